@@ -1,0 +1,30 @@
+"""The one seam where time comes in. A simulated cluster in compressed time and the watcher on it share a speed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+
+class Clock:
+    """Monotonic seconds for deadlines, wall seconds for people; both run `speed` times as fast as the machine's."""
+
+    def __init__(self, speed: float = 1.0) -> None:
+        self.speed = speed
+        self._monotonic_origin = time.monotonic()
+        self._wall_origin = time.time()
+
+    def monotonic(self) -> float:
+        return self._monotonic_origin + (time.monotonic() - self._monotonic_origin) * self.speed
+
+    def wall(self) -> float:
+        # Follows the machine's wall clock through its corrections; only the part since start is stretched.
+        return self._wall_origin + (time.time() - self._wall_origin) * self.speed
+
+    def wait(self, event: threading.Event, seconds: float) -> bool:
+        """Wait for the event at most `seconds` of this clock; True if it was set."""
+        return event.wait(max(0.0, seconds) / self.speed)
+
+    def real_seconds(self, seconds: float) -> float:
+        """How long `seconds` of this clock last on the machine: for timeouts of sockets and selectors."""
+        return seconds / self.speed

@@ -1,0 +1,96 @@
+"""What the engine publishes after each tick, and what the API, the page and the metrics read. Frozen: no locks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from collectors.samples import NodeSample
+from collectors.ssh.link import NodeLink
+from watcher.judge.finding import Finding, JobState, Severity
+from watcher.judge.job_sample import JobSample
+from watcher.judge.verdict import Suspect, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class TimelinePoint:
+    """One moment of a job's history; None where it was not known."""
+
+    wall_seconds: float
+    state: JobState
+    step: int | None
+    tokens_per_second: float | None
+    power_watts_median: float | None
+    power_watts_low: float | None
+    power_watts_high: float | None
+    utilization_percent_mean: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """One job after a tick."""
+
+    name: str
+    state: JobState
+    state_since_wall_seconds: float
+    reason: str  # why it is in this state, in words with numbers
+    sample: JobSample
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+    wasted_gpu_seconds: Mapping[str, float]  # by alert name
+    timeline: tuple[TimelinePoint, ...]  # oldest first, thinned with age
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    node: str
+    link: NodeLink
+    sample: NodeSample | None  # the last one that came, however old: see link.last_line_age_seconds
+    jobs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeView:
+    """One open or recently closed alert episode."""
+
+    id: str  # stable over restarts; new for each episode
+    job: str
+    alert: str
+    scope: str
+    severity: Severity
+    confirmed: bool
+    summary: str
+    evidence: tuple[str, ...]
+    advice: str
+    suspects: tuple[Suspect, ...]
+    opened_wall_seconds: float
+    closed_wall_seconds: float | None
+    gpu_hours_lost: float
+    suppressed_by: str | None = None  # root cause that keeps this one quiet, e.g. "NodeUnreachable node-02"
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryStats:
+    """Counters of the outbox, by receiver and reason; ages on the watcher's clock."""
+
+    sent: Mapping[str, int] = field(default_factory=dict)
+    failed: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (receiver, reason)
+    waiting: int = 0
+    oldest_waiting_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything the watcher knows after one tick."""
+
+    tick: int
+    wall_seconds: float
+    tick_seconds: float  # how long the tick itself took
+    late_seconds: float  # how late it started
+    jobs: Mapping[str, JobView]
+    nodes: Mapping[str, NodeView]
+    episodes: tuple[EpisodeView, ...]
+    deliveries: DeliveryStats
+    blind: bool  # most nodes went silent at once: our own network, not theirs
+    ticks_overrun: int = 0
+    detection_delays_seconds: tuple[float, ...] = ()  # from condition to episode, of episodes opened in this tick
