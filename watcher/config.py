@@ -161,7 +161,7 @@ class JobSection(Section):
         return expand_nodes(self.nodes)
 
     def spec(self, interval_seconds: float) -> JobSpec:
-        """The same as the judge reads it. Checkpoints are looked for in checkpoints/ of the run directory by default."""
+        """The same as the judge reads it. Checkpoints: checkpoints/ of the run directory by default."""
         checkpoints = self.checkpoint_directory
         if checkpoints is None and self.run_directory is not None:
             checkpoints = self.run_directory / "checkpoints"
