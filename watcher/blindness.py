@@ -1,0 +1,83 @@
+"""Blind is not broken: most nodes silent at once means our own network, or our own process, not theirs.
+
+Prometheus and Healthchecks turn a monitor's outage into a flood about everyone (healthchecks#664, uptime-kuma#774).
+Here it is one state of its own, in which nothing is concluded about any job.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Final
+
+from collectors.samples import HostStatus
+from collectors.ssh.link import NodeLink
+from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding
+
+# Fewer nodes than this going silent together may well be one rack, or one job's nodes.
+LEAST_NODES: Final = 4
+SHARE: Final = 0.5
+# Nodes that vanish together do not vanish within one look: compare with those that answered this long ago.
+WINDOW_INTERVALS: Final = 8.0
+# A look this late means that this process was stopped or starved: what it knows is old.
+STARVED_INTERVALS: Final = 5.0
+SETTLE_INTERVALS: Final = 3.0
+
+
+class Blindness:
+    """Watches the watcher's own sight. Pure: links and time come in."""
+
+    def __init__(self, interval_seconds: float) -> None:
+        self._interval = interval_seconds
+        self._history: deque[tuple[float, frozenset[str]]] = deque()
+        self._before: frozenset[str] = frozenset()
+        self._settle_until = float("-inf")
+        self.since: float | None = None
+        self.starved_looks = 0
+
+    def look(self, links: Mapping[str, NodeLink], now: float) -> None:
+        """Take note of who answers. Call at each tick."""
+        answering = frozenset(node for node, link in links.items() if link.status is HostStatus.OK)
+        if self._history and now - self._history[-1][0] > STARVED_INTERVALS * self._interval:
+            self.starved_looks += 1
+            self._settle(now)
+        if self.since is None:
+            self._look_for_loss(answering, links, now)
+        elif len(self._before & answering) >= SHARE * len(self._before):
+            self.since = None
+            self._settle(now)
+        self._history.append((now, answering))
+        while now - self._history[0][0] > WINDOW_INTERVALS * self._interval:
+            self._history.popleft()
+
+    def settling(self, now: float) -> bool:
+        """True while what is known may be stale: nothing may be concluded yet."""
+        return now < self._settle_until
+
+    def finding(self, links: Mapping[str, NodeLink]) -> Finding | None:
+        """The one alert of a blind watcher; None while it sees."""
+        if self.since is None:
+            return None
+        silent = sorted(n for n in self._before if n not in links or links[n].status is not HostStatus.OK)
+        return Finding(
+            job="",
+            alert=AlertName.WATCHER_DEGRADED,
+            severity=DEFAULT_SEVERITY[AlertName.WATCHER_DEGRADED],
+            scope="",
+            summary=f"The watcher is blind: {len(silent)} of {len(self._before)} nodes went silent together.",
+            evidence=tuple(f"{node}: {links[node].detail}" for node in silent[:5] if node in links),
+            advice="Look at this control host's own network first. "
+            "Nothing is concluded about any job until the nodes answer again.",
+            since_seconds=self.since,
+        )
+
+    def _look_for_loss(self, answering: frozenset[str], links: Mapping[str, NodeLink], now: float) -> None:
+        before = max((nodes for _, nodes in self._history), key=len, default=frozenset())
+        lost = {n for n in before - answering if n in links and links[n].status is HostStatus.UNREACHABLE}
+        if len(before) >= LEAST_NODES and len(lost) > SHARE * len(before):
+            self.since = now
+            self._before = before
+
+    def _settle(self, now: float) -> None:
+        self._history.clear()
+        self._settle_until = now + SETTLE_INTERVALS * self._interval

@@ -1,0 +1,93 @@
+"""`wattwatch status [JOB]`: one look at a running watcher, through its API. For people, scripts and monitoring."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import httpx
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from watcher.config import read_secret
+from watcher.judge.finding import Severity
+
+DEFAULT_URL: Final = "http://127.0.0.1:9560"
+EXIT_CODE: Final = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
+UNKNOWN: Final = 3
+
+
+@click.command()
+@click.argument("job", required=False)
+@click.option("--url", default=DEFAULT_URL, show_default=True, help="Address of the watcher.")
+@click.option("--token-file", type=click.Path(path_type=Path), help="File with a bearer token.")
+@click.option("--json", "as_json", is_flag=True, help="The API's own answer.")
+def status_command(job: str | None, url: str, token_file: Path | None, as_json: bool) -> None:
+    """What a running watcher says of its jobs, once.
+
+    Exit code: 0 nothing is wrong, 1 a warning is open, 2 a critical alert is open, 3 the watcher cannot be asked.
+    """
+    headers = {}
+    if token_file is not None:
+        try:
+            headers["Authorization"] = f"Bearer {read_secret(token_file)}"
+        except (OSError, ValueError) as error:
+            _give_up(f"{token_file}: no token could be read: {error}")
+    with httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=10.0, trust_env=False) as client:
+        jobs = _get(client, f"/api/v1/jobs/{job}" if job else "/api/v1/jobs")
+        alerts = _get(client, "/api/v1/alerts")
+    open_alerts = [a for a in alerts if a["closed"] is None and (job is None or a["job"] == job)]
+    if as_json:
+        click.echo(orjson.dumps({"jobs": jobs, "alerts": open_alerts}, option=orjson.OPT_INDENT_2).decode())
+    else:
+        _print(jobs if isinstance(jobs, list) else [jobs], open_alerts)
+    worst = max((EXIT_CODE[Severity(a["severity"])] for a in open_alerts if not a["suppressed_by"]), default=0)
+    sys.exit(worst)
+
+
+def _get(client: httpx.Client, path: str) -> Any:
+    """The JSON answer; an error of the network or of the API ends the command with one sentence."""
+    try:
+        response = client.get(path)
+    except httpx.HTTPError as error:
+        _give_up(
+            f"no watcher answers at {client.base_url}: {error or type(error).__name__}; is `wattwatch serve` running?"
+        )
+    if response.status_code != httpx.codes.OK:
+        try:
+            detail = response.json().get("detail") or response.json().get("title")
+        except (ValueError, AttributeError):
+            detail = response.text[:200]
+        _give_up(f"{client.base_url}{path}: {response.status_code} {detail}")
+    try:
+        return response.json()
+    except ValueError:
+        _give_up(f"{client.base_url}{path}: not a wattwatch API (the answer is not JSON)")
+
+
+def _give_up(message: str) -> Any:
+    click.echo(message, err=True)
+    sys.exit(UNKNOWN)
+
+
+def _print(jobs: list[dict[str, Any]], alerts: list[dict[str, Any]]) -> None:
+    console = Console()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("JOB", "STATE", "STEP", "TOK/S", "WHY"):
+        table.add_column(title)
+    for job in jobs:
+        progress = job["progress"]
+        step = "-" if progress["step"] is None else f"{progress['step']:,}"
+        if progress["total_steps"] is not None:
+            step += f"/{progress['total_steps']:,}"
+        rate = progress["tokens_per_second"]
+        table.add_row(job["name"], job["state"], step, "-" if rate is None else f"{rate:,.0f}", job["reason"])
+    console.print(table)
+    for alert in alerts:
+        quiet = f" (quiet: {alert['suppressed_by']})" if alert["suppressed_by"] else ""
+        console.print(f"{alert['severity'].upper()} {alert['alert']} {alert['job']}: {alert['summary']}{quiet}")
+    if not alerts:
+        console.print("no open alerts")

@@ -1,0 +1,191 @@
+"""One tick, composed: samples -> job samples -> verdicts -> findings -> episodes -> snapshot.
+
+The engine owns no thread, socket or file. It asks a NodeSource for what came, judges each job whose round of samples
+is in, hands the findings to whoever tells people, and publishes a frozen Snapshot for everybody else. Live, replay,
+demo and tests run this same code with other sources and clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from collectors.samples import HostStatus, NodeSample
+from collectors.ssh.link import NodeLink
+from watcher.blindness import Blindness
+from watcher.judge.assemble import JobAssembler
+from watcher.judge.classify import classify
+from watcher.judge.detect import Detector
+from watcher.judge.finding import Finding
+from watcher.judge.job_sample import JobSample, JobSpec
+from watcher.judge.profiles import Profile
+from watcher.snapshot import DeliveryStats, EpisodeView, JobView, NodeView, Snapshot
+from watcher.timeline import Timeline, point_of
+
+# A round is judged when every answering node has spoken, or this share of the interval after its first line.
+ROUND_GRACE_INTERVALS: Final = 0.25
+
+
+class NodeSource(Protocol):
+    """Where samples come from: the SSH fleet, a recording, a log."""
+
+    def drain(self) -> list[NodeSample]: ...
+
+    def links(self) -> Mapping[str, NodeLink]: ...
+
+
+class Telling(Protocol):
+    """Who is told. Jobs that were not judged in this tick keep their episodes: no news is not good news."""
+
+    def observe(self, findings: Sequence[Finding], judged_jobs: frozenset[str], now: float, wall: float) -> None: ...
+
+    def episodes(self) -> tuple[EpisodeView, ...]: ...
+
+    def stats(self) -> DeliveryStats: ...
+
+
+class Time(Protocol):
+    def monotonic(self) -> float: ...
+
+    def wall(self) -> float: ...
+
+
+@dataclass(slots=True)
+class JobDesk:
+    """What the engine keeps of one job between ticks."""
+
+    spec: JobSpec
+    assembler: JobAssembler
+    detector: Detector
+    timeline: Timeline = field(default_factory=Timeline)
+    spoke: set[str] = field(default_factory=set)  # nodes heard since the job was last judged
+    first_heard_seconds: float | None = None
+    judged_seconds: float | None = None
+    view: JobView | None = None
+
+    def hear(self, sample: NodeSample, now: float) -> None:
+        self.assembler.add(sample)
+        self.spoke.add(sample.node)
+        if self.first_heard_seconds is None:
+            self.first_heard_seconds = now
+
+    def is_due(self, links: Mapping[str, NodeLink], now: float) -> bool:
+        """The round is in, or waited long enough for its stragglers; a silent job is looked at once an interval."""
+        if self.first_heard_seconds is not None:
+            answering = {n for n in self.spec.nodes if n in links and links[n].status is HostStatus.OK}
+            grace = ROUND_GRACE_INTERVALS * self.spec.interval_seconds
+            return self.spoke >= answering or now - self.first_heard_seconds >= grace
+        return self.judged_seconds is None or now - self.judged_seconds >= self.spec.interval_seconds
+
+    def judge(self, sample: JobSample, profile: Profile | None, now: float) -> tuple[Finding, ...]:
+        """Classify, detect, and renew the view."""
+        verdict = classify(sample, profile)
+        findings = self.detector.observe(verdict, sample, now)
+        self.spoke.clear()
+        self.first_heard_seconds = None
+        self.judged_seconds = now
+        self.timeline.add(point_of(sample, self.detector.state))
+        self.view = JobView(
+            name=self.spec.name,
+            state=self.detector.state,
+            state_since_wall_seconds=sample.wall_seconds - (now - self.detector.state_since),
+            reason=self.detector.reason,
+            sample=sample,
+            verdict=verdict,
+            findings=findings,
+            wasted_gpu_seconds=dict(self.detector.wasted_gpu_seconds),
+            timeline=self.timeline.points(),
+        )
+        return findings
+
+
+class Engine:
+    """Judges all jobs. `tick` is called by one thread; `snapshot` may be read by any."""
+
+    def __init__(
+        self,
+        specs: Sequence[JobSpec],
+        source: NodeSource,
+        telling: Telling,
+        clock: Time,
+        profiles: Sequence[Profile] = (),
+    ) -> None:
+        self._source = source
+        self._telling = telling
+        self._clock = clock
+        self._profiles = tuple(profiles)
+        self._desks = {spec.name: JobDesk(spec, JobAssembler(spec), Detector(spec)) for spec in specs}
+        self._jobs_of_node: dict[str, tuple[str, ...]] = {}
+        for spec in specs:
+            for node in spec.nodes:
+                self._jobs_of_node[node] = (*self._jobs_of_node.get(node, ()), spec.name)
+        self._interval = min((spec.interval_seconds for spec in specs), default=1.0)
+        self._blindness = Blindness(self._interval)
+        self._last_samples: dict[str, NodeSample] = {}
+        self._open: dict[str, set[tuple[str, str, str]]] = {}  # job -> keys of its findings at the last look
+        self._ticks = 0
+        self._last_tick_seconds: float | None = None
+        self.snapshot = self._publish(source.links(), clock.monotonic(), clock.wall(), 0.0, ())
+
+    def tick(self) -> Snapshot:
+        """Take what came, judge what is due, tell, publish. Cheap when nothing is due."""
+        now, wall = self._clock.monotonic(), self._clock.wall()
+        late = 0.0 if self._last_tick_seconds is None else max(0.0, now - self._last_tick_seconds - self._interval)
+        self._last_tick_seconds = now
+        for sample in self._source.drain():
+            self._last_samples[sample.node] = sample
+            for job in self._jobs_of_node.get(sample.node, ()):
+                self._desks[job].hear(sample, now)
+        links = self._source.links()
+        self._blindness.look(links, now)
+        blind = self._blindness.finding(links)
+        if blind is None and self._blindness.settling(now):
+            return self.snapshot
+        due = [] if blind else [desk for desk in self._desks.values() if desk.is_due(links, now)]
+        if not due and blind is None:
+            return self.snapshot
+        findings = [] if blind is None else [blind]
+        delays: list[float] = []
+        for desk in due:
+            sample = desk.assembler.assemble(links, now, wall)
+            found = desk.judge(sample, self._profile_of(sample), now)
+            delays += self._delays(desk.spec.name, found, now)
+            findings += found
+        self._telling.observe(findings, frozenset({"", *(desk.spec.name for desk in due)}), now, wall)
+        self.snapshot = self._publish(links, now, wall, late, tuple(delays))
+        return self.snapshot
+
+    def _profile_of(self, sample: JobSample) -> Profile | None:
+        """The user's own profile for this board, if one matches; else the judge picks from the shipped ones."""
+        name = next((r.gpu.name for r in sample.gpus if r.gpu.name), None)
+        if name is None:
+            return None
+        return next((profile for profile in self._profiles if profile.matches(name)), None)
+
+    def _delays(self, job: str, findings: Sequence[Finding], now: float) -> list[float]:
+        """Seconds from the condition to the first time it is said, for the findings that are new in this tick."""
+        before = self._open.get(job, set())
+        self._open[job] = {finding.key for finding in findings}
+        return [max(0.0, now - finding.since_seconds) for finding in findings if finding.key not in before]
+
+    def _publish(
+        self, links: Mapping[str, NodeLink], now: float, wall: float, late: float, delays: tuple[float, ...]
+    ) -> Snapshot:
+        self._ticks += 1
+        return Snapshot(
+            tick=self._ticks,
+            wall_seconds=wall,
+            tick_seconds=self._clock.monotonic() - now,
+            late_seconds=late,
+            jobs={name: desk.view for name, desk in self._desks.items() if desk.view is not None},
+            nodes={
+                node: NodeView(node, link, self._last_samples.get(node), self._jobs_of_node.get(node, ()))
+                for node, link in links.items()
+            },
+            episodes=self._telling.episodes(),
+            deliveries=self._telling.stats(),
+            blind=self._blindness.since is not None,
+            ticks_overrun=self._blindness.starved_looks,
+            detection_delays_seconds=delays,
+        )

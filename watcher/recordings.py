@@ -1,0 +1,151 @@
+"""Recordings: what the nodes said and how their links stood, line by line, so that the same code can judge it again.
+
+A recording is gzip-compressed JSON lines. The first line is a header with the jobs; then `line` records hold a probe's
+line as it came, and `link` records the state of a connection when it changed. Nothing that was judged is stored:
+replay judges anew.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import threading
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+import orjson
+
+from collectors.samples import HostStatus, NodeSample
+from collectors.ssh.link import NodeLink
+from collectors.wire import LineReader
+from watcher.judge.job_sample import JobSpec
+from watcher.node_requests import request_for
+
+FORMAT: Final = "wattwatch-recording"
+VERSION: Final = 1
+MAGIC: Final = b"\x1f\x8b"
+LONGEST_LINE_BYTES: Final = 1 << 20
+
+
+class RecordingError(Exception):
+    """The file is no recording, or one that this version cannot read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What arrived at one instant of the control host's clock."""
+
+    seconds: float
+    sample: NodeSample | None = None
+    link: NodeLink | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """An open recording: its jobs, and its moments in order."""
+
+    specs: tuple[JobSpec, ...]
+    moments: Iterator[Moment]
+
+
+class Recorder:
+    """Writes a recording as lines come, from the fleet's reader thread. A full disk stops it, never the watcher."""
+
+    def __init__(self, path: Path, specs: Sequence[JobSpec]) -> None:
+        self._lock = threading.Lock()
+        self._file: IO[bytes] | None = gzip.open(path, "wb", compresslevel=5)  # noqa: SIM115 - closed by close()
+        self._links: dict[str, tuple[HostStatus, str]] = {}
+        self.error: str | None = None
+        self._write({"format": FORMAT, "version": VERSION, "jobs": [asdict(spec) for spec in specs]})
+
+    def line(self, node: str, received_seconds: float, line: bytes) -> None:
+        self._write({"n": node, "t": received_seconds, "line": line.decode("utf-8", "replace")})
+
+    def links(self, links: Mapping[str, NodeLink], now: float) -> None:
+        for node, link in links.items():
+            if self._links.get(node) != (link.status, link.detail):
+                self._links[node] = (link.status, link.detail)
+                self._write({"n": node, "t": now, "link": link.status.value, "detail": link.detail})
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _write(self, record: dict[str, Any]) -> None:
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                self._file.write(orjson.dumps(record) + b"\n")
+            except OSError as error:
+                self.error = f"the recording stopped: {error.strerror}"
+                self._file = None
+
+
+def is_recording(start: bytes) -> bool:
+    """Whether a file that starts with these bytes is one of ours, compressed or not."""
+    if start.startswith(MAGIC):
+        try:
+            start = zlib.decompressobj(wbits=31).decompress(start, 256)
+        except zlib.error:
+            return False
+    return FORMAT.encode() in start[:256]
+
+
+def open_recording(path: Path) -> Recording:
+    """Raises RecordingError with one sentence. A recording cut short (kill -9) is read up to the cut."""
+    lines = _lines(path)
+    first = next(lines, b"")
+    try:
+        header = orjson.loads(first)
+        if header["format"] != FORMAT:
+            raise KeyError("format")
+        if header["version"] != VERSION:
+            raise RecordingError(f"{path}: recording version {header['version']}; this wattwatch reads {VERSION}")
+        specs = tuple(_spec(job) for job in header["jobs"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        raise RecordingError(f"{path}: not a wattwatch recording (no header line)") from None
+    return Recording(specs, _moments(lines, specs))
+
+
+def _spec(fields: Mapping[str, Any]) -> JobSpec:
+    known = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items() if k in JobSpec.__slots__}
+    return JobSpec(**known)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as raw:
+            start = raw.peek(2)[:2] if isinstance(raw, io.BufferedReader) else b""
+            with gzip.GzipFile(fileobj=raw) if start == MAGIC else raw as stream:
+                while line := stream.readline(LONGEST_LINE_BYTES):
+                    yield line
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        return  # cut short: what was written before the cut is good
+    except OSError as error:
+        raise RecordingError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _moments(lines: Iterator[bytes], specs: tuple[JobSpec, ...]) -> Iterator[Moment]:
+    readers: dict[str, LineReader] = {}
+    for line in lines:
+        try:
+            record = orjson.loads(line)
+            node, seconds = str(record["n"]), float(record["t"])
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+            continue  # a torn last line
+        if "link" in record:
+            link = NodeLink(node, HostStatus(record["link"]), str(record.get("detail", "")))
+            if link.status is not HostStatus.OK:
+                readers.pop(node, None)  # a new connection starts a new probe
+            yield Moment(seconds, link=link)
+        elif "line" in record:
+            reader = readers.setdefault(node, LineReader(node, request_for(specs, node)))
+            sample = reader.read(str(record["line"]).encode(), seconds)
+            if sample is not None:
+                yield Moment(seconds, sample=sample)

@@ -1,0 +1,59 @@
+"""A job's history, thinned with age: every point of the last ten minutes, then one a minute for a day."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Final
+
+from watcher.judge.finding import JobState
+from watcher.judge.job_sample import JobSample
+from watcher.snapshot import TimelinePoint
+
+RECENT_SECONDS: Final = 600.0
+COARSE_STEP_SECONDS: Final = 60.0
+KEEP_SECONDS: Final = 86_400.0
+
+
+def point_of(sample: JobSample, state: JobState) -> TimelinePoint:
+    """The job at one moment in eight numbers."""
+    watts = [r.gpu.power_watts for r in sample.gpus if r.gpu.power_watts is not None]
+    busy = [r.gpu.utilization_percent for r in sample.gpus if r.gpu.utilization_percent is not None]
+    return TimelinePoint(
+        wall_seconds=sample.wall_seconds,
+        state=state,
+        step=sample.progress.step,
+        tokens_per_second=sample.progress.tokens_per_second,
+        power_watts_median=statistics.median(watts) if watts else None,
+        power_watts_low=min(watts, default=None),
+        power_watts_high=max(watts, default=None),
+        utilization_percent_mean=statistics.fmean(busy) if busy else None,
+    )
+
+
+class Timeline:
+    """Bounded in memory: at most about 600 recent and 1,440 older points at one sample a second."""
+
+    def __init__(self) -> None:
+        self._recent: deque[TimelinePoint] = deque(maxlen=1200)
+        self._older: deque[TimelinePoint] = deque()
+
+    def add(self, point: TimelinePoint) -> None:
+        self._recent.append(point)
+        while self._recent[0].wall_seconds < point.wall_seconds - RECENT_SECONDS:
+            self._retire(self._recent.popleft())
+        while self._older and self._older[0].wall_seconds < point.wall_seconds - KEEP_SECONDS:
+            self._older.popleft()
+
+    def _retire(self, point: TimelinePoint) -> None:
+        """Keep one a minute, and each change of state: changes are what people ask for."""
+        last = self._older[-1] if self._older else None
+        if (
+            last is None
+            or last.state is not point.state
+            or point.wall_seconds - last.wall_seconds >= COARSE_STEP_SECONDS
+        ):
+            self._older.append(point)
+
+    def points(self) -> tuple[TimelinePoint, ...]:
+        return (*self._older, *self._recent)
