@@ -79,7 +79,7 @@ class GpuSample:
     throttle_reasons: frozenset[str] | None = None  # lower case, e.g. {"gpu_idle"}, {"hw_thermal_slowdown"}
     performance_state: str | None = None
     mig: bool | None = None
-    reasons: Mapping[str, Reason] = field(default=NO_REASONS)  # field name -> why it is None
+    reasons: Mapping[str, Reason] = field(default_factory=lambda: NO_REASONS)  # field name -> why it is None
 
     def reading(self, name: str) -> Reading:
         """The named field with its reason. A None without a recorded reason was never asked for: unsupported."""

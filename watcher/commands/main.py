@@ -71,7 +71,8 @@ def main(arguments: list[str] | None = None) -> Any:
         # The reader of our output left (`wattwatch status | head`): nothing is wrong.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return sys.exit(0)
-    except Exception as error:  # noqa: BLE001 - the last net: people get a sentence, developers ask for the rest
+    except Exception as error:
+        # The last net: people get a sentence, developers ask for the rest.
         if os.environ.get("WATTWATCH_DEBUG") == "1":
             raise
         return _fail(
