@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from typing import Final
 
-from collectors.samples import NO_REASONS, GpuSample, HostStatus, PowerSource, Reason
+from collectors.samples import NO_REASONS, GpuSample, HostStatus, MissingGpu, PowerSource, Reason
 
 ROW_COLUMNS: Final = (
     "index",  # int, as NVML enumerates
@@ -94,14 +95,20 @@ _CODES: Final[Mapping[int, Mapping[str, str]]] = {
 _REASONS: Final[Mapping[int, Reason]] = {code: Reason(entry["reason"]) for code, entry in _CODES.items()}
 
 
-def reason_of(code: int) -> Reason:
+def _entry(code: object) -> Mapping[str, str]:
+    return _CODES.get(code if type(code) is int else _UNKNOWN_CODE, _CODES[_UNKNOWN_CODE])
+
+
+def reason_of(code: object) -> Reason:
     """What this return code says of one reading. A code that NVML adds later is unreadable until it is listed."""
-    return _REASONS.get(code, Reason.UNREADABLE) if code else Reason.OK
+    if code == 0:
+        return Reason.OK
+    return _REASONS.get(code, Reason.UNREADABLE) if type(code) is int else Reason.UNREADABLE
 
 
 def host_status_of(code: int) -> tuple[HostStatus, str]:
     """What nvmlInit's or nvmlDeviceGetCount's return code says of the whole machine, with a sentence."""
-    entry = _CODES.get(code, _CODES[_UNKNOWN_CODE])
+    entry = _entry(code)
     status = HostStatus(entry.get("host", HostStatus.DRIVER_DOWN))
     return status, f"{entry['detail']} (NVML {code})"
 
@@ -118,3 +125,143 @@ def throttle_names(bitmask: int) -> frozenset[str]:
 
 _KNOWN_MASKS: Final[dict[int, frozenset[str]]] = {}
 _KNOWN_MASKS.update({mask: throttle_names(mask) for mask in range(0x200)})
+
+
+def gpu_from_nvml(
+    row: Sequence[object],
+    errors: Mapping[str, int] | None,
+    previous_energy: tuple[float, float] | None,
+    node_seconds: float,
+) -> GpuSample:
+    """One board of one probe line.
+
+    `errors`: column -> NVML return code, non-zero only (None or empty for a sound board). `previous_energy`: this
+    board's (node_seconds, joules) of the line before, for mean watts; `node_seconds`: the same clock, now. Never
+    raises on what a node may send: a value of the wrong type is unreadable. Power: the energy counter's mean over the
+    interval; the instant draw where there is no counter, no interval, or the counter stood still or went back.
+    """
+    if len(row) != len(ROW_COLUMNS):
+        row = (*row[: len(ROW_COLUMNS)], *(None,) * (len(ROW_COLUMNS) - len(row)))
+    (
+        index,
+        uuid,
+        bus,
+        name,
+        power_mw,
+        limit_mw,
+        util,
+        mem_util,
+        used,
+        total,
+        temp,
+        clock,
+        energy_mj,
+        mask,
+        pstate,
+        mig,
+    ) = row
+    reasons: dict[str, Reason] = {}
+    if errors:
+        reasons = _reasons_of_errors(errors)
+    lost = Reason.LOST in reasons.values()
+    sliced = None if mig is None else mig == 1
+    if sliced:
+        # The utilisation of a sliced board has no meaning for the whole of it, whatever the call returned.
+        util = mem_util = None
+        reasons["utilization_percent"] = reasons["memory_utilization_percent"] = Reason.MIG
+
+    utilization = _number(util, "utilization_percent", reasons, top=100.0)
+    energy = _number(energy_mj, "energy_joules", reasons, scale=1000.0)
+    power, source = _power(power_mw, utilization, energy, previous_energy, node_seconds, reasons)
+    sample = GpuSample(
+        index if type(index) is int else None,
+        uuid if type(uuid) is str else None,
+        bus if type(bus) is str else None,
+        name if type(name) is str else None,
+        power,
+        source,
+        _number(limit_mw, "power_limit_watts", reasons, scale=1000.0),
+        utilization,
+        _number(mem_util, "memory_utilization_percent", reasons, top=100.0),
+        _number(used, "memory_used_bytes", reasons),
+        _number(total, "memory_total_bytes", reasons),
+        _number(temp, "temperature_celsius", reasons, bottom=-100.0),
+        _number(clock, "sm_clock_mhz", reasons),
+        energy,
+        throttle_names(mask) if type(mask) is int and mask >= 0 and "throttle_reasons" not in reasons else None,
+        f"P{pstate}" if type(pstate) is int and 0 <= pstate < 16 and "performance_state" not in reasons else None,
+        sliced,
+        reasons or NO_REASONS,
+    )
+    return _lost(sample) if lost else sample
+
+
+def missing_from_nvml(row: Sequence[object], errors: Mapping[str, int] | None) -> MissingGpu | None:
+    """The board whose handle NVML would not give, else None: it counts as missing, not as a row."""
+    code = (errors or {}).get(HANDLE, 0)
+    if not code:
+        return None
+    index = row[0] if row and type(row[0]) is int else None
+    bus = row[2] if len(row) > 2 and type(row[2]) is str else None
+    detail = _entry(code)["detail"]
+    return MissingGpu(index, bus, reason_of(code), f"NVML gave no handle for GPU {index}: {detail} (NVML {code})")
+
+
+def _reasons_of_errors(errors: Mapping[str, int]) -> dict[str, Reason]:
+    """Field name -> reason; a handle that could not be opened is the reason of every field."""
+    if errors.get(HANDLE):
+        return dict.fromkeys(FIELD_OF_COLUMN.values(), reason_of(errors[HANDLE]))
+    return {
+        FIELD_OF_COLUMN[column]: reason_of(code)
+        for column, code in errors.items()
+        if code and column in FIELD_OF_COLUMN
+    }
+
+
+def _number(
+    value: object,
+    name: str,
+    reasons: dict[str, Reason],
+    scale: float = 1.0,
+    bottom: float = 0.0,
+    top: float = _TOO_BIG,
+) -> float | None:
+    """The value in our unit, or None with its reason in `reasons`. A value beside an error code is not one."""
+    if value is None or (reasons and name in reasons):
+        return None
+    if (type(value) is int or type(value) is float) and bottom <= value <= top and value not in _NOT_AVAILABLE:
+        return value / scale
+    absent = type(value) is int and value in _NOT_AVAILABLE
+    reasons[name] = Reason.UNSUPPORTED if absent else Reason.UNREADABLE
+    return None
+
+
+def _power(
+    power_mw: object,
+    utilization: float | None,
+    energy: float | None,
+    previous: tuple[float, float] | None,
+    node_seconds: float,
+    reasons: dict[str, Reason],
+) -> tuple[float | None, PowerSource | None]:
+    """Mean watts by the energy counter, else the draw; 0 W beside a busy board is a reading that failed."""
+    if energy is not None and previous is not None:
+        seconds = node_seconds - previous[0]
+        joules = energy - previous[1]
+        # A counter that stood still or went back (driver reloaded) measures nothing: never 0 W, never negative.
+        if 0.0 < seconds <= LONGEST_ENERGY_INTERVAL_SECONDS and joules > 0.0:
+            reasons.pop("power_watts", None)
+            return joules / seconds, PowerSource.ENERGY_COUNTER
+    watts = _number(power_mw, "power_watts", reasons, scale=1000.0)
+    if watts is None:
+        return None, None
+    if watts == 0.0 and utilization:
+        reasons["power_watts"] = Reason.UNREADABLE
+        return None, None
+    return watts, PowerSource.DRAW
+
+
+def _lost(sample: GpuSample) -> GpuSample:
+    """A lost board: who it was and its limits stay, every live reading goes."""
+    reasons = dict(sample.reasons) | dict.fromkeys(LIVE_FIELDS, Reason.LOST)
+    return replace(sample, **dict.fromkeys(LIVE_FIELDS), power_source=None, performance_state=None, reasons=reasons)
