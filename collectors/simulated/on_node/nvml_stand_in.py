@@ -1,0 +1,343 @@
+"""What `ctypes.CDLL("libnvidia-ml.so.1")` is on a simulated node: NVML's C entry points over the node's state file.
+
+Each function below has the name, the arguments and the habits of the C function (nvml.h): it fills what it is handed
+a pointer to and returns a code. The real pynvml runs on top and cannot tell. Habits that cost others an outage:
+
+- the first, sizing call for the process list returns INSUFFICIENT_SIZE with the count;
+- nvmlDeviceGetFieldValues succeeds as a whole and says failure per field in `nvmlReturn`, with a value of 0;
+- energy counts millijoules since the driver was loaded;
+- a lost GPU still answers its name, limit and identity, and returns GPU_IS_LOST for everything that moves;
+- a driver that hangs does not return at all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+SUCCESS = 0
+UNINITIALIZED = 1
+INVALID_ARGUMENT = 2
+NOT_SUPPORTED = 3
+NOT_FOUND = 6
+INSUFFICIENT_SIZE = 7
+LIB_RM_VERSION_MISMATCH = 18
+GPU_IS_LOST = 15
+UNKNOWN = 999
+
+FIRST_HANDLE = 0x5A000001
+SECONDS_BETWEEN_LOOKS = 0.2
+
+FIELD_ENERGY, FIELD_POWER_AVERAGE, FIELD_POWER_INSTANT = 83, 185, 186
+VALUE_TYPE_UNSIGNED_INT, VALUE_TYPE_UNSIGNED_LONG_LONG = 1, 3
+
+Gpu = dict[str, Any]
+Entry = Callable[..., int]
+ENTRIES: dict[str, Entry] = {}
+
+
+class State:
+    """The node's state file as it is now; read again only after it was replaced."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.initialized = False
+        self._stamp: tuple[int, int] = (0, 0)
+        self._content: dict[str, Any] = {}
+
+    def now(self) -> dict[str, Any]:
+        """Empty once the node is gone."""
+        try:
+            status = os.stat(self.path)
+            stamp = (status.st_ino, status.st_mtime_ns)
+            if stamp != self._stamp:
+                with open(self.path, encoding="utf-8") as file:
+                    self._content = json.load(file)
+                self._stamp = stamp
+        except (OSError, ValueError):
+            return {}
+        return self._content
+
+
+def load(state_file: str) -> Library:
+    state = State(state_file)
+    if state.now().get("nvml") == "absent":
+        raise OSError("libnvidia-ml.so.1: cannot open shared object file: No such file or directory")
+    return Library(state)
+
+
+class Library:
+    """The loaded library. An entry point that this driver does not have is an AttributeError, as with ctypes."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __getattr__(self, name: str) -> functools.partial[int]:
+        if name not in ENTRIES:
+            raise AttributeError(f"undefined symbol: {name}")
+        return functools.partial(call, ENTRIES[name], self._state)
+
+
+def call(entry: Entry, state: State, *arguments: Any) -> int:
+    """One call into the driver: it does not return while the driver hangs."""
+    content = state.now()
+    while content.get("nvml") == "hang":
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+        content = state.now()
+    return entry(state, *arguments) if content else UNKNOWN
+
+
+def entry(*names: str) -> Callable[[Entry], Entry]:
+    def register(function: Entry) -> Entry:
+        ENTRIES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def of_gpu(*names: str, dies_with_gpu: bool = True) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """An entry point whose first argument is a device handle."""
+
+    def register(function: Callable[..., int]) -> Callable[..., int]:
+        def with_gpu(state: State, handle: Any, *arguments: Any) -> int:
+            if not state.initialized:
+                return UNINITIALIZED
+            gpu = gpu_of(state, handle)
+            if gpu is None:
+                return INVALID_ARGUMENT
+            if gpu.get("lost") and dies_with_gpu:
+                return GPU_IS_LOST
+            return function(gpu, *arguments)
+
+        entry(*names)(with_gpu)
+        return function
+
+    return register
+
+
+def gpu_of(state: State, handle: Any) -> Gpu | None:
+    gpus: list[Gpu] = state.now().get("gpus", [])
+    place = (ctypes.c_void_p.from_buffer(handle).value or 0) - FIRST_HANDLE
+    return gpus[place] if 0 <= place < len(gpus) else None
+
+
+def pointee(argument: Any) -> Any:
+    """What `byref(x)` or `pointer(x)` points to."""
+    return argument._obj if hasattr(argument, "_obj") else argument.contents
+
+
+def write(argument: Any, value: int) -> int:
+    pointee(argument).value = value
+    return SUCCESS
+
+
+def write_text(buffer: Any, text: str) -> int:
+    buffer.value = text.encode()
+    return SUCCESS
+
+
+def write_handle(argument: Any, place: int) -> int:
+    ctypes.c_void_p.from_buffer(pointee(argument)).value = FIRST_HANDLE + place
+    return SUCCESS
+
+
+def number_of(argument: Any) -> int:
+    return int(getattr(argument, "value", argument))
+
+
+# The library and the machine
+
+
+@entry("nvmlInit_v2", "nvmlInitWithFlags")
+def nvml_init(state: State, *_flags: Any) -> int:
+    if state.now().get("nvml") == "mismatch":
+        return LIB_RM_VERSION_MISMATCH
+    state.initialized = True
+    return SUCCESS
+
+
+@entry("nvmlShutdown")
+def nvml_shutdown(state: State) -> int:
+    state.initialized = False
+    return SUCCESS
+
+
+@entry("nvmlSystemGetDriverVersion", "nvmlSystemGetNVMLVersion")
+def nvml_driver_version(state: State, buffer: Any, _size: Any) -> int:
+    return write_text(buffer, state.now()["driver"])
+
+
+@entry("nvmlDeviceGetCount_v2", "nvmlDeviceGetCount")
+def nvml_count(state: State, count: Any) -> int:
+    return write(count, len(state.now()["gpus"])) if state.initialized else UNINITIALIZED
+
+
+@entry("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex")
+def nvml_handle_by_index(state: State, index: Any, handle: Any) -> int:
+    if not state.initialized:
+        return UNINITIALIZED
+    place = number_of(index)
+    return write_handle(handle, place) if place < len(state.now()["gpus"]) else INVALID_ARGUMENT
+
+
+@entry("nvmlDeviceGetHandleByUUID")
+def nvml_handle_by_uuid(state: State, uuid: Any, handle: Any) -> int:
+    return handle_by(state, "uuid", uuid, handle)
+
+
+@entry("nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetHandleByPciBusId")
+def nvml_handle_by_bus(state: State, bus: Any, handle: Any) -> int:
+    return handle_by(state, "bus", bus, handle)
+
+
+def handle_by(state: State, key: str, wanted: Any, handle: Any) -> int:
+    text = getattr(wanted, "value", wanted)
+    places = [i for i, gpu in enumerate(state.now()["gpus"]) if gpu[key].encode() == text]
+    return write_handle(handle, places[0]) if places else NOT_FOUND
+
+
+# What a lost GPU still answers
+
+
+@of_gpu("nvmlDeviceGetName", dies_with_gpu=False)
+def nvml_name(gpu: Gpu, buffer: Any, _size: Any) -> int:
+    return write_text(buffer, gpu["name"])
+
+
+@of_gpu("nvmlDeviceGetUUID", dies_with_gpu=False)
+def nvml_uuid(gpu: Gpu, buffer: Any, _size: Any) -> int:
+    return write_text(buffer, gpu["uuid"])
+
+
+@of_gpu("nvmlDeviceGetIndex", "nvmlDeviceGetMinorNumber", dies_with_gpu=False)
+def nvml_index(gpu: Gpu, index: Any) -> int:
+    return write(index, gpu["index"])
+
+
+@of_gpu("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2", dies_with_gpu=False)
+def nvml_pci_info(gpu: Gpu, argument: Any) -> int:
+    info = pointee(argument)
+    domain, bus, device = gpu["bus"].split(".")[0].split(":")
+    info.domain, info.bus, info.device = int(domain, 16), int(bus, 16), int(device, 16)
+    info.busId = gpu["bus"].encode()
+    info.busIdLegacy = gpu["bus"][4:].encode()
+    return SUCCESS
+
+
+@of_gpu(
+    "nvmlDeviceGetEnforcedPowerLimit",
+    "nvmlDeviceGetPowerManagementLimit",
+    "nvmlDeviceGetPowerManagementDefaultLimit",
+    dies_with_gpu=False,
+)
+def nvml_power_limit(gpu: Gpu, milliwatts: Any) -> int:
+    return write(milliwatts, gpu["limit_mw"])
+
+
+# What moves
+
+
+@of_gpu("nvmlDeviceGetPowerUsage")
+def nvml_power(gpu: Gpu, milliwatts: Any) -> int:
+    return write(milliwatts, gpu["power_mw"])
+
+
+@of_gpu("nvmlDeviceGetTotalEnergyConsumption")
+def nvml_energy(gpu: Gpu, millijoules: Any) -> int:
+    return write(millijoules, energy_now(gpu))
+
+
+def energy_now(gpu: Gpu) -> int:
+    """The driver's counter moves between two writes of the state file too."""
+    return int(gpu["energy_mj"] + gpu["power_mw"] * max(0.0, time.time() - gpu["energy_at"]))
+
+
+@of_gpu("nvmlDeviceGetUtilizationRates")
+def nvml_utilization(gpu: Gpu, argument: Any) -> int:
+    rates = pointee(argument)
+    rates.gpu, rates.memory = gpu["util"], gpu["mem_util"]
+    return SUCCESS
+
+
+@of_gpu("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2")
+def nvml_memory(gpu: Gpu, argument: Any) -> int:
+    memory = pointee(argument)
+    memory.total, memory.used = gpu["mem_total"], gpu["mem_used"]
+    memory.free = gpu["mem_total"] - gpu["mem_used"]
+    return SUCCESS
+
+
+@of_gpu("nvmlDeviceGetTemperature")
+def nvml_temperature(gpu: Gpu, _sensor: Any, celsius: Any) -> int:
+    return write(celsius, gpu["temp"])
+
+
+@of_gpu("nvmlDeviceGetTemperatureV")
+def nvml_temperature_v(gpu: Gpu, argument: Any) -> int:
+    pointee(argument).temperature = gpu["temp"]
+    return SUCCESS
+
+
+@of_gpu("nvmlDeviceGetClockInfo")
+def nvml_clock(gpu: Gpu, _kind: Any, megahertz: Any) -> int:
+    return write(megahertz, gpu["sm_clock"])
+
+
+@of_gpu("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+def nvml_event_reasons(gpu: Gpu, mask: Any) -> int:
+    return write(mask, gpu["throttle"])
+
+
+@of_gpu("nvmlDeviceGetPerformanceState", "nvmlDeviceGetPowerState")
+def nvml_performance_state(gpu: Gpu, state: Any) -> int:
+    return write(state, gpu["pstate"])
+
+
+@of_gpu("nvmlDeviceGetPersistenceMode")
+def nvml_persistence(_gpu: Gpu, mode: Any) -> int:
+    return write(mode, 1)
+
+
+@of_gpu("nvmlDeviceGetMigMode")
+def nvml_mig(_gpu: Gpu, current: Any, pending: Any) -> int:
+    write(pending, 0)
+    return write(current, 0)
+
+
+@of_gpu("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
+def nvml_processes(gpu: Gpu, count: Any, rows: Any) -> int:
+    pids: list[int] = gpu["pids"]
+    room = pointee(count).value
+    pointee(count).value = len(pids)
+    if room < len(pids):
+        return INSUFFICIENT_SIZE
+    for row, pid in zip(rows or (), pids, strict=False):
+        row.pid, row.usedGpuMemory = pid, gpu["mem_used"] // max(1, len(pids))
+        row.gpuInstanceId = row.computeInstanceId = 0xFFFFFFFF
+    return SUCCESS
+
+
+@of_gpu("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2")
+def nvml_graphics_processes(_gpu: Gpu, count: Any, _rows: Any) -> int:
+    return write(count, 0)
+
+
+@of_gpu("nvmlDeviceGetFieldValues", dies_with_gpu=False)
+def nvml_field_values(gpu: Gpu, count: Any, argument: Any) -> int:
+    for field in pointee(argument)[: number_of(count)]:
+        field.timestamp = int(time.time() * 1e6)
+        field.nvmlReturn, field.valueType, field.value.ullVal = SUCCESS, VALUE_TYPE_UNSIGNED_INT, 0
+        if gpu.get("lost"):
+            field.nvmlReturn = GPU_IS_LOST
+        elif field.fieldId == FIELD_ENERGY:
+            field.valueType, field.value.ullVal = VALUE_TYPE_UNSIGNED_LONG_LONG, energy_now(gpu)
+        elif field.fieldId in (FIELD_POWER_INSTANT, FIELD_POWER_AVERAGE):
+            field.value.uiVal = gpu["power_mw"]
+        else:
+            field.nvmlReturn = NOT_SUPPORTED
+    return SUCCESS

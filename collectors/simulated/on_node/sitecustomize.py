@@ -1,0 +1,62 @@
+"""Loaded by every Python that starts on a simulated node: the node's clock, and its NVML library.
+
+Python imports a module of this name before the program (docs.python.org/3/library/site.html); the node's PYTHONPATH
+names this directory. What runs on the node needs no knowledge of it: the real probe asks `time` for the time, and the
+real pynvml asks `ctypes` for libnvidia-ml.so.1.
+
+The clock runs `WATTWATCH_NODE_SPEED` times as fast as the machine's, from an origin shared by all nodes and the
+watcher (collectors/clock.py does the same sum), so that ages agree everywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import Any, SupportsIndex
+
+LIBRARY = "libnvidia-ml.so.1"
+
+
+def run_clock_faster(speed: float, monotonic_origin: float, wall_origin: float) -> None:
+    """Replace the clocks and the sleep of the module `time`. Real time-outs (selectors, locks) stay real."""
+    real_monotonic, real_time, real_sleep = time.monotonic, time.time, time.sleep
+
+    def monotonic() -> float:
+        return monotonic_origin + (real_monotonic() - monotonic_origin) * speed
+
+    def wall() -> float:
+        return wall_origin + (real_time() - wall_origin) * speed
+
+    def sleep(seconds: float | SupportsIndex) -> None:
+        real_sleep(float(seconds) / speed)
+
+    time.monotonic = monotonic
+    time.time = wall
+    time.sleep = sleep
+    time.monotonic_ns = lambda: int(monotonic() * 1e9)
+    time.time_ns = lambda: int(wall() * 1e9)
+
+
+def offer_nvml(state_file: str) -> None:
+    """From here on `ctypes.CDLL("libnvidia-ml.so.1")` is the stand-in that reads the node's state file."""
+    real_library = ctypes.CDLL
+
+    def load(name: Any, *arguments: Any, **options: Any) -> Any:
+        if name != LIBRARY:
+            return real_library(name, *arguments, **options)
+        import nvml_stand_in  # type: ignore[import-not-found]  # stands beside this file, in the node's PYTHONPATH
+
+        return nvml_stand_in.load(state_file)
+
+    ctypes.CDLL = load  # type: ignore[assignment,misc]  # pynvml calls it like a function, which is all that it needs
+
+
+if "WATTWATCH_NODE_STATE" in os.environ:
+    if os.environ.get("WATTWATCH_NODE_SPEED", "1") != "1":
+        run_clock_faster(
+            float(os.environ["WATTWATCH_NODE_SPEED"]),
+            float(os.environ["WATTWATCH_NODE_MONOTONIC_ORIGIN"]),
+            float(os.environ["WATTWATCH_NODE_WALL_ORIGIN"]),
+        )
+    offer_nvml(os.environ["WATTWATCH_NODE_STATE"])

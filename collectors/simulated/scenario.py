@@ -1,0 +1,155 @@
+"""What a simulated job does over time. Data first (scenarios.toml, activities.toml), then pure functions of time.
+
+Seconds count from the moment the cluster is told to begin; before it (negative) the job is loading.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from types import MappingProxyType
+from typing import Any, Final
+
+TOTAL_STEPS: Final = 3857  # the epoch of the paper's case
+TOKENS_PER_STEP: Final = 262_144
+
+
+class UnknownScenario(Exception):
+    """No scenario has this name; the text names those that exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What one rank is doing, as its board and its heartbeat show it. Pairs are the lowest and highest value."""
+
+    name: str
+    power_watts: tuple[float, float]
+    utilization_percent: tuple[float, float]
+    memory_utilization_percent: tuple[float, float]
+    phase: str  # of its heartbeat; "" says nothing more
+    step_seconds: float | None = None  # None: the step counter stands
+    data_wait_ms: float = 0.0
+    memory: str = "held"
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return TOKENS_PER_STEP / self.step_seconds if self.step_seconds else None
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """From `at_seconds` until the next phase. Effects happen once, when it begins; nodes count from 1."""
+
+    at_seconds: float
+    activity: str
+    except_ranks: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    injects: str = ""
+    save_seconds: float | None = None
+    kill_rank: int | None = None
+    killed_by: str = "oom"
+    lose_gpu: tuple[int, int] | None = None  # node, board
+    freeze_node: int | None = None
+    hang_driver_node: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One alert that must be said because of phase number `phase`, and what it must name."""
+
+    alert: str
+    phase: int
+    severity: str
+    suspects: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()  # regular expressions over the alert's text, any case
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One job on its own nodes."""
+
+    name: str
+    title: str
+    node_prefix: str
+    nodes: int
+    gpus_per_node: int
+    first_step: int
+    duration_seconds: float
+    phases: tuple[Phase, ...]
+    expected: tuple[Expected, ...] = ()
+    states: tuple[str, ...] = ()
+    progress: str = "heartbeats"  # or "torchtitan": a foreign job, known by its log only
+    total_steps: int = TOTAL_STEPS
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        return tuple(f"{self.node_prefix}-{number}" for number in range(1, self.nodes + 1))
+
+    def node_of_rank(self, rank: int) -> str:
+        return self.node_names[rank // self.gpus_per_node]
+
+
+def phase_number_at(scenario: Scenario, seconds: float) -> int | None:
+    """Which phase it is; None while the job is loading."""
+    begun = [number for number, phase in enumerate(scenario.phases) if phase.at_seconds <= seconds]
+    return begun[-1] if begun else None
+
+
+def activity_of_rank(scenario: Scenario, number: int | None, rank: int) -> Activity:
+    if number is None:
+        return ACTIVITIES["load"]
+    phase = scenario.phases[number]
+    return ACTIVITIES[phase.except_ranks.get(rank, phase.activity)]
+
+
+def step_at(scenario: Scenario, seconds: float) -> int:
+    """Steps that are complete: those before the first, plus the time spent in each phase over its pace."""
+    steps = 0.0
+    ends = [phase.at_seconds for phase in scenario.phases[1:]] + [float("inf")]
+    for phase, end in zip(scenario.phases, ends, strict=True):
+        pace = ACTIVITIES[phase.activity].step_seconds
+        if pace is not None:
+            steps += max(0.0, min(seconds, end) - phase.at_seconds) / pace
+    return min(scenario.total_steps, scenario.first_step + int(steps))
+
+
+def load_activities() -> Mapping[str, Activity]:
+    table = tomllib.loads((resources.files(__package__) / "activities.toml").read_text("utf-8"))
+    return {name: Activity(name=name, **tuples(row)) for name, row in table.items()}
+
+
+def load_scenarios() -> Mapping[str, Scenario]:
+    """All scenarios by name, in the order of the table."""
+    table = tomllib.loads((resources.files(__package__) / "scenarios.toml").read_text("utf-8"))
+    return {name: scenario_of(name, row) for name, row in table.items()}
+
+
+def scenario_of(name: str, row: Mapping[str, Any]) -> Scenario:
+    fields = dict(row)
+    fields["phases"] = tuple(phase_of(phase) for phase in row["phases"])
+    fields["expected"] = tuple(Expected(**tuples(expected)) for expected in row.get("expected", ()))
+    return Scenario(name=name, **tuples(fields))
+
+
+def phase_of(row: Mapping[str, Any]) -> Phase:
+    ranks = {int(rank): activity for rank, activity in row.get("except_ranks", {}).items()}
+    return Phase(**{**tuples(row), "except_ranks": ranks})
+
+
+def tuples(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+
+
+def named(name: str) -> Scenario:
+    if name not in SCENARIOS:
+        raise UnknownScenario(f"no scenario is named {name!r}; there are: {', '.join(SCENARIOS)}")
+    return SCENARIOS[name]
+
+
+ACTIVITIES: Final = load_activities()
+SCENARIOS: Final = load_scenarios()
