@@ -193,7 +193,7 @@ def gpu_from_nvml(
         sliced,
         reasons or NO_REASONS,
     )
-    return _lost(sample) if lost else sample
+    return lost_board(sample) if lost else sample
 
 
 def missing_from_nvml(row: Sequence[object], errors: Mapping[str, int] | None) -> MissingGpu | None:
@@ -261,7 +261,7 @@ def _power(
     return watts, PowerSource.DRAW
 
 
-def _lost(sample: GpuSample) -> GpuSample:
+def lost_board(sample: GpuSample) -> GpuSample:
     """A lost board: who it was and its limits stay, every live reading goes."""
     reasons = dict(sample.reasons) | dict.fromkeys(LIVE_FIELDS, Reason.LOST)
     return replace(sample, **dict.fromkeys(LIVE_FIELDS), power_source=None, performance_state=None, reasons=reasons)

@@ -1,0 +1,113 @@
+"""Rows of a log -> snapshots: all boards of one moment, each with the index it had.
+
+A snapshot ends where a board comes again. Rows without any identity are told apart by time: the rows of one burst are
+GPU 0..n-1. A row that is lost so wholly that even its index is gone gets its identity from the last good snapshot.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from collectors.samples import GpuSample
+from collectors.smi.report import GpuSnapshot
+
+BURST_SECONDS: Final = 0.05  # boards of one query are printed some 3 ms apart
+MOST_BOARDS: Final = 16
+"""More rows than this without any identity are a log of one board, not one moment of many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One board as printed, its stamp, and the block of lines it came in (a new header or table starts one)."""
+
+    gpu: GpuSample
+    seconds: float | None
+    block: int = 0
+
+
+def _key(gpu: GpuSample) -> str | None:
+    return None if gpu.key == "?" else gpu.key
+
+
+def group_rows(rows: Sequence[Row]) -> tuple[GpuSnapshot, ...]:
+    """Snapshots in the order of the rows; indices as printed, only rows without any identity are counted."""
+    if not rows:
+        return ()
+    if any(_key(row.gpu) for row in rows):
+        snapshots = _by_key(rows)
+        return tuple(GpuSnapshot(group[0].seconds, gpus) for group, gpus in _recovered(snapshots))
+    return tuple(
+        GpuSnapshot(
+            group[0].seconds,
+            tuple(replace(row.gpu, index=number) for number, row in enumerate(group)),
+        )
+        for group in _by_burst(rows)
+    )
+
+
+def _by_key(rows: Sequence[Row]) -> list[list[Row]]:
+    boards = len({_key(row.gpu) for row in rows} - {None})
+    groups: list[list[Row]] = [[]]
+    seen: set[str] = set()
+    for row in rows:
+        key = _key(row.gpu)
+        current = groups[-1]
+        if current and (key in seen if key else len(current) >= boards or _apart(current[-1], row)):
+            groups.append([])
+            seen = set()
+        groups[-1].append(row)
+        if key:
+            seen.add(key)
+    return groups
+
+
+def _apart(before: Row, row: Row) -> bool:
+    if before.seconds is None or row.seconds is None:
+        return False
+    return abs(row.seconds - before.seconds) > BURST_SECONDS * 4
+
+
+def _recovered(groups: Sequence[list[Row]]) -> list[tuple[list[Row], tuple[GpuSample, ...]]]:
+    """A keyless row is the board that the last complete snapshot had and this one lacks, if the counts agree."""
+    known: dict[str, GpuSample] = {}
+    result: list[tuple[list[Row], tuple[GpuSample, ...]]] = []
+    for group in groups:
+        keys = {_key(row.gpu) for row in group}
+        keyless = [row for row in group if _key(row.gpu) is None]
+        absent = [gpu for key, gpu in known.items() if key not in keys]
+        gpus = tuple(row.gpu for row in group)
+        if keyless and len(keyless) == len(absent):
+            names = iter(absent)
+            gpus = tuple(_named_as(gpu, next(names)) if _key(gpu) is None else gpu for gpu in gpus)
+        if not keyless:
+            known = {gpu.key: gpu for gpu in gpus}
+        result.append((group, gpus))
+    return result
+
+
+def _named_as(gpu: GpuSample, before: GpuSample) -> GpuSample:
+    return replace(
+        gpu, index=before.index, uuid=before.uuid, pci_bus_id=before.pci_bus_id, name=gpu.name or before.name
+    )
+
+
+def _by_burst(rows: Sequence[Row]) -> list[list[Row]]:
+    groups: list[list[Row]] = []
+    for row in rows:
+        joins = bool(groups) and groups[-1][-1].block == row.block
+        if joins and row.seconds is not None:
+            before = groups[-1][-1].seconds
+            joins = before is not None and abs(row.seconds - before) <= BURST_SECONDS
+        if joins:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    sizes = Counter(len(group) for group in groups)
+    size, times = sizes.most_common(1)[0]
+    # Fast sampling of one board looks like one endless burst: then every row is its own moment.
+    if size > MOST_BOARDS or max(sizes) > 2 * max(size, 8) or times * 2 < len(groups):
+        return [[row] for row in rows]
+    return groups

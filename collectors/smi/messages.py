@@ -1,0 +1,126 @@
+"""Lines beside the rows -> host state, boards that could not be opened, fields that are not known, warnings."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Final
+
+from collectors.samples import HostStatus, MissingGpu, Reason
+from collectors.smi.report import MOST_WARNINGS
+
+_HANDLE: Final = re.compile(
+    r"Unable to determine the device handle for\s+(?:GPU|device)?\s*"
+    r"(?:(?P<index>\d{1,3})(?![0-9A-Fa-f])\s*:?\s*)?"
+    r"(?P<bus>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])?[\s:]*(?P<why>.*)",
+    re.IGNORECASE,
+)
+_INVALID_FIELD: Final = re.compile(r"Field [\"'`]?([\w.\-]*)[\"'`]? is not a valid field to query", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One known line. `status` is None for a harmless one."""
+
+    pattern: re.Pattern[str]
+    status: HostStatus | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExitCode:
+    status: HostStatus
+    text: str
+
+
+def _toml(name: str) -> dict[str, object]:
+    return tomllib.loads((resources.files(__package__) / name).read_text("utf-8"))
+
+
+def _messages() -> tuple[Message, ...]:
+    entries = _toml("messages.toml")["message"]
+    assert isinstance(entries, list)
+    return tuple(
+        Message(
+            re.compile(entry["pattern"], re.IGNORECASE),
+            HostStatus(entry["status"]) if "status" in entry else None,
+            entry.get("text", ""),
+        )
+        for entry in entries
+    )
+
+
+def _exit_codes() -> dict[int, ExitCode]:
+    codes: dict[int, ExitCode] = {}
+    for code, entry in _toml("exit_codes.toml").items():
+        assert isinstance(entry, dict)
+        codes[int(code)] = ExitCode(HostStatus(entry["status"]), entry["text"])
+    return codes
+
+
+MESSAGES: Final = _messages()
+EXIT_CODES: Final[Mapping[int, ExitCode]] = _exit_codes()
+
+
+@dataclass(slots=True)
+class Said:
+    """What the lines said so far. Lines are offered one by one; `listen` tells whether it knew the line."""
+
+    status: HostStatus | None = None
+    detail: str = ""
+    status_line: int = -1
+    missing: list[MissingGpu] = field(default_factory=list)
+    invalid_fields: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def listen(self, line: str, number: int = -1) -> bool:
+        """True if the line is a known message: the caller need not look for a row in it."""
+        text = line.strip()
+        if len(text) > 1000 or not text[:1].isprintable():
+            return False
+        if handle := _HANDLE.search(text):
+            self._missing(handle, text)
+            return True
+        if invalid := _INVALID_FIELD.search(text):
+            self.invalid_fields.append(invalid[1])
+            return True
+        for message in MESSAGES:
+            if message.pattern.search(text):
+                if message.status is None:
+                    self.warn(text)
+                else:
+                    self.status, self.detail, self.status_line = message.status, f"{message.text} ({text!r})", number
+                return True
+        return False
+
+    def warn(self, text: str) -> None:
+        if len(self.warnings) < MOST_WARNINGS and text not in self.warnings:
+            self.warnings.append(text[:200])
+
+    def _missing(self, handle: re.Match[str], text: str) -> None:
+        why = handle["why"].casefold()
+        reason = Reason.UNREADABLE
+        if "lost" in why:
+            reason = Reason.LOST
+        elif "reset" in why:
+            reason = Reason.RESET_REQUIRED
+        index = int(handle["index"]) if handle["index"] else None
+        board = MissingGpu(index, handle["bus"], reason, text[:300])
+        if board not in self.missing:
+            self.missing.append(board)
+
+
+def exit_meaning(exit_code: int | None) -> ExitCode | None:
+    """What a non-zero exit status says; None for success or an unknown status. Negative: killed by that signal."""
+    if not exit_code:
+        return None
+    if exit_code < 0:
+        exit_code = 128 - exit_code
+    if exit_code in EXIT_CODES:
+        return EXIT_CODES[exit_code]
+    if 128 < exit_code < 160:
+        return ExitCode(HostStatus.DRIVER_DOWN, f"nvidia-smi was killed by signal {exit_code - 128}")
+    return ExitCode(HostStatus.PARSE_ERROR, "an exit status that is not documented")
