@@ -1,0 +1,934 @@
+"""What runs on a node: prints one JSON line per interval, for as long as somebody listens.
+
+Standard library only, Python 3.8 and later. It travels over the SSH channel's stdin and is never written to disk;
+README.md in this folder describes the line. It reports and does not judge: nvidia-smi's output travels as printed,
+NVML's as numbers and return codes, logs as text.
+
+Three rules shape it. A call that may hang (driver, NFS) runs in its own `Lane`, a daemon thread that is never started
+twice, so the line goes out on time and names what hangs. A GPU reader is never killed hard, and never runs beside
+another (dcgm-exporter#84: SIGKILL froze the board). It ends when its stdin closes, or when nobody has written a line
+to it for LEASE_SECONDS: a cut network closes nothing.
+
+All pacing goes through `time.sleep`, `time.monotonic` and `time.time` by attribute: a simulated node stretches those.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+TYPE_CHECKING = False  # importing typing would cost a tenth of the start-up
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+LEASE_SECONDS = 60.0
+LINE_BUDGET_BYTES = 40_000  # the reader drops a line of 64 KB: what does not fit waits for the next line
+TAIL_BYTES = 8192
+HEARTBEATS_MOST = 64
+LOGS_MOST = 16
+PROCESSES_MOST = 128
+DISCOVERY_SECONDS = 10.0
+KERNEL_HISTORY_SECONDS = 300.0  # a fault just before we (re)connected is news
+
+ROOT = os.environ.get("WATTWATCH_NODE_ROOT", "")
+"""Put before /proc, /sys and /dev/kmsg, and nothing else: a simulated node shows its own processes and kernel log
+there. Paths of jobs, logs and checkpoints are real files in any case. Empty on a real node."""
+
+TOOL_PATH = os.environ.get("PATH", "") + ":/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/nvidia/bin:/opt/bin"
+"""sshd gives a command a short PATH; container images keep nvidia-smi where the runtime mounts it."""
+
+KERNEL_FAULT = re.compile(r"NVRM: Xid|[Oo]ut of memory|oom-kill|oom_reaper|segfault at|general protection fault")
+CHILDREN: set[int] = set()  # process groups to end when we end
+
+
+def clean(text: str) -> str:
+    """File names may hold bytes that are no UTF-8; half a surrogate would make the whole line unreadable."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def leave(*_: object) -> None:
+    """End at once. Children get SIGTERM once: a GPU reader that hangs in the driver must not be killed harder."""
+    for group in list(CHILDREN):
+        try:
+            os.killpg(group, signal.SIGTERM)
+        except OSError:
+            pass
+    os._exit(0)
+
+
+def run_tool(argv: list[str]) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr. Waits as long as it takes: the caller's lane is what bounds the harm."""
+    try:
+        child = subprocess.Popen(  # noqa: S603 - fixed programs, no shell
+            argv,
+            stdin=subprocess.DEVNULL,  # our stdin is the lifeline
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env=dict(os.environ, PATH=TOOL_PATH, LC_ALL="C"),
+        )
+    except OSError as error:
+        return 127, "", "%s: %s" % (argv[0], os.strerror(error.errno or errno.ENOENT))
+    CHILDREN.add(child.pid)
+    try:
+        out, err = child.communicate()
+    finally:
+        CHILDREN.discard(child.pid)
+    return child.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+
+
+class Lane(threading.Thread):
+    """One kind of call in its own thread: at most one in flight, whatever it does."""
+
+    def __init__(self, name: str, call: Callable[[Lane], None], every_seconds: float = 0.0) -> None:
+        super().__init__(daemon=True)
+        self.doing = name  # a call with several stages renames it
+        self.call = call
+        self.every_seconds = every_seconds  # 0: each line
+        self.busy_since: float | None = None
+        self.took_seconds = 0.0
+        self.due = 0.0
+        self.error = ""
+        self.turn = threading.Semaphore(0)
+        self.start()
+
+    def offer(self, now: float) -> None:
+        """Start the call if it is due and the last one has come back."""
+        if self.busy_since is None and now >= self.due:
+            self.busy_since = now
+            self.turn.release()
+
+    def run(self) -> None:
+        while True:
+            self.turn.acquire()
+            started = time.monotonic()
+            try:
+                self.call(self)
+                self.error = ""
+            except Exception as error:  # noqa: BLE001 - whatever a node holds, the lane lives and says what it met
+                self.error = clean("%s: %s: %s" % (self.doing, type(error).__name__, error))
+            self.took_seconds = time.monotonic() - started
+            # A slow file system is asked less: at most a twentieth of the time goes into periodic calls.
+            self.due = started + max(self.every_seconds, 20 * self.took_seconds) if self.every_seconds else 0.0
+            self.busy_since = None
+
+
+class Outbox:
+    """What goes into the next line. Things shipped only when they change wait here until there is room."""
+
+    def __init__(self) -> None:
+        self.latest: dict[str, Any] = {}
+        self.queue: list[tuple[str, Any, int]] = []
+        self.lock = threading.Lock()
+
+    def put(self, key: str, item: Any) -> None:
+        """Append `item` to the list `key` of a coming line."""
+        with self.lock:
+            self.queue.append((key, item, len(json.dumps(item))))
+
+    def set(self, key: str, value: Any) -> None:
+        """State the whole of `key` in the next line."""
+        with self.lock:
+            self.latest[key] = value
+
+    def take(self) -> dict[str, Any]:
+        with self.lock:
+            line, self.latest = self.latest, {}
+            room = LINE_BUDGET_BYTES
+            while self.queue and (room >= self.queue[0][2] or room == LINE_BUDGET_BYTES):
+                key, item, size = self.queue.pop(0)
+                room -= size
+                if size < LINE_BUDGET_BYTES:
+                    line.setdefault(key, []).append(item)
+            return line
+
+
+# GPUs ---------------------------------------------------------------------------------------------------------------
+
+
+class NvmlReader:
+    """Rows of NVML in the order that collectors/nvml.py names ROW_COLUMNS; failures as return codes beside them."""
+
+    def __init__(self, nvml: Any) -> None:
+        self.nvml = nvml
+        nvml.nvmlInit()
+        self.count = nvml.nvmlDeviceGetCount()
+        self.handles: dict[int, Any] = {}
+        self.steady: dict[int, tuple[float, dict[str, Any], dict[str, int]]] = {}
+
+    def read(self, now: float) -> list[Any]:
+        self.count = self.nvml.nvmlDeviceGetCount()
+        return [self.row(index, now) for index in range(self.count)]
+
+    def row(self, index: int, now: float) -> list[Any]:
+        """[values, {column: return code}]; a board whose handle cannot be opened has its index only."""
+        nvml = self.nvml
+        handle = self.handles.get(index)
+        if handle is None:
+            try:
+                handle = self.handles[index] = nvml.nvmlDeviceGetHandleByIndex(index)
+            except nvml.NVMLError as error:
+                return [[index] + [None] * 15, {"handle": error.value}]
+        known = self.steady.get(index)
+        if known is None or now - known[0] > DISCOVERY_SECONDS:
+            known = self.steady[index] = self.read_steady(handle, now)
+        s = known[1]
+        errors = dict(known[2])
+
+        def ask(column: str, name: str, *arguments: Any) -> Any:
+            return self.ask(errors, column, name, handle, *arguments)
+
+        rates = ask("util", "nvmlDeviceGetUtilizationRates")
+        if "util" in errors:
+            errors["mem_util"] = errors["util"]
+        memory = self.memory(handle, errors)
+        values = [
+            index,
+            s["uuid"],
+            s["pci"],
+            s["name"],
+            ask("power_mw", "nvmlDeviceGetPowerUsage"),
+            s["limit"],
+            None if rates is None else rates.gpu,
+            None if rates is None else rates.memory,
+            None if memory is None else memory.used,
+            None if memory is None else memory.total,
+            ask("temp", "nvmlDeviceGetTemperature", 0),
+            ask("sm_clock", "nvmlDeviceGetClockInfo", 1),
+            ask("energy_mj", "nvmlDeviceGetTotalEnergyConsumption"),
+            self.throttle(handle, errors),
+            ask("pstate", "nvmlDeviceGetPerformanceState"),
+            s["mig"],
+        ]
+        if 15 in errors.values() or 16 in errors.values():  # lost, reset required: a new handle may tell otherwise
+            self.handles.pop(index, None)
+            self.steady.pop(index, None)
+        return [values, errors] if errors else [values]
+
+    def ask(self, errors: dict[str, int], column: str, name: str, *arguments: Any) -> Any:
+        try:
+            value = getattr(self.nvml, name)(*arguments)
+        except self.nvml.NVMLError as error:
+            errors[column] = error.value
+            return None
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+    def read_steady(self, handle: Any, now: float) -> tuple[float, dict[str, Any], dict[str, int]]:
+        """What changes only by hand: half the driver calls of a line saved."""
+        errors: dict[str, int] = {}
+        pci = self.ask(errors, "pci_bus_id", "nvmlDeviceGetPciInfo", handle)
+        bus = None if pci is None else pci.busId
+        mig = self.ask(errors, "mig", "nvmlDeviceGetMigMode", handle)
+        values = {
+            "uuid": self.ask(errors, "uuid", "nvmlDeviceGetUUID", handle),
+            "pci": bus.decode("ascii", "replace") if isinstance(bus, bytes) else bus,
+            "name": self.ask(errors, "name", "nvmlDeviceGetName", handle),
+            "limit": self.ask(errors, "power_limit_mw", "nvmlDeviceGetEnforcedPowerLimit", handle),
+            "mig": mig[0] if isinstance(mig, (list, tuple)) else mig,
+        }
+        return now, values, errors
+
+    def memory(self, handle: Any, errors: dict[str, int]) -> Any:
+        """Version 2 counts as nvidia-smi does (without the driver's reserve); drivers before 510 know version 1."""
+        try:
+            return self.nvml.nvmlDeviceGetMemoryInfo(handle, self.nvml.nvmlMemory_v2)
+        except (self.nvml.NVMLError, AttributeError, TypeError):
+            memory = self.ask(errors, "mem_used", "nvmlDeviceGetMemoryInfo", handle)
+            if "mem_used" in errors:
+                errors["mem_total"] = errors["mem_used"]
+            return memory
+
+    def throttle(self, handle: Any, errors: dict[str, int]) -> Any:
+        """Renamed in driver 535; code 13 is "function not found"."""
+        mask = self.ask(errors, "throttle_bitmask", "nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if errors.get("throttle_bitmask") == 13:
+            del errors["throttle_bitmask"]
+            mask = self.ask(errors, "throttle_bitmask", "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        return mask
+
+    def holders(self) -> dict[int, list[Any]]:
+        """pid -> indexes of the boards it holds a compute context on."""
+        found: dict[int, list[Any]] = {}
+        for index, handle in list(self.handles.items()):
+            ignored: dict[str, int] = {}
+            for process in self.ask(ignored, "pids", "nvmlDeviceGetComputeRunningProcesses", handle) or []:
+                found.setdefault(int(process.pid), []).append(index)
+        return found
+
+
+class GpuLane:
+    """NVML first, nvidia-smi second; one query of either in flight, ever."""
+
+    def __init__(self, outbox: Outbox, query: list[str], nvml_source: str) -> None:
+        self.outbox = outbox
+        self.query = query
+        self.nvml_source = nvml_source
+        self.nvml_module: Any = None
+        self.reader: NvmlReader | None = None
+        self.nvml_retry = 0.0
+        self.init_code: int | None = None
+        self.holders: dict[int, list[Any]] | None = None  # None: never told
+        self.holders_due = 0.0
+        self.smi_due = 0.0
+        self.reads = 0
+
+    def __call__(self, lane: Lane) -> None:
+        now = time.monotonic()
+        if self.reader is None and now >= self.nvml_retry:
+            lane.doing = "nvml"
+            self.open(now)
+        if self.reader is not None:
+            lane.doing = "nvml"
+            if self.read_nvml(self.reader):
+                return
+        if now >= self.smi_due:
+            lane.doing = "nvidia-smi"
+            self.read_smi()
+
+    def open(self, now: float) -> None:
+        self.nvml_retry = now + 30.0
+        try:
+            if self.nvml_module is None:
+                self.nvml_module = load_nvml(self.nvml_source)
+            if self.nvml_module is not None:
+                self.reader = NvmlReader(self.nvml_module)
+                self.nvml_source = ""
+                self.init_code = None
+        except Exception as error:  # noqa: BLE001 - an NVMLError's class is unknown before the module is loaded
+            self.init_code = getattr(error, "value", 999)
+            self.close()
+
+    def close(self) -> None:
+        self.reader = None
+        try:
+            self.nvml_module.nvmlShutdown()
+        except Exception:  # noqa: BLE001 - it may not be up; nothing hangs on it
+            pass
+
+    def read_nvml(self, reader: NvmlReader) -> bool:
+        now = time.monotonic()
+        try:
+            rows = reader.read(now)
+            if now >= self.holders_due:
+                self.holders, self.holders_due = reader.holders(), now + 5.0
+        except Exception as error:  # noqa: BLE001 - the driver was reloaded under us, or goes: nvidia-smi says it in words
+            self.init_code = getattr(error, "value", 999)
+            self.nvml_retry = now + 5.0
+            self.close()
+            return False
+        self.reads += 1
+        self.outbox.set("gpu", {"src": "nvml", "t": round(now, 4), "rows": rows})
+        return True
+
+    def read_smi(self) -> None:
+        now = time.monotonic()
+        code, out, err = 0, "", ""
+        while self.query:
+            code, out, err = run_tool(["nvidia-smi", "--query-gpu=" + ",".join(self.query), "--format=csv"])
+            # An older driver names the field it does not know and exits with 2: ask again without it.
+            unknown = re.search(r'Field "([^"]+)" is not a valid field', out + err) if code == 2 else None
+            if unknown is None or unknown.group(1) not in self.query:
+                break
+            self.query.remove(unknown.group(1))
+        self.reads += 1
+        answer: dict[str, Any] = {"src": "nvidia-smi", "t": round(now, 4), "rc": code, "out": out[:24_000]}
+        if err:
+            answer["err"] = err[:4000]
+        if self.init_code is not None:
+            answer["nvml"] = self.init_code
+        self.outbox.set("gpu", answer)
+        if code == 127:
+            self.smi_due = now + 10.0
+        elif now >= self.holders_due:
+            self.holders_due = now + DISCOVERY_SECONDS
+            code, out, _ = run_tool(["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"])
+            if code == 0:
+                pairs = re.findall(r"(?m)^\s*(\d+)\s*,\s*(\S+)", out)
+                holders: dict[int, list[Any]] = {}
+                for pid, uuid in pairs:
+                    holders.setdefault(int(pid), []).append(uuid)
+                self.holders = holders
+
+
+def load_nvml(source: str) -> Any:
+    """The pynvml that travelled with us; None where there is no NVML to call, so that nothing is compiled in vain."""
+    loaded = sys.modules.get("pynvml")  # a simulated node brings its own
+    if loaded is not None or not source:
+        return loaded
+    import ctypes
+    import types
+
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    module = types.ModuleType("pynvml")
+    exec(compile(source, "pynvml.py", "exec"), module.__dict__)  # noqa: S102 - our own payload
+    return module
+
+
+# Processes, load ----------------------------------------------------------------------------------------------------
+
+
+def read_text(path: str, most: int = 4096) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return (file.read(most) or b"").decode("utf-8", "replace")
+
+
+def read_process(pid: int, ticks: float) -> list[Any] | None:
+    """[pid, start, state, comm, cpu seconds] from stat alone; cmdline of a stuck process may hang and is never read."""
+    try:
+        text = read_text("%s/proc/%d/stat" % (ROOT, pid))
+        opened, closed = text.index("("), text.rindex(")")
+        rest = text[closed + 2 :].split()
+        cpu = (int(rest[11]) + int(rest[12])) / ticks
+        return [pid, round(int(rest[19]) / ticks, 2), rest[0], clean(text[opened + 1 : closed]), round(cpu, 2)]
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+class ProcessLane:
+    """Processes of the job: those that hold a GPU, those that wrote a heartbeat, those whose comm matches."""
+
+    def __init__(self, outbox: Outbox, gpu: GpuLane, beats: list[HeartbeatLane], pattern: str | None) -> None:
+        self.outbox = outbox
+        self.gpu = gpu
+        self.beats = beats
+        self.pattern = re.compile(pattern) if pattern else None
+        self.matched: set[int] = set()
+        self.scan_due = 0.0
+        self.ticks = float(os.sysconf("SC_CLK_TCK"))
+
+    def __call__(self, _: Lane) -> None:
+        now = time.monotonic()
+        if self.pattern is not None and now >= self.scan_due:
+            self.scan_due = now + 5.0
+            self.matched = self.scan(self.pattern)
+        holders = self.gpu.holders
+        pids = set(holders or ()) | self.matched
+        for beat in self.beats:
+            pids |= beat.pids
+        rows: list[Any] | None = []
+        for pid in sorted(pids)[:PROCESSES_MOST]:
+            row = read_process(pid, self.ticks)
+            if row is not None:
+                row.append((holders or {}).get(pid, []))
+                rows.append(row)
+        if not rows and (holders or (holders is None and self.pattern is None and not pids)):
+            # A container sees pids of the host's namespace: that none of them exists here is no sign of death.
+            rows = None
+        self.outbox.set("proc", rows)
+        self.outbox.set("load", read_load())
+
+    def scan(self, pattern: re.Pattern[str]) -> set[int]:
+        found = set()
+        for name in os.listdir(ROOT + "/proc"):
+            if name.isdigit() and int(name) != os.getpid():
+                try:
+                    if pattern.search(read_text("%s/proc/%s/comm" % (ROOT, name), 64).rstrip("\n")):
+                        found.add(int(name))
+                except OSError:
+                    pass
+        return found
+
+
+def read_load() -> list[float | None]:
+    """[load over 1 min, cpus, cpu, io, memory pressure: some avg10]; null where the kernel has none."""
+    load: list[float | None] = []
+    try:
+        load.append(float(read_text(ROOT + "/proc/loadavg").split()[0]))
+    except (OSError, ValueError, IndexError):
+        load.append(None)
+    load.append(os.cpu_count())
+    for kind in ("cpu", "io", "memory"):
+        try:
+            found = re.search(r"some avg10=([\d.]+)", read_text("%s/proc/pressure/%s" % (ROOT, kind)))
+            load.append(float(found.group(1)) if found else None)
+        except (OSError, ValueError):
+            load.append(None)
+    return load
+
+
+def host_name() -> str:
+    try:
+        return read_text(ROOT + "/proc/sys/kernel/hostname").strip() or os.uname().nodename
+    except OSError:
+        return os.uname().nodename
+
+
+# Progress -----------------------------------------------------------------------------------------------------------
+
+
+class HeartbeatLane:
+    """RUN/heartbeat/rank-*.json: those of this host, or up to 64 where none names it. Shipped when they change."""
+
+    def __init__(self, outbox: Outbox, directory: str, host: str) -> None:
+        self.outbox = outbox
+        self.directory = os.path.join(directory, "heartbeat")
+        self.host = host.split(".")[0]
+        self.mine: list[str] = []
+        self.pids: set[int] = set()
+        self.pid_of: dict[str, int] = {}
+        self.shipped: dict[str, str] = {}
+        self.discovery_due = 0.0
+
+    def __call__(self, _: Lane) -> None:
+        now = time.monotonic()
+        if now >= self.discovery_due:
+            self.discovery_due = now + (DISCOVERY_SECONDS if self.mine else 2.0)
+            self.discover()
+        for name in self.mine:
+            self.read(name)
+        self.pids = set(self.pid_of.values())
+
+    def discover(self) -> None:
+        try:
+            names = sorted(n for n in os.listdir(self.directory) if n.startswith("rank-") and n.endswith(".json"))
+        except FileNotFoundError:
+            names = []
+        here, unread = [], []
+        for name in names:
+            if name in self.pid_of:
+                here.append(name)
+                continue
+            try:
+                said = str(json.loads(read_text(os.path.join(self.directory, name))).get("host", ""))
+            except (OSError, ValueError, AttributeError):
+                unread.append(name)
+                continue
+            (here if said.split(".")[0] == self.host else unread).append(name)
+        self.mine = (here or unread)[:HEARTBEATS_MOST]
+        for name in set(self.shipped) - set(self.mine):
+            del self.shipped[name]
+            self.pid_of.pop(name, None)
+            self.outbox.put("beat", [clean(os.path.join(self.directory, name)), 0, None])
+
+    def read(self, name: str) -> None:
+        path = os.path.join(self.directory, name)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                changed = os.fstat(file.fileno()).st_mtime
+                text = (file.read(4096) or b"").decode("utf-8", "replace")
+        except FileNotFoundError:
+            self.discovery_due = 0.0
+            return
+        if self.shipped.get(name) == text:
+            return
+        self.shipped[name] = text
+        self.outbox.put("beat", [clean(path), round(changed, 3), text])
+        try:
+            beat = json.loads(text)
+            if str(beat["host"]).split(".")[0] == self.host:
+                self.pid_of[name] = int(beat["pid"])
+        except (ValueError, KeyError, TypeError):
+            self.pid_of.pop(name, None)
+
+
+class LogLane:
+    """Files of one shell pattern: what was appended, or the last 8 KB where the file is new or was rewritten."""
+
+    def __init__(self, outbox: Outbox, source: int, pattern: str) -> None:
+        self.outbox = outbox
+        self.source = source
+        self.pattern = pattern
+        self.paths: list[str] = []
+        self.seen: dict[str, tuple[int, int, float]] = {}  # path -> inode, size, mtime
+        self.last: dict[str, bytes] = {}  # path -> its last bytes, to know a rewritten file
+        self.discovery_due = 0.0
+
+    def __call__(self, _: Lane) -> None:
+        now = time.monotonic()
+        if now >= self.discovery_due:
+            self.discovery_due = now + (DISCOVERY_SECONDS if self.paths else 2.0)
+            self.discover()
+        for path in self.paths:
+            try:
+                self.read(path)
+            except FileNotFoundError:
+                pass  # rotated away; the next discovery drops it, or it is back by then
+
+    def discover(self) -> None:
+        found = []
+        for path in glob.glob(self.pattern, recursive=True):
+            try:
+                status = os.stat(path)
+            except OSError:
+                continue
+            if status.st_mode & 0o170000 == 0o100000:
+                found.append((status.st_mtime, path))
+        self.paths = [path for _, path in sorted(found)[-LOGS_MOST:]]
+        for path in set(self.seen) - set(self.paths):
+            del self.seen[path]
+            self.last.pop(path, None)
+            self.outbox.put("log", [self.source, clean(path), None, 0, 0, ""])
+
+    def read(self, path: str) -> None:
+        status = os.stat(path)
+        now = (status.st_ino, status.st_size, status.st_mtime)
+        before = self.seen.get(path)
+        if now == before:
+            return
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            start = max(0, size - TAIL_BYTES)
+            appended = False
+            if before is not None and before[0] == now[0] and start <= before[1] < size:
+                witness = self.last.get(path, b"")
+                file.seek(before[1] - len(witness))
+                appended = file.read(len(witness)) == witness
+            if appended and before is not None:
+                start = before[1]
+            file.seek(start)
+            data = file.read(min(TAIL_BYTES, size - start)) or b""
+        self.seen[path] = (now[0], start + len(data), now[2])
+        self.last[path] = (self.last.get(path, b"") + data if appended else data)[-32:]
+        text = data.decode("utf-8", "replace")
+        self.outbox.put("log", [self.source, clean(path), start, start + len(data), round(now[2], 3), text])
+
+
+# Checkpoints --------------------------------------------------------------------------------------------------------
+
+ENTRIES_MOST = 8
+FILES_MOST = 96
+SCAN_MOST = 4096
+SMALL_BYTES = 256
+HEADER_MOST = 4 * 1024 * 1024
+_headers: dict[tuple[str, int], int] = {}  # (path, inode) -> bytes that a safetensors file says it has
+
+
+def safetensors_bytes(path: str, inode: int, size: int) -> int | None:
+    """Length that the file states of itself: 8 bytes of header length, the header, the furthest tensor's end."""
+    known = _headers.get((path, inode))
+    if known is not None or size < 8:
+        return known
+    with open(path, "rb", buffering=0) as file:
+        header = int.from_bytes(file.read(8), "little")
+        if header > HEADER_MOST or size < 8 + header:
+            return 8 + header if header <= HEADER_MOST else None
+        tensors = json.loads(file.read(header))
+    ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
+    if len(_headers) > 512:
+        _headers.clear()
+    _headers[path, inode] = 8 + header + max(ends, default=0)
+    return _headers[path, inode]
+
+
+def index_files(path: str) -> list[str]:
+    """Names of the files that a model.safetensors.index.json counts as its own."""
+    with open(path, "rb") as file:
+        return sorted({clean(str(name)) for name in json.loads(file.read(2 * HEADER_MOST))["weight_map"].values()})
+
+
+def scan_entry(path: str) -> dict[str, Any]:
+    """Everything below one checkpoint: totals over all files, the first FILES_MOST of them by name, markers first."""
+    total, count, newest = 0, 0, os.stat(path).st_mtime
+    files: list[tuple[bool, str, int]] = []
+    index: dict[str, list[str]] = {}
+    short: dict[str, int] = {}
+    left = [(path, "", 0)]
+    while left and count < SCAN_MOST:
+        folder, prefix, depth = left.pop()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                newest = max(newest, status.st_mtime)
+                name = prefix + clean(entry.name)
+                if entry.is_dir(follow_symlinks=False):
+                    if depth < 3:
+                        left.append((entry.path, name + "/", depth + 1))
+                    continue
+                total, count = total + status.st_size, count + 1
+                bulk = name.endswith((".distcp", ".pt", ".pth", ".bin", ".pkl")) and status.st_size > 65536
+                files.append((bulk, name, status.st_size))
+                try:
+                    if name.endswith(".safetensors"):
+                        stated = safetensors_bytes(entry.path, status.st_ino, status.st_size)
+                        if stated is not None and stated != status.st_size:
+                            short[name] = stated
+                    elif name.endswith(".safetensors.index.json"):
+                        index[name] = index_files(entry.path)
+                except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+                    pass  # being written: its size and age tell
+    listed = [[name, size] for _, name, size in sorted(files)[:FILES_MOST]]
+    entry_facts: dict[str, Any] = {"bytes": total, "count": count, "mtime": round(newest, 3), "files": listed}
+    if index:
+        entry_facts["index"] = index
+    if short:
+        entry_facts["short"] = short
+    return entry_facts
+
+
+def list_checkpoints(directory: str, previous: dict[str, Any] | None = None) -> dict[str, Any]:
+    """{"error", "root": {name: [kind, size, mtime, text]}, "entries": {name: facts}}: the newest 8 folders and all
+    files beside them. `previous`: the last listing; of its entries only the newest 3 are walked again."""
+    root: dict[str, list[Any]] = {}
+    folders: list[tuple[float, str]] = []
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                    name = clean(entry.name)
+                    if entry.is_symlink():
+                        root[name] = ["link", 0, round(status.st_mtime, 3), clean(os.readlink(entry.path))]
+                    elif entry.is_dir(follow_symlinks=False):
+                        folders.append((status.st_mtime, entry.name))
+                    elif len(root) < FILES_MOST:
+                        small = status.st_size <= SMALL_BYTES and read_text(entry.path, SMALL_BYTES)
+                        root[name] = ["file", status.st_size, round(status.st_mtime, 3), small or ""]
+                except FileNotFoundError:
+                    continue  # renamed or rotated under us
+    except OSError as error:
+        return {"error": os.strerror(error.errno or 0), "root": {}, "entries": {}}
+    known = (previous or {}).get("entries", {})
+    facts: dict[str, Any] = {}
+    for age, (_, folder) in enumerate(sorted(folders, reverse=True)[:ENTRIES_MOST]):
+        name = clean(folder)
+        if age >= 3 and name in known:
+            facts[name] = known[name]
+            continue
+        try:
+            facts[name] = scan_entry(os.path.join(directory, folder))
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                facts[name] = {"error": os.strerror(error.errno or 0), "bytes": 0, "count": 0, "mtime": 0, "files": []}
+    return {"error": None, "root": root, "entries": facts}
+
+
+class CheckpointLane:
+    """One checkpoint directory: which entries there are, with the facts of those that changed."""
+
+    def __init__(self, outbox: Outbox, directory: str) -> None:
+        self.outbox = outbox
+        self.directory = directory
+        self.listing: dict[str, Any] | None = None
+        self.listed_at: float | None = None
+        self.full_due = 0.0
+
+    def __call__(self, _: Lane) -> None:
+        now = time.monotonic()
+        before = self.listing
+        full = now >= self.full_due
+        if full:
+            self.full_due = now + 60.0
+        listing = list_checkpoints(self.directory, None if full else before)
+        self.listed_at = now
+        if before is not None and listing == before:
+            return
+        old = {} if before is None else before["entries"]
+        changed = {name: facts for name, facts in listing["entries"].items() if old.get(name) != facts}
+        news = {"dir": clean(self.directory), "t": round(now, 3), "w": round(time.time(), 3), "error": listing["error"]}
+        news["names"] = sorted(listing["entries"])
+        if before is None or before["root"] != listing["root"]:
+            news["root"] = listing["root"]
+        self.outbox.put("ckpt", dict(news, entries={}) if changed else news)
+        for name, facts in changed.items():
+            self.outbox.put("ckpt", {"dir": news["dir"], "t": news["t"], "w": news["w"], "entries": {name: facts}})
+        self.listing = listing
+
+
+class FilesystemLane:
+    def __init__(self, outbox: Outbox, path: str) -> None:
+        self.outbox = outbox
+        self.path = path
+        self.shipped: list[Any] = []
+
+    def __call__(self, _: Lane) -> None:
+        try:
+            facts = os.statvfs(self.path)
+            row: list[Any] = [clean(self.path), facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize, None]
+        except OSError as error:
+            row = [clean(self.path), None, None, os.strerror(error.errno or 0)]
+        if row != self.shipped:
+            self.shipped = row
+            self.outbox.put("fs", row)
+
+
+# Kernel log ---------------------------------------------------------------------------------------------------------
+
+
+class KernelLane:
+    """Fault lines of the kernel log as [age, text]: /dev/kmsg, else dmesg, else journalctl; else says so once."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.outbox = outbox
+        self.descriptor: int | None = None
+        self.rest = b""
+        self.caught_up = False
+        self.tools = [["dmesg"], ["journalctl", "-k", "-b", "-o", "short-monotonic", "-n", "400", "--no-pager"]]
+        self.newest = time.monotonic() - KERNEL_HISTORY_SECONDS
+        self.refusals: list[str] = []
+        try:
+            self.descriptor = os.open(ROOT + "/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        except OSError as error:
+            self.refusals.append("/dev/kmsg: %s" % os.strerror(error.errno or 0))
+
+    def __call__(self, lane: Lane) -> None:
+        if self.descriptor is not None:
+            self.read_device(self.descriptor)
+        elif self.tools and not ROOT:
+            lane.every_seconds = DISCOVERY_SECONDS
+            lane.doing = self.tools[0][0]
+            self.read_tool()
+
+    def read_device(self, descriptor: int) -> None:
+        while True:
+            try:
+                data = os.read(descriptor, 8192)  # one record; many lines where a simulated node has a plain file
+            except OSError as error:
+                if error.errno == errno.EPIPE:  # overwritten before we read it: go on with the oldest there is
+                    continue
+                if error.errno == errno.EAGAIN:
+                    break
+                raise
+            if not data:
+                break
+            *lines, self.rest = (self.rest + data).split(b"\n")
+            for line in lines:
+                self.judge_record(line.decode("utf-8", "replace"))
+        self.caught_up = True
+
+    def judge_record(self, record: str) -> None:
+        """ "6,3964,206764307,-;text": priority, sequence, microseconds since boot. Continuations begin with a space."""
+        head, found, text = record.partition(";")
+        if not found or not KERNEL_FAULT.search(text):
+            return
+        age = 0.0
+        if not self.caught_up:
+            try:
+                age = max(0.0, time.monotonic() - int(head.split(",")[2]) / 1e6)
+            except (ValueError, IndexError):
+                age = KERNEL_HISTORY_SECONDS
+        if age <= KERNEL_HISTORY_SECONDS:
+            self.outbox.put("kmsg", [round(age, 1), text[:1000]])
+
+    def read_tool(self) -> None:
+        code, out, err = run_tool(self.tools[0])
+        if code != 0 or not out.strip():
+            self.refusals.append("%s: %s" % (self.tools.pop(0)[0], (err.strip() or "nothing printed")[:200]))
+            if not self.tools:
+                self.outbox.set("kmsg_error", "kernel log unreadable: " + "; ".join(self.refusals))
+            return
+        now = time.monotonic()
+        newest = self.newest
+        for seconds, text in re.findall(r"(?m)^\[\s*(\d+\.\d+)\]\s*(.*)$", out):
+            stamp = float(seconds)
+            if stamp > self.newest and KERNEL_FAULT.search(text):
+                self.outbox.put("kmsg", [round(max(0.0, now - stamp), 1), text[:1000]])
+            newest = max(newest, stamp)
+        self.newest = newest
+
+
+# The loop -----------------------------------------------------------------------------------------------------------
+
+
+class Lifeline:
+    """Ends us when stdin closes, or when no line has come for LEASE_SECONDS; works while the main thread is stuck."""
+
+    def __init__(self) -> None:
+        self.renewed = time.monotonic()
+        for target in (self.listen, self.watch):
+            threading.Thread(target=target, daemon=True).start()
+
+    def listen(self) -> None:
+        while True:
+            try:
+                data = os.read(0, 4096)
+            except OSError:
+                data = b""
+            if not data:
+                leave()
+            self.renewed = time.monotonic()
+
+    def watch(self) -> None:
+        while time.monotonic() - self.renewed < LEASE_SECONDS:
+            time.sleep(5.0)
+        leave()
+
+
+def write_line(line: dict[str, Any]) -> None:
+    data = memoryview(json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n")
+    while data:
+        try:
+            data = data[os.write(1, data) :]
+        except BlockingIOError:
+            time.sleep(0.05)
+        except OSError:
+            leave()
+
+
+def wait_for(lanes: list[Lane], seconds: float) -> None:
+    """Until all of them are back, at most `seconds`. Sleeps by attribute: see the module's docstring."""
+    end = time.monotonic() + seconds
+    nap = 0.001
+    while any(lane.busy_since is not None for lane in lanes) and time.monotonic() < end:
+        time.sleep(nap)
+        nap = min(nap * 1.5, 0.02)
+
+
+def sleep_to_boundary(interval: float) -> None:
+    """To the next multiple of the interval on the wall clock: all nodes sample together. Phase only, never a rate."""
+    wall = time.time()
+    target = ((wall + 0.1 * interval) // interval + 1) * interval
+    time.sleep(min(max(target - wall, 0.0), 2 * interval))
+
+
+def main(request: dict[str, Any], nvml_source: str = "") -> None:
+    for name in ("SIGHUP", "SIGTERM", "SIGINT"):
+        signal.signal(getattr(signal, name), leave)
+    threading.stack_size(256 * 1024)
+    Lifeline()
+    interval = float(request["interval"])
+    host = host_name()
+    outbox = Outbox()
+    gpu = GpuLane(outbox, list(request["query"]), nvml_source)
+    beats = [HeartbeatLane(outbox, directory, host) for directory in request["runs"]]
+    gpu_lane = Lane("nvml", gpu)
+    prompt = [Lane("read heartbeats of " + run, beat) for run, beat in zip(request["runs"], beats)]
+    prompt += [Lane("read " + p, LogLane(outbox, i, p)) for i, p in enumerate(request["logs"])]
+    prompt.append(Lane("read /proc", ProcessLane(outbox, gpu, beats, request["processes"])))
+    prompt.append(Lane("read kernel log", KernelLane(outbox)))
+    listings = [CheckpointLane(outbox, directory) for directory in request["checkpoints"]]
+    lanes = [gpu_lane, *prompt]
+    lanes += [Lane("list " + listing.directory, listing, 2.0) for listing in listings]
+    lanes += [
+        Lane("statvfs " + path, FilesystemLane(outbox, path), DISCOVERY_SECONDS)
+        for path in sorted({*request["runs"], *request["checkpoints"]})
+    ]
+    outbox.set("hello", {"host": host, "python": "%d.%d" % sys.version_info[:2], "pid": os.getpid()})
+    sequence = 0
+    errors: list[str] = []
+    while True:
+        now = time.monotonic()
+        for lane in lanes:
+            lane.offer(now)
+        wait_for(prompt, 0.1 * interval)
+        # A GPU query faster than half an interval is waited for; a slower one comes with the line after it.
+        if sequence == 0:
+            wait_for([gpu_lane], 2.0)
+        elif gpu_lane.took_seconds < 0.5 * interval:
+            wait_for([gpu_lane], 0.6 * interval)
+        now = time.monotonic()
+        line = {"v": 1, "seq": sequence, "t": round(now, 4), "w": round(time.time(), 4), **outbox.take()}
+        busy = [(lane, lane.busy_since) for lane in lanes]
+        waiting = [[clean(lane.doing), round(now - since, 2)] for lane, since in busy if since is not None]
+        if waiting:
+            line["busy"] = waiting
+        listed = [[clean(one.directory), round(one.listed_at, 3)] for one in listings if one.listed_at is not None]
+        if listed:
+            line["listed"] = listed
+        failed = [lane.error for lane in lanes if lane.error]
+        if failed != errors:
+            line["warn"] = errors = failed
+        write_line(line)
+        sequence += 1
+        sleep_to_boundary(interval)

@@ -1,0 +1,86 @@
+"""How the probe travels: one command line, and the bytes that follow it on the channel's stdin.
+
+The command holds no program, only two numbers, so it passes any login shell (no backslash, `!`, quote or line break
+inside its single quotes: csh and fish would trip) and any limit on its length. stdin carries, in this order: the
+shell probe as text, the Python probe compressed, the request as JSON. Python's bootstrap reads exactly `size` bytes
+with os.read and leaves the rest of stdin as the lifeline; where there is no Python, /bin/sh reads the shell probe
+from the same stdin, and that swallows the rest.
+
+`python3` is taken from PATH: a simulated node puts its own in front.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from functools import lru_cache
+from importlib import resources, util
+from pathlib import Path
+from typing import Final
+
+from collectors.probe.request import ProbeRequest
+
+QUERY_FIELDS: Final = (
+    "index,uuid,pci.bus_id,name,power.draw,power.draw.average,power.draw.instant,enforced.power.limit,utilization.gpu,"
+    "utilization.memory,memory.used,memory.total,temperature.gpu,clocks.sm,clocks_event_reasons.active,pstate,"
+    "mig.mode.current"
+).split(",")
+
+LEASE_RENEWAL_SECONDS: Final = 20.0
+"""How often the watcher writes LEASE_LINE: the probe ends itself after 60 s without one."""
+LEASE_LINE: Final = b"\n"
+
+PYTHONS: Final = "python3 python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 /usr/bin/python3 python"
+
+
+def launch_command(request: ProbeRequest) -> str:
+    """The command line to execute; `payload(request)` must follow on its stdin."""
+    shell, size = len(_shell_probe(request)), len(payload(request))
+    # -I and -S: neither the node's PYTHON* variables nor its site-packages can break or slow the start.
+    check = "import sys,zlib,ctypes,json;sys.exit(sys.version_info<(3,8))"
+    bootstrap = (
+        f"import os,zlib;b=bytearray();"
+        f"[b.extend(os.read(0,{size}-len(b)) or os._exit(0)) for _ in iter(lambda:len(b)<{size},False)];"
+        f"z=zlib.decompressobj();exec(z.decompress(bytes(b[{shell}:])));"
+    )
+    # The shell probe ends by its process group. sshd makes us leader of one; where nobody did, setsid does.
+    return (
+        f"exec /bin/sh -c 'for p in {PYTHONS}; do "
+        f'"$p" -I -S -c "{check}" </dev/null >/dev/null 2>&1 && exec "$p" -I -S -u -c "{bootstrap}"; '
+        f'done; read -r a b c d group e </proc/$$/stat; [ "$group" = $$ ] || exec setsid /bin/sh; exec /bin/sh\''
+    )
+
+
+@lru_cache(maxsize=4096)
+def payload(request: ProbeRequest) -> bytes:
+    """What is written to the command's stdin at once; the channel then stays open as the lifeline."""
+    asked = {
+        "interval": request.interval_seconds,
+        "query": list(QUERY_FIELDS),
+        "runs": list(request.run_directories),
+        "logs": [source.path for source in request.logs],
+        "checkpoints": list(request.checkpoint_directories),
+        "processes": request.process_pattern,
+    }
+    return _shell_probe(request) + _python_probe() + json.dumps(asked).encode("ascii")
+
+
+@lru_cache(maxsize=1)
+def _python_probe() -> bytes:
+    probe = resources.files(__package__).joinpath("node_probe.py").read_text("utf-8")
+    # The request follows the compressed program: zlib keeps it as unused_data, and one program serves all nodes.
+    start = f"\nmain(json.loads(bytes(z.unused_data)), {_pynvml_source()!r})\n"
+    return zlib.compress((probe + start).encode("utf-8"), 9)
+
+
+def _pynvml_source() -> str:
+    """The installed nvidia-ml-py, as text: importing it here would ask this host for a driver it does not need."""
+    spec = util.find_spec("pynvml")
+    return Path(spec.origin).read_text("utf-8") if spec is not None and spec.origin else ""
+
+
+def _shell_probe(request: ProbeRequest) -> bytes:
+    script = resources.files(__package__).joinpath("shell_probe.sh").read_text("utf-8")
+    seconds = max(1, round(request.interval_seconds))  # sleep(1) of POSIX knows whole seconds
+    settings = f"interval={seconds}\nfields={','.join(QUERY_FIELDS)}\n"
+    return (settings + script).encode("ascii")

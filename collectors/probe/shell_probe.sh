@@ -1,0 +1,104 @@
+# The probe where a node has no Python: nvidia-smi as printed, in the same JSON line. POSIX shell, writes no file.
+# `interval` and `fields` are set by the lines that payload.py puts before this. /bin/sh reads it from the SSH
+# channel's stdin; what follows on it (the Python program, then the watcher's lease lines) is swallowed at the end.
+#
+# One query in flight, ever: a round starts only when the last one is gone; until then the line says for how long.
+# A query that hangs gets one SIGTERM when we end, never more (dcgm-exporter#84).
+{
+root=${WATTWATCH_NODE_ROOT:-}
+few=index,uuid,pci.bus_id,name,power.draw,utilization.gpu,memory.used,memory.total,temperature.gpu,pstate
+PATH=$PATH:/usr/local/bin:/usr/bin:/bin:/usr/local/nvidia/bin:/opt/bin
+LC_ALL=C
+export PATH LC_ALL
+holders=
+
+seconds() {
+    read -r up rest <"$root/proc/uptime" && echo "$up" || date +%s
+} 2>/dev/null
+
+# Text -> the inside of a JSON string: control characters away, \ and " escaped, line ends as \n.
+quote() {
+    tr -d '\000-\010\013-\037' | tr '\011' ' ' | sed -e 's/\\/\\\\/g' -e 's/"/\\"/g' -e 's/$/\\n/' | tr -d '\n'
+}
+
+# Processes that hold a GPU, from stat alone: [pid, start in seconds since boot, state, comm, cpu seconds, boards].
+processes() {
+    comma=
+    for pair in $holders; do
+        pid=${pair%%,*}
+        IFS= read -r line <"$root/proc/$pid/stat" || continue
+        comm=${line#*\(}
+        comm=${comm%)*}
+        case $comm in *[\"\\]*) comm='?' ;; esac
+        set -- ${line##*) }
+        printf '%s[%s,%s,"%s","%s",null,["%s"]]' "$comma" "$pid" "$((${20} / 100))" "$1" "$comm" "${pair#*,}"
+        comma=,
+    done
+} 2>/dev/null
+
+round() {
+    at=$(seconds)
+    out=$(nvidia-smi --query-gpu="$fields" --format=csv 2>&1 </dev/null)
+    code=$?
+    # An older driver refuses a field it does not know: ask for what every driver has.
+    case "$code$out" in
+        2*"is not a valid field"*) out=$(nvidia-smi --query-gpu="$few" --format=csv 2>&1 </dev/null); code=$? ;;
+    esac
+    holders=
+    [ "$code" = 0 ] && holders=$(nvidia-smi --query-compute-apps=pid,gpu_uuid --format=csv,noheader 2>/dev/null </dev/null |
+        sed -n 's/^ *\([0-9][0-9]*\), *\(GPU-[0-9a-fA-F-]*\).*/\1,\2/p')
+    read -r load rest <"$root/proc/loadavg" || load=null
+    # Everything is known before the line is begun: it goes out in one write.
+    out=$(printf '%s\n' "$out" | quote)
+    held=$(processes)
+    printf '{"v":1,"seq":%s,"t":%s,"w":%s,"gpu":{"src":"shell","t":%s,"rc":%s,"out":"%s"}%s,"load":[%s,null,null,null,null]}\n' \
+        "$1" "$(seconds)" "$(date +%s)" "$at" "$code" "$out" "${held:+,\"proc\":[$held]}" "$load"
+}
+
+ticker() {
+    sequence=0
+    worker=
+    while :; do
+        if [ -n "$worker" ] && kill -0 "$worker" 2>/dev/null; then
+            now=$(date +%s)
+            printf '{"v":1,"seq":%s,"t":%s,"w":%s,"busy":[["nvidia-smi",%s]]}\n' \
+                "$sequence" "$(seconds)" "$now" "$((now - since))"
+        else
+            since=$(date +%s)
+            round "$sequence" &
+            worker=$!
+        fi
+        sequence=$((sequence + 1))
+        sleep "$interval" &
+        wait $!
+    done
+}
+
+# sshd starts a command as leader of its own process group, so the group is ours alone: all of it ends with us.
+finish() {
+    trap '' HUP TERM INT USR1
+    read -r pid comm state parent group rest </proc/$$/stat
+    if [ "$group" = "$$" ]; then kill -TERM "-$$"; else kill -TERM "$ticker" "$pacer"; fi
+    exit 0
+} 2>/dev/null
+
+missed=0
+poked=
+trap finish HUP TERM INT
+trap 'poked=1; missed=$((missed + 1)); [ "$missed" -lt 4 ] || finish' USR1
+ticker </dev/null &
+ticker=$!
+# The lease: a poke each 20 s, taken back by each empty line from the watcher; the fourth unanswered ends us.
+while sleep 20; do kill -USR1 $$ || exit; done </dev/null >/dev/null 2>&1 &
+pacer=$!
+while :; do
+    if IFS= read -r line; then
+        [ -n "$line" ] || missed=0
+    elif [ -n "$poked" ]; then # a signal interrupts `read` in some shells
+        poked=
+    else
+        break
+    fi
+done
+finish
+}
