@@ -9,7 +9,6 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
-from types import MappingProxyType
 from typing import Any, Final
 
 TOTAL_STEPS: Final = 3857  # the epoch of the paper's case
@@ -44,7 +43,7 @@ class Phase:
 
     at_seconds: float
     activity: str
-    except_ranks: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    except_ranks: Mapping[int, str] = field(default_factory=dict)
     injects: str = ""
     save_seconds: float | None = None
     kill_rank: int | None = None

@@ -73,8 +73,9 @@ def read_state() -> dict[str, Any]:
 def wait_while_hung() -> dict[str, Any]:
     """Real ones sit in the kernel and heed no signal; this one at least ends with its node or its parent."""
     state = read_state()
+    parent = os.getppid()
     while state.get("smi") == "hang":
-        if os.getppid() == 1:
+        if os.getppid() != parent:
             sys.exit(1)
         time.sleep(SECONDS_BETWEEN_LOOKS)
         state = read_state()

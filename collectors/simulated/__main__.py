@@ -1,0 +1,95 @@
+"""The simulated cluster as a process of its own: `python -m collectors.simulated`, started by cluster.py.
+
+A process apart keeps the watcher's cost separable and its interpreter lock its own. Standard input: the order (one
+JSON line), then commands, one a line: `begin`, `freeze NODE`, `thaw NODE`, `drop NODE`; its end is the end of the
+cluster. Standard output: one JSON line each for `ready`, every phase that begins, and `ended`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from collectors.clock import Clock
+from collectors.simulated.driver import Driver, PhaseBegan, plays_of
+from collectors.simulated.keys import new_private_key, public_line, read_key, read_public_line
+from collectors.simulated.scenario import scenario_of
+from collectors.simulated.ssh_server import NodeServer
+
+# Real seconds that commands get to end by themselves after their connection is gone.
+PATIENCE_SECONDS: Final = 4.0
+
+
+def say(kind: str, content: Any) -> None:
+    with SAYING:
+        sys.stdout.buffer.write(orjson.dumps({kind: content}) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+SAYING: Final = threading.Lock()
+
+
+def main() -> None:
+    order = orjson.loads(sys.stdin.buffer.readline())
+    clock = Clock(order["speed"], order["monotonic_origin"], order["wall_origin"])
+    scenarios = [scenario_of(row.pop("name"), row) for row in order["scenarios"]]
+    client_key = read_public_line(order["client_key"])
+    plays, nodes = plays_of(scenarios, Path(order["directory"]), clock)
+    servers = {
+        name: NodeServer(name, read_key(new_private_key()), client_key, node.directory / "home", node.environment())
+        for name, node in nodes.items()
+    }
+    driver = Driver(plays, clock, lambda name: servers[name].freeze(), report)
+    driver.start()
+    for server in servers.values():
+        server.start()
+    say("ready", {name: {"port": one.port, "host_key": public_line(one.host_key)} for name, one in servers.items()})
+    try:
+        obey(driver, servers)
+    finally:
+        for server in servers.values():
+            server.stop()
+        left = wait_for_children([child for server in servers.values() for child in server.running()])
+        driver.stop()
+        say("ended", {"latest_seconds": driver.latest_seconds, "left_behind": left})
+        sys.stdout.flush()
+        os._exit(0)  # threads of connections that are just closing are not waited for
+
+
+def report(began: PhaseBegan) -> None:
+    say("phase", dataclasses.asdict(began))
+
+
+def obey(driver: Driver, servers: Mapping[str, NodeServer]) -> None:
+    """Commands until standard input ends."""
+    for line in sys.stdin.buffer:
+        verb, _, node = line.decode().strip().partition(" ")
+        if verb == "begin":
+            driver.begin()
+        elif verb in ("freeze", "thaw", "drop") and node in servers:
+            getattr(servers[node], verb)()
+
+
+def wait_for_children(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Pids of commands that outlived their connection; these, being ours, are asked to end in the end."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    left = [child.pid for child in children if child.poll() is None]
+    for pid in left:
+        os.killpg(pid, signal.SIGTERM)
+    return left
+
+
+if __name__ == "__main__":
+    main()

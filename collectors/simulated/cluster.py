@@ -1,0 +1,244 @@
+"""A cluster that is not there, from the watcher's side: starts it, says where it is, tells it when to begin.
+
+    with SimulatedCluster([named("deadlock")], speed=5) as cluster:
+        ...watch cluster.nodes with cluster.ssh_config and cluster.clock...
+        cluster.begin()
+
+The nodes are real SSH servers on loopback in one child process; from there on everything is what users run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import orjson
+
+from collectors.clock import Clock
+from collectors.simulated.driver import PhaseBegan
+from collectors.simulated.keys import new_private_key, public_line, read_key, write_private_key
+from collectors.simulated.scenario import Scenario
+
+READY_SECONDS: Final = 30.0
+END_SECONDS: Final = 15.0
+LOGIN: Final = "trainer"
+
+
+class SimulationError(Exception):
+    """The cluster could not be started, or ended by itself. The text says what it printed last."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedNode:
+    name: str
+    port: int
+    host_key: str  # "ssh-ed25519 AAAA..."
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedJob:
+    """Where one scenario's job leaves its traces."""
+
+    scenario: Scenario
+    run_directory: Path | None  # None: a foreign job
+    logs: tuple[Path, ...]
+    checkpoint_directory: Path
+
+
+class SimulatedCluster:
+    """A context manager. `clock` is the one to watch by; `directory` holds all files and is removed at the end."""
+
+    def __init__(self, scenarios: Sequence[Scenario], speed: float = 1.0) -> None:
+        self.scenarios = tuple(scenarios)
+        self.clock = Clock(speed)
+        self.directory = Path(tempfile.mkdtemp(prefix="wattwatch-simulated-"))
+        self.ssh_config = self.directory / "ssh_config"
+        self.known_hosts = self.directory / "known_hosts"
+        self.client_key = self.directory / "client_key"
+        self.nodes: tuple[SimulatedNode, ...] = ()
+        self.left_behind: tuple[int, ...] = ()  # commands that outlived their connection; known after `stop`
+        self.latest_seconds = 0.0  # worst lateness of the simulation itself; known after `stop`
+        self._errors = self.directory / "simulated.log"
+        self._child: subprocess.Popen[bytes] | None = None
+        self._phases: list[PhaseBegan] = []
+        self._ready = threading.Event()
+        self._news = threading.Condition()
+
+    @property
+    def pid(self) -> int:
+        assert self._child is not None
+        return self._child.pid
+
+    @property
+    def jobs(self) -> tuple[SimulatedJob, ...]:
+        return tuple(self._job(scenario) for scenario in self.scenarios)
+
+    def _job(self, scenario: Scenario) -> SimulatedJob:
+        directory = self.directory / "jobs" / scenario.name
+        foreign = scenario.progress != "heartbeats"
+        return SimulatedJob(
+            scenario=scenario,
+            run_directory=None if foreign else directory,
+            logs=(directory / "logs" / "train.log",) if foreign else (),
+            checkpoint_directory=directory / "checkpoints",
+        )
+
+    def __enter__(self) -> SimulatedCluster:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        private_key = new_private_key()
+        write_private_key(self.client_key, private_key)
+        order = {
+            "scenarios": [dataclasses.asdict(scenario) for scenario in self.scenarios],
+            "directory": str(self.directory),
+            "speed": self.clock.speed,
+            "monotonic_origin": self.clock.monotonic_origin,
+            "wall_origin": self.clock.wall_origin,
+            "client_key": public_line(read_key(private_key)),
+        }
+        with self._errors.open("wb") as errors:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "collectors.simulated"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,  # Ctrl-C is for the watcher; the end of stdin is for us
+            )
+        threading.Thread(target=self._listen, args=(self._child,), name="simulated cluster", daemon=True).start()
+        self._send(orjson.dumps(order, option=orjson.OPT_NON_STR_KEYS))
+        if not self._ready.wait(READY_SECONDS) or not self.nodes:
+            raise SimulationError(f"the simulated cluster did not start: {self._last_words()}")
+        self._write_ssh_files()
+
+    def _write_ssh_files(self) -> None:
+        self.known_hosts.write_text("".join(f"[127.0.0.1]:{n.port} {n.host_key}\n" for n in self.nodes), "utf-8")
+        self.ssh_config.write_text(
+            "".join(
+                f"Host {node.name}\n"
+                f"    HostName 127.0.0.1\n"
+                f"    Port {node.port}\n"
+                f"    User {LOGIN}\n"
+                f"    IdentityFile {self.client_key}\n"
+                f"    UserKnownHostsFile {self.known_hosts}\n"
+                for node in self.nodes
+            ),
+            "utf-8",
+        )
+
+    def begin(self) -> None:
+        """The first phase of every scenario starts now; until then the jobs are loading."""
+        self._send(b"begin")
+
+    def freeze(self, node: str) -> None:
+        """The node says nothing more; its connections stay open."""
+        self._send(f"freeze {node}".encode())
+
+    def thaw(self, node: str) -> None:
+        self._send(f"thaw {node}".encode())
+
+    def drop(self, node: str) -> None:
+        """Close every connection to the node."""
+        self._send(f"drop {node}".encode())
+
+    def phases(self) -> tuple[PhaseBegan, ...]:
+        """What has begun so far, in the order in which it did."""
+        with self._news:
+            return tuple(self._phases)
+
+    def wait_for_phase(self, scenario: str, number: int, timeout_seconds: float) -> PhaseBegan:
+        """Wait (real seconds) until this phase of the scenario has begun."""
+        with self._news:
+            found = self._news.wait_for(lambda: self._find(scenario, number), timeout_seconds)
+        if not found:
+            raise SimulationError(f"phase {number} of {scenario} did not begin: {self._last_words()}")
+        return found
+
+    def _find(self, scenario: str, number: int) -> PhaseBegan | None:
+        return next((began for began in self._phases if (began.scenario, began.phase) == (scenario, number)), None)
+
+    def stop(self) -> None:
+        """End the cluster; every command on its nodes has then ended or is named in `left_behind`."""
+        child, self._child = self._child, None
+        if child is not None:
+            assert child.stdin is not None
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+            try:
+                child.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.terminate()
+                child.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def processes(self) -> tuple[int, ...]:
+        """Pids of everything that runs on the nodes now: whatever was started with a node's environment."""
+        marker = f"WATTWATCH_NODE_ROOT={self.directory}".encode()
+        found = []
+        for entry in os.scandir("/proc"):
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if marker in Path(entry.path, "environ").read_bytes():
+                        found.append(int(entry.name))
+        return tuple(sorted(found))
+
+    def _send(self, line: bytes) -> None:
+        assert self._child is not None
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(line + b"\n")
+            self._child.stdin.flush()
+        except OSError:
+            raise SimulationError(f"the simulated cluster has ended: {self._last_words()}") from None
+
+    def _listen(self, child: subprocess.Popen[bytes]) -> None:
+        assert child.stdout is not None
+        with child.stdout:
+            for line in child.stdout:
+                for kind, content in orjson.loads(line).items():
+                    with self._news:
+                        self._hear(kind, content)
+                        self._news.notify_all()
+        self._ready.set()
+
+    def _hear(self, kind: str, content: Any) -> None:
+        if kind == "ready":
+            self.nodes = tuple(
+                SimulatedNode(name, row["port"], row["host_key"], self.directory / "nodes" / name)
+                for name, row in content.items()
+            )
+            self._ready.set()
+        elif kind == "phase":
+            self._phases.append(PhaseBegan(**content))
+        elif kind == "ended":
+            self.left_behind = tuple(content["left_behind"])
+            self.latest_seconds = content["latest_seconds"]
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = self._errors.read_text("utf-8", "replace").strip().splitlines()
+            if lines:
+                return " / ".join(lines[-3:])
+        return "it said nothing"

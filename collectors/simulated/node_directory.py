@@ -1,0 +1,238 @@
+"""One simulated node as files: /proc, the kernel log, its tools, and the state that NVML and nvidia-smi answer from.
+
+    NODE/state.json      what the boards read now (on_node/nvml_stand_in.py, on_node/nvidia_smi.py)
+    NODE/proc/...        PID/{stat,comm}, loadavg, pressure/, sys/kernel/hostname
+    NODE/dev/kmsg        kernel log records, appended
+    NODE/bin/            nvidia-smi and python3; first in PATH
+    NODE/home/           where commands start
+
+Everything that is replaced is replaced by rename: a reader sees the old file or the new one, never half of one.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources, util
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from collectors.clock import Clock
+from collectors.simulated.scenario import Activity
+
+DRIVER_VERSION: Final = "580.95.05"
+BOARD_NAME: Final = "NVIDIA B300 SXM6 AC"
+BOARD_LIMIT_MILLIWATTS: Final = 1_100_000
+BOARD_MEMORY_BYTES: Final = 275_040 << 20
+HELD_MEMORY_BYTES: Final = 82 * 10**9  # the paper's footprint with activations
+BUS_IDS: Final = tuple(f"0000000{domain}:{bus}:00.0" for domain in (0, 1) for bus in ("1A", "69", "B5", "DB"))
+FIRST_PID: Final = 41_001
+TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+# The watcher starts Python with -I -S, so that no variable and no package of a node can break it. On this node a
+# variable is how time and NVML come in; nothing else of the command changes.
+PYTHON: Final = """\
+#!/bin/sh
+while case "$1" in -I|-S|-E) ;; *) false ;; esac; do shift; done
+exec {python} "$@"
+"""
+NVIDIA_SMI: Final = """\
+#!/bin/sh
+exec {python} -S -E {script} "$@"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One board and its process for a moment."""
+
+    activity: Activity
+    alive: bool  # its process exists
+    lost: bool = False  # the board fell off the bus
+
+
+@dataclass(slots=True)
+class Energy:
+    """A board's counter: millijoules up to a moment, and the power since."""
+
+    millijoules: float
+    at_seconds: float
+    milliwatts: int = 0
+
+    def advance(self, now: float, milliwatts: int) -> None:
+        self.millijoules += self.milliwatts * max(0.0, now - self.at_seconds)
+        self.at_seconds, self.milliwatts = now, milliwatts
+
+
+class NodeDirectory:
+    """Writes the files of one node. Times are the scenario's clock; its zero of `monotonic` is the node's boot."""
+
+    def __init__(self, directory: Path, name: str, gpus: int, clock: Clock) -> None:
+        self.directory = directory
+        self.name = name
+        self.gpus = gpus
+        self.pids = tuple(range(FIRST_PID, FIRST_PID + gpus))
+        self.nvml = "ok"  # ok, hang, absent, mismatch
+        self.smi = "ok"  # ok, hang, no_driver, mismatch, unknown, no_devices
+        self._clock = clock
+        self._started_ticks = int((clock.monotonic() - 600.0) * TICKS)
+        self._kernel_records = 0
+        self._alive: tuple[bool, ...] = ()
+        now = clock.wall()
+        # As if the driver had been loaded for a while: no two boards have the same count.
+        self._energy = [Energy(4.0e9 + 7.7e7 * place, now) for place in range(gpus)]
+        for folder in ("proc/pressure", "proc/sys/kernel", "dev", "bin", "home"):
+            (directory / folder).mkdir(parents=True)
+        replace_text(directory / "proc/sys/kernel/hostname", name + "\n")
+        (directory / "dev/kmsg").touch()
+        self._write_tools()
+        self.log_kernel(6, "nvidia-nvlink: Nvlink Core is being initialized, major device number 511")
+
+    def _write_tools(self) -> None:
+        python = shlex.quote(os.path.realpath(sys.executable))
+        script = shlex.quote(str(resources.files(__package__) / "on_node" / "nvidia_smi.py"))
+        for name, text in (("python3", PYTHON), ("nvidia-smi", NVIDIA_SMI)):
+            path = self.directory / "bin" / name
+            path.write_text(text.format(python=python, script=script), "utf-8")
+            path.chmod(0o755)
+
+    def environment(self) -> dict[str, str]:
+        """What a command on this node starts with."""
+        pynvml = util.find_spec("pynvml")
+        return {
+            "PATH": f"{self.directory / 'bin'}:/usr/bin:/bin",
+            "HOME": str(self.directory / "home"),
+            "USER": "trainer",
+            "SHELL": "/bin/sh",
+            "LANG": "C.UTF-8",
+            "PYTHONPATH": str(resources.files(__package__) / "on_node"),
+            "WATTWATCH_NODE_ROOT": str(self.directory),
+            "WATTWATCH_NODE_STATE": str(self.directory / "state.json"),
+            "WATTWATCH_NODE_SPEED": f"{self._clock.speed:g}",
+            "WATTWATCH_NODE_MONOTONIC_ORIGIN": repr(self._clock.monotonic_origin),
+            "WATTWATCH_NODE_WALL_ORIGIN": repr(self._clock.wall_origin),
+            "WATTWATCH_NODE_PYNVML": pynvml.origin or "" if pynvml is not None else "",
+        }
+
+    def show(self, moments: Sequence[Moment], tick: int) -> None:
+        """Write what the boards read now, and the processes where their being there has changed."""
+        now = self._clock.wall()
+        rows = [self._board(place, moment, tick, now) for place, moment in enumerate(moments)]
+        state = {"wall_seconds": now, "driver": DRIVER_VERSION, "nvml": self.nvml, "smi": self.smi, "gpus": rows}
+        alive = tuple(moment.alive for moment in moments)
+        if alive != self._alive or tick % 8 == 1:
+            self._write_processes(moments)
+            self._alive = alive
+        if tick % 8 == 1:
+            self._write_load(sum(alive), tick)
+        replace_bytes(self.directory / "state.json", orjson.dumps(state))
+
+    def _board(self, place: int, moment: Moment, tick: int, now: float) -> Mapping[str, Any]:
+        activity = moment.activity
+        seed = f"{self.name}/{place}/{tick}/"
+        milliwatts = int(1000 * between(activity.power_watts, seed + "power"))
+        utilization = round(between(activity.utilization_percent, seed + "busy"))
+        if activity.utilization_percent[1] - activity.utilization_percent[0] > 50:
+            # Scattered utilisation and power belong together: a board that waits for data draws less.
+            low, high = activity.power_watts
+            milliwatts = int(1000 * (low + (high - low) * utilization / 100))
+        energy = self._energy[place]
+        energy.advance(now, milliwatts)
+        return {
+            "index": place,
+            "uuid": f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{self.name}.{place}')}",
+            "bus": BUS_IDS[place],
+            "name": BOARD_NAME,
+            "limit_mw": BOARD_LIMIT_MILLIWATTS,
+            "power_mw": milliwatts,
+            "energy_mj": int(energy.millijoules),
+            "energy_at": now,
+            "util": utilization,
+            "mem_util": round(between(activity.memory_utilization_percent, seed + "memory")),
+            "mem_used": HELD_MEMORY_BYTES if moment.alive and activity.memory == "held" else 0,
+            "mem_total": BOARD_MEMORY_BYTES,
+            "temp": 28 + milliwatts // 30_000,
+            "sm_clock": 1920 if utilization else 1110,
+            "throttle": 0 if utilization else 1,  # gpu_idle
+            "pstate": 0,
+            "lost": moment.lost,
+            "pids": [self.pids[place]] if moment.alive and activity.memory == "held" else [],
+        }
+
+    def _write_processes(self, moments: Sequence[Moment]) -> None:
+        for pid, moment in zip(self.pids, moments, strict=True):
+            folder = self.directory / "proc" / str(pid)
+            if not moment.alive:
+                for file in folder.glob("*"):
+                    file.unlink()
+                if folder.exists():
+                    folder.rmdir()
+                continue
+            folder.mkdir(exist_ok=True)
+            ran_ticks = int(self._clock.monotonic() * TICKS) - self._started_ticks
+            # Spinning or computing, a rank's main thread runs; only one whose board is lost sleeps in the driver.
+            state = "D" if moment.lost else "R"
+            fields = [1, pid, pid, 0, -1, 4194304, 9000, 0, 12, 0, ran_ticks, ran_ticks // 20, 0, 0, 20, 0, 212, 0]
+            fields += [self._started_ticks, 311_000_000_000, 5_200_000, *[0] * 28]
+            replace_text(folder / "stat", f"{pid} (python3) {state} {' '.join(map(str, fields))}\n")
+            if not (folder / "comm").exists():
+                replace_text(folder / "comm", "python3\n")
+
+    def _write_load(self, running: int, tick: int) -> None:
+        load = running + between((0.2, 1.2), f"{self.name}/load/{tick}")
+        replace_text(self.directory / "proc/loadavg", f"{load:.2f} {load:.2f} {load:.2f} {running}/2041 52311\n")
+        for kind in ("cpu", "io", "memory"):
+            some = "some avg10=0.31 avg60=0.20 avg300=0.12 total=4211\n"
+            replace_text(self.directory / "proc/pressure" / kind, some)
+
+    def log_kernel(self, priority: int, text: str) -> None:
+        """Append one record in the format of /dev/kmsg (kernel documentation, ABI/testing/dev-kmsg)."""
+        self._kernel_records += 1
+        microseconds = int(self._clock.monotonic() * 1e6)
+        with (self.directory / "dev/kmsg").open("ab") as file:
+            file.write(f"{priority},{self._kernel_records},{microseconds},-;{text}\n".encode())
+
+    def log_out_of_memory(self, pid: int) -> None:
+        self.log_kernel(4, "python3 invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0")
+        self.log_kernel(
+            6,
+            f"oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,mems_allowed=0-1,global_oom,"
+            f"task_memcg=/system.slice/train.service,task=python3,pid={pid},uid=1000",
+        )
+        self.log_kernel(
+            3,
+            f"Out of memory: Killed process {pid} (python3) total-vm:311427072kB, anon-rss:208311204kB, "
+            f"file-rss:0kB, shmem-rss:9216kB, UID:1000 pgtables:410112kB oom_score_adj:0",
+        )
+
+    def log_lost_gpu(self, place: int) -> None:
+        bus = BUS_IDS[place][4:].lower().removesuffix(".0")
+        pid = self.pids[place]
+        self.log_kernel(4, f"NVRM: Xid (PCI:{bus}): 79, pid={pid}, name=python3, GPU has fallen off the bus.")
+
+
+def between(bounds: tuple[float, float], seed: str) -> float:
+    """A number between the two that depends on nothing but the seed: a run can be played again."""
+    low, high = bounds
+    return low + (high - low) * zlib.crc32(seed.encode()) / 0xFFFFFFFF
+
+
+def replace_text(path: Path, text: str, changed_seconds: float | None = None) -> None:
+    replace_bytes(path, text.encode(), changed_seconds)
+
+
+def replace_bytes(path: Path, data: bytes, changed_seconds: float | None = None) -> None:
+    """By rename, with the scenario's time as its time of change where that is given."""
+    staged = f"{path}.tmp"
+    with open(staged, "wb") as file:
+        file.write(data)
+    if changed_seconds is not None:
+        os.utime(staged, (changed_seconds, changed_seconds))
+    os.replace(staged, path)

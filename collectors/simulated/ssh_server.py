@@ -1,0 +1,173 @@
+"""A real SSH server on loopback for one node: paramiko's server side, a public key, and commands that really run.
+
+An exec request starts `/bin/sh -c command` with the node's environment, as sshd would, and bridges its pipes to the
+channel. When the channel closes, the command's stdin closes and nothing else is done to it: that a watcher's probe
+then ends by itself is the watcher's promise, and is tested here. What has not ended is known by pid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import paramiko
+from paramiko.common import (
+    AUTH_FAILED,
+    AUTH_SUCCESSFUL,
+    OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED,
+    OPEN_SUCCEEDED,
+)
+
+BLOCK_BYTES: Final = 32_768
+
+
+class Login(paramiko.ServerInterface):
+    """Who may come in, and what may be asked for: one key, sessions, exec."""
+
+    def __init__(self, server: NodeServer) -> None:
+        self._server = server
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "publickey"
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        known = key == self._server.client_key
+        return AUTH_SUCCESSFUL if known else AUTH_FAILED
+
+    def check_channel_request(self, kind: str, chanid: int) -> int:
+        return OPEN_SUCCEEDED if kind == "session" else OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
+
+    def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
+        # The reply must leave before the output: the command is started by a thread of its own.
+        threading.Thread(target=self._server.run, args=(channel, command), daemon=True).start()
+        return True
+
+
+class NodeServer:
+    """Listens from construction; serves from `start` until `stop`."""
+
+    def __init__(
+        self, name: str, host_key: paramiko.PKey, client_key: paramiko.PKey, home: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self.host_key = host_key
+        self.client_key = client_key
+        self._home = home
+        self._environment = dict(environment)
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=32)
+        self.port: int = self._socket.getsockname()[1]
+        self._answers = threading.Event()  # cleared while the node is frozen
+        self._answers.set()
+        self._stopping = False
+        self._lock = threading.Lock()
+        self._transports: list[paramiko.Transport] = []
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        threading.Thread(target=self._accept, name=f"accept {self.name}", daemon=True).start()
+
+    def freeze(self) -> None:
+        """Say nothing more: connections stay open and silent, new ones get no banner."""
+        self._answers.clear()
+
+    def thaw(self) -> None:
+        self._answers.set()
+
+    def drop(self) -> None:
+        """Close every connection, as a restart of sshd would not but a crash of the node does."""
+        with self._lock:
+            transports, self._transports = self._transports, []
+        for transport in transports:
+            transport.close()
+
+    def stop(self) -> None:
+        """No new connection, and the end of those that are open."""
+        self._stopping = True
+        self._answers.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self.drop()
+
+    def running(self) -> list[subprocess.Popen[bytes]]:
+        """Commands that have not ended."""
+        with self._lock:
+            self._children = [child for child in self._children if child.poll() is None]
+            return list(self._children)
+
+    def _accept(self) -> None:
+        while not self._stopping:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            self._answers.wait()
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        transport = paramiko.Transport(connection)
+        transport.add_server_key(self.host_key)
+        with self._lock:
+            self._transports = [known for known in self._transports if known.is_active()] + [transport]
+        try:
+            transport.start_server(server=Login(self), event=threading.Event())
+        except (paramiko.SSHException, OSError, EOFError):
+            transport.close()
+
+    def run(self, channel: paramiko.Channel, command: bytes) -> None:
+        """One command, from its start to its exit status."""
+        child = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=self._home,
+            env=self._environment,
+            start_new_session=True,
+            bufsize=0,
+        )
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
+        with self._lock:
+            self._children.append(child)
+        inward = threading.Thread(target=self._feed, args=(channel, child.stdin.fileno(), child), daemon=True)
+        complaints = threading.Thread(
+            target=self._carry, args=(child.stderr.fileno(), channel.sendall_stderr), daemon=True
+        )
+        inward.start()
+        complaints.start()
+        self._carry(child.stdout.fileno(), channel.sendall)
+        child.stdout.close()
+        complaints.join()
+        child.stderr.close()
+        status = child.wait()
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            channel.send_exit_status(status if status >= 0 else 128 - status)
+        channel.close()
+
+    def _feed(self, channel: paramiko.Channel, stdin: int, child: subprocess.Popen[bytes]) -> None:
+        """Channel to stdin; its end, by the client or by the network, is the end of stdin."""
+        try:
+            while data := channel.recv(BLOCK_BYTES):
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(stdin, view) :]
+        except OSError:
+            pass  # the command has ended, or does not read: either way there is no more to feed
+        finally:
+            assert child.stdin is not None
+            child.stdin.close()
+
+    def _carry(self, descriptor: int, send: Callable[[bytes], object]) -> None:
+        """A pipe to the channel, silent while the node is frozen; ends with the pipe or with the channel."""
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            while data := os.read(descriptor, BLOCK_BYTES):
+                self._answers.wait()
+                send(data)
