@@ -14,6 +14,7 @@ All pacing goes through `time.sleep`, `time.monotonic` and `time.time` by attrib
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob
 import json
@@ -58,17 +59,15 @@ def clean(text: str) -> str:
 def leave(*_: object) -> None:
     """End at once. Children get SIGTERM once: a GPU reader that hangs in the driver must not be killed harder."""
     for group in list(CHILDREN):
-        try:
+        with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGTERM)
-        except OSError:
-            pass
     os._exit(0)
 
 
 def run_tool(argv: list[str]) -> tuple[int, str, str]:
     """Exit code, stdout, stderr. Waits as long as it takes: the caller's lane is what bounds the harm."""
     try:
-        child = subprocess.Popen(  # noqa: S603 - fixed programs, no shell
+        child = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,  # our stdin is the lifeline
             stdout=subprocess.PIPE,
@@ -77,7 +76,7 @@ def run_tool(argv: list[str]) -> tuple[int, str, str]:
             env=dict(os.environ, PATH=TOOL_PATH, LC_ALL="C"),
         )
     except OSError as error:
-        return 127, "", "%s: %s" % (argv[0], os.strerror(error.errno or errno.ENOENT))
+        return 127, "", f"{argv[0]}: {os.strerror(error.errno or errno.ENOENT)}"
     CHILDREN.add(child.pid)
     try:
         out, err = child.communicate()
@@ -115,7 +114,7 @@ class Lane(threading.Thread):
                 self.call(self)
                 self.error = ""
             except Exception as error:  # noqa: BLE001 - whatever a node holds, the lane lives and says what it met
-                self.error = clean("%s: %s: %s" % (self.doing, type(error).__name__, error))
+                self.error = clean(f"{self.doing}: {type(error).__name__}: {error}")
             self.took_seconds = time.monotonic() - started
             # A slow file system is asked less: at most a twentieth of the time goes into periodic calls.
             self.due = started + max(self.every_seconds, 20 * self.took_seconds) if self.every_seconds else 0.0
@@ -309,10 +308,8 @@ class GpuLane:
 
     def close(self) -> None:
         self.reader = None
-        try:
+        with contextlib.suppress(Exception):  # it may not be up; nothing hangs on it
             self.nvml_module.nvmlShutdown()
-        except Exception:  # noqa: BLE001 - it may not be up; nothing hangs on it
-            pass
 
     def read_nvml(self, reader: NvmlReader) -> bool:
         now = time.monotonic()
@@ -372,7 +369,7 @@ def load_nvml(source: str) -> Any:
     except OSError:
         return None
     module = types.ModuleType("pynvml")
-    exec(compile(source, "pynvml.py", "exec"), module.__dict__)  # noqa: S102 - our own payload
+    exec(compile(source, "pynvml.py", "exec"), module.__dict__)  # our own payload
     return module
 
 
@@ -387,7 +384,7 @@ def read_text(path: str, most: int = 4096) -> str:
 def read_process(pid: int, ticks: float) -> list[Any] | None:
     """[pid, start, state, comm, cpu seconds] from stat alone; cmdline of a stuck process may hang and is never read."""
     try:
-        text = read_text("%s/proc/%d/stat" % (ROOT, pid))
+        text = read_text(f"{ROOT}/proc/{pid}/stat")
         opened, closed = text.index("("), text.rindex(")")
         rest = text[closed + 2 :].split()
         cpu = (int(rest[11]) + int(rest[12])) / ticks
@@ -417,16 +414,15 @@ class ProcessLane:
         pids = set(holders or ()) | self.matched
         for beat in self.beats:
             pids |= beat.pids
-        rows: list[Any] | None = []
+        rows: list[Any] = []
         for pid in sorted(pids)[:PROCESSES_MOST]:
             row = read_process(pid, self.ticks)
             if row is not None:
                 row.append((holders or {}).get(pid, []))
                 rows.append(row)
-        if not rows and (holders or (holders is None and self.pattern is None and not pids)):
-            # A container sees pids of the host's namespace: that none of them exists here is no sign of death.
-            rows = None
-        self.outbox.set("proc", rows)
+        # A container is told pids of the host's namespace: that none of them exists here is no sign of death.
+        blind = not rows and (holders or (holders is None and self.pattern is None and not pids))
+        self.outbox.set("proc", None if blind else rows)
         self.outbox.set("load", read_load())
 
     def scan(self, pattern: re.Pattern[str]) -> set[int]:
@@ -434,7 +430,7 @@ class ProcessLane:
         for name in os.listdir(ROOT + "/proc"):
             if name.isdigit() and int(name) != os.getpid():
                 try:
-                    if pattern.search(read_text("%s/proc/%s/comm" % (ROOT, name), 64).rstrip("\n")):
+                    if pattern.search(read_text(f"{ROOT}/proc/{name}/comm", 64).rstrip("\n")):
                         found.add(int(name))
                 except OSError:
                     pass
@@ -451,7 +447,7 @@ def read_load() -> list[float | None]:
     load.append(os.cpu_count())
     for kind in ("cpu", "io", "memory"):
         try:
-            found = re.search(r"some avg10=([\d.]+)", read_text("%s/proc/pressure/%s" % (ROOT, kind)))
+            found = re.search(r"some avg10=([\d.]+)", read_text(f"{ROOT}/proc/pressure/{kind}"))
             load.append(float(found.group(1)) if found else None)
         except (OSError, ValueError):
             load.append(None)
@@ -551,10 +547,8 @@ class LogLane:
             self.discovery_due = now + (DISCOVERY_SECONDS if self.paths else 2.0)
             self.discover()
         for path in self.paths:
-            try:
+            with contextlib.suppress(FileNotFoundError):  # rotated away: back soon, or the next discovery drops it
                 self.read(path)
-            except FileNotFoundError:
-                pass  # rotated away; the next discovery drops it, or it is back by then
 
     def discover(self) -> None:
         found = []
@@ -770,7 +764,7 @@ class KernelLane:
         try:
             self.descriptor = os.open(ROOT + "/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
-            self.refusals.append("/dev/kmsg: %s" % os.strerror(error.errno or 0))
+            self.refusals.append(f"/dev/kmsg: {os.strerror(error.errno or 0)}")
 
     def __call__(self, lane: Lane) -> None:
         if self.descriptor is not None:
@@ -814,7 +808,7 @@ class KernelLane:
     def read_tool(self) -> None:
         code, out, err = run_tool(self.tools[0])
         if code != 0 or not out.strip():
-            self.refusals.append("%s: %s" % (self.tools.pop(0)[0], (err.strip() or "nothing printed")[:200]))
+            self.refusals.append(f"{self.tools.pop(0)[0]}: {(err.strip() or 'nothing printed')[:200]}")
             if not self.tools:
                 self.outbox.set("kmsg_error", "kernel log unreadable: " + "; ".join(self.refusals))
             return
@@ -893,7 +887,7 @@ def main(request: dict[str, Any], nvml_source: str = "") -> None:
     gpu = GpuLane(outbox, list(request["query"]), nvml_source)
     beats = [HeartbeatLane(outbox, directory, host) for directory in request["runs"]]
     gpu_lane = Lane("nvml", gpu)
-    prompt = [Lane("read heartbeats of " + run, beat) for run, beat in zip(request["runs"], beats)]
+    prompt = [Lane("read " + beat.directory, beat) for beat in beats]
     prompt += [Lane("read " + p, LogLane(outbox, i, p)) for i, p in enumerate(request["logs"])]
     prompt.append(Lane("read /proc", ProcessLane(outbox, gpu, beats, request["processes"])))
     prompt.append(Lane("read kernel log", KernelLane(outbox)))
@@ -904,7 +898,7 @@ def main(request: dict[str, Any], nvml_source: str = "") -> None:
         Lane("statvfs " + path, FilesystemLane(outbox, path), DISCOVERY_SECONDS)
         for path in sorted({*request["runs"], *request["checkpoints"]})
     ]
-    outbox.set("hello", {"host": host, "python": "%d.%d" % sys.version_info[:2], "pid": os.getpid()})
+    outbox.set("hello", {"host": host, "python": f"{sys.version_info[0]}.{sys.version_info[1]}", "pid": os.getpid()})
     sequence = 0
     errors: list[str] = []
     while True:

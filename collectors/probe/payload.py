@@ -21,10 +21,24 @@ from typing import Final
 from collectors.probe.request import ProbeRequest
 
 QUERY_FIELDS: Final = (
-    "index,uuid,pci.bus_id,name,power.draw,power.draw.average,power.draw.instant,enforced.power.limit,utilization.gpu,"
-    "utilization.memory,memory.used,memory.total,temperature.gpu,clocks.sm,clocks_event_reasons.active,pstate,"
-    "mig.mode.current"
-).split(",")
+    "index",
+    "uuid",
+    "pci.bus_id",
+    "name",
+    "power.draw",
+    "power.draw.average",
+    "power.draw.instant",
+    "enforced.power.limit",
+    "utilization.gpu",
+    "utilization.memory",
+    "memory.used",
+    "memory.total",
+    "temperature.gpu",
+    "clocks.sm",
+    "clocks_event_reasons.active",
+    "pstate",
+    "mig.mode.current",
+)
 
 LEASE_RENEWAL_SECONDS: Final = 20.0
 """How often the watcher writes LEASE_LINE: the probe ends itself after 60 s without one."""
