@@ -1,0 +1,331 @@
+"""How far a job says it is: log text or a heartbeat file -> `ProgressSample`.
+
+The formats are data (progress_formats.toml). A log is text of any origin: cut at both ends, coloured, with progress
+bars that overwrite themselves, with lines of other programs between. What the text does not say is None, and `why`
+says what was found. A step, loss or total whose digits run into the end of an unfinished line may be torn: it is
+left out. NaN and infinite losses are kept, the job said so.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import resources
+from statistics import median
+from typing import Final
+
+import orjson
+
+from collectors.samples import ProgressSample
+
+LONGEST_LINE: Final = 2000
+LONGEST_LINE_OF_USER_PATTERN: Final = 500
+USER_PATTERN_SECONDS: Final = 0.2
+"""A pattern that takes longer over one text is not run on the rest of it: a regex may take exponential time."""
+
+ANSI: Final = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+NESTED_REPEAT: Final = re.compile(r"\((?:[^()\\]|\\.)*[+*](?:[^()\\]|\\.)*\)(?:[+*]|\{\d*,\d*\})")
+STAMP: Final = re.compile(
+    r"(?<!\d)(?P<year>(?:20)?\d\d)-(?P<month>\d\d)-(?P<day>\d\d)[ T]"
+    r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)(?:[.,](?P<fraction>\d{1,9}))?"
+)
+SUFFIX: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
+GROUPS_OF_USER: Final = ("step", "total", "loss", "tokens_per_second", "tokens_per_second_per_gpu", "rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One trainer's way to say it. See progress_formats.toml for the meaning of each field."""
+
+    name: str
+    step: re.Pattern[str]
+    values: tuple[re.Pattern[str], ...] = ()
+    hints: tuple[str, ...] = ()
+    bar: bool = False
+    largest: bool = False
+    note: str = ""
+    phases: Mapping[str, str] = field(default_factory=dict)
+    longest_line: int = LONGEST_LINE
+    seconds: float | None = None  # time that reading one text may take; None: our own patterns, known to be quick
+
+
+@dataclass(slots=True)
+class Event:
+    """One line that names a step, with what it and the lines after it add."""
+
+    step: int
+    groups: dict[str, str]
+    stamp: float | None
+    loss_follows: bool = False
+
+
+def read_progress(
+    text: str,
+    source: str = "",
+    pattern: str | None = None,
+    world: int | None = None,
+    cut: bool = False,
+    age_seconds: float | None = None,
+) -> ProgressSample:
+    """The last state that `text` tells of. Never raises.
+
+    `pattern`: a regex with named groups (`step` at least) instead of the known formats. `world`: number of GPUs, where
+    known: some logs give throughput per GPU only. `cut`: the text begins in the middle of a line.
+    """
+    if pattern is None:
+        formats: Sequence[Format] = FORMATS
+    else:
+        chosen = user_format(pattern)
+        if isinstance(chosen, str):
+            return ProgressSample(source, "regex", None, age_seconds=age_seconds, why=chosen)
+        formats = (chosen,)
+    clean = ANSI.sub("", text) if "\x1b" in text else text
+    lines = re.split(r"[\r\n]+", clean)
+    torn = lines.pop() if lines and lines[-1] else None  # the last piece has no line end: it may be half a line
+    if cut and lines:
+        lines = lines[1:]
+    for one in formats:
+        if one.hints and not any(hint in clean for hint in one.hints):
+            continue
+        events, slow = scan(one, lines, torn)
+        if slow:
+            why = f"the pattern took over {USER_PATTERN_SECONDS} s: make it simpler, anchored, without nested repeats"
+            return ProgressSample(source, one.name, None, age_seconds=age_seconds, why=why)
+        if events:
+            return summary(one, events, source, world, age_seconds)
+    if not clean.strip():
+        return ProgressSample(source, "", None, age_seconds=age_seconds, why="the file is empty")
+    known = "the pattern matches no line" if pattern is not None else "no line of a known format"
+    count = len(lines) + (torn is not None)
+    return ProgressSample(source, "", None, age_seconds=age_seconds, why=f"{known} in {count} lines")
+
+
+def scan(one: Format, lines: Sequence[str], torn: str | None) -> tuple[list[Event], bool]:
+    """Events in the order of the text; True where a user's pattern outran its time."""
+    events: list[Event] = []
+    deadline = None if one.seconds is None else time.monotonic() + one.seconds
+    pieces: Iterable[tuple[str, bool]] = [(line, False) for line in lines]
+    if torn is not None:
+        pieces = [*pieces, (torn, True)]
+    for line, is_torn in pieces:
+        if deadline is not None and time.monotonic() > deadline:
+            return events, True
+        line = line[: one.longest_line]
+        found = one.step.search(line)
+        if found is not None:
+            groups = whole_groups(found, len(line) if is_torn else None)
+            step = whole_number(groups.get("step"))
+            if step is not None:
+                events.append(Event(step, groups, stamp_of(line, groups)))
+        if not events:
+            continue
+        for value in one.values:
+            extra = value.search(line)
+            if extra is not None:
+                more = whole_groups(extra, len(line) if is_torn else None)
+                events[-1].groups.update(more)
+                events[-1].loss_follows |= "loss" in more
+                if found is not None and events[-1].stamp is None:
+                    events[-1].stamp = stamp_of(line, more)
+    return events, False
+
+
+def whole_groups(found: re.Match[str], end: int | None) -> dict[str, str]:
+    """Named groups that matched; in an unfinished line without those that touch its end, which may be torn."""
+    return {
+        name: text
+        for name, text in found.groupdict().items()
+        if text is not None and (end is None or found.end(name) < end)
+    }
+
+
+def summary(
+    one: Format, events: list[Event], source: str, world: int | None, age_seconds: float | None
+) -> ProgressSample:
+    if one.bar:
+        events = events_of_training_bar(events)
+    last = max(events, key=lambda event: event.step) if one.largest else events[-1]
+
+    def latest(name: str) -> str | None:
+        return next((event.groups[name] for event in reversed(events) if name in event.groups), None)
+
+    total = whole_number(latest("total"))
+    loss = number(latest("loss"))
+    whole = number(latest("tokens_per_second"))
+    per_gpu = number(latest("tokens_per_second_per_gpu"))
+    if whole is None and per_gpu is not None and world:
+        whole = per_gpu * world
+    phase = latest("phase")
+    said = [f"{one.name}: step {last.step}" + (f" of {total}" if total else "")]
+    if per_gpu is not None:
+        said.append(f"{per_gpu:.0f} tokens/s per GPU" + ("" if whole is not None else ", number of GPUs not known"))
+    if phase is not None:
+        said.append(f"in {phase}")
+    if one.note:
+        said.append(one.note)
+    return ProgressSample(
+        source=source,
+        format=one.name,
+        step=last.step,
+        total_steps=total or None,
+        loss=loss,
+        tokens_per_second=whole,
+        line_interval_seconds=line_interval(events),
+        age_seconds=age_seconds,
+        rank=whole_number(latest("rank")),
+        world=world,
+        pid=whole_number(latest("pid")),
+        phase=None if phase is None else one.phases.get(phase, "train"),
+        why="; ".join(said),
+    )
+
+
+def events_of_training_bar(events: list[Event]) -> list[Event]:
+    """Those of one total: evaluation and loading draw bars too. A loss follows the training's; else it is longest."""
+    followed = [event for event in events if event.loss_follows]
+    totals = [number(event.groups.get("total")) or 0.0 for event in (followed or events)]
+    total = totals[-1] if followed else max(totals)
+    kept = [event for event in events if (number(event.groups.get("total")) or 0.0) == total]
+    return kept or events
+
+
+def line_interval(events: list[Event]) -> float | None:
+    """Median seconds between lines of different steps, by the lines' own stamps; None where they have none."""
+    gaps: list[float] = []
+    before: Event | None = None
+    for event in events:
+        if event.stamp is None or (before is not None and event.step == before.step):
+            continue
+        if before is not None and before.stamp is not None and event.stamp > before.stamp and event.step > before.step:
+            gaps.append(event.stamp - before.stamp)
+        before = event
+    return round(median(gaps), 3) if gaps else None
+
+
+def stamp_of(line: str, groups: Mapping[str, str]) -> float | None:
+    """Seconds on the clock that the line carries: a date and time, or a bar's time since the start."""
+    if "microseconds" in groups:
+        return int(groups["microseconds"]) / 1e6
+    elapsed = groups.get("elapsed")
+    if elapsed is not None:
+        seconds = 0.0
+        for part in re.split(r"[:\s]+", elapsed.replace("days,", ":").replace("day,", ":")):
+            if not part.isdigit():
+                return None
+            seconds = seconds * 60 + int(part)
+        return seconds
+    found = STAMP.search(line)
+    if found is None:
+        return None
+    year, month, day, hour, minute, second = (int(found[i]) for i in range(1, 7))
+    try:
+        moment = datetime(year + (2000 if year < 100 else 0), month, day, hour, minute, second, tzinfo=UTC)
+    except ValueError:
+        return None
+    return moment.timestamp() + float("0." + (found["fraction"] or "0"))
+
+
+def number(text: str | None) -> float | None:
+    """ "3,311" "53K" "'1.569'" "8.37E-01" "nan" "-inf" -> float; None where it is none."""
+    if text is None:
+        return None
+    text = text.strip("'\" ").replace(",", "").replace("_", "")
+    scale = SUFFIX.get(text[-1:], 1.0)
+    try:
+        return float(text[:-1] if scale != 1.0 else text) * scale
+    except ValueError:
+        return None
+
+
+def whole_number(text: str | None) -> int | None:
+    """A count, or None: also for nan, inf and what no counter reaches."""
+    value = number(text)
+    return int(value) if value is not None and abs(value) < 1e15 else None
+
+
+def user_format(pattern: str) -> Format | str:
+    """The user's regex as a format, or the sentence that says what is wrong with it."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        return f"the pattern is no valid regular expression: {error}"
+    if "step" not in compiled.groupindex:
+        return r"the pattern has no group named step: write the number as (?P<step>\d+)"
+    unknown = sorted(set(compiled.groupindex) - set(GROUPS_OF_USER))
+    if unknown:
+        return f"the pattern names the group {unknown[0]!r}; known are {', '.join(GROUPS_OF_USER)}"
+    if NESTED_REPEAT.search(pattern):
+        return "the pattern repeats a group that itself repeats, which can take for ever: write it without one of them"
+    return Format("regex", compiled, longest_line=LONGEST_LINE_OF_USER_PATTERN, seconds=USER_PATTERN_SECONDS)
+
+
+def read_heartbeat(text: str, source: str, age_seconds: float | None = None) -> ProgressSample:
+    """One RUN/heartbeat/rank-*.json. Never raises: what is missing or of the wrong type is None, and `why` says so."""
+    try:
+        beat = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        # A trainer may well write a loss of NaN, which JSON does not know.
+        try:
+            beat = orjson.loads(re.sub(r":\s*(-?(?:NaN|Infinity))\b", r':"\1"', text))
+        except orjson.JSONDecodeError:
+            return ProgressSample(source, "heartbeat", None, age_seconds=age_seconds, why="no JSON")
+    if not isinstance(beat, dict):
+        return ProgressSample(source, "heartbeat", None, age_seconds=age_seconds, why="JSON, and no object")
+
+    def whole(name: str) -> int | None:
+        value = beat.get(name)
+        return value if type(value) is int else None
+
+    def real(name: str) -> float | None:
+        value = beat.get(name)
+        if type(value) is str:
+            return number(value)
+        return float(value) if type(value) is int or type(value) is float else None
+
+    step, phase = whole("step"), beat.get("phase")
+    total = whole("steps")
+    if step is None:
+        why = "heartbeat without a step"
+    else:
+        why = f"heartbeat: step {step}" + (f" of {total}" if total else "") + (f", {phase}" if phase else "")
+    return ProgressSample(
+        source,
+        "heartbeat",
+        step,
+        total,
+        real("loss"),
+        real("tokens_per_second"),
+        None,
+        age_seconds,
+        whole("rank"),
+        whole("world"),
+        whole("pid"),
+        whole("restart"),
+        phase if type(phase) is str else None,
+        real("data_wait_ms"),
+        why,
+    )
+
+
+def _load_formats() -> tuple[Format, ...]:
+    entries = tomllib.loads((resources.files(__package__) / "progress_formats.toml").read_text("utf-8"))["formats"]
+    return tuple(
+        Format(
+            entry["name"],
+            re.compile(entry["step"]),
+            tuple(re.compile(value) for value in entry.get("values", [])),
+            tuple(entry[key] for key in ("hint", "also_hint") if key in entry),
+            entry.get("bar", False),
+            entry.get("newest") == "largest",
+            entry.get("note", ""),
+            entry.get("phases", {}),
+        )
+        for entry in entries
+    )
+
+
+FORMATS: Final = _load_formats()
