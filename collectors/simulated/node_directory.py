@@ -221,7 +221,11 @@ class NodeDirectory:
 def between(bounds: tuple[float, float], seed: str) -> float:
     """A number between the two that depends on nothing but the seed: a run can be played again."""
     low, high = bounds
-    return low + (high - low) * zlib.crc32(seed.encode()) / 0xFFFFFFFF
+    mixed = zlib.crc32(seed.encode())
+    # A checksum of near-equal texts is near-regular: MurmurHash3's finalizer (public domain) scatters it.
+    mixed = (mixed ^ mixed >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    mixed = (mixed ^ mixed >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return low + (high - low) * (mixed ^ mixed >> 16) / 0xFFFFFFFF
 
 
 def replace_text(path: Path, text: str, changed_seconds: float | None = None) -> None:

@@ -162,7 +162,7 @@ def list_text(state: dict[str, Any]) -> tuple[int, str]:
 
 TABLE_HEAD = """\
 +-----------------------------------------------------------------------------------------+
-| NVIDIA-SMI {driver:<19} Driver Version: {driver:<16} CUDA Version: 13.0     |
+| NVIDIA-SMI {driver:<22} Driver Version: {driver:<14} CUDA Version: 13.0     |
 +-----------------------------------------+------------------------+----------------------+
 | GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
 | Fan  Temp   Perf          Pwr:Usage/Cap |           Memory-Usage | GPU-Util  Compute M. |

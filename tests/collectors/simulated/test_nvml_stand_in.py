@@ -1,0 +1,153 @@
+"""The real pynvml on top of the stand-in, with the habits of NVML that cost others an outage."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from collectors.clock import Clock
+from collectors.simulated.driver import plays_of, show
+from collectors.simulated.on_node import nvml_stand_in
+from collectors.simulated.scenario import named
+
+Change = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    """A node of eight boards in a deadlock; its directory."""
+    plays, _ = plays_of([named("deadlock")], tmp_path, Clock())
+    show(plays[0], 1, 3850, tick=1)
+    return plays[0].nodes[0].directory
+
+
+@pytest.fixture
+def pynvml(node: Path) -> ModuleType:
+    """The installed pynvml, loaded afresh, on the stand-in instead of libnvidia-ml.so.1."""
+    spec = importlib.util.find_spec("pynvml")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.CDLL = lambda _: nvml_stand_in.load(str(node / "state.json"))  # type: ignore[attr-defined]  # its seam
+    return module
+
+
+def change(node: Path, how: Change) -> None:
+    path = node / "state.json"
+    state = json.loads(path.read_text())
+    how(state)
+    staged = node / "state.new"
+    staged.write_text(json.dumps(state))
+    staged.rename(path)
+
+
+def handle(pynvml: ModuleType, index: int) -> Any:
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByIndex(index)
+
+
+def test_a_board_answers_as_a_b300_does(pynvml: ModuleType) -> None:
+    third = handle(pynvml, 3)
+    assert pynvml.nvmlDeviceGetCount() == 8
+    assert pynvml.nvmlDeviceGetName(third) == "NVIDIA B300 SXM6 AC"
+    assert pynvml.nvmlDeviceGetUUID(third).startswith("GPU-")
+    assert pynvml.nvmlDeviceGetPciInfo(third).busId == "00000000:DB:00.0"
+    assert pynvml.nvmlDeviceGetEnforcedPowerLimit(third) == 1_100_000
+    assert 180_000 < pynvml.nvmlDeviceGetPowerUsage(third) < 190_000
+    rates = pynvml.nvmlDeviceGetUtilizationRates(third)
+    assert (rates.gpu, rates.memory) == (0, 0)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(third, pynvml.nvmlMemory_v2)
+    assert (memory.used, memory.total) == (82 * 10**9, 275_040 << 20)
+    assert pynvml.nvmlDeviceGetCurrentClocksEventReasons(third) == pynvml.nvmlClocksEventReasonGpuIdle
+    assert pynvml.nvmlDeviceGetMigMode(third) == [0, 0]
+
+
+def test_handles_are_found_by_uuid_and_by_bus_id(pynvml: ModuleType) -> None:
+    uuid = pynvml.nvmlDeviceGetUUID(handle(pynvml, 5))
+    assert pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByUUID(uuid)) == 5
+    assert pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByPciBusId("00000001:69:00.0")) == 5
+    with pytest.raises(pynvml.NVMLError_NotFound):
+        pynvml.nvmlDeviceGetHandleByUUID("GPU-none")
+
+
+def test_the_process_list_is_asked_twice_first_for_its_size(pynvml: ModuleType) -> None:
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle(pynvml, 2))
+    assert [(process.pid, process.usedGpuMemory) for process in processes] == [(41003, 82 * 10**9)]
+
+
+def test_a_board_without_processes_has_an_empty_list(pynvml: ModuleType, node: Path) -> None:
+    change(node, lambda state: state["gpus"][2].update(pids=[]))
+    assert pynvml.nvmlDeviceGetComputeRunningProcesses(handle(pynvml, 2)) == []
+
+
+def test_energy_counts_on_between_two_writes_of_the_state(pynvml: ModuleType, node: Path) -> None:
+    board = handle(pynvml, 0)
+    before = pynvml.nvmlDeviceGetTotalEnergyConsumption(board)
+    change(node, lambda state: state["gpus"][0].update(energy_at=state["gpus"][0]["energy_at"] - 10.0))
+    gained = pynvml.nvmlDeviceGetTotalEnergyConsumption(board) - before
+    assert gained >= 10 * 180_000  # millijoules of ten more seconds at the floor
+
+
+def test_a_lost_board_answers_who_it_is_and_nothing_that_moves(pynvml: ModuleType, node: Path) -> None:
+    board = handle(pynvml, 4)
+    change(node, lambda state: state["gpus"][4].update(lost=True))
+    assert pynvml.nvmlDeviceGetName(board) == "NVIDIA B300 SXM6 AC"
+    assert pynvml.nvmlDeviceGetEnforcedPowerLimit(board) == 1_100_000
+    for question in ("PowerUsage", "UtilizationRates", "MemoryInfo", "TotalEnergyConsumption"):
+        with pytest.raises(pynvml.NVMLError_GpuIsLost):
+            getattr(pynvml, f"nvmlDeviceGet{question}")(board)
+    assert pynvml.nvmlDeviceGetPowerUsage(handle(pynvml, 3)) > 0
+
+
+def test_field_values_of_a_lost_board_fail_one_by_one_and_raise_nothing(pynvml: ModuleType, node: Path) -> None:
+    board = handle(pynvml, 4)
+    fields = [pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION]
+    sound = pynvml.nvmlDeviceGetFieldValues(board, [*fields, 1])
+    assert [field.nvmlReturn for field in sound] == [0, 0, pynvml.NVML_ERROR_NOT_SUPPORTED]
+    assert sound[0].value.uiVal > 180_000
+    change(node, lambda state: state["gpus"][4].update(lost=True))
+    lost = pynvml.nvmlDeviceGetFieldValues(board, fields)
+    assert [(field.nvmlReturn, field.value.uiVal) for field in lost] == [(15, 0), (15, 0)]
+
+
+def test_an_entry_point_that_the_driver_lacks_is_function_not_found(pynvml: ModuleType) -> None:
+    board = handle(pynvml, 0)
+    with pytest.raises(pynvml.NVMLError_FunctionNotFound):
+        pynvml.nvmlDeviceGetEncoderUtilization(board)
+
+
+def test_a_driver_that_was_upgraded_under_us_refuses_to_start(pynvml: ModuleType, node: Path) -> None:
+    change(node, lambda state: state.update(nvml="mismatch"))
+    with pytest.raises(pynvml.NVMLError_LibRmVersionMismatch):
+        pynvml.nvmlInit()
+
+
+def test_a_machine_without_nvml_has_no_library(pynvml: ModuleType, node: Path) -> None:
+    change(node, lambda state: state.update(nvml="absent"))
+    with pytest.raises(pynvml.NVMLError_LibraryNotFound):
+        pynvml.nvmlInit()
+
+
+def test_a_hung_driver_does_not_return_until_it_recovers(pynvml: ModuleType, node: Path) -> None:
+    board = handle(pynvml, 0)
+    change(node, lambda state: state.update(nvml="hang"))
+    came_back = threading.Event()
+
+    def ask() -> None:
+        pynvml.nvmlDeviceGetPowerUsage(board)
+        came_back.set()
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    assert not came_back.wait(0.3)
+    change(node, lambda state: state.update(nvml="ok"))
+    assert came_back.wait(10)
+    asking.join(10)
