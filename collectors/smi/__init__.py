@@ -1,3 +1,17 @@
 """Outputs of nvidia-smi (query CSV, table, XML, dmon, -L) and rocm-smi -> typed samples."""
 
 from __future__ import annotations
+
+from collectors.smi.query import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, QUERY_FORMAT, read_query_csv
+from collectors.smi.read import read_gpu_output
+from collectors.smi.report import GpuSnapshot, SmiReport
+
+__all__ = [
+    "FALLBACK_QUERY_FIELDS",
+    "QUERY_FIELDS",
+    "QUERY_FORMAT",
+    "GpuSnapshot",
+    "SmiReport",
+    "read_gpu_output",
+    "read_query_csv",
+]

@@ -26,7 +26,7 @@ _NAME: Final = re.compile(
 )
 _LAYOUTS: Final = tomllib.loads((resources.files(__package__) / "layouts.toml").read_text("utf-8"))["layout"]
 _SHAPES: Final[dict[str, Callable[[str], bool]]] = {
-    "absent": lambda cell: False,  # a token of absence always fits; nothing else does here
+    "absent": lambda _: False,  # a token of absence always fits; nothing else does here
     "index": lambda cell: bool(_INTEGER.match(cell)) and int(cell) < 64,
     "integer": lambda cell: bool(_INTEGER.match(cell)),
     "uuid": lambda cell: bool(_UUID.match(cell)),
@@ -59,7 +59,7 @@ def infer_columns(rows: Sequence[Sequence[str]]) -> tuple[Column, ...]:
     for layout in _LAYOUTS:
         if len(layout["columns"]) == len(rows[0]) and all(_fits(row, layout["shapes"]) for row in rows):
             return tuple(_column(name) for name in layout["columns"])
-    kinds = [_kind([row[place] for row in rows], place) for place in range(len(rows[0]))]
+    kinds = [_kind([row[place] for row in rows]) for place in range(len(rows[0]))]
     fields = [
         kind if kind in {"timestamp", "uuid", "pci_bus_id", "name", "performance_state"} else "" for kind in kinds
     ]
@@ -83,7 +83,7 @@ def _fits(row: Sequence[str], shapes: Sequence[str]) -> bool:
     )
 
 
-def _kind(cells: Sequence[str], place: int) -> str:
+def _kind(cells: Sequence[str]) -> str:
     """What all cells of a column are, absent ones left out; "" for a mixture or nothing but absence."""
     kinds = {_kind_of_cell(cell) for cell in cells if reason_of_text(cell) is None}
     if kinds == {"integer", "decimals"}:
@@ -127,9 +127,9 @@ def _first(kinds: Sequence[str], fields: list[str], kind: str, names: Sequence[s
     A lone percentage just before or after the performance state is a fan, not a load.
     """
     places = [place for place, found in enumerate(kinds) if found == kind]
-    if kind == "percent" and len(places) == 1 and "performance_state" in kinds:
-        if abs(kinds.index("performance_state") - places[0]) == 1:
-            return
+    state = kinds.index("performance_state") if "performance_state" in kinds else -2
+    if kind == "percent" and len(places) == 1 and abs(state - places[0]) == 1:
+        return
     if kind == "percent" and len(places) > 1 and places[1] != places[0] + 1:
         places = places[:1]
     for place, name in zip(places, names, strict=False):

@@ -17,9 +17,8 @@ _WORDS: Final = re.compile(
     r"(?P<half> [AP]M)?(?: [A-Z]{2,5})?(?: (?P<y2>\d{4}))?$"
 )
 _NUMBER: Final = re.compile(r"\d{9,13}(\.\d+)?$")
-_MONTHS: Final = {
-    name: number for number, name in enumerate("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split(), 1)
-}
+_MONTH_NAMES: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_MONTHS: Final = {name: number for number, name in enumerate(_MONTH_NAMES, 1)}
 
 
 def is_stamp(text: str) -> bool:
