@@ -58,11 +58,16 @@ class SimulatedJob:
 
 
 class SimulatedCluster:
-    """A context manager. `clock` is the one to watch by; `directory` holds all files and is removed at the end."""
+    """A context manager. `clock` is the one to watch by; `directory` holds all files and is removed at the end.
 
-    def __init__(self, scenarios: Sequence[Scenario], speed: float = 1.0) -> None:
+    `preload_pynvml`: the nodes' Python has pynvml loaded from its compiled form, so that many nodes on one machine
+    start at once; without it, the one that travels with the probe is compiled on each node, as on a real one.
+    """
+
+    def __init__(self, scenarios: Sequence[Scenario], speed: float = 1.0, preload_pynvml: bool = True) -> None:
         self.scenarios = tuple(scenarios)
         self.clock = Clock(speed)
+        self._preload_pynvml = preload_pynvml
         self.directory = Path(tempfile.mkdtemp(prefix="wattwatch-simulated-"))
         self.ssh_config = self.directory / "ssh_config"
         self.known_hosts = self.directory / "known_hosts"
@@ -115,6 +120,7 @@ class SimulatedCluster:
             "scenarios": [dataclasses.asdict(scenario) for scenario in self.scenarios],
             "directory": str(self.directory),
             "speed": self.clock.speed,
+            "preload_pynvml": self._preload_pynvml,
             "monotonic_origin": self.clock.monotonic_origin,
             "wall_origin": self.clock.wall_origin,
             "client_key": public_line(read_key(private_key)),

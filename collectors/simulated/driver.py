@@ -160,11 +160,11 @@ def show(play: Play, number: int | None, step: int, tick: int) -> None:
 
 
 def plays_of(
-    scenarios: Sequence[Scenario], directory: Path, clock: Clock
+    scenarios: Sequence[Scenario], directory: Path, clock: Clock, preload_pynvml: bool = True
 ) -> tuple[tuple[Play, ...], Mapping[str, NodeDirectory]]:
     """Lay out all files below `directory`; the nodes by name."""
     nodes = {
-        name: NodeDirectory(directory / "nodes" / name, name, scenario.gpus_per_node, clock)
+        name: NodeDirectory(directory / "nodes" / name, name, scenario.gpus_per_node, clock, preload_pynvml)
         for scenario in scenarios
         for name in scenario.node_names
     }

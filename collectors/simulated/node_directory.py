@@ -74,7 +74,7 @@ class Energy:
 class NodeDirectory:
     """Writes the files of one node. Times are the scenario's clock; its zero of `monotonic` is the node's boot."""
 
-    def __init__(self, directory: Path, name: str, gpus: int, clock: Clock) -> None:
+    def __init__(self, directory: Path, name: str, gpus: int, clock: Clock, preload_pynvml: bool = True) -> None:
         self.directory = directory
         self.name = name
         self.gpus = gpus
@@ -82,6 +82,7 @@ class NodeDirectory:
         self.nvml = "ok"  # ok, hang, absent, mismatch
         self.smi = "ok"  # ok, hang, no_driver, mismatch, unknown, no_devices
         self._clock = clock
+        self._preload_pynvml = preload_pynvml
         self._started_ticks = int((clock.monotonic() - 600.0) * TICKS)
         self._kernel_records = 0
         self._alive: tuple[bool, ...] = ()
@@ -118,7 +119,7 @@ class NodeDirectory:
             "WATTWATCH_NODE_SPEED": f"{self._clock.speed:g}",
             "WATTWATCH_NODE_MONOTONIC_ORIGIN": repr(self._clock.monotonic_origin),
             "WATTWATCH_NODE_WALL_ORIGIN": repr(self._clock.wall_origin),
-            "WATTWATCH_NODE_PYNVML": pynvml.origin or "" if pynvml is not None else "",
+            "WATTWATCH_NODE_PYNVML": pynvml.origin or "" if pynvml and self._preload_pynvml else "",
         }
 
     def show(self, moments: Sequence[Moment], tick: int) -> None:

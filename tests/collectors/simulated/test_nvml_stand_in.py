@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +30,13 @@ def node(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pynvml(node: Path) -> ModuleType:
+def pynvml(node: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The installed pynvml, loaded afresh, on the stand-in instead of libnvidia-ml.so.1."""
     spec = importlib.util.find_spec("pynvml")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "pynvml", module)
     spec.loader.exec_module(module)
     module.CDLL = lambda _: nvml_stand_in.load(str(node / "state.json"))  # type: ignore[attr-defined]  # its seam
     return module
