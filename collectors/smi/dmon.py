@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from collectors.smi.board import read_board
+from collectors.smi.columns import NEEDED
 from collectors.smi.grouping import Row, group_rows
 from collectors.smi.messages import Said
 from collectors.smi.report import Rows
 from collectors.smi.stamps import read_stamps
 
-HEADER: Final = re.compile(r"^#\s*(?:Date\s+)?(?:Time\s+)?gpu\s+\S", re.IGNORECASE)
+HEADER: Final = re.compile(r"^#\s*(?:Date[\s,]+)?(?:Time[\s,]+)?gpu[\s,]+\S", re.IGNORECASE)
 _FIELDS: Final = {
     "gpu": ("index", ""),
     "pwr": ("power_draw", "W"),
@@ -31,9 +32,11 @@ def read_dmon(lines: Sequence[str], said: Said) -> Rows:
     found: list[tuple[dict[str, tuple[str, str]], str]] = []
     unreadable, last = 0, -1
     for number, line in enumerate(lines):
-        cells = line.split()
+        cells = line.replace(",", " ").split()
         if HEADER.match(line):
-            names = line.replace("#", " ").casefold().split()
+            names = line.replace("#", " ").replace(",", " ").casefold().split()
+            if "pid" in names:
+                return Rows((), (), 0, f"this is pmon's list of processes, not of GPUs; needed: {NEEDED}", -1)
         elif not cells or line.startswith("#"):
             continue
         elif len(cells) == len(names) and cells[names.index("gpu")].isdigit():

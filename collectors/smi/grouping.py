@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 from collectors.samples import GpuSample
+from collectors.smi.columns import IDENTITY
 from collectors.smi.report import GpuSnapshot
 
 BURST_SECONDS: Final = 0.05  # boards of one query are printed some 3 ms apart
+_TICK: Final = 0.001  # resolution of nvidia-smi's stamps
+_CLEAR_JUMP: Final = 3.0
 MOST_BOARDS: Final = 16
 """More rows than this without any identity are a log of one board, not one moment of many."""
 
@@ -32,11 +36,15 @@ def _key(gpu: GpuSample) -> str | None:
     return None if gpu.key == "?" else gpu.key
 
 
-def group_rows(rows: Sequence[Row]) -> tuple[GpuSnapshot, ...]:
-    """Snapshots in the order of the rows; indices as printed, only rows without any identity are counted."""
+def group_rows(rows: Sequence[Row], number_bursts: bool = False) -> tuple[GpuSnapshot, ...]:
+    """Snapshots in the order of the rows, indices as printed.
+
+    `number_bursts`: where no row has any identity, the rows of one burst become GPU 0..n-1 (CSV prints all boards in
+    order; a scrap of a table does not).
+    """
     if not rows:
         return ()
-    if any(_key(row.gpu) for row in rows):
+    if not number_bursts or any(_key(row.gpu) for row in rows):
         snapshots = _by_key(rows)
         return tuple(GpuSnapshot(group[0].seconds, gpus) for group, gpus in _recovered(snapshots))
     return tuple(
@@ -90,17 +98,23 @@ def _recovered(groups: Sequence[list[Row]]) -> list[tuple[list[Row], tuple[GpuSa
 
 def _named_as(gpu: GpuSample, before: GpuSample) -> GpuSample:
     return replace(
-        gpu, index=before.index, uuid=before.uuid, pci_bus_id=before.pci_bus_id, name=gpu.name or before.name
+        gpu,
+        index=before.index,
+        uuid=before.uuid,
+        pci_bus_id=before.pci_bus_id,
+        name=gpu.name or before.name,
+        reasons={name: why for name, why in gpu.reasons.items() if name not in IDENTITY},
     )
 
 
 def _by_burst(rows: Sequence[Row]) -> list[list[Row]]:
     groups: list[list[Row]] = []
+    limit = _burst_limit(rows)
     for row in rows:
         joins = bool(groups) and groups[-1][-1].block == row.block
         if joins and row.seconds is not None:
             before = groups[-1][-1].seconds
-            joins = before is not None and abs(row.seconds - before) <= BURST_SECONDS
+            joins = before is not None and abs(row.seconds - before) <= limit
         if joins:
             groups[-1].append(row)
         else:
@@ -111,3 +125,18 @@ def _by_burst(rows: Sequence[Row]) -> list[list[Row]]:
     if size > MOST_BOARDS or max(sizes) > 2 * max(size, 8) or times * 2 < len(groups):
         return [[row] for row in rows]
     return groups
+
+
+def _burst_limit(rows: Sequence[Row]) -> float:
+    """The gap that parts bursts: where the sorted gaps make their widest jump, if they make one at all."""
+    pairs = pairwise(rows)
+    gaps = sorted(
+        abs(after.seconds - before.seconds)
+        for before, after in pairs
+        if before.seconds is not None and after.seconds is not None
+    )
+    jumps = [
+        ((right + _TICK) / (left + _TICK), left, right) for left, right in pairwise(gaps) if left <= BURST_SECONDS * 4
+    ]
+    ratio, left, right = max(jumps, default=(0.0, 0.0, 0.0))
+    return (left + right) / 2 if ratio >= _CLEAR_JUMP else BURST_SECONDS

@@ -1,4 +1,4 @@
-"""`nvidia-smi -L`: names of boards. It goes on listing lost ones, so it says who is there and nothing of their health."""
+"""`nvidia-smi -L`: names of boards. Lost ones stay on it: it says who is there, nothing of their health."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Said:
             if message.pattern.search(text):
                 if message.status is None:
                     self.warn(text)
-                else:
+                elif message.status is not HostStatus.PARSE_ERROR or self.status is None:
                     self.status, self.detail, self.status_line = message.status, f"{message.text} ({text!r})", number
                 return True
         return False

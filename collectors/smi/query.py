@@ -7,6 +7,8 @@ from typing import Final
 
 from collectors.nvml import throttle_names
 from collectors.samples import NO_REASONS, GpuSample, HostStatus, PowerSource
+from collectors.smi.board import read_board
+from collectors.smi.columns import columns_of
 from collectors.smi.read import read_gpu_output
 from collectors.smi.report import GpuSnapshot, SmiReport
 
@@ -50,14 +52,16 @@ FALLBACK_QUERY_FIELDS: Final = (
 QUERY_FORMAT: Final = "csv,noheader,nounits"
 
 _MEBIBYTE: Final = 2.0**20
+_COLUMNS: Final = tuple(column.field for column in columns_of(QUERY_FIELDS))
+_UNITS: Final = tuple(column.unit for column in columns_of(QUERY_FIELDS))
 
 
 def read_query_csv(
     data: bytes, stderr: bytes = b"", exit_code: int | None = None, fields: Sequence[str] = QUERY_FIELDS
 ) -> SmiReport:
-    """Like `read_gpu_output` for rows of `fields` without header and units; quick where every cell is a plain value.
+    """Like `read_gpu_output` for rows of `fields` without header and units; quick where every line is such a row.
 
-    Anything else in the answer (an absent or failed reading, a warning, a shorter row) takes the general way.
+    Anything else in the answer (a warning, an error line, a shorter row) takes the general way.
     """
     if fields is QUERY_FIELDS and not stderr and not exit_code:
         gpus = _plain_boards(data)
@@ -67,11 +71,19 @@ def read_query_csv(
 
 
 def _plain_boards(data: bytes) -> tuple[GpuSample, ...] | None:
+    """The boards if every line is a row of ours with a board's number, else None."""
+    gpus = []
     try:
-        gpus = tuple(_plain_board(line.split(", ")) for line in data.decode("ascii").splitlines())
-    except ValueError:  # not ASCII, not 17 cells, not a number: the general reader knows what it is
+        for line in data.decode("ascii").splitlines():
+            cells = line.split(", ")
+            try:
+                gpus.append(_plain_board(cells))
+            except ValueError:  # one absent or failed cell
+                gpus.append(read_board(dict(zip(_COLUMNS, zip(cells, _UNITS, strict=True), strict=True))))
+    except ValueError:  # not ASCII, not our number of cells: the general reader knows what it is
         return None
-    return gpus if len({gpu.index for gpu in gpus}) == len(gpus) else None
+    indexes = {gpu.index for gpu in gpus}
+    return tuple(gpus) if len(indexes) == len(gpus) and None not in indexes else None
 
 
 def _plain_board(cells: Sequence[str]) -> GpuSample:

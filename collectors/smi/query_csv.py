@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from collectors.samples import Reason
 from collectors.smi.board import read_board, says_nothing
-from collectors.smi.cells import unit_of
+from collectors.smi.cells import reason_of_text, unit_of
 from collectors.smi.columns import IDENTITY, NEEDED, READINGS, Column, read_header
 from collectors.smi.grouping import Row, group_rows
 from collectors.smi.headerless import infer_columns, is_row
@@ -17,6 +18,7 @@ from collectors.smi.messages import Said
 from collectors.smi.report import Rows
 from collectors.smi.stamps import read_stamps
 
+_LONGEST_LINE: Final = 20_000  # all 241 fields of driver 610 take 8,000
 _PROCESS_COLUMNS: Final = frozenset({"pid", "process_name", "used_gpu_memory [MiB]"})
 _NODE_COLUMNS: Final = frozenset({"node", "host", "hostname", "server", "rack", "pdu", "chassis"})
 
@@ -47,14 +49,16 @@ def read_csv(lines: Sequence[str], cut: bool, said: Said, told: tuple[Column, ..
     found = _collect(lines, cut, said, told)
     usable, trouble = [], ""
     for number, block, columns, cells in _with_columns(found, said):
-        if trouble_of := _trouble(columns):
+        if all(reason_of_text(cell) is Reason.UNSUPPORTED for cell in cells):
+            found.unreadable += 1  # not even an index: nobody knows which board this is
+        elif trouble_of := _trouble(columns):
             trouble = trouble_of
         else:
             usable.append((number, block, columns, cells))
-    if not usable and not trouble and found.headers:
+    if not usable and not trouble and not found.unreadable and found.headers:
         trouble = _trouble(found.headers[-1]) or "a header and no rows below it"
     rows, last = _boards(usable, found)
-    snapshots = group_rows(rows)
+    snapshots = group_rows(rows, number_bursts=True)
     if found.last_cut and len(snapshots) > 1 and len(snapshots[-1].gpus) < len(snapshots[-2].gpus):
         # The log was cut within a sample: boards that were not written yet are not missing.
         snapshots = snapshots[:-1]
@@ -66,6 +70,9 @@ def _collect(lines: Sequence[str], cut: bool, said: Said, told: tuple[Column, ..
     columns, block = told, 0
     for number, line in enumerate(lines):
         if not line or line.isspace():
+            continue
+        if len(line) > _LONGEST_LINE:
+            said.warn(f"line {number + 1} has {len(line)} characters: no query prints that")
             continue
         cells = split_cells(line)
         if cells[-1] == "" and len(cells) > 1 and (columns is None or len(cells) == len(columns) + 1):
