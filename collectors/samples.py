@@ -235,3 +235,4 @@ class NodeSample:
     hung_calls: tuple[HungCall, ...] = ()
     filesystems: tuple[FilesystemSample, ...] = ()
     load: HostLoad = HostLoad()
+    gpus_age_seconds: float = 0.0  # since the boards were asked: a slow query's answer stands in several lines

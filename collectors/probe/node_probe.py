@@ -267,9 +267,11 @@ class NvmlReader:
 class GpuLane:
     """NVML first, nvidia-smi second; one query of either in flight, ever."""
 
-    def __init__(self, outbox: Outbox, query: list[str], nvml_source: str) -> None:
+    def __init__(self, outbox: Outbox, query: list[str], form: str, nvml_source: str) -> None:
         self.outbox = outbox
         self.query = query
+        self.form = form
+        self.whole_query = len(query)
         self.nvml_source = nvml_source
         self.nvml_module: Any = None
         self.reader: NvmlReader | None = None
@@ -330,7 +332,7 @@ class GpuLane:
         now = time.monotonic()
         code, out, err = 0, "", ""
         while self.query:
-            code, out, err = run_tool(["nvidia-smi", "--query-gpu=" + ",".join(self.query), "--format=csv"])
+            code, out, err = run_tool(["nvidia-smi", "--query-gpu=" + ",".join(self.query), "--format=" + self.form])
             # An older driver names the field it does not know and exits with 2: ask again without it.
             unknown = re.search(r'Field "([^"]+)" is not a valid field', out + err) if code == 2 else None
             if unknown is None or unknown.group(1) not in self.query:
@@ -338,6 +340,8 @@ class GpuLane:
             self.query.remove(unknown.group(1))
         self.reads += 1
         answer: dict[str, Any] = {"src": "nvidia-smi", "t": round(now, 4), "rc": code, "out": out[:24_000]}
+        if len(self.query) != self.whole_query:
+            answer["fields"] = self.query
         if err:
             answer["err"] = err[:4000]
         if self.init_code is not None:
@@ -884,7 +888,7 @@ def main(request: dict[str, Any], nvml_source: str = "") -> None:
     interval = float(request["interval"])
     host = host_name()
     outbox = Outbox()
-    gpu = GpuLane(outbox, list(request["query"]), nvml_source)
+    gpu = GpuLane(outbox, list(request["query"]), request["form"], nvml_source)
     beats = [HeartbeatLane(outbox, directory, host) for directory in request["runs"]]
     gpu_lane = Lane("nvml", gpu)
     prompt = [Lane("read " + beat.directory, beat) for beat in beats]

@@ -19,26 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from collectors.probe.request import ProbeRequest
-
-QUERY_FIELDS: Final = (
-    "index",
-    "uuid",
-    "pci.bus_id",
-    "name",
-    "power.draw",
-    "power.draw.average",
-    "power.draw.instant",
-    "enforced.power.limit",
-    "utilization.gpu",
-    "utilization.memory",
-    "memory.used",
-    "memory.total",
-    "temperature.gpu",
-    "clocks.sm",
-    "clocks_event_reasons.active",
-    "pstate",
-    "mig.mode.current",
-)
+from collectors.smi import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, QUERY_FORMAT
 
 LEASE_RENEWAL_SECONDS: Final = 20.0
 """How often the watcher writes LEASE_LINE: the probe ends itself after 60 s without one."""
@@ -71,6 +52,7 @@ def payload(request: ProbeRequest) -> bytes:
     asked = {
         "interval": request.interval_seconds,
         "query": list(QUERY_FIELDS),
+        "form": QUERY_FORMAT,
         "runs": list(request.run_directories),
         "logs": [source.path for source in request.logs],
         "checkpoints": list(request.checkpoint_directories),
@@ -96,5 +78,6 @@ def _pynvml_source() -> str:
 def _shell_probe(request: ProbeRequest) -> bytes:
     script = resources.files(__package__).joinpath("shell_probe.sh").read_text("utf-8")
     seconds = max(1, round(request.interval_seconds))  # sleep(1) of POSIX knows whole seconds
-    settings = f"interval={seconds}\nfields={','.join(QUERY_FIELDS)}\n"
+    settings = f"interval={seconds}\nfields={','.join(QUERY_FIELDS)}\nfew={','.join(FALLBACK_QUERY_FIELDS)}\n"
+    settings += f"form={QUERY_FORMAT}\n"
     return (settings + script).encode("ascii")

@@ -1,12 +1,11 @@
 # The probe where a node has no Python: nvidia-smi as printed, in the same JSON line. POSIX shell, writes no file.
-# `interval` and `fields` are set by the lines that payload.py puts before this. /bin/sh reads it from the SSH
+# `interval`, `fields`, `few` and `form` are set by the lines that payload.py puts before this. /bin/sh reads it from the SSH
 # channel's stdin; what follows on it (the Python program, then the watcher's lease lines) is swallowed at the end.
 #
 # One query in flight, ever: a round starts only when the last one is gone; until then the line says for how long.
 # A query that hangs gets one SIGTERM when we end, never more (dcgm-exporter#84).
 {
 root=${WATTWATCH_NODE_ROOT:-}
-few=index,uuid,pci.bus_id,name,power.draw,utilization.gpu,memory.used,memory.total,temperature.gpu,pstate
 PATH=$PATH:/usr/local/bin:/usr/bin:/bin:/usr/local/nvidia/bin:/opt/bin
 LC_ALL=C
 export PATH LC_ALL
@@ -38,11 +37,16 @@ processes() {
 
 round() {
     at=$(seconds)
-    out=$(nvidia-smi --query-gpu="$fields" --format=csv 2>&1 </dev/null)
+    out=$(nvidia-smi --query-gpu="$fields" --format="$form" 2>&1 </dev/null)
     code=$?
+    asked=
     # An older driver refuses a field it does not know: ask for what every driver has.
     case "$code$out" in
-        2*"is not a valid field"*) out=$(nvidia-smi --query-gpu="$few" --format=csv 2>&1 </dev/null); code=$? ;;
+        2*"is not a valid field"*)
+            out=$(nvidia-smi --query-gpu="$few" --format="$form" 2>&1 </dev/null)
+            code=$?
+            asked=',"few":true'
+            ;;
     esac
     holders=
     [ "$code" = 0 ] && holders=$(nvidia-smi --query-compute-apps=pid,gpu_uuid --format=csv,noheader 2>/dev/null </dev/null |
@@ -51,8 +55,8 @@ round() {
     # Everything is known before the line is begun: it goes out in one write.
     out=$(printf '%s\n' "$out" | quote)
     held=$(processes)
-    printf '{"v":1,"seq":%s,"t":%s,"w":%s,"gpu":{"src":"shell","t":%s,"rc":%s,"out":"%s"}%s,"load":[%s,null,null,null,null]}\n' \
-        "$1" "$(seconds)" "$(date +%s)" "$at" "$code" "$out" "${held:+,\"proc\":[$held]}" "$load"
+    printf '{"v":1,"seq":%s,"t":%s,"w":%s,"gpu":{"src":"shell","t":%s,"rc":%s%s,"out":"%s"}%s,"load":[%s,null,null,null,null]}\n' \
+        "$1" "$(seconds)" "$(date +%s)" "$at" "$code" "$asked" "$out" "${held:+,\"proc\":[$held]}" "$load"
 }
 
 ticker() {
