@@ -25,7 +25,7 @@ LEASE_RENEWAL_SECONDS: Final = 20.0
 """How often the watcher writes LEASE_LINE: the probe ends itself after 60 s without one."""
 LEASE_LINE: Final = b"\n"
 
-PYTHONS: Final = "python3 python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 /usr/bin/python3 python"
+PYTHONS: Final = "python3 python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python"
 
 
 def launch_command(request: ProbeRequest) -> str:

@@ -1,0 +1,242 @@
+"""The Python probe as a real process, started as sshd would, on a directory that stands for a node."""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import json
+from importlib import resources
+from pathlib import Path
+
+from collectors.probe.payload import launch_command, payload
+from collectors.probe.request import LogSource, ProbeRequest
+from collectors.samples import HostStatus, PowerSource
+from tests.collectors.probe.running import Node, running, wait_until
+
+REQUEST = ProbeRequest(interval_seconds=0.2)
+F_SETPIPE_SZ = 1031
+
+
+def test_the_probe_is_python_3_8() -> None:
+    source = resources.files("collectors.probe").joinpath("node_probe.py").read_text("utf-8")
+    ast.parse(source, feature_version=(3, 8))
+
+
+def test_the_command_passes_any_login_shell_and_any_limit() -> None:
+    command = launch_command(REQUEST)
+    assert len(command) < 4096
+    head, script, tail = command.split("'")
+    assert (head, tail) == ("exec /bin/sh -c ", "")
+    assert not set(script) & set("\\!`\n")
+
+
+def test_one_payload_serves_all_nodes_with_the_same_request() -> None:
+    assert payload(ProbeRequest(process_pattern="x")) is payload(ProbeRequest(process_pattern="x"))
+
+
+def test_nvidia_smi_is_read_where_there_is_no_nvml(node: Node) -> None:
+    node.with_python()
+    node.with_nvidia_smi()
+    with running(node, REQUEST) as probe:
+        sample = probe.sample(lambda s: s.gpus is not None)
+        assert sample.status is HostStatus.OK
+        assert sample.gpu_source == "nvidia-smi"
+        assert [gpu.power_watts for gpu in sample.gpus or ()] == [640.12, 118.4]
+        assert (sample.gpus or ())[0].power_source is PowerSource.DRAW
+        probe.sample(lambda s: s.sequence >= 3)
+        assert [s.sequence for s in probe.samples[:4]] == [0, 1, 2, 3]
+        assert probe.reader.garbage_bytes == 0
+
+
+def test_a_field_that_an_old_driver_does_not_know_is_asked_no_more(node: Node) -> None:
+    node.with_python()
+    answer = "0, GPU-aaaaaaaa-0000-0000-0000-000000000000, 00000000:19:00.0, Tesla T4, 27.00, 70.00, 0, 0, 1, 15360, 40"
+    node.script(
+        "nvidia-smi",
+        'for field in power.draw.instant clocks_event_reasons.active; do case "$*" in *"$field"*)\n'
+        """echo "Field \\"$field\\" is not a valid field to query."; exit 2;; esac; done\n"""
+        f'echo "{answer}, 300, P8, Disabled, 27.00"',
+    )
+    with running(node, REQUEST) as probe:
+        sample = probe.sample(lambda s: s.gpus is not None)
+        (gpu,) = sample.gpus or ()
+        assert (gpu.power_watts, gpu.performance_state, gpu.mig) == (27.0, "P8", False)
+
+
+def test_a_node_without_gpu_tools_says_so(node: Node) -> None:
+    node.with_python()
+    (node.root / "proc").rmdir()
+    with running(node, REQUEST) as probe:
+        sample = probe.sample(lambda s: True)
+        assert sample.gpus is None
+        assert sample.status is not HostStatus.OK
+        assert sample.detail
+
+
+def test_a_hanging_nvidia_smi_is_named_with_its_age_started_once_and_gone_at_the_end(node: Node) -> None:
+    node.with_fast_python(10.0)
+    node.script("nvidia-smi", f"echo started >>{node.root}/starts; exec sleep 1000")
+    with running(node, ProbeRequest(interval_seconds=1.0)) as probe:
+        sample = probe.sample(lambda s: s.status is HostStatus.SAMPLER_TIMEOUT and bool(s.hung_calls))
+        assert sample.detail.startswith("nvidia-smi has not answered for ")
+        assert sample.hung_calls[0].call == "nvidia-smi"
+        assert sample.hung_calls[0].age_seconds >= 5.0
+        later = probe.sample(lambda s: s.sequence > sample.sequence + 3)
+        assert later.hung_calls[0].age_seconds > sample.hung_calls[0].age_seconds
+        assert (node.root / "starts").read_text() == "started\n"
+        probe.close_stdin()
+        probe.is_gone()
+
+
+def test_nothing_is_left_when_stdin_closes(node: Node) -> None:
+    node.with_python()
+    node.with_nvidia_smi()
+    with running(node, REQUEST) as probe:
+        probe.sample(lambda s: s.sequence >= 1)
+        probe.close_stdin()
+        probe.is_gone()
+
+
+def test_nothing_is_left_when_stdin_closes_within_the_payload(node: Node) -> None:
+    node.with_python()
+    with running(node, REQUEST) as probe:
+        probe.close_stdin()
+        probe.is_gone()
+
+
+def test_the_lease_ends_a_probe_that_nobody_renews(node: Node) -> None:
+    node.with_fast_python(60.0)
+    with running(node, ProbeRequest(interval_seconds=5.0)) as probe:
+        probe.is_gone()
+        assert probe.samples[-1].node_seconds - probe.samples[0].node_seconds >= 50.0
+
+
+def test_the_lease_ends_a_probe_whose_peer_is_frozen(node: Node) -> None:
+    node.with_fast_python(60.0)
+    with running(node, ProbeRequest(interval_seconds=1.0), read_stdout=False) as probe:
+        assert probe.process.stdout is not None
+        fcntl.fcntl(probe.process.stdout, F_SETPIPE_SZ, 4096)
+        probe.is_gone()
+
+
+def test_processes_are_those_that_match_and_those_that_hold_a_gpu(node: Node) -> None:
+    node.with_python()
+    node.with_nvidia_smi()
+    (node.root / "holders").write_text("4101, GPU-bbbbbbbb-0000-0000-0000-000000000000\n999999, [N/A]\n")
+    node.process(4100, "train (a) b")
+    node.process(4101, "python3", "D")
+    node.process(4102, "bash")
+    with running(node, ProbeRequest(0.2, process_pattern="^train")) as probe:
+        sample = probe.sample(lambda s: len(s.processes or ()) == 2)
+        first, second = sample.processes or ()
+        assert (first.pid, first.name, first.state, first.cpu_seconds) == (4100, "train (a) b", "R", 2.0)
+        assert (second.pid, second.state, second.gpu_indexes) == (4101, "D", (1,))
+
+
+def test_heartbeats_of_this_host_are_read_again_and_their_ranks_found_by_pid(node: Node, tmp_path: Path) -> None:
+    node.with_python()
+    (node.root / "proc/sys/kernel").mkdir(parents=True)
+    (node.root / "proc/sys/kernel/hostname").write_text("gpu-01\n")
+    node.process(4107, "python3")
+    run = tmp_path / "run"
+    (run / "heartbeat").mkdir(parents=True)
+
+    def beat(rank: int, host: str, step: int) -> None:
+        text = json.dumps({"v": 1, "rank": rank, "world": 16, "host": host, "pid": 4100 + rank, "step": step})
+        (run / "heartbeat" / f"rank-{rank:05d}.json").write_text(text)
+
+    beat(7, "gpu-01.cluster", 41)
+    beat(8, "gpu-02.cluster", 40)
+    with running(node, ProbeRequest(0.2, run_directories=(str(run),))) as probe:
+        sample = probe.sample(lambda s: bool(s.progress) and bool(s.processes))
+        assert [(p.rank, p.step) for p in sample.progress] == [(7, 41)]
+        assert [(p.pid, p.rank) for p in sample.processes or ()] == [(4107, 7)]
+        beat(7, "gpu-01.cluster", 42)
+        again = probe.sample(lambda s: bool(s.progress) and s.progress[0].step == 42)
+        assert again.progress[0].age_seconds == 0.0
+
+
+def test_a_log_is_followed_through_growth_rotation_and_truncation(node: Node, tmp_path: Path) -> None:
+    node.with_python()
+    log = tmp_path / "train.log"
+    log.write_bytes(b"\xff\x00 binary\n" + b"noise\n" * 3000 + b"step=1 loss=9.0 tok_s=5\n")
+    request = ProbeRequest(0.2, logs=(LogSource(str(tmp_path / "*.log")),))
+    with running(node, request) as probe:
+
+        def step(number: int) -> None:
+            probe.sample(lambda s: bool(s.progress) and s.progress[0].step == number)
+
+        step(1)
+        with log.open("ab") as file:
+            file.write(b"step=2 loss=nan tok_s=5\n")
+        step(2)
+        log.rename(tmp_path / "train.old")
+        log.write_text("step=3 loss=1 tok_s=5\n")
+        step(3)
+        log.write_text("step=4 loss=1 tok_s=5\n")
+        step(4)
+
+
+def test_a_growing_checkpoint_is_shipped_as_it_grows_and_judged(node: Node, tmp_path: Path) -> None:
+    node.with_fast_python(5.0)
+    save = tmp_path / "ckpt" / "step-500"
+    save.mkdir(parents=True)
+    (save / "__0_0.distcp").write_bytes(b"x" * 100)
+    request = ProbeRequest(1.0, checkpoint_directories=(str(tmp_path / "ckpt"),))
+    with running(node, request) as probe:
+        sample = probe.sample(lambda s: bool(s.checkpoints) and bool(s.checkpoints[0].entries))
+        (entry,) = sample.checkpoints[0].entries
+        assert (entry.step, entry.complete, entry.bytes) == (500, False, 100)
+        (save / "__0_0.distcp").write_bytes(b"x" * 900)
+        probe.sample(lambda s: bool(s.checkpoints) and s.checkpoints[0].entries[0].bytes == 900)
+        (save / ".metadata").write_bytes(b"")
+        probe.sample(lambda s: bool(s.checkpoints) and s.checkpoints[0].entries[0].complete is True)
+        assert sample.filesystems[0].free_bytes
+
+
+def test_new_kernel_faults_are_reported_once(node: Node) -> None:
+    node.with_python()
+    with running(node, REQUEST) as probe:
+        probe.sample(lambda s: s.sequence >= 1)
+        with (node.root / "dev/kmsg").open("a") as file:
+            file.write("6,1,100,-;eth0: link up\n")
+            file.write(
+                "4,2,200,-;NVRM: Xid (PCI:0000:9b:00): 79, pid=4100, name=python3, GPU has fallen off the bus.\n"
+            )
+        sample = probe.sample(lambda s: bool(s.kernel_events))
+        (event,) = sample.kernel_events
+        assert (event.kind, event.xid, event.pci_bus_id, event.pid) == ("xid", 79, "00000000:9B:00.0", 4100)
+        probe.sample(lambda s: s.sequence >= sample.sequence + 2)
+        assert sum(bool(s.kernel_events) for s in list(probe.samples)) == 1
+
+
+def test_load_and_pressure_come_with_each_line(node: Node) -> None:
+    node.with_python()
+    (node.root / "proc/loadavg").write_text("12.50 1.0 1.0 3/900 1\n")
+    (node.root / "proc/pressure").mkdir()
+    (node.root / "proc/pressure/io").write_text("some avg10=44.00 avg60=0.00 avg300=0.00 total=1\n")
+    with running(node, REQUEST) as probe:
+        load = probe.sample(lambda s: s.load.load_1m is not None).load
+        assert (load.load_1m, load.io_pressure_percent, load.cpu_pressure_percent) == (12.5, 44.0, None)
+
+
+def test_a_directory_that_cannot_be_read_does_not_stop_the_line(node: Node, tmp_path: Path) -> None:
+    node.with_python()
+    missing = str(tmp_path / "not there")
+    with running(node, ProbeRequest(0.2, (missing,), checkpoint_directories=(missing,))) as probe:
+        sample = probe.sample(lambda s: s.sequence >= 2)
+        assert sample.checkpoints[0].error == "No such file or directory"
+        wait_until(lambda: len(probe.samples) > 4 or None)
+
+
+def test_a_renewed_lease_keeps_the_probe(node: Node) -> None:
+    node.with_fast_python(60.0)
+    with running(node, ProbeRequest(interval_seconds=5.0)) as probe:
+        first = probe.sample(lambda s: True)
+
+        def long_after() -> bool | None:
+            probe.renew()
+            return probe.samples[-1].node_seconds - first.node_seconds > 120.0 or None
+
+        wait_until(long_after)
+        assert probe.process.poll() is None

@@ -1,0 +1,74 @@
+"""A node without Python: the shell probe gives the same samples with less in them."""
+
+from __future__ import annotations
+
+from collectors.probe.request import ProbeRequest
+from collectors.samples import HostStatus
+from tests.collectors.probe.running import Node, running
+
+REQUEST = ProbeRequest(interval_seconds=1.0)
+
+
+def test_a_node_without_python_is_read_by_the_shell(node: Node) -> None:
+    node.with_nvidia_smi()
+    (node.root / "holders").write_text("4101, GPU-bbbbbbbb-0000-0000-0000-000000000000\n")
+    node.process(4101, "python3", "D")
+    (node.root / "proc/uptime").write_text("1234.50 9.9\n")
+    (node.root / "proc/loadavg").write_text("7.25 1.0 1.0 3/900 1\n")
+    with running(node, REQUEST) as probe:
+        sample = probe.sample(lambda s: s.gpus is not None)
+        assert (sample.status, sample.gpu_source, sample.node_seconds) == (HostStatus.OK, "shell", 1234.5)
+        assert [gpu.utilization_percent for gpu in sample.gpus or ()] == [100.0, 0.0]
+        assert [(p.pid, p.name, p.state, p.gpu_indexes) for p in sample.processes or ()] == [
+            (4101, "python3", "D", (1,))
+        ]
+        assert sample.load.load_1m == 7.25
+        probe.sample(lambda s: s.sequence >= 2)
+        assert probe.reader.garbage_bytes == 0
+        probe.close_stdin()
+        probe.is_gone()
+
+
+def test_an_old_driver_is_asked_for_less(node: Node) -> None:
+    answer = "0, GPU-aaaaaaaa-0000-0000-0000-000000000000, 00000000:19:00.0, Tesla T4, 27.00, 70.00, 0, 0, 1, 15360, 40"
+    node.script(
+        "nvidia-smi",
+        'case "$*" in *clocks_event_reasons.active*)\n'
+        """echo 'Field "clocks_event_reasons.active" is not a valid field to query.'; exit 2;; esac\n"""
+        f'echo "{answer}, 300, P8"',
+    )
+    with running(node, REQUEST) as probe:
+        sample = probe.sample(lambda s: s.gpus is not None)
+        assert [(gpu.power_watts, gpu.performance_state) for gpu in sample.gpus or ()] == [(27.0, "P8")]
+
+
+def test_words_with_quotes_backslashes_and_control_characters_travel(node: Node) -> None:
+    node.script(
+        "nvidia-smi", r"""printf 'Failed "to" \\ initialize NVML: \001Driver/library version mismatch\n'; exit 18"""
+    )
+    with running(node, REQUEST) as probe:
+        sample = probe.sample(lambda s: bool(s.gpu_source))
+        assert sample.status is HostStatus.DRIVER_DOWN
+        assert sample.gpus is None
+
+
+def test_a_hanging_nvidia_smi_is_started_once_and_gone_at_the_end(node: Node) -> None:
+    node.script("nvidia-smi", f"echo started >>{node.root}/starts; exec sleep 1000")
+    with running(node, REQUEST) as probe:
+        sample = probe.sample(lambda s: s.sequence >= 3)
+        assert sample.gpus is None
+        assert "nvidia-smi has not answered" in sample.detail
+        assert (node.root / "starts").read_text() == "started\n"
+        probe.close_stdin()
+        probe.is_gone()
+
+
+def test_the_lease_ends_a_shell_probe_that_nobody_renews(node: Node) -> None:
+    node.with_nvidia_smi()
+    real = (node.bin / "sleep").readlink()
+    (node.bin / "sleep").unlink()
+    # Its clock is `sleep`: here it runs twenty times as fast.
+    node.script("sleep", f'case "$1" in 20) exec {real} 1;; *) exec {real} 0.05;; esac')
+    with running(node, REQUEST) as probe:
+        probe.sample(lambda s: s.sequence >= 2)
+        probe.is_gone()

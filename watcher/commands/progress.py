@@ -1,0 +1,75 @@
+"""`wattwatch progress FILE`: what the watcher reads from a log. For setting up a job, and for bug reports."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Final
+
+import click
+
+from collectors.progress import read_heartbeat, read_progress
+from collectors.samples import ProgressSample
+
+READ_BYTES: Final = 4 * 1024 * 1024
+"""From the end of the file: more than any format needs for its last step and its pace."""
+NOTHING_RECOGNISED: Final = 3
+UNREADABLE: Final = 2
+
+
+@click.command("progress")
+@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
+@click.option(
+    "--pattern", metavar="REGEX", help=r"Use this instead of the known formats; names its groups: (?P<step>\d+)."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def progress_command(file: Path, pattern: str | None, as_json: bool) -> None:
+    """What the watcher reads of a job's progress from FILE (a log, a heartbeat, - for standard input).
+
+    Exit code 0: read. 2: the file cannot be read. 3: nothing in it is recognised.
+    """
+    try:
+        data, cut = read_tail(file)
+    except OSError as error:
+        click.echo(f"{file}: {error.strerror or error}", err=True)
+        sys.exit(UNREADABLE)
+    text = data.decode("utf-8", "replace")
+    if file.name.startswith("rank-") and file.suffix == ".json" and pattern is None:
+        sample = read_heartbeat(text, str(file))
+    else:
+        sample = read_progress(text, str(file), pattern, cut=cut)
+    if as_json:
+        click.echo(json.dumps(as_object(sample)))
+    if sample.step is None:
+        click.echo(f"{file}: {sample.why}", err=True)
+        sys.exit(NOTHING_RECOGNISED)
+    if not as_json:
+        for name, value in as_object(sample).items():
+            click.echo(f"{name:22} {'-' if value is None else value}")
+
+
+def read_tail(file: Path) -> tuple[bytes, bool]:
+    """The last READ_BYTES, and whether they begin within a line."""
+    if str(file) == "-":
+        return sys.stdin.buffer.read()[-READ_BYTES:], False
+    with file.open("rb") as opened:
+        size = opened.seek(0, 2)
+        opened.seek(max(0, size - READ_BYTES))
+        return opened.read(READ_BYTES), size > READ_BYTES
+
+
+def as_object(sample: ProgressSample) -> dict[str, object]:
+    """The keys of the contract. A loss that is no number is a string: JSON has no word for it."""
+    loss: float | str | None = sample.loss
+    if loss is not None and (loss != loss or loss in (float("inf"), float("-inf"))):
+        loss = str(loss)
+    return {
+        "format": sample.format or None,
+        "step": sample.step,
+        "total_steps": sample.total_steps,
+        "loss": loss,
+        "tokens_per_second": sample.tokens_per_second,
+        "line_interval_seconds": sample.line_interval_seconds,
+        "why": sample.why,
+    }
