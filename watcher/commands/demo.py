@@ -1,0 +1,89 @@
+"""`wattwatch demo`: a simulated cluster behind real SSH, the real watcher on it, what was injected and what was said.
+
+Exit code 0 only if every injected fault was named and nothing else was said; 1 otherwise, with what was missing or
+one too many.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import click
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from collectors.simulated.cluster import SimulationError
+from collectors.simulated.scenario import SCENARIOS
+from watcher.demo.play import DemoError, play
+from watcher.demo.screen import TerminalScreen, summary
+
+DEFAULT_SPEED: Final = 5.0
+PLAIN_WIDTH: Final = 140  # where there is no terminal to ask
+
+
+@click.command("demo")
+@click.option("--scenario", "names", metavar="NAME", multiple=True, help="Only this one; may be repeated.")
+@click.option("--list", "listing", is_flag=True, help="Say what can be played.")
+@click.option(
+    "--speed",
+    default=DEFAULT_SPEED,
+    show_default=True,
+    type=click.FloatRange(0.5, 20.0),
+    help="Seconds of the scenarios in one second.",
+)
+@click.option("--listen", metavar="HOST:PORT", help="Where the page is served; else a free port on loopback.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON and nothing else.")
+def demo_command(names: tuple[str, ...], listing: bool, speed: float, listen: str | None, as_json: bool) -> int:
+    """A simulated cluster, the real watcher, and what it says.
+
+    Plays all scenarios side by side in compressed time, or only those that are named.
+    """
+    if listing:
+        list_scenarios(as_json)
+        return 0
+    unknown = [name for name in names if name not in SCENARIOS]
+    if unknown:
+        raise click.BadParameter(
+            f"no scenario is named {unknown[0]!r}; there are {', '.join(SCENARIOS)}", param_hint="--scenario"
+        )
+    scenarios = [SCENARIOS[name] for name in dict.fromkeys(names)] or list(SCENARIOS.values())
+    screen = TerminalScreen(console(quiet=as_json), speed)
+    try:
+        outcome = play(scenarios, speed, listen, screen)
+    except (DemoError, SimulationError) as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(orjson.dumps(summary(outcome, speed), option=orjson.OPT_INDENT_2))
+    else:
+        screen.sum_up(outcome, scenarios)
+    return 0 if outcome.good else 1
+
+
+def console(quiet: bool = False) -> Console:
+    terminal = Console(quiet=quiet, highlight=False)
+    return terminal if terminal.is_terminal else Console(quiet=quiet, highlight=False, width=PLAIN_WIDTH)
+
+
+def list_scenarios(as_json: bool) -> None:
+    if as_json:
+        rows = [
+            {
+                "name": scenario.name,
+                "title": scenario.title,
+                "nodes": scenario.nodes,
+                "gpus": scenario.world,
+                "seconds": scenario.duration_seconds,
+                "alerts": [expected.alert for expected in scenario.expected],
+            }
+            for scenario in SCENARIOS.values()
+        ]
+        click.echo(orjson.dumps(rows, option=orjson.OPT_INDENT_2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("name", "what happens", "nodes x GPUs", "must be said"):
+        table.add_column(heading)
+    for scenario in SCENARIOS.values():
+        said = ", ".join(expected.alert for expected in scenario.expected) or "nothing"
+        table.add_row(scenario.name, scenario.title, f"{scenario.nodes} x {scenario.gpus_per_node}", said)
+    console().print(table)

@@ -1,0 +1,53 @@
+"""The demo's wattwatch.toml: as a user would write it, for the simulated cluster and the demo's own receivers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
+
+from collectors.simulated.cluster import SimulatedCluster, SimulatedJob
+from watcher.demo.receiver import SLACK_PATH, WEBHOOK_PATH
+
+INTERVAL_SECONDS: Final = 1.0
+
+
+def write_configuration(cluster: SimulatedCluster, receiver_address: str, listen: str) -> Path:
+    """Write wattwatch.toml and the receivers' URL files into the cluster's directory; the file's path."""
+    directory = cluster.directory
+    for name, url_path in (("webhook", WEBHOOK_PATH), ("slack", SLACK_PATH)):
+        (directory / f"{name}_url").write_text(f"{receiver_address}{url_path}\n", "utf-8")
+    (directory / "state").mkdir()
+    tables = [
+        table("[watcher]", listen=listen, state_directory=str(directory / "state"), interval=f"{INTERVAL_SECONDS:g}s"),
+        table("[ssh]", config_file=str(cluster.ssh_config)),
+        *(job_table(job) for job in cluster.jobs),
+    ]
+    for name in ("webhook", "slack"):
+        tables.append(table("[[receivers]]", name=name, type=name, url_file=str(directory / f"{name}_url")))
+        tables.append(table("[[routes]]", receiver=name))
+    path = directory / "wattwatch.toml"
+    path.write_text("\n".join(tables), "utf-8")
+    return path
+
+
+def job_table(job: SimulatedJob) -> str:
+    scenario = job.scenario
+    nodes = str(NodeSet.fromlist(list(scenario.node_names), resolver=RESOLVER_NOGROUP))
+    if job.run_directory is not None:
+        return table("[[jobs]]", name=scenario.name, nodes=nodes, run_directory=str(job.run_directory))
+    return table(
+        "[[jobs]]",
+        name=scenario.name,
+        nodes=nodes,
+        logs=[str(path) for path in job.logs],
+        checkpoint_directory=str(job.checkpoint_directory),
+    )
+
+
+def table(head: str, **values: str | Sequence[str]) -> str:
+    """TOML's strings and lists of strings are written as JSON's."""
+    return "\n".join([head, *(f"{key} = {json.dumps(value)}" for key, value in values.items())]) + "\n"

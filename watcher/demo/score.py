@@ -1,0 +1,147 @@
+"""What was injected against what was said. Pure: scenarios, phases as they began and notices as received go in.
+
+A fault is named when its alert came for the right job after the fault began, with the severity declared, naming the
+suspects declared and nobody else, and is still open at the end. Whatever else was said is one too many.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from collectors.simulated.driver import PhaseBegan
+from collectors.simulated.scenario import Expected, Scenario
+from watcher.demo.receiver import Notice
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One expected alert. Times are None where it was not said."""
+
+    scenario: str
+    injected: str
+    alert: str
+    severity: str
+    said: str  # summary of the first message; "" if none
+    late_seconds: float | None  # scenario time from injection to receipt
+    late_intervals: float | None
+    real_milliseconds: float | None  # from the second sample that shows nothing but the fault, to receipt
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    rows: tuple[Row, ...]
+    problems: tuple[str, ...]  # everything: of the rows, notices too many, states that were never seen
+
+    @property
+    def good(self) -> bool:
+        return not self.problems
+
+
+def score_run(
+    scenarios: Sequence[Scenario],
+    phases: Sequence[PhaseBegan],
+    notices: Sequence[Notice],
+    states: Mapping[str, Sequence[str]],
+    interval_seconds: float,
+    speed: float,
+) -> Score:
+    """`states`: by job, every state it went through after the warm-up."""
+    began = {(phase.scenario, phase.phase): phase.wall_seconds for phase in phases}
+    rows = [
+        score_expected(scenario, expected, began, notices, interval_seconds, speed)
+        for scenario in scenarios
+        for expected in scenario.expected
+    ]
+    problems = [f"{row.scenario}: {problem}" for row in rows for problem in row.problems]
+    problems += [too_many for notice in notices if (too_many := one_too_many(scenarios, notice))]
+    problems += [
+        f"{scenario.name}: was never seen as {state}; it was {', '.join(states.get(scenario.name, ())) or 'unseen'}"
+        for scenario in scenarios
+        for state in scenario.states
+        if state not in states.get(scenario.name, ())
+    ]
+    return Score(tuple(rows), tuple(dict.fromkeys(problems)))
+
+
+def score_expected(
+    scenario: Scenario,
+    expected: Expected,
+    began: Mapping[tuple[str, int], float],
+    notices: Sequence[Notice],
+    interval_seconds: float,
+    speed: float,
+) -> Row:
+    injected = began.get((scenario.name, expected.phase))
+    mine = [notice for notice in notices if notice.job == scenario.name and notice.alert == expected.alert]
+    firing = [notice for notice in mine if notice.status == "firing"]
+    late: float | None = None
+    after: float | None = None
+    if injected is None:
+        problems = [f"{expected.alert}: its fault was never injected"]
+    elif not firing:
+        problems = [f"{expected.alert} was not said"]
+    else:
+        late = firing[0].received_seconds - injected
+        after = 1000 * (firing[0].received_seconds - second_sample(injected, interval_seconds)) / speed
+        problems = faults_of(expected, mine, firing, late)
+    return Row(
+        scenario=scenario.name,
+        injected=scenario.phases[expected.phase].injects,
+        alert=expected.alert,
+        severity=expected.severity,
+        said=firing[0].annotations.get("summary", "") if firing else "",
+        late_seconds=late,
+        late_intervals=None if late is None else late / interval_seconds,
+        real_milliseconds=after,
+        problems=tuple(problems),
+    )
+
+
+def second_sample(injected_seconds: float, interval_seconds: float) -> float:
+    """Samples fall on multiples of the interval. The first one after the injection averages over before and after;
+    the two after that show nothing but the fault."""
+    return (math.ceil(injected_seconds / interval_seconds) + 2) * interval_seconds
+
+
+def faults_of(expected: Expected, mine: Sequence[Notice], firing: Sequence[Notice], late: float) -> list[str]:
+    problems = []
+    if late < 0:
+        problems.append(f"{expected.alert} was said {-late:.1f} s before its fault was injected")
+    if expected.severity not in [notice.severity for notice in firing]:
+        said = ", ".join(dict.fromkeys(notice.severity for notice in firing))
+        problems.append(f"{expected.alert} was said as {said}, never as {expected.severity}")
+    last = firing[-1]
+    text = last.annotations.get("suspects", "")
+    missing = [suspect for suspect in expected.suspects if not re.search(rf"\b{re.escape(suspect)}\b", text)]
+    if missing:
+        problems.append(f"{expected.alert} does not name {' and '.join(missing)}; it names {text or 'nobody'}")
+    if text and not expected.suspects:
+        problems.append(f"{expected.alert} names {text}, where nobody stands out")
+    ranks = {int(rank) for rank in re.findall(r"\brank (\d+)\b", text)}
+    wanted = {int(rank) for suspect in expected.suspects for rank in re.findall(r"\brank (\d+)\b", suspect)}
+    if wanted and ranks - wanted:
+        problems.append(f"{expected.alert} also names {', '.join(f'rank {rank}' for rank in sorted(ranks - wanted))}")
+    problems += [
+        f"{expected.alert} does not give its evidence ({word})"
+        for word in expected.words
+        if not re.search(word, last.text, re.IGNORECASE)
+    ]
+    if mine[-1].status == "resolved":
+        problems.append(f"{expected.alert} was said to be over while it was not")
+    return problems
+
+
+def one_too_many(scenarios: Sequence[Scenario], notice: Notice) -> str | None:
+    """The complaint about a notice that no scenario expects."""
+    if notice.status != "firing":
+        return None
+    wanted = {(scenario.name, expected.alert) for scenario in scenarios for expected in scenario.expected}
+    if (notice.job, notice.alert) in wanted:
+        return None
+    return f"{notice.job or 'the watcher'}: {notice.alert} was said and nothing of it was injected: " + (
+        notice.annotations.get("summary", "")
+    )
