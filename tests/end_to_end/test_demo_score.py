@@ -1,0 +1,106 @@
+"""The demo's verdict on the watcher: it may be good only if every fault was named and nothing else was said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from collectors.simulated.driver import PhaseBegan
+from collectors.simulated.scenario import named
+from watcher.demo.receiver import Notice
+from watcher.demo.score import Score, score_run, second_sample
+
+DEADLOCK, HEALTHY, CHECKPOINT, CRASH = named("deadlock"), named("healthy"), named("checkpoint"), named("crash")
+INJECTED = 1000.4
+PHASES = (PhaseBegan("deadlock", 0, INJECTED - 45.0, 0.0), PhaseBegan("deadlock", 1, INJECTED, 0.0))
+HUNG = Notice(
+    status="firing",
+    alert="JobHung",
+    job="deadlock",
+    severity="critical",
+    labels={"alertname": "JobHung", "train_job": "deadlock"},
+    annotations={"summary": "The job is hung.", "suspects": "rank 3 on deadlock-1 GPU 3"},
+    received_seconds=INJECTED + 3.0,
+)
+STATES = {"deadlock": ["computing", "hung"]}
+
+
+def score(*notices: Notice) -> Score:
+    return score_run([DEADLOCK], PHASES, notices, STATES, interval_seconds=1.0, speed=5.0)
+
+
+def test_the_right_alert_for_the_right_job_with_the_right_suspect_is_good() -> None:
+    result = score(HUNG)
+    assert result.good
+    (row,) = result.rows
+    assert row.late_intervals == pytest.approx(3.0)
+    # Samples at 1001 (half before), 1002 and 1003 (all after): received 0.4 s of the scenario after the second.
+    assert row.real_milliseconds == pytest.approx(80.0, abs=0.01)
+
+
+def test_silence_is_a_missing_alert() -> None:
+    assert score().problems == ("deadlock: JobHung was not said",)
+
+
+def test_another_suspect_is_as_bad_as_none() -> None:
+    wrong = replace(HUNG, annotations={"suspects": "rank 11 on deadlock-2 GPU 3"})
+    assert score(wrong).problems == (
+        "deadlock: JobHung does not name rank 3; it names rank 11 on deadlock-2 GPU 3",
+        "deadlock: JobHung also names rank 11",
+    )
+    crowd = replace(HUNG, annotations={"suspects": "rank 3 on deadlock-1 GPU 3, rank 30 on deadlock-1 GPU 4"})
+    assert score(crowd).problems == ("deadlock: JobHung also names rank 30",)
+    thirty = replace(HUNG, annotations={"suspects": "rank 30"})
+    assert "deadlock: JobHung does not name rank 3; it names rank 30" in score(thirty).problems
+
+
+def test_an_alert_before_its_fault_is_a_false_one() -> None:
+    early = replace(HUNG, received_seconds=INJECTED - 2.0)
+    assert score(early).problems == ("deadlock: JobHung was said 2.0 s before its fault was injected",)
+
+
+def test_a_warning_that_is_never_raised_is_not_enough() -> None:
+    warning = replace(HUNG, severity="warning")
+    assert score(warning).problems == ("deadlock: JobHung was said as warning, never as critical",)
+    assert score(warning, replace(HUNG, received_seconds=INJECTED + 30.0)).good
+
+
+def test_an_episode_that_is_closed_while_the_fault_lasts_is_a_lie() -> None:
+    over = replace(HUNG, status="resolved", received_seconds=INJECTED + 9.0)
+    assert score(HUNG, over).problems == ("deadlock: JobHung was said to be over while it was not",)
+
+
+@pytest.mark.parametrize("job", ["deadlock", "healthy", ""])
+def test_whatever_else_is_said_is_one_too_many(job: str) -> None:
+    extra = replace(HUNG, alert="Straggler", job=job)
+    result = score(HUNG, extra)
+    assert len(result.problems) == 1
+    assert "Straggler was said and nothing of it was injected" in result.problems[0]
+
+
+def test_a_checkpoint_must_be_seen_as_one_and_raise_nothing() -> None:
+    seen = score_run([CHECKPOINT], (), (), {"checkpoint": ["checkpointing", "computing"]}, 1.0, 5.0)
+    assert seen.good
+    unseen = score_run([CHECKPOINT], (), (), {"checkpoint": ["computing"]}, 1.0, 5.0)
+    assert unseen.problems == ("checkpoint: was never seen as checkpointing; it was computing",)
+
+
+def test_a_crash_must_come_with_its_evidence() -> None:
+    phases = (PhaseBegan("crash", 1, INJECTED, 0.0),)
+    states = {"crash": ["crashed"]}
+    bare = replace(HUNG, alert="JobCrashed", job="crash", annotations={"suspects": "rank 5 on crash-2 GPU 1"})
+    told = score_run([CRASH], phases, [bare], states, 1.0, 5.0)
+    assert told.problems == ("crash: JobCrashed does not give its evidence (out of memory|oom)",)
+    whole = replace(bare, annotations={**bare.annotations, "description": "Out of memory: Killed process 41002"})
+    assert score_run([CRASH], phases, [whole], states, 1.0, 5.0).good
+
+
+def test_a_fault_that_was_not_injected_cannot_be_named() -> None:
+    result = score_run([DEADLOCK], PHASES[:1], [HUNG], STATES, 1.0, 5.0)
+    assert result.problems == ("deadlock: JobHung: its fault was never injected",)
+
+
+def test_the_second_clear_sample_lies_two_intervals_after_the_mixed_one() -> None:
+    assert second_sample(1000.4, 1.0) == 1003.0
+    assert second_sample(1000.0, 1.0) == 1002.0
