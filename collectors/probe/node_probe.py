@@ -893,10 +893,10 @@ def main(request: dict[str, Any], nvml_source: str = "") -> None:
     gpu_lane = Lane("nvml", gpu)
     prompt = [Lane("read " + beat.directory, beat) for beat in beats]
     prompt += [Lane("read " + p, LogLane(outbox, i, p)) for i, p in enumerate(request["logs"])]
-    prompt.append(Lane("read /proc", ProcessLane(outbox, gpu, beats, request["processes"])))
     prompt.append(Lane("read kernel log", KernelLane(outbox)))
     listings = [CheckpointLane(outbox, directory) for directory in request["checkpoints"]]
-    lanes = [gpu_lane, *prompt]
+    processes = Lane("read /proc", ProcessLane(outbox, gpu, beats, request["processes"]))
+    lanes = [gpu_lane, *prompt, processes]
     lanes += [Lane("list " + listing.directory, listing, 2.0) for listing in listings]
     lanes += [
         Lane("statvfs " + path, FilesystemLane(outbox, path), DISCOVERY_SECONDS)
@@ -908,13 +908,16 @@ def main(request: dict[str, Any], nvml_source: str = "") -> None:
     while True:
         now = time.monotonic()
         for lane in lanes:
-            lane.offer(now)
+            if lane is not processes:
+                lane.offer(now)
         wait_for(prompt, 0.1 * interval)
         # A GPU query faster than half an interval is waited for; a slower one comes with the line after it.
         if sequence == 0:
             wait_for([gpu_lane], 2.0)
         elif gpu_lane.took_seconds < 0.5 * interval:
             wait_for([gpu_lane], 0.6 * interval)
+        processes.offer(now)  # last: boards and heartbeats have told by now which processes to look at
+        wait_for([processes], 0.1 * interval)
         now = time.monotonic()
         line = {"v": 1, "seq": sequence, "t": round(now, 4), "w": round(time.time(), 4), **outbox.take()}
         busy = [(lane, lane.busy_since) for lane in lanes]
