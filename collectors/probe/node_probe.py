@@ -372,7 +372,7 @@ def load_nvml(source: str) -> Any:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    module = types.ModuleType("pynvml")
+    module = sys.modules["pynvml"] = types.ModuleType("pynvml")  # it looks itself up while it is executed
     exec(compile(source, "pynvml.py", "exec"), module.__dict__)  # our own payload
     return module
 

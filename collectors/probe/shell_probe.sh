@@ -51,7 +51,7 @@ round() {
     holders=
     [ "$code" = 0 ] && holders=$(nvidia-smi --query-compute-apps=pid,gpu_uuid --format=csv,noheader 2>/dev/null </dev/null |
         sed -n 's/^ *\([0-9][0-9]*\), *\(GPU-[0-9a-fA-F-]*\).*/\1,\2/p')
-    read -r load rest <"$root/proc/loadavg" || load=null
+    { read -r load rest <"$root/proc/loadavg"; } 2>/dev/null || load=null
     # Everything is known before the line is begun: it goes out in one write.
     out=$(printf '%s\n' "$out" | quote)
     held=$(processes)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import fcntl
 import json
+import sys
 from importlib import resources
 from pathlib import Path
 
-from collectors.probe.payload import launch_command, payload
+import pytest
+
+from collectors.probe.node_probe import load_nvml
+from collectors.probe.payload import _pynvml_source, launch_command, payload
 from collectors.probe.request import LogSource, ProbeRequest
 from collectors.samples import HostStatus, PowerSource
 from tests.collectors.probe.running import Node, running, wait_until
@@ -240,3 +245,19 @@ def test_a_renewed_lease_keeps_the_probe(node: Node) -> None:
 
         wait_until(long_after)
         assert probe.process.poll() is None
+
+
+def test_the_pynvml_that_travels_is_loaded_where_there_is_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _pynvml_source()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())  # the library of the driver, which this host has not
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert callable(load_nvml(source).nvmlDeviceGetTotalEnergyConsumption)
+
+
+def test_pynvml_is_not_even_compiled_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(name: str) -> object:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert load_nvml("this is no Python") is None
