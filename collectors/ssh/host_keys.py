@@ -1,0 +1,186 @@
+"""Is this the host that it says it is? known_hosts read as OpenSSH does, and the verdict as a Refusal.
+
+Own reading because paramiko's HostKeys knows no wildcards, no markers and no certificates. The rules are those of
+sshd(8), "SSH_KNOWN_HOSTS FILE FORMAT": patterns with * ? and !, hashed names, [host]:port, several files,
+`@revoked`, `@cert-authority`. Nothing is ever accepted on first sight or written down.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fnmatch
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import paramiko
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.hazmat.primitives.serialization.ssh import (
+    SSHCertificate,
+    SSHCertificateType,
+    load_ssh_public_identity,
+)
+
+from collectors.samples import HostStatus
+from collectors.ssh.hosts import HostRoute
+from collectors.ssh.refusal import Refusal
+
+CERTIFICATE: Final = "-cert-v01@openssh.com"
+RSA_SIGNATURES: Final = ("rsa-sha2-512", "rsa-sha2-256")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKey:
+    """One line of a known_hosts file that names the host."""
+
+    marker: str  # "", "@revoked", "@cert-authority"
+    type: str  # "ssh-ed25519"
+    blob: bytes
+    place: str  # "FILE:LINE"
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.blob)
+
+
+def fingerprint(blob: bytes) -> str:
+    """As ssh-keygen -l prints it."""
+    return paramiko.PKey.from_type_string(_type_of(blob), blob).fingerprint
+
+
+def _type_of(blob: bytes) -> str:
+    return paramiko.Message(blob).get_text()
+
+
+def known_keys(route: HostRoute) -> tuple[KnownKey, ...]:
+    """Every line about this host. A name known without its port counts too, as OpenSSH has it, if none has it."""
+    found = _keys_named(route.host_key_name, route.known_hosts_files)
+    if not any(key.marker != "@revoked" for key in found) and route.host_key_name.startswith("["):
+        found += _keys_named(route.hostname, route.known_hosts_files)
+    return found
+
+
+def _keys_named(name: str, files: Sequence[Path]) -> tuple[KnownKey, ...]:
+    found = []
+    for file in files:
+        try:
+            text = file.read_text("utf-8", "replace")
+        except OSError:  # one of several usual places; a missing key is reported with the places searched
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            fields = line.split()
+            marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
+            if len(fields) < 3 or fields[0].startswith("#") or not _names(fields[0], name):
+                continue
+            try:
+                blob = base64.b64decode(fields[2])
+            except binascii.Error:
+                continue
+            found.append(KnownKey(marker, fields[1], blob, f"{file}:{number}"))
+    return tuple(found)
+
+
+def _names(patterns: str, name: str) -> bool:
+    """Does the first field of a line mean this host? A negated pattern that matches rules the line out."""
+    if patterns.startswith("|1|"):
+        try:
+            return paramiko.HostKeys.hash_host(name, patterns) == patterns
+        except (binascii.Error, AssertionError, IndexError):  # not a hash
+            return False
+    matched = False
+    for pattern in patterns.lower().split(","):
+        # fnmatch takes [ for a character class; OpenSSH does not
+        if fnmatch.fnmatchcase(name, pattern.lstrip("!").replace("[", "[[]")):
+            if pattern.startswith("!"):
+                return False
+            matched = True
+    return matched
+
+
+def prefer_known_types(transport: paramiko.Transport, known: Iterable[KnownKey]) -> None:
+    """Ask the host for a kind of key that we can check: it may have several."""
+    options = transport.get_security_options()
+    ours: tuple[str, ...] = tuple(options.key_types)
+    wanted: list[str] = []
+    for key in known:
+        if key.marker == "@cert-authority":
+            wanted += [kind + CERTIFICATE for kind in ours]
+        elif not key.marker:
+            wanted += RSA_SIGNATURES if key.type == "ssh-rsa" else [key.type]
+    supported = set(ours) | {kind + CERTIFICATE for kind in ours}
+    options.key_types = tuple(dict.fromkeys([kind for kind in wanted if kind in supported] + list(ours)))
+
+
+def verify(route: HostRoute, key: paramiko.PKey, known: Sequence[KnownKey]) -> None:
+    """Return if the host showed a key that is known for it. Raises Refusal (HOST_KEY_CHANGED) otherwise."""
+    blob = key.asbytes()
+    shown = f"{route.place} showed {key.get_name()} {fingerprint(blob)}"
+    for entry in known:
+        if entry.marker == "@revoked" and entry.blob == blob:
+            raise _refused(f"host key is revoked: {shown}, which {entry.place} marks @revoked")
+    authorities = [entry for entry in known if entry.marker == "@cert-authority"]
+    problem = ""
+    if key.public_blob is not None and authorities:
+        problem = certificate_problem(key.public_blob.key_blob, route, known)
+        if not problem:
+            return
+    plain = [entry for entry in known if not entry.marker]
+    if any(entry.blob == blob for entry in plain):
+        return
+    look = f"ssh-keyscan -p {route.port} {route.hostname} | ssh-keygen -lf -"
+    if problem:
+        raise _refused(f"host certificate not accepted: {problem}; {shown}")
+    if not plain and authorities:
+        raise _refused(
+            f"host key is not certified: {shown} without a certificate, and {authorities[0].place} asks for one",
+            "renew the host certificate on the node (HostCertificate of its sshd_config)",
+        )
+    if not plain:
+        files = ", ".join(map(str, route.known_hosts_files))
+        raise _refused(
+            f"host key is unknown: {shown}; no line for {route.host_key_name} in {files}",
+            f"compare with the node's own key ({look}) and add it to known_hosts",
+        )
+    expected = " or ".join(f"{entry.type} {entry.fingerprint} ({entry.place})" for entry in plain)
+    raise _refused(
+        f"host key has CHANGED: {shown}, expected {expected}",
+        f"if the node was reinstalled, compare ({look}), then ssh-keygen -R '{route.host_key_name}' and add the new "
+        "key; if not, somebody may be in between",
+    )
+
+
+def _refused(detail: str, advice: str = "") -> Refusal:
+    return Refusal(HostStatus.HOST_KEY_CHANGED, detail, advice)
+
+
+def certificate_problem(blob: bytes, route: HostRoute, known: Sequence[KnownKey]) -> str:
+    """Why a host certificate does not vouch for this host; "" if it does (PROTOCOL.certkeys of OpenSSH)."""
+    kind = _type_of(blob).encode("ascii")
+    try:
+        certificate = load_ssh_public_identity(kind + b" " + base64.b64encode(blob))
+        if not isinstance(certificate, SSHCertificate):
+            return "it is no certificate"
+        certificate.verify_cert_signature()
+        authority = certificate.signature_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    except (ValueError, InvalidSignature, UnsupportedAlgorithm) as error:
+        return f"it cannot be verified: {str(error) or 'wrong signature'}"
+    signer = base64.b64decode(authority.split()[1])
+    if any(entry.marker == "@revoked" and entry.blob == signer for entry in known):
+        return "its authority is revoked"
+    if not any(entry.marker == "@cert-authority" and entry.blob == signer for entry in known):
+        return f"its authority {fingerprint(signer)} is not the one in known_hosts"
+    if certificate.type is not SSHCertificateType.HOST:
+        return "it is a user certificate"
+    if certificate.critical_options:
+        return "it has critical options that are not understood"
+    if not certificate.valid_after <= time.time() < certificate.valid_before:
+        return "it has expired, or is not valid yet"
+    names = [principal.decode("utf-8", "replace") for principal in certificate.valid_principals]
+    own = route.host_key_name.split("]")[0].removeprefix("[")
+    if names and not any(fnmatch.fnmatchcase(own, name.lower()) for name in names):
+        return f"it is for {', '.join(names)}, not for {own}"
+    return ""

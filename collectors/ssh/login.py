@@ -1,0 +1,243 @@
+"""One login, from a name to an authenticated transport: TCP or gateway, banner, host key, authentication.
+
+Every stage has a deadline of its own, told to the `Attempt`, so that whoever watches the attempt can end a stage that
+overruns by closing its socket: paramiko waits without limit in places (`Channel.exec_command`), and a name server can
+take longer than anybody asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import paramiko
+from paramiko.ssh_exception import IncompatiblePeer
+
+from collectors.clock import Clock
+from collectors.samples import HostStatus
+from collectors.ssh.host_keys import known_keys, prefer_known_types, verify
+from collectors.ssh.hosts import HostRoute
+from collectors.ssh.keys import KeyRing
+from collectors.ssh.refusal import Refusal, refused_tcp, unreachable, words_of
+
+STACK_BYTES: Final = 512 * 1024
+"""Of a transport's thread. Only touched pages count, but the default of 8 MB times 1,000 nodes is address space."""
+POLL_SECONDS: Final = 5.0
+"""How often an idle transport looks at its flags, instead of paramiko's 0.1 s: that alone was two thirds of its CPU."""
+REKEY_WAIT_SECONDS: Final = 5.0
+
+logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # it logs tracebacks; what matters is in our Refusal
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """A login under way, as others see it."""
+
+    node: str
+    clock: Clock
+    timeout_seconds: float  # of each stage
+    stage: str = "waiting"
+    deadline_seconds: float = 0.0  # on the clock; of the stage
+    aborted: bool = False
+    notes: tuple[str, ...] = ()
+    _socket: socket.socket | paramiko.Channel | None = field(default=None, repr=False)
+
+    def enter(self, stage: str, allowance_seconds: float | None = None) -> None:
+        """A new stage begins. Raises Refusal if the attempt was ended meanwhile."""
+        if self.aborted:
+            raise unreachable(f"gave up while {self.stage}")
+        self.stage = stage
+        allowed = self.timeout_seconds if allowance_seconds is None else allowance_seconds
+        self.deadline_seconds = self.clock.monotonic() + allowed
+
+    def hold(self, sock: socket.socket | paramiko.Channel) -> None:
+        """The socket to close if this attempt has to be ended."""
+        self._socket = sock
+
+    def abort(self) -> None:
+        self.aborted = True
+        if self._socket is not None:
+            shut(self._socket)
+
+    @property
+    def real_timeout_seconds(self) -> float:
+        return self.clock.real_seconds(self.timeout_seconds)
+
+
+def shut(sock: socket.socket | paramiko.Channel) -> None:
+    """End a connection so that its reader wakes up. Closing a socket that another thread polls would not wake it,
+    and would let the number go to a new connection while the old thread still reads from it."""
+    with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+        if isinstance(sock, socket.socket):
+            sock.shutdown(socket.SHUT_RDWR)
+        else:
+            sock.close()
+
+
+def open_tcp(route: HostRoute, attempt: Attempt) -> socket.socket:
+    """A connected socket, whichever of the host's addresses answers first in their order."""
+    attempt.enter(f"looking up {route.hostname}")
+    try:
+        addresses = socket.getaddrinfo(route.hostname, route.port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        words = error.strerror if isinstance(error, socket.gaierror) else words_of(error)
+        raise unreachable(
+            f"name {route.hostname} does not resolve: {words}", "check the node's name, HostName, or DNS"
+        ) from None
+    attempt.enter(f"connecting to {route.place}")
+    ends = time.monotonic() + attempt.real_timeout_seconds
+    problem: OSError = TimeoutError()
+    for family, kind, protocol, _, address in addresses:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(max(0.05, ends - time.monotonic()))
+            attempt.hold(sock)
+            sock.connect(address)
+        except OSError as error:
+            problem = error
+            sock.close()
+            continue
+        _watch_peer(sock)
+        return sock
+    raise refused_tcp(problem, route.place, attempt.timeout_seconds)
+
+
+def _watch_peer(sock: socket.socket) -> None:
+    """Let the kernel end a connection whose peer is gone, also when we only read."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+
+
+def forward(gateway: paramiko.Transport, via: HostRoute, route: HostRoute, attempt: Attempt) -> paramiko.Channel:
+    """A connection from the gateway to the node, as ProxyJump makes it."""
+    attempt.enter(f"connecting to {route.place} through {via.name}")
+    try:
+        return gateway.open_channel(
+            "direct-tcpip", (route.hostname, route.port), ("127.0.0.1", 0), timeout=attempt.real_timeout_seconds
+        )
+    except paramiko.ChannelException as error:
+        if error.code == 1:
+            raise unreachable(
+                f"gateway {via.name} does not forward to {route.place}", "AllowTcpForwarding or PermitOpen there"
+            ) from None
+        raise unreachable(f"gateway {via.name} cannot connect to {route.place}: {error.text}") from None
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        raise unreachable(f"gateway {via.name} did not connect us to {route.place}: {words_of(error)}") from None
+
+
+def handshake(sock: socket.socket | paramiko.Channel, route: HostRoute, attempt: Attempt) -> paramiko.Transport:
+    """Banner, key exchange, host key. The transport's thread runs from here on, until its socket is shut."""
+    attempt.hold(sock)
+    attempt.enter(f"SSH handshake with {route.place}")
+    began, limit = time.monotonic(), attempt.real_timeout_seconds
+    known = known_keys(route)
+    transport = paramiko.Transport(sock)
+    try:
+        transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = limit
+        transport.clear_to_send_timeout = REKEY_WAIT_SECONDS
+        prefer_known_types(transport, known)
+        with _small_stack():
+            transport.start_client(timeout=limit)
+        transport.sock.settimeout(POLL_SECONDS)
+        if not transport.initial_kex_done:
+            raise unreachable(f"{route.place} did not finish the SSH handshake in {attempt.timeout_seconds:.0f} s")
+        verify(route, transport.get_remote_server_key(), known)
+    except Refusal:
+        end_transport(transport)
+        raise
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        end_transport(transport)
+        silent = time.monotonic() - began >= 0.9 * limit
+        raise _refused_handshake(error, route, attempt, silent) from None
+    return transport
+
+
+def _refused_handshake(error: Exception, route: HostRoute, attempt: Attempt, silent: bool) -> Refusal:
+    text = words_of(error)
+    if isinstance(error, IncompatiblePeer):
+        return unreachable(f"{route.place} and we have no algorithm in common: {text}")
+    if "Indecipherable protocol version" in text:
+        return unreachable(f"{route.place} answers, but not as an SSH server", "check Port")
+    if "protocol banner" in text and silent:
+        return unreachable(
+            f"{route.place} accepts connections and sends no SSH banner within {attempt.timeout_seconds:.0f} s",
+            "sshd or the node hangs",
+        )
+    if "protocol banner" in text or isinstance(error, EOFError):
+        return unreachable(
+            f"{route.place} closed the connection before the SSH handshake was done",
+            "MaxStartups, a full process table or an address that is banned there",
+        )
+    return unreachable(f"SSH handshake with {route.place} failed: {text}")
+
+
+_stack_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _small_stack() -> Iterator[None]:
+    """The stack size is one setting for all threads of the process: set for this one start only."""
+    with _stack_lock:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)
+
+
+def end_transport(transport: paramiko.Transport) -> None:
+    """Its thread wakes up, sees the end of the stream and closes the socket itself."""
+    transport.packetizer.complete_handshake()  # its timer is a thread that would live on to the deadline
+    if transport.is_alive():
+        shut(transport.sock)
+    else:
+        transport.sock.close()
+
+
+def authenticate(transport: paramiko.Transport, route: HostRoute, attempt: Attempt, keys: KeyRing) -> None:
+    """Offer our keys until one is taken. Raises Refusal: AUTH_FAILED if the host said no, UNREACHABLE if it did not."""
+    with keys.identities(route) as identities:
+        tried = []
+        for identity in identities:
+            attempt.enter(f"authenticating at {route.place} with {identity.words}")
+            try:
+                more = transport.auth_publickey(route.user, identity.key)
+            except paramiko.BadAuthenticationType as error:
+                raise _not_allowed(
+                    route, f"the host does not take keys, only {', '.join(error.allowed_types)}"
+                ) from None
+            except (paramiko.SSHException, EOFError, OSError) as error:
+                tried.append(identity.words)
+                if transport.is_active() and "timeout" not in str(error).lower():
+                    continue
+                if transport.is_active():
+                    raise unreachable(
+                        f"{route.place} did not answer the login in {attempt.timeout_seconds:.0f} s"
+                    ) from None
+                if len(tried) > 1:
+                    raise _not_allowed(
+                        route, f"the host hung up after {len(tried)} keys (MaxAuthTries?): {', '.join(tried)}"
+                    ) from None
+                raise unreachable(f"{route.place} hung up during authentication") from None
+            if more:
+                raise _not_allowed(route, f"it accepts {identity.words} and wants {', '.join(more)} as well")
+            return
+        raise _not_allowed(route, f"tried {', '.join(tried)}")
+
+
+def _not_allowed(route: HostRoute, detail: str) -> Refusal:
+    return Refusal(
+        HostStatus.AUTH_FAILED,
+        f"{route.user}@{route.place} refuses our login: {detail}",
+        "is the public key in authorized_keys there, and is it the right user?",
+    )

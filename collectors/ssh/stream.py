@@ -1,0 +1,203 @@
+"""One connection's stream: the probe is launched on one channel, and its bytes become lines and samples."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import paramiko
+
+from collectors.probe.payload import LEASE_LINE, launch_command, payload
+from collectors.probe.request import ProbeRequest
+from collectors.samples import NodeSample
+from collectors.ssh.gateways import Connection
+from collectors.ssh.lines import LineSplitter
+from collectors.ssh.login import Attempt
+from collectors.ssh.refusal import unreachable, words_of
+from collectors.wire import LineReader
+
+READ_BYTES: Final = 64 * 1024
+READS_AT_ONCE: Final = 4  # then the next node's turn: garbage of one must not hold up the others
+COMPLAINT_BYTES: Final = 2000
+FAREWELL_REAL_SECONDS: Final = 2.0
+EXCERPT_BYTES: Final = 80
+
+
+class Ready:
+    """Streams with something to read, and the event that says so: filled by transports, emptied by the fleet."""
+
+    def __init__(self) -> None:
+        self.streams: deque[Stream] = deque()
+        self.wake = threading.Event()
+
+
+class Arrival(threading.Event):
+    """What paramiko sets when bytes arrive or a channel ends: instead of `Channel.fileno`, which costs a pipe, two
+    system calls a line and a selector."""
+
+    def __init__(self, stream: Stream, ready: Ready) -> None:
+        super().__init__()
+        self._stream = stream
+        self._ready = ready
+        self.pending = False
+
+    def set(self) -> None:
+        if not self.pending:
+            self.pending = True
+            self._ready.streams.append(self._stream)
+            self._ready.wake.set()
+
+    def clear(self) -> None:
+        pass
+
+
+class Stream:
+    """A running probe. All but `close` is called by the fleet's thread."""
+
+    def __init__(
+        self, node: str, request: ProbeRequest, connection: Connection, channel: paramiko.Channel, now: float
+    ) -> None:
+        self.node = node
+        self.connection = connection
+        self.channel = channel
+        self.reader = LineReader(node, request)
+        self.opened_seconds = now
+        self.lease_seconds = now  # when the lease was renewed last
+        self.last_line_seconds: float | None = None
+        self.first_line_seconds: float | None = None
+        self.last_sample: NodeSample | None = None
+        self.lines = 0
+        self.took_over = False  # from another stream, whose last round it may repeat
+        self.ended = False  # nothing more will come
+        self.ended_by_peer = False  # so the probe there has ended too
+        self.garbage_since_line = 0
+        self.excerpt = b""  # of the garbage
+        self._splitter = LineSplitter()
+        self._complaint = b""
+        self._counted_garbage = 0
+        self._skipped_at_line = 0
+        self._closing = threading.Lock()
+        self._closed = False
+
+    def watch(self, ready: Ready) -> None:
+        self.arrival = Arrival(self, ready)
+        self.channel.in_stderr_buffer.set_event(self.arrival)
+        self.channel.in_buffer.set_event(self.arrival)
+
+    def read(self) -> list[bytes]:
+        """Lines that have arrived. Sets `ended` at the end of the stream; asks for another turn if there is more."""
+        self.arrival.pending = False  # before reading: what arrives from here on asks again
+        lines: list[bytes] = []
+        try:
+            for _ in range(READS_AT_ONCE):
+                if not self.channel.recv_ready():
+                    break
+                lines += self._splitter.feed(self.channel.recv(READ_BYTES))
+            if self.channel.recv_stderr_ready():
+                self._complaint = (self._complaint + self.channel.recv_stderr(READ_BYTES))[-COMPLAINT_BYTES:]
+        except (OSError, EOFError, paramiko.SSHException):  # it ended while the window was renewed
+            self.ended = True
+        if self.channel.recv_ready():
+            self.arrival.set()
+        else:
+            self.look_for_end()
+        return lines
+
+    def look_for_end(self) -> None:
+        """The exit status follows the end of the output: the channel's own end is waited for."""
+        if self.channel.closed or not self.connection.transport.is_active():
+            self.ended = self.ended_by_peer = True
+            self._splitter.cut()
+
+    def sample_of(self, line: bytes, now: float) -> NodeSample | None:
+        """The line's sample, with the books kept; None for what is no line of ours."""
+        sample = self.reader.read(line, now)
+        if sample is None:
+            self.garbage_since_line += len(line)
+            self.excerpt = self.excerpt or line[:EXCERPT_BYTES]
+            return None
+        if self.first_line_seconds is None:
+            self.first_line_seconds = now
+        self.last_line_seconds = now
+        self.last_sample = sample
+        self.lines += 1
+        self.garbage_since_line = 0
+        self._skipped_at_line = self._splitter.skipped_bytes
+        self.excerpt = b""
+        return sample
+
+    def new_garbage_bytes(self) -> int:
+        """Bytes that were no line of ours, since last asked."""
+        total = self.reader.garbage_bytes + self._splitter.skipped_bytes
+        new, self._counted_garbage = total - self._counted_garbage, total
+        return new
+
+    @property
+    def unread_garbage(self) -> int:
+        """Bytes since the last line of ours, those of lines too long included. Half a line is none yet."""
+        return self.garbage_since_line + self._splitter.skipped_bytes - self._skipped_at_line
+
+    def renew_lease(self, now: float) -> None:
+        """Tell the probe that somebody listens. Skipped while keys are exchanged: the next one is in time."""
+        if self.channel.closed or not self.connection.transport.clear_to_send.is_set():
+            return
+        self.lease_seconds = now
+        try:
+            self.channel.send(LEASE_LINE)
+        except (OSError, EOFError, paramiko.SSHException):
+            self.ended = True
+
+    def last_words(self) -> str:
+        """How it ended: exit status and the last line of stderr where there are any."""
+        complaint = self._complaint.decode("utf-8", "replace").strip().splitlines()
+        said = f': "{complaint[-1][:200]}"' if complaint else ""
+        if self.channel.exit_status_ready() and self.channel.exit_status >= 0:
+            return f"the probe ended with exit status {self.channel.exit_status}{said}"
+        error = self.connection.transport.saved_exception
+        cause = f" ({words_of(error)})" if error is not None and not isinstance(error, EOFError) else ""
+        return f"the node closed the connection{cause}{said}"
+
+    def close(self, on_end: Callable[[bool], None] | None = None) -> None:
+        """End the probe, then the connection, in FAREWELL_REAL_SECONDS. `on_end(True)`: the probe was seen to end."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        gone = self.ended_by_peer
+        if not gone and self.connection.transport.is_active():
+            try:
+                self.channel.shutdown_write()  # the end of its stdin: it ends, and says so
+                self.channel.status_event.wait(FAREWELL_REAL_SECONDS)
+                gone = self.channel.exit_status_ready() and self.channel.exit_status != -1
+            except (OSError, EOFError, paramiko.SSHException):
+                pass
+        self.connection.close()
+        if on_end is not None:
+            on_end(gone)
+
+
+def open_stream(node: str, request: ProbeRequest, connection: Connection, attempt: Attempt) -> Stream:
+    """Launch the probe. Raises Refusal; the connection stays the caller's to close."""
+    transport = connection.transport
+    attempt.enter("opening a session")
+    try:
+        channel = transport.open_session(timeout=attempt.real_timeout_seconds)
+    except paramiko.ChannelException as error:
+        raise unreachable(
+            f"logged in, and refused a session: {error.text}", "MaxSessions of its sshd, or too many processes"
+        ) from None
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        raise unreachable(f"logged in, and got no session: {words_of(error)}") from None
+    attempt.enter("starting the probe")
+    try:
+        channel.settimeout(attempt.real_timeout_seconds)
+        channel.exec_command(launch_command(request))
+        channel.sendall(payload(request))
+        channel.settimeout(0.0)
+    except TimeoutError:
+        raise unreachable("logged in, and the node did not take the probe in time") from None
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        raise unreachable(f"logged in, and could not start the probe: {words_of(error)}") from None
+    return Stream(node, request, connection, channel, attempt.clock.monotonic())
