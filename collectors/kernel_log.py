@@ -19,7 +19,7 @@ XID: Final = re.compile(
 OOM_KILLED: Final = re.compile(r"(?:Killed|Kill) process (?P<pid>\d+)(?:,)? \((?P<process>[^)]*)\)")
 OOM_CHOICE: Final = re.compile(r"oom-kill:.*\btask=(?P<process>[^,]+),pid=(?P<pid>\d+)")
 SEGFAULT: Final = re.compile(
-    r"(?P<process>[^\s\[][^\[]{0,30})\[(?P<pid>\d+)\]:? (?:segfault at|general protection fault)"
+    r"(?P<process>[^\s\[\]]+)\[(?P<pid>\d+)\]:? (?:segfault at|general protection fault)"
 )
 
 
@@ -40,8 +40,7 @@ def read_kernel_line(text: str, age_seconds: float | None = None) -> KernelEvent
     for kind, pattern in (("oom", OOM_KILLED), ("oom", OOM_CHOICE), ("segfault", SEGFAULT)):
         found = pattern.search(text)
         if found is not None:
-            process = found["process"].strip()
-            return KernelEvent(kind, text, age_seconds, pid=int(found["pid"]), process=process.removeprefix("traps: "))
+            return KernelEvent(kind, text, age_seconds, pid=int(found["pid"]), process=found["process"])
     return None
 
 

@@ -23,12 +23,18 @@ import orjson
 from collectors.samples import ProgressSample
 
 LONGEST_LINE: Final = 2000
-LONGEST_LINE_OF_USER_PATTERN: Final = 500
+LONGEST_LINE_OF_USER_PATTERN: Final = 300
+MOST_WILDCARDS: Final = 3
+"""A regex with k of `.*` may try the k-th power of the line's length: a log of our user's must not stop the watcher."""
 USER_PATTERN_SECONDS: Final = 0.2
 """A pattern that takes longer over one text is not run on the rest of it: a regex may take exponential time."""
 
+TOO_SLOW: Final = f"the pattern took over {USER_PATTERN_SECONDS} s on this log and is not used: make it simpler"
+SLOW_PATTERNS: Final[set[str]] = set()  # once too slow, not run again in this process
+
 ANSI: Final = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 NESTED_REPEAT: Final = re.compile(r"\((?:[^()\\]|\\.)*[+*](?:[^()\\]|\\.)*\)(?:[+*]|\{\d*,\d*\})")
+WILDCARD: Final = re.compile(r"(?<!\\)\.(?:[*+]|\{\d*,\d*\})")
 STAMP: Final = re.compile(
     r"(?<!\d)(?P<year>(?:20)?\d\d)-(?P<month>\d\d)-(?P<day>\d\d)[ T]"
     r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)(?:[.,](?P<fraction>\d{1,9}))?"
@@ -93,8 +99,8 @@ def read_progress(
             continue
         events, slow = scan(one, lines, torn)
         if slow:
-            why = f"the pattern took over {USER_PATTERN_SECONDS} s: make it simpler, anchored, without nested repeats"
-            return ProgressSample(source, one.name, None, age_seconds=age_seconds, why=why)
+            SLOW_PATTERNS.add(one.step.pattern)
+            return ProgressSample(source, one.name, None, age_seconds=age_seconds, why=TOO_SLOW)
         if events:
             return summary(one, events, source, world, age_seconds)
     if not clean.strip():
@@ -249,6 +255,8 @@ def whole_number(text: str | None) -> int | None:
 
 def user_format(pattern: str) -> Format | str:
     """The user's regex as a format, or the sentence that says what is wrong with it."""
+    if pattern in SLOW_PATTERNS:
+        return TOO_SLOW
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -260,6 +268,8 @@ def user_format(pattern: str) -> Format | str:
         return f"the pattern names the group {unknown[0]!r}; known are {', '.join(GROUPS_OF_USER)}"
     if NESTED_REPEAT.search(pattern):
         return "the pattern repeats a group that itself repeats, which can take for ever: write it without one of them"
+    if len(WILDCARD.findall(pattern)) > MOST_WILDCARDS:
+        return f"the pattern has more than {MOST_WILDCARDS} of .* or .+: name what stands between instead, as [^|]*"
     return Format("regex", compiled, longest_line=LONGEST_LINE_OF_USER_PATTERN, seconds=USER_PATTERN_SECONDS)
 
 

@@ -404,13 +404,17 @@ class ProcessLane:
         self.outbox = outbox
         self.gpu = gpu
         self.beats = beats
-        self.pattern = re.compile(pattern) if pattern else None
+        self.asked = pattern
+        self.pattern: re.Pattern[str] | None = None
         self.matched: set[int] = set()
         self.scan_due = 0.0
         self.ticks = float(os.sysconf("SC_CLK_TCK"))
 
     def __call__(self, _: Lane) -> None:
         now = time.monotonic()
+        if self.asked is not None and self.pattern is None:
+            with contextlib.suppress(re.error):
+                self.pattern = re.compile(self.asked)
         if self.pattern is not None and now >= self.scan_due:
             self.scan_due = now + 5.0
             self.matched = self.scan(self.pattern)
@@ -428,6 +432,8 @@ class ProcessLane:
         blind = not rows and (holders or (holders is None and self.pattern is None and not pids))
         self.outbox.set("proc", None if blind else rows)
         self.outbox.set("load", read_load())
+        if self.asked is not None and self.pattern is None:
+            re.compile(self.asked)  # a bad one is said as this lane's error, after all that does not need it
 
     def scan(self, pattern: re.Pattern[str]) -> set[int]:
         found = set()
