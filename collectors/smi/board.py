@@ -157,4 +157,6 @@ def _throttle(cells: Cells, reasons: dict[str, Reason]) -> frozenset[str] | None
         if single:
             reasons["throttle_reasons"] = _worst(reason_of_text(text) or Reason.UNREADABLE for text in single.values())
         return None
-    return frozenset(field.removeprefix("throttle ") for field, text in single.items() if text == "active")
+    names = {field.removeprefix("throttle ") for field, text in single.items() if text == "active"}
+    # The XML writes "display_clocks_setting" for what the bit mask's name and the CSV call "display_clock_setting".
+    return frozenset(name.replace("display_clocks", "display_clock") for name in names)

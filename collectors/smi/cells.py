@@ -39,7 +39,7 @@ UNITS: Final[Mapping[str, float]] = {
     "j": 1.0,
     "mj": 1e-3,
 }
-_NUMBER: Final = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%°]*)$")
+_NUMBER: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%°]*)$")
 _ABSENT_WORDS: Final = re.compile(
     r"not (supported|available|applicable|active)|permission|deprecat|unsupported|secondary"
 )

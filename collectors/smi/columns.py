@@ -56,7 +56,9 @@ def read_column(printed: str) -> Column:
 
 def read_header(cells: Sequence[str]) -> tuple[Column, ...] | None:
     """The columns if this line is a header, else None. A header is made of words, and knows one of our columns."""
-    if not all(not cell or _WORDS.match(cell) for cell in cells):  # pandas leaves the name of its own index empty
+    if not all(
+        not cell or (len(cell) < 100 and _WORDS.match(cell)) for cell in cells
+    ):  # pandas leaves the name of its own index empty
         return None
     columns = tuple(read_column(cell) for cell in cells)
     known = [column for column in columns if column.field]

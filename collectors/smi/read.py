@@ -18,6 +18,7 @@ from collectors.smi.table import looks_like_table, read_table
 from collectors.smi.text import read_lines
 from collectors.smi.wandb import looks_like_wandb, read_wandb
 
+_WIDEST: Final = 4000  # rocm-smi --json writes all boards of a node in one line
 _INFOROM: Final = 14  # "infoROM is corrupted": harmless beside rows
 
 
@@ -52,14 +53,15 @@ def _read(lines: list[str], cut: bool, said: Said, columns: Sequence[str] | None
     text = "\n".join(lines)
     if "<nvidia_smi_log" in text:
         return "xml", read_xml(text, said)
-    if looks_like_rocm(text):
+    short = [line[:_WIDEST] for line in lines]  # garbage without line ends must not make a pattern search for minutes
+    if looks_like_rocm(short):
         return "rocm", read_rocm(lines, said)
-    if any(dmon.HEADER.match(line) for line in lines):
-        return "dmon", dmon.read_dmon(lines, said)
-    if looks_like_table(lines):
-        return "table", read_table(lines, said)
-    if looks_like_listing(lines):
-        return "list", read_listing(lines, said)
+    if any(dmon.HEADER.match(line) for line in short):
+        return "dmon", dmon.read_dmon(short, said)
+    if looks_like_table(short):
+        return "table", read_table(short, said)
+    if looks_like_listing(short):
+        return "list", read_listing(short, said)
     if looks_like_wandb(text):
         return "wandb", read_wandb(lines)
     rows = read_csv(lines, cut, said, columns_of(columns) if columns else None)

@@ -1,4 +1,4 @@
-"""rocm-smi on AMD boards: `GPU[0] : name: value` lines, `device,...` CSV, and the concise table.
+"""rocm-smi on AMD boards: `GPU[0] : name: value` lines, `device,...` CSV, JSON, and the concise table.
 
 An MI250 is two devices with one power reading: the second die prints "N/A (Secondary die)", older versions 0. It gets
 the reading of its primary, the nearest one before it, never 0 W.
@@ -6,6 +6,7 @@ the reading of its primary, the nearest one before it, never 0 W.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,8 @@ from collectors.smi.report import GpuSnapshot, Rows
 _LINE: Final = re.compile(r"^\s*GPU\[(\d+)\]\s*:\s*(.+?)\s*:\s*(.*?)\s*$")
 _CONCISE: Final = re.compile(r"^\s*(\d+)\s+.*%\s*$")
 _TITLE: Final = re.compile(
-    r"ROCm System Management Interface|^\s*GPU\[\d+\]\s*:|^\s*\"?device\"?,", re.IGNORECASE | re.MULTILINE
+    r".{0,60}ROCm System Management Interface|(?:GPU|Device)\s.{0,99}PwrCap|\s*GPU\[\d+\]\s*:|\s*\"?device\"?,|\s*\{\"card\d",
+    re.IGNORECASE,
 )
 _POWER: Final = (
     ("average graphics package power (w)", PowerSource.AVERAGE),
@@ -46,8 +48,8 @@ _FIELDS: Final = {
 Device = dict[str, str]
 
 
-def looks_like_rocm(text: str) -> bool:
-    return bool(_TITLE.search(text))
+def looks_like_rocm(lines: Sequence[str]) -> bool:
+    return any(_TITLE.match(line) for line in lines)
 
 
 def read_rocm(lines: Sequence[str], said: Said) -> Rows:
@@ -57,7 +59,10 @@ def read_rocm(lines: Sequence[str], said: Said) -> Rows:
     last = -1
     for number, line in enumerate(lines):
         text = line.strip()
-        if match := _LINE.match(line):
+        if text.startswith('{"card'):
+            for card, values in _from_json(text).items():
+                devices.setdefault(card, {}).update(values)
+        elif match := _LINE.match(line):
             devices.setdefault(int(match[1]), {})[match[2].casefold()] = match[3]
         elif text.casefold().startswith(("device,", '"device",')):
             header = [cell.casefold() for cell in split_cells(text)]
@@ -75,6 +80,19 @@ def read_rocm(lines: Sequence[str], said: Said) -> Rows:
     gpus = _with_secondary_dies([(_board(index, devices[index]), devices[index]) for index in sorted(devices)])
     snapshots = (GpuSnapshot(None, tuple(gpus)),) if gpus else ()
     return Rows(snapshots, (), 0, "rocm-smi printed no device", last)
+
+
+def _from_json(text: str) -> dict[int, Device]:
+    """`rocm-smi --json`: {"card0": {name: value}}; {} where it is cut off."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return {
+        int(card[4:]): {str(name).casefold(): str(value) for name, value in values.items()}
+        for card, values in document.items()
+        if card[:4] == "card" and card[4:].isdecimal() and isinstance(values, dict)
+    }
 
 
 def _concise(words: Sequence[str]) -> Device:

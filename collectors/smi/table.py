@@ -18,12 +18,11 @@ from collectors.smi.messages import Said
 from collectors.smi.report import Rows
 from collectors.smi.stamps import is_stamp, read_stamps
 
-_WHO: Final = re.compile(
-    r"(?:^|[|\s])(?P<index>\d{1,4})\.?\s+(?P<name>[A-Za-z?][^|]*?)\s*"
-    r"(?:\s(?P<mode>On|Off|N/A|ERR!|WDDM|TCC|MCDM|Enabled|Disabled))?\s*\|?\s*"
-    r"(?P<bus>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])\s*(?P<display>On|Off|N/A|ERR!)?"
-    r"(?:\s*\|\s*(?P<ecc>[^|]*?)\s*(?:\||$))?"
-)
+_BUS: Final = re.compile(r"(?<![0-9A-Za-z])[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f](?![0-9A-Za-z])")
+_NUMBERED: Final = re.compile(r"(?:^|[|\s])(\d{1,4})\.?\s+([A-Za-z?].*)")
+_MODES: Final = frozenset(
+    {"On", "Off", "N/A", "ERR!", "WDDM", "TCC", "MCDM", "Enabled", "Disabled"}
+)  # persistence, driver
 _DOES: Final = re.compile(
     r"(?:^|[|\s])(?P<fan>\d+\s?%|N/A|ERR!)\s+(?P<temp>\d+\s?C|N/A|ERR!)\s+(?P<perf>P\d+|N/A|ERR!|Unknown)\s+"
     r"(?P<draw>\d+(?:\.\d+)?\s?W|N/A|ERR!|Unknown)\s*/\s*(?P<limit>\d+(?:\.\d+)?\s?W|N/A|ERR!|Unknown)"
@@ -36,7 +35,7 @@ _NEW_TABLE: Final = re.compile(r"NVIDIA-SMI\s+\d")
 
 
 def looks_like_table(lines: Sequence[str]) -> bool:
-    return any(_DOES.search(line[:_WIDEST]) or _WHO.search(line[:_WIDEST]) for line in lines)
+    return any(_DOES.search(line[:_WIDEST]) or _who(line[:_WIDEST]) for line in lines)
 
 
 def read_table(lines: Sequence[str], said: Said) -> Rows:
@@ -49,9 +48,9 @@ def read_table(lines: Sequence[str], said: Said) -> Rows:
             block, in_slices, open_board = block + 1, False, False
         elif "MIG devices:" in line or "Processes:" in line:
             in_slices, open_board = True, False  # rows below look like boards and are slices or processes
-        elif who := _WHO.search(line):
+        elif who := _who(line):
             in_slices, open_board, last = False, True, number
-            boards.append((_who(who), block, stamp))
+            boards.append((who, block, stamp))
         elif in_slices:
             continue
         elif does := _DOES.search(line):
@@ -79,10 +78,20 @@ def _is_frame(line: str) -> bool:
     return not text or text[0] in "|+-=" or text.startswith(("Fan ", "GPU "))
 
 
-def _who(match: re.Match[str]) -> dict[str, tuple[str, str]]:
-    cells = {"index": (match["index"], ""), "name": (match["name"], ""), "pci_bus_id": (match["bus"], "")}
-    if match["ecc"]:
-        cells["ecc"] = (match["ecc"], "")
+def _who(line: str) -> dict[str, tuple[str, str]]:
+    """Index, name, PCI id and ECC of a board's first line; {} for any other line."""
+    bus = _BUS.search(line)
+    before = line[: bus.start()].rstrip(" |\t") if bus else ""
+    numbered = _NUMBERED.search(before)
+    if bus is None or numbered is None or "," in before:  # a comma: a CSV row of "RTX 2080 Ti"
+        return {}
+    words = numbered[2].replace("|", " ").split()
+    if len(words) > 1 and words[-1] in _MODES:
+        words.pop()
+    cells = {"index": (numbered[1], ""), "name": (" ".join(words), ""), "pci_bus_id": (bus[0], "")}
+    behind = line[bus.end() :].split("|")
+    if len(behind) > 1 and behind[1].strip():
+        cells["ecc"] = (behind[1].strip(), "")
     return cells
 
 
