@@ -21,6 +21,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 LEASE_SECONDS = 60.0
-LINE_BUDGET_BYTES = 40_000  # the reader drops a line of 64 KB: what does not fit waits for the next line
+LINE_BUDGET_BYTES = 32_000  # the reader drops a line of 64 KB: what does not fit waits for the next line
 TAIL_BYTES = 8192
 HEARTBEATS_MOST = 64
 LOGS_MOST = 16
@@ -482,6 +483,8 @@ class HeartbeatLane:
         self.directory = os.path.join(directory, "heartbeat")
         self.host = host.split(".")[0]
         self.mine: list[str] = []
+        self.elsewhere: set[str] = set()  # a thousand ranks' files are read once, not every ten seconds by every node
+        self.forget_due = 0.0
         self.pids: set[int] = set()
         self.pid_of: dict[str, int] = {}
         self.shipped: dict[str, str] = {}
@@ -501,17 +504,28 @@ class HeartbeatLane:
             names = sorted(n for n in os.listdir(self.directory) if n.startswith("rank-") and n.endswith(".json"))
         except FileNotFoundError:
             names = []
+        now = time.monotonic()
+        if not self.pid_of and now >= self.forget_due:  # none of ours: after a restart the ranks may have moved
+            self.forget_due = now + 60.0
+            self.elsewhere.clear()
         here, unread = [], []
         for name in names:
             if name in self.pid_of:
                 here.append(name)
+                continue
+            if name in self.elsewhere:
+                unread.append(name)
                 continue
             try:
                 said = str(json.loads(read_text(os.path.join(self.directory, name))).get("host", ""))
             except (OSError, ValueError, AttributeError):
                 unread.append(name)
                 continue
-            (here if said.split(".")[0] == self.host else unread).append(name)
+            if said.split(".")[0] == self.host:
+                here.append(name)
+            else:
+                unread.append(name)
+                self.elsewhere.add(name)
         self.mine = (here or unread)[:HEARTBEATS_MOST]
         for name in set(self.shipped) - set(self.mine):
             del self.shipped[name]
@@ -535,8 +549,12 @@ class HeartbeatLane:
             beat = json.loads(text)
             if str(beat["host"]).split(".")[0] == self.host:
                 self.pid_of[name] = int(beat["pid"])
+                return
         except (ValueError, KeyError, TypeError):
-            self.pid_of.pop(name, None)
+            pass
+        if self.pid_of.pop(name, None) is not None:  # it was ours: the job has been restarted on other hosts
+            self.elsewhere.clear()
+            self.discovery_due = 0.0
 
 
 class LogLane:
@@ -567,7 +585,7 @@ class LogLane:
                 status = os.stat(path)
             except OSError:
                 continue
-            if status.st_mode & 0o170000 == 0o100000:
+            if stat.S_ISREG(status.st_mode):
                 found.append((status.st_mtime, path))
         self.paths = [path for _, path in sorted(found)[-LOGS_MOST:]]
         for path in set(self.seen) - set(self.paths):
@@ -686,7 +704,7 @@ def list_checkpoints(directory: str, previous: dict[str, Any] | None = None) -> 
                         root[name] = ["link", 0, round(status.st_mtime, 3), clean(os.readlink(entry.path))]
                     elif entry.is_dir(follow_symlinks=False):
                         folders.append((status.st_mtime, entry.name))
-                    elif len(root) < FILES_MOST:
+                    elif len(root) < FILES_MOST and stat.S_ISREG(status.st_mode):  # opening a FIFO would wait for ever
                         small = status.st_size <= SMALL_BYTES and read_text(entry.path, SMALL_BYTES)
                         root[name] = ["file", status.st_size, round(status.st_mtime, 3), small or ""]
                 except FileNotFoundError:

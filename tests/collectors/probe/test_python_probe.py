@@ -6,6 +6,7 @@ import ast
 import ctypes
 import fcntl
 import json
+import os
 import sys
 from importlib import resources
 from pathlib import Path
@@ -261,3 +262,46 @@ def test_pynvml_is_not_even_compiled_where_there_is_no_driver(monkeypatch: pytes
     monkeypatch.setattr(ctypes, "CDLL", no_library)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert load_nvml("this is no Python") is None
+
+
+def test_a_read_that_hangs_is_named_and_stops_nothing_else(node: Node, tmp_path: Path) -> None:
+    node.with_fast_python(10.0)
+    node.with_nvidia_smi()
+    (tmp_path / "run/heartbeat").mkdir(parents=True)
+    # Opening a FIFO waits for a writer: as a file on a file server that does not answer.
+    os.mkfifo(tmp_path / "run/heartbeat/rank-00000.json")
+    with running(node, ProbeRequest(1.0, run_directories=(str(tmp_path / "run"),))) as probe:
+        sample = probe.sample(lambda s: bool(s.hung_calls))
+        assert sample.hung_calls[0].call == f"read {tmp_path}/run/heartbeat"
+        assert (sample.status, len(sample.gpus or ())) == (HostStatus.OK, 2)
+        probe.close_stdin()
+        probe.is_gone()
+
+
+def test_a_fifo_beside_the_checkpoints_is_not_opened(node: Node, tmp_path: Path) -> None:
+    node.with_python()
+    os.mkfifo(tmp_path / "dump.pipe")
+    with running(node, ProbeRequest(0.2, checkpoint_directories=(str(tmp_path),))) as probe:
+        assert probe.sample(lambda s: bool(s.checkpoints)).checkpoints[0].error is None
+
+
+def test_ranks_that_move_to_this_host_after_a_restart_are_found(node: Node, tmp_path: Path) -> None:
+    node.with_fast_python(10.0)
+    (node.root / "proc/sys/kernel").mkdir(parents=True)
+    (node.root / "proc/sys/kernel/hostname").write_text("gpu-01\n")
+    folder = tmp_path / "heartbeat"
+    folder.mkdir()
+
+    def beat(rank: int, host: str, step: int) -> None:
+        text = json.dumps({"rank": rank, "host": host, "pid": 4100 + rank, "step": step})
+        (folder / "staged").write_text(text)
+        (folder / "staged").rename(folder / f"rank-{rank:05d}.json")
+
+    beat(0, "gpu-01", 5)
+    beat(1, "gpu-02", 5)
+    with running(node, ProbeRequest(1.0, run_directories=(str(tmp_path),))) as probe:
+        probe.sample(lambda s: [p.rank for p in s.progress] == [0])
+        beat(0, "gpu-02", 1)
+        beat(1, "gpu-01", 1)
+        sample = probe.sample(lambda s: [p.rank for p in s.progress] == [1])
+        assert sample.progress[0].step == 1
