@@ -129,7 +129,8 @@ def _index(cells: Cells, reasons: dict[str, Reason]) -> int | None:
     text = text.strip().removesuffix(".0")  # pandas writes a column with a gap as floats
     if text.isascii() and text.isdigit() and len(text) < 6:
         return int(text)
-    reasons["index"] = reason_of_text(text) or Reason.UNREADABLE
+    if reason := reason_of_text(text):  # other words make a ragged row, not a faulty board
+        reasons["index"] = reason
     return None
 
 

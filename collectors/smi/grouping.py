@@ -47,10 +47,11 @@ def group_rows(rows: Sequence[Row], number_bursts: bool = False) -> tuple[GpuSna
     if not number_bursts or any(_key(row.gpu) for row in rows):
         snapshots = _by_key(rows)
         return tuple(GpuSnapshot(group[0].seconds, gpus) for group, gpus in _recovered(snapshots))
+    counted = not any("index" in row.gpu.reasons for row in rows)  # asked for and not said: do not make one up
     return tuple(
         GpuSnapshot(
             group[0].seconds,
-            tuple(replace(row.gpu, index=number) for number, row in enumerate(group)),
+            tuple(replace(row.gpu, index=number) if counted else row.gpu for number, row in enumerate(group)),
         )
         for group in _by_burst(rows)
     )

@@ -95,7 +95,7 @@ def _collect(lines: Sequence[str], cut: bool, said: Said, told: tuple[Column, ..
             found.rows.append((number, block, columns, cells))
         else:
             found.last_cut |= is_last
-            if columns is not None and (is_row(cells) or len(cells) > 1):
+            if columns is not None and (is_last or is_row(cells) or len(cells) > 1):
                 found.unreadable += 1
                 said.warn(f"line {number + 1}: {len(cells)} cells where {len(columns)} belong: {line.strip()!r}")
             elif not line.lstrip().startswith("#"):

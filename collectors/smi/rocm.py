@@ -22,7 +22,8 @@ from collectors.smi.report import GpuSnapshot, Rows
 _LINE: Final = re.compile(r"^\s*GPU\[(\d+)\]\s*:\s*(.+?)\s*:\s*(.*?)\s*$")
 _CONCISE: Final = re.compile(r"^\s*(\d+)\s+.*%\s*$")
 _TITLE: Final = re.compile(
-    r".{0,60}ROCm System Management Interface|(?:GPU|Device)\s.{0,99}PwrCap|\s*GPU\[\d+\]\s*:|\s*\"?device\"?,|\s*\{\"card\d",
+    r".{0,60}ROCm System Management Interface|(?:GPU|Device)\s.{0,99}PwrCap"
+    r"|\s*GPU\[\d+\]\s*:|\s*\"?device\"?,|\s*\{\"card\d",
     re.IGNORECASE,
 )
 _POWER: Final = (

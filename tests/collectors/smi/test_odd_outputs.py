@@ -1,0 +1,96 @@
+"""Every odd output that was reported, and what must be made of it: tests/data/smi/odd_outputs.toml."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectors.samples import GpuSample, HostStatus
+from collectors.smi import SmiReport, read_gpu_output
+
+DATA = Path(__file__).parents[2] / "data" / "smi"
+CASES: list[dict[str, Any]] = tomllib.loads((DATA / "odd_outputs.toml").read_text("utf-8"))["case"]
+
+
+def said_of(gpu: GpuSample, name: str) -> object:
+    """The value as the table writes it: a plain value, or "none:<reason>"."""
+    if name == "fault":
+        return gpu.fault.value if gpu.fault else ""
+    if name.endswith("_mib"):
+        value = getattr(gpu, name.replace("_mib", "_bytes"))
+        return None if value is None else value / 2**20
+    value = getattr(gpu, name)
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if name == "power_source":
+        return value.value if value else None
+    return f"none:{gpu.reading(name).reason}" if value is None else value
+
+
+def check(report: SmiReport, case: dict[str, Any]) -> None:
+    assert report.status == HostStatus(case.get("status", "ok")), report.detail
+    assert case.get("detail", "") in report.detail
+    assert (report.detail == "") == (report.status is HostStatus.OK)
+    assert report.source == case.get("source", report.source)
+    assert len(report.snapshots) == case.get("snapshots", min(1, len(case.get("gpus", ()))))
+    assert report.unreadable_rows == case.get("unreadable_rows", 0)
+    assert list(report.invalid_fields) == case.get("invalid_fields", [])
+    assert case.get("warning", "") in "\n".join(report.warnings)
+    missing = [
+        {"index": board.index, "pci_bus_id": board.pci_bus_id, "reason": board.reason.value}
+        for board in report.missing_gpus
+    ]
+    assert missing == [{"index": None, "pci_bus_id": None} | board for board in case.get("missing", [])]
+    expected = case.get("gpus", [])
+    gpus = report.snapshots[-1].gpus if report.snapshots else ()
+    assert len(gpus) == len(expected)
+    for gpu, wanted in zip(gpus, expected, strict=True):
+        assert {name: said_of(gpu, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_odd_output_gets_its_handling(case: dict[str, Any]) -> None:
+    check(read_gpu_output(case["text"].lstrip("\n").encode(), b"", case.get("exit_code")), case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+@pytest.mark.parametrize("dress", ["crlf", "utf-16-le", "utf-16-be", "utf-8-sig", "colours", "blank lines"])
+def test_the_same_output_in_another_dress_says_the_same(case: dict[str, Any], dress: str) -> None:
+    text: str = case["text"].lstrip("\n")
+    if dress == "crlf":
+        data = text.replace("\n", "\r\n").encode()
+    elif dress == "colours":
+        data = ("\x1b[0m" + text.replace("\n", "\x1b[K\n")).encode() if text.strip() else text.encode()
+    elif dress == "blank lines":
+        data = text.replace("\n", "\n\n").encode()
+    else:
+        mark = {"utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff", "utf-8-sig": b""}[dress]
+        data = mark + text.encode(dress)
+    check(read_gpu_output(data, b"", case.get("exit_code")), case)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if "missing" in case or case.get("status") in {"driver_down", "no_devices"}],
+    ids=lambda case: case["name"],
+)  # fmt: skip
+def test_an_error_line_counts_on_stderr_as_on_stdout(case: dict[str, Any]) -> None:
+    rows: list[str] = []
+    errors: list[str] = []
+    for line in case["text"].lstrip("\n").splitlines(keepends=True):
+        (errors if not line[0].isdigit() and ", " not in line else rows).append(line)
+    report = read_gpu_output("".join(rows).encode(), "".join(errors).encode(), case.get("exit_code"))
+    if not (rows and case.get("status")):  # a last word needs an order, which two streams do not have
+        check(report, case)
+
+
+CORPUS = Path(__file__).parents[4] / "shared" / "corpus"
+
+
+@pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus of public reports is not laid beside this checkout")
+def test_no_file_of_the_corpus_raises_or_goes_without_a_word() -> None:
+    for path in sorted([*CORPUS.glob("smi_odd/*.*"), *CORPUS.glob("timeseries/*.csv")]):
+        report = read_gpu_output(path.read_bytes())
+        assert report.snapshots or report.detail, path.name

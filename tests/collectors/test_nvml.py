@@ -1,0 +1,177 @@
+"""What NVML's numbers and return codes say of a board."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectors.nvml import (
+    HANDLE,
+    LIVE_FIELDS,
+    ROW_COLUMNS,
+    gpu_from_nvml,
+    host_status_of,
+    missing_from_nvml,
+    reason_of,
+    throttle_names,
+)
+from collectors.samples import HostStatus, PowerSource, Reason
+
+SOUND: dict[str, Any] = {
+    "index": 3,
+    "uuid": "GPU-00000000-0000-0000-0000-000000000003",
+    "pci_bus_id": "00000001:1A:00.0",
+    "name": "NVIDIA B300 SXM6 AC",
+    "power_mw": 951_250,
+    "power_limit_mw": 1_100_000,
+    "util": 100,
+    "mem_util": 41,
+    "mem_used": 82_000 * 2**20,
+    "mem_total": 275_040 * 2**20,
+    "temp": 61,
+    "sm_clock": 1920,
+    "energy_mj": 5_000_000_000,
+    "throttle_bitmask": 0x4,
+    "pstate": 0,
+    "mig": 0,
+}
+
+
+def row(**changes: object) -> list[object]:
+    return [{**SOUND, **changes}[column] for column in ROW_COLUMNS]
+
+
+def test_a_sound_board() -> None:
+    gpu = gpu_from_nvml(row(), None, None, 100.0)
+    assert (gpu.index, gpu.pci_bus_id, gpu.performance_state, gpu.mig) == (3, "00000001:1A:00.0", "P0", False)
+    assert (gpu.power_watts, gpu.power_source, gpu.power_limit_watts) == (951.25, PowerSource.DRAW, 1100.0)
+    assert (gpu.utilization_percent, gpu.temperature_celsius, gpu.energy_joules) == (100.0, 61.0, 5_000_000.0)
+    assert gpu.throttle_reasons == frozenset({"sw_power_cap"})
+    assert not gpu.reasons
+
+
+def test_power_is_the_energy_counters_mean_over_the_interval() -> None:
+    gpu = gpu_from_nvml(row(), None, (98.0, 5_000_000.0 - 1300.0), 100.0)
+    assert (gpu.power_watts, gpu.power_source) == (650.0, PowerSource.ENERGY_COUNTER)
+
+
+@pytest.mark.parametrize(
+    ("why", "previous"),
+    [
+        ("the counter went back: the driver was reloaded", (99.0, 5_000_100.0)),
+        ("no time has passed", (100.0, 4_999_000.0)),
+        ("the clock went back", (101.0, 4_999_000.0)),
+        ("the counter stood still, which is not 0 W", (99.0, 5_000_000.0)),
+        ("the gap is so long that a mean would tell of before it", (-900.0, 4_000_000.0)),
+    ],
+)
+def test_the_instant_draw_stands_in_where_the_counter_measures_nothing(why: str, previous: tuple[float, float]) -> None:
+    gpu = gpu_from_nvml(row(), None, previous, 100.0)
+    assert (gpu.power_watts, gpu.power_source) == (951.25, PowerSource.DRAW), why
+
+
+def test_a_lost_board_that_still_answers_0_w_name_limit_and_clocks_is_lost() -> None:
+    gpu = gpu_from_nvml(row(power_mw=0, util=None), {"power_mw": 15, "util": 15}, (99.0, 4_999_000.0), 100.0)
+    assert gpu.fault is Reason.LOST
+    assert [getattr(gpu, name) for name in LIVE_FIELDS] == [None] * len(LIVE_FIELDS)
+    assert gpu.power_source is None
+    assert (gpu.name, gpu.power_limit_watts, gpu.uuid) == (SOUND["name"], 1100.0, SOUND["uuid"])
+
+
+def test_one_call_that_says_lost_takes_the_old_numbers_of_the_others_with_it() -> None:
+    gpu = gpu_from_nvml(row(), {"temp": 15}, None, 100.0)
+    assert gpu.reading("power_watts").reason is Reason.LOST
+
+
+def test_a_board_that_needs_a_reset_keeps_what_it_can_still_say() -> None:
+    gpu = gpu_from_nvml(row(util=None), {"util": 16}, None, 100.0)
+    assert gpu.fault is Reason.RESET_REQUIRED
+    assert gpu.memory_used_bytes == 82_000 * 2**20
+
+
+def test_absent_and_unreadable_do_not_merge() -> None:
+    absent = gpu_from_nvml(row(energy_mj=None, mem_total=None), {"energy_mj": 3, "mem_total": 4}, None, 1.0)
+    failed = gpu_from_nvml(row(power_mw=None, energy_mj=None), {"power_mw": 999, "energy_mj": 999}, None, 1.0)
+    assert absent.reading("energy_joules").reason is Reason.UNSUPPORTED
+    assert absent.reading("memory_total_bytes").reason is Reason.UNSUPPORTED
+    assert absent.fault is None
+    assert failed.reading("power_watts").reason is Reason.UNREADABLE
+    assert failed.fault is Reason.UNREADABLE
+
+
+def test_0_w_beside_a_busy_board_was_not_read() -> None:
+    assert gpu_from_nvml(row(power_mw=0), None, None, 1.0).reading("power_watts").reason is Reason.UNREADABLE
+    assert gpu_from_nvml(row(power_mw=0, util=0), None, None, 1.0).power_watts == 0.0
+
+
+def test_a_sliced_board_has_power_and_no_utilisation() -> None:
+    gpu = gpu_from_nvml(row(mig=1, util=None, mem_util=None), {"util": 3, "mem_util": 3}, None, 1.0)
+    assert gpu.mig is True
+    assert gpu.reading("utilization_percent").reason is Reason.MIG
+    assert gpu.power_watts == 951.25
+    assert gpu.fault is None
+
+
+def test_the_sentinels_of_old_drivers_are_absence() -> None:
+    gpu = gpu_from_nvml(row(mem_used=0xFFFFFFFFFFFFFFFF, power_limit_mw=0xFFFFFFFF), None, None, 1.0)
+    assert gpu.reading("memory_used_bytes").reason is Reason.UNSUPPORTED
+    assert gpu.reading("power_limit_watts").reason is Reason.UNSUPPORTED
+
+
+def test_throttle_bits_have_names_and_unknown_bits_are_kept() -> None:
+    assert throttle_names(0) == frozenset()
+    assert throttle_names(0x49) == {"gpu_idle", "hw_slowdown", "hw_thermal_slowdown"}
+    assert throttle_names(0x201) == {"gpu_idle", "bit_0x200"}
+
+
+def test_a_board_without_a_handle_is_missing() -> None:
+    nothing = [5, *[None] * (len(ROW_COLUMNS) - 1)]
+    missing = missing_from_nvml(nothing, {HANDLE: 15})
+    assert missing is not None
+    assert (missing.index, missing.reason) == (5, Reason.LOST)
+    assert missing_from_nvml(row(), {"util": 3}) is None
+    assert gpu_from_nvml(nothing, {HANDLE: 999}, None, 1.0).reading("power_watts").reason is Reason.UNREADABLE
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "words"),
+    [
+        (18, HostStatus.DRIVER_DOWN, "may still be running"),
+        (9, HostStatus.DRIVER_DOWN, "not loaded"),
+        (999, HostStatus.DRIVER_DOWN, "may be healthy"),
+        (12, HostStatus.DRIVER_DOWN, "libnvidia-ml"),
+        (6, HostStatus.NO_DEVICES, "no device"),
+        (10, HostStatus.SAMPLER_TIMEOUT, "did not answer"),
+        (12345, HostStatus.DRIVER_DOWN, "12345"),
+    ],
+)
+def test_what_a_failed_start_of_nvml_says_of_the_host(code: int, status: HostStatus, words: str) -> None:
+    said, detail = host_status_of(code)
+    assert said is status
+    assert words in detail
+
+
+def test_a_code_that_nobody_knows_is_unreadable() -> None:
+    assert reason_of(0) is Reason.OK
+    assert reason_of(777) is Reason.UNREADABLE
+
+
+VALUES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
+)
+
+
+@given(
+    st.lists(VALUES, max_size=20),
+    st.dictionaries(st.sampled_from([*ROW_COLUMNS, HANDLE, "x"]), st.integers(-5, 1000), max_size=6),
+    st.none() | st.tuples(st.floats(0, 200), st.floats(0, 1e9)),
+)
+@settings(max_examples=300, deadline=None)
+def test_no_row_raises(values: list[object], errors: dict[str, int], previous: tuple[float, float] | None) -> None:
+    gpu = gpu_from_nvml(values, errors, previous, 100.0)
+    missing_from_nvml(values, errors)
+    assert (gpu.power_watts is None) == (gpu.power_source is None)
+    assert gpu.utilization_percent is None or 0.0 <= gpu.utilization_percent <= 100.0
