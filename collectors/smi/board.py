@@ -44,6 +44,8 @@ def read_board(cells: Cells, power_source: PowerSource | None = None) -> GpuSamp
         utilization = memory_utilization = None
         reasons["utilization_percent"] = reasons["memory_utilization_percent"] = Reason.MIG
     power, source = _power(cells, utilization, reasons)
+    if "ecc" in cells and (reason := reason_of_text(cells["ecc"][0])) not in (None, Reason.UNSUPPORTED):
+        reasons["ecc"] = reason
     sample = GpuSample(
         index=_index(cells, reasons),
         uuid=_text(cells, "uuid", "uuid", reasons),
@@ -63,8 +65,6 @@ def read_board(cells: Cells, power_source: PowerSource | None = None) -> GpuSamp
         mig=mig,
         reasons=reasons or NO_REASONS,
     )
-    if "ecc" in cells and (reason := reason_of_text(cells["ecc"][0])) not in (None, Reason.UNSUPPORTED):
-        reasons["ecc"] = reason
     return lost_board(sample) if Reason.LOST in reasons.values() else sample
 
 

@@ -58,13 +58,14 @@ def group_rows(rows: Sequence[Row], number_bursts: bool = False) -> tuple[GpuSna
 
 
 def _by_key(rows: Sequence[Row]) -> list[list[Row]]:
-    boards = len({_key(row.gpu) for row in rows} - {None})
+    times = Counter(key for row in rows if (key := _key(row.gpu)))
+    boards, repeats = len(times), max(times.values(), default=0) > 1
     groups: list[list[Row]] = [[]]
     seen: set[str] = set()
     for row in rows:
         key = _key(row.gpu)
         current = groups[-1]
-        if current and (key in seen if key else len(current) >= boards or _apart(current[-1], row)):
+        if current and (key in seen if key else _begins(current, row, boards, repeats)):
             groups.append([])
             seen = set()
         groups[-1].append(row)
@@ -73,10 +74,12 @@ def _by_key(rows: Sequence[Row]) -> list[list[Row]]:
     return groups
 
 
-def _apart(before: Row, row: Row) -> bool:
-    if before.seconds is None or row.seconds is None:
-        return False
-    return abs(row.seconds - before.seconds) > BURST_SECONDS * 4
+def _begins(current: Sequence[Row], row: Row, boards: int, repeats: bool) -> bool:
+    """Does a row without identity begin a new snapshot? Its stamp says so, else the log's number of boards."""
+    before = current[-1].seconds
+    if before is not None and row.seconds is not None and abs(row.seconds - before) > BURST_SECONDS * 4:
+        return True
+    return repeats and len(current) >= boards
 
 
 def _recovered(groups: Sequence[list[Row]]) -> list[tuple[list[Row], tuple[GpuSample, ...]]]:

@@ -64,8 +64,8 @@ def infer_columns(rows: Sequence[Sequence[str]]) -> tuple[Column, ...]:
         kind if kind in {"timestamp", "uuid", "pci_bus_id", "name", "performance_state"} else "" for kind in kinds
     ]
     _infer_index(rows, kinds, fields)
-    _first(kinds, fields, "watts", ("power_draw", "power_limit"))
-    _first(kinds, fields, "percent", ("utilization", "memory_utilization"))
+    _first(rows, kinds, fields, "watts", ("power_draw", "power_limit"))
+    _first(rows, kinds, fields, "percent", ("utilization", "memory_utilization"))
     _memory(rows, kinds, fields)
     if "watts" not in kinds and kinds.count("decimals") == 1:
         fields[kinds.index("decimals")] = "power_draw"
@@ -121,7 +121,9 @@ def _infer_index(rows: Sequence[Sequence[str]], kinds: Sequence[str], fields: li
         fields[place] = "index"
 
 
-def _first(kinds: Sequence[str], fields: list[str], kind: str, names: Sequence[str]) -> None:
+def _first(
+    rows: Sequence[Sequence[str]], kinds: Sequence[str], fields: list[str], kind: str, names: Sequence[str]
+) -> None:
     """Draw stands before limit and board load before memory load in every query that we have seen.
 
     A lone percentage just before or after the performance state is a fan, not a load.
@@ -132,6 +134,10 @@ def _first(kinds: Sequence[str], fields: list[str], kind: str, names: Sequence[s
         return
     if kind == "percent" and len(places) > 1 and places[1] != places[0] + 1:
         places = places[:1]
+    if kind == "watts" and len(places) == 2:
+        first, second = ({row[place] for row in rows} for place in places)
+        if len(first) == 1 < len(second):
+            places.reverse()  # of two, the one that stands still while the other moves is the limit
     for place, name in zip(places, names, strict=False):
         fields[place] = name
 

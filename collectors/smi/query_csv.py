@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from collectors.smi.report import Rows
 from collectors.smi.stamps import read_stamps
 
 _LONGEST_LINE: Final = 20_000  # all 241 fields of driver 610 take 8,000
+_HOST: Final = re.compile(r"[A-Za-z][\w.\-]*: (?=\S)")  # what pdsh and clush put before each line
 _PROCESS_COLUMNS: Final = frozenset({"pid", "process_name", "used_gpu_memory [MiB]"})
 _NODE_COLUMNS: Final = frozenset({"node", "host", "hostname", "server", "rack", "pdu", "chassis"})
 
@@ -74,6 +76,8 @@ def _collect(lines: Sequence[str], cut: bool, said: Said, told: tuple[Column, ..
         if len(line) > _LONGEST_LINE:
             said.warn(f"line {number + 1} has {len(line)} characters: no query prints that")
             continue
+        if "," in line and (host := _HOST.match(line)):
+            line = line[host.end() :]
         cells = split_cells(line)
         if cells[-1] == "" and len(cells) > 1 and (columns is None or len(cells) == len(columns) + 1):
             cells.pop()

@@ -29,12 +29,17 @@ def read_lines(data: bytes) -> tuple[list[str], bool]:
 def _decode(data: bytes) -> str:
     for bom, encoding in _BOMS:
         if data.startswith(bom):
-            return data[len(bom) :].decode(encoding, "replace")
+            return _whole(data[len(bom) :], encoding).decode(encoding, "replace")
     head = data[:4000]
     # ASCII in UTF-16 has a NUL in every other byte; padding has them side by side.
     odd, even = head[1::2].count(0), head[::2].count(0)
     if len(head) >= 8 and odd * 10 > len(head) * 4 and even * 10 < odd:
-        return data.decode("utf-16-le", "replace")
+        return _whole(data, "utf-16-le").decode("utf-16-le", "replace")
     if len(head) >= 8 and even * 10 > len(head) * 4 and odd * 10 < even:
-        return data.decode("utf-16-be", "replace")
+        return _whole(data, "utf-16-be").decode("utf-16-be", "replace")
     return data.decode("utf-8", "replace")
+
+
+def _whole(data: bytes, encoding: str) -> bytes:
+    """Without the half of a character that a cut left at the end of UTF-16."""
+    return data[: len(data) // 2 * 2] if encoding.startswith("utf-16") else data
