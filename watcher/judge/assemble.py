@@ -1,0 +1,211 @@
+"""Samples of the nodes, put side by side: one `JobSample` whenever the job is looked at.
+
+Keeps what a single line cannot say: which boards a node has ever shown, when the step last changed, which kernel lines
+came since the last look. Time comes in as an argument.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from collectors.samples import (
+    CheckpointSample,
+    GpuSample,
+    HostStatus,
+    KernelEvent,
+    MissingGpu,
+    NodeSample,
+    ProcessSample,
+    ProgressSample,
+    Reason,
+)
+from collectors.ssh.link import NodeLink
+from watcher.judge.job_sample import JobProgress, JobSample, JobSpec, NodeState, RankGpu
+
+# A node's boards are part of the picture while its last line is younger than this: one line may be late.
+FRESH_INTERVALS: Final = 2.5
+HEARTBEAT: Final = "heartbeat"
+
+
+@dataclass(slots=True)
+class Heard:
+    """What is kept of one node between looks."""
+
+    sample: NodeSample | None = None
+    boards: dict[str, GpuSample] = field(default_factory=dict)  # by key: every board it has ever shown
+    kernel_events: list[KernelEvent] = field(default_factory=list)  # since the last look
+
+
+class JobAssembler:
+    """Puts the samples of one job's nodes side by side."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self._heard = {node: Heard() for node in spec.nodes}
+        self._process_name = re.compile(spec.processes) if spec.processes else None
+        self._step: int | None = None
+        self._restart: int | None = None
+        self._step_changed_seconds: float | None = None
+
+    def add(self, sample: NodeSample) -> None:
+        """Take one node's sample; of several since the last look the newest counts, and no kernel line is lost."""
+        heard = self._heard.get(sample.node)
+        if heard is None:
+            return
+        heard.sample = sample
+        heard.kernel_events.extend(sample.kernel_events)
+        for gpu in sample.gpus or ():
+            if gpu.uuid is not None or gpu.pci_bus_id is not None or gpu.index is not None:
+                heard.boards[gpu.key] = gpu
+
+    def assemble(self, links: Mapping[str, NodeLink], now: float, wall: float) -> JobSample:
+        """The job as it is known at `now` (control host's monotonic clock; `wall` is for people)."""
+        nodes = tuple(self._node_state(node, links.get(node), now) for node in self._spec.nodes)
+        fresh = {state.node for state in nodes if state.fresh}
+        samples = [h.sample for node, h in self._heard.items() if h.sample is not None and node in fresh]
+        sources = self._sources(h.sample for h in self._heard.values())
+        return JobSample(
+            job=self._spec.name,
+            gpus=self._ranked(nodes, sources, fresh),
+            nodes=nodes,
+            progress=self._progress(sources, now),
+            checkpoints=self._checkpoints(samples),
+            wall_seconds=wall,
+        )
+
+    def _node_state(self, node: str, link: NodeLink | None, now: float) -> NodeState:
+        heard = self._heard[node]
+        sample = heard.sample
+        age = None if sample is None else max(0.0, now - sample.received_seconds)
+        status, detail = (HostStatus.OK, "") if sample is None else (sample.status, sample.detail)
+        if link is not None and link.status is not HostStatus.OK:
+            status, detail = link.status, link.detail
+        events = tuple(heard.kernel_events)
+        heard.kernel_events = []
+        if sample is None or age is None:
+            return NodeState(node, status, detail or "no sample yet", None, fresh=False, kernel_events=events)
+        young = age <= FRESH_INTERVALS * self._spec.interval_seconds
+        return NodeState(
+            node=node,
+            status=status,
+            detail=detail,
+            age_seconds=age,
+            fresh=young and sample.gpus is not None and status is HostStatus.OK,
+            sequence=sample.sequence,
+            expected_gpus=self._spec.gpus_per_node or len(heard.boards) or None,
+            missing_gpus=(*sample.missing_gpus, *self._vanished(heard)) if young else (),
+            processes=self._mine(sample.processes) if young else None,
+            kernel_events=events,
+            hung_calls=sample.hung_calls if young else (),
+            filesystems=sample.filesystems,
+            load=sample.load,
+        )
+
+    def _mine(self, processes: tuple[ProcessSample, ...] | None) -> tuple[ProcessSample, ...] | None:
+        """The job's processes: those with the configured name or a heartbeat; else all that hold a board."""
+        if processes is None or self._process_name is None:
+            return processes
+        return tuple(p for p in processes if p.rank is not None or self._process_name.search(p.name))
+
+    def _vanished(self, heard: Heard) -> list[MissingGpu]:
+        """Boards shown before and no longer listed: a vanished board is a fault, not a smaller node."""
+        sample = heard.sample
+        if sample is None or sample.gpus is None or sample.status is not HostStatus.OK:
+            return []
+        present = {gpu.key for gpu in sample.gpus}
+        told = {m.pci_bus_id for m in sample.missing_gpus} | {m.index for m in sample.missing_gpus} - {None}
+        return [
+            MissingGpu(gpu.index, gpu.pci_bus_id, Reason.LOST, f"board {gpu.key} was listed before and is gone")
+            for key, gpu in heard.boards.items()
+            if key not in present and gpu.pci_bus_id not in told and gpu.index not in told
+        ]
+
+    def _sources(self, samples: Iterable[NodeSample | None]) -> tuple[ProgressSample, ...]:
+        """The job's sources; one that several nodes see (a shared file system) counts once, at its freshest."""
+        freshest: dict[tuple[str, int | None], ProgressSample] = {}
+        for sample in samples:
+            for source in sample.progress if sample is not None else ():
+                if not self._is_mine(source):
+                    continue
+                known = freshest.get((source.source, source.rank))
+                if known is None or (source.step or -1, -(source.age_seconds or 0)) > (
+                    known.step or -1,
+                    -(known.age_seconds or 0),
+                ):
+                    freshest[(source.source, source.rank)] = source
+        return tuple(freshest.values())
+
+    def _is_mine(self, source: ProgressSample) -> bool:
+        if source.format == HEARTBEAT:
+            directory = self._spec.run_directory
+            return directory is not None and source.source.startswith(directory.rstrip("/") + "/")
+        return any(fnmatch.fnmatchcase(source.source, pattern) for pattern in self._spec.logs)
+
+    def _progress(self, sources: tuple[ProgressSample, ...], now: float) -> JobProgress:
+        """The furthest step counts; its age is since it last changed, on the control host's clock."""
+        told = [source for source in sources if source.step is not None]
+        if not told:
+            return JobProgress(sources=sources)
+        front = max(told, key=lambda s: s.step or 0)
+        steps = [s.step for s in told if s.step is not None]
+        restarts = [s.restart for s in told if s.restart is not None]
+        restart = max(restarts, default=None)
+        step = max(steps)
+        if self._step is None or self._step_changed_seconds is None:
+            self._step_changed_seconds = now - (front.age_seconds or 0.0)
+        elif step != self._step or restart != self._restart:
+            self._step_changed_seconds = now
+        self._step, self._restart = step, restart
+        ranked = [s.step for s in told if s.rank is not None and s.step is not None]
+        rates = [s.tokens_per_second for s in told if s.tokens_per_second is not None]
+        losses = [s.loss for s in sorted(told, key=lambda s: s.step or 0) if s.loss is not None]
+        return JobProgress(
+            step=step,
+            slowest_step=min(ranked, default=None),
+            total_steps=max((s.total_steps for s in told if s.total_steps is not None), default=None),
+            loss=losses[-1] if losses else None,
+            tokens_per_second=max(rates, default=None),
+            age_seconds=max(0.0, now - self._step_changed_seconds),
+            line_interval_seconds=front.line_interval_seconds,
+            restart=restart,
+            sources=sources,
+        )
+
+    def _checkpoints(self, samples: list[NodeSample]) -> tuple[CheckpointSample, ...]:
+        """Of each of the job's directories the listing that is freshest over all nodes."""
+        freshest: dict[str, CheckpointSample] = {}
+        for sample in samples:
+            for listing in sample.checkpoints:
+                if listing.directory != self._spec.checkpoint_directory:
+                    continue
+                known = freshest.get(listing.directory)
+                if known is None or listing.age_seconds < known.age_seconds:
+                    freshest[listing.directory] = listing
+        return tuple(freshest.values())
+
+    def _ranked(
+        self, nodes: tuple[NodeState, ...], sources: tuple[ProgressSample, ...], fresh: set[str]
+    ) -> tuple[RankGpu, ...]:
+        """Boards in order of nodes, each with its rank: by heartbeat and process, else by order where that is sure."""
+        by_process: dict[tuple[str, int], int] = {}
+        for state in nodes:
+            for process in state.processes or ():
+                if process.rank is not None and len(process.gpu_indexes) == 1:
+                    by_process[(state.node, process.gpu_indexes[0])] = process.rank
+        ranked: list[RankGpu] = []
+        offset: int | None = 0
+        for state in nodes:
+            heard = self._heard[state.node]
+            if state.node in fresh and heard.sample is not None:
+                for gpu in heard.sample.gpus or ():
+                    rank = by_process.get((state.node, -1 if gpu.index is None else gpu.index))
+                    if rank is None and not by_process and offset is not None and gpu.index is not None:
+                        rank = offset + gpu.index
+                    ranked.append(RankGpu(state.node, rank, gpu))
+            # The order of boards tells ranks only as long as every node before this one is known.
+            offset = None if offset is None or state.expected_gpus is None else offset + state.expected_gpus
+        return tuple(ranked)

@@ -1,0 +1,351 @@
+"""One picture of a job -> one verdict. Pure: no clock, no memory, no disk.
+
+Order of the questions: can it be read at all; is a board broken; is anybody at home; does one board hold up the rest;
+then power (at the floor or above it) names the kind and shape says who. Watts alone decide nothing: bare idle, a
+checkpoint and a deadlock draw the same (arXiv 2608.05944 s3; B300 idle 135-184 W in public tables). Where the picture
+allows two readings the nearer one is said with a low confidence and the other is named.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final
+
+from collectors.samples import GpuSample, HostStatus, Reason
+from watcher.judge.advice import ADVICE
+from watcher.judge.job_sample import JobSample, RankGpu
+from watcher.judge.profiles import Profile, profile_for
+from watcher.judge.shape import BUSY_PERCENT, LOW_PERCENT, Picture, picture_of
+from watcher.judge.verdict import Alternative, PowerState, Shape, Suspect, Verdict
+
+# A context holds some hundred MiB; a driver alone 0 to 20 MiB, a display or a daemon a little more.
+HELD_BYTES: Final = 300 * 1024**2
+STRAGGLER_POWER_RATIO: Final = 2.0
+# A floor is learned or shipped from a few boards; single ones lie a little above it.
+NEAR_FLOOR: Final = 1.15
+# How far the generic board's numbers go for one of which neither name nor limit is known.
+GUESSED: Final = 0.4
+SLOWDOWNS: Final = frozenset({"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown"})
+UNREADABLE_STATES: Final = {
+    HostStatus.DRIVER_DOWN: "the driver cannot be asked",
+    HostStatus.SAMPLER_TIMEOUT: "the GPU query does not return",
+    HostStatus.NO_DEVICES: "the driver sees no board",
+    HostStatus.PARSE_ERROR: "the output cannot be read",
+}
+
+
+class ProgressWord(StrEnum):
+    """What is known of the job's steps, from its own counter or from the person who asks."""
+
+    ADVANCING = "advancing"
+    STALLED = "stalled"
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The picture with its numbers worked out once; `gpus` are those with watts and utilisation."""
+
+    gpus: tuple[RankGpu, ...]
+    profile: Profile
+    picture: Picture
+    watts: float  # median
+    fraction: float | None  # of the limit
+    at_floor: bool  # every board draws no more than idle with a context or spinning does
+    held: bool | None  # memory of a context on most boards; None: memory cannot be read
+    words: str  # the numbers, for `why`
+    progress: ProgressWord | None
+
+
+def classify(sample: JobSample, profile: Profile | None = None, progress: ProgressWord | None = None) -> Verdict:
+    """What this picture says. `profile` overrides the board's own; `progress` is what is known of the steps."""
+    if not sample.gpus and not any(node.missing_gpus for node in sample.nodes):
+        return _unreadable(sample)
+    broken = _broken(sample)
+    if broken is not None:
+        return broken
+    sighted = tuple(g for g in sample.gpus if _watts(g.gpu) is not None and g.gpu.utilization_percent is not None)
+    if len(sighted) < max(1, (len(sample.gpus) + 1) // 2):
+        return _half_blind(sample)
+    scene = _scene(sample, sighted, profile, progress)
+    if scene.held is False and not any(node.processes for node in sample.nodes):
+        return _nobody_home(scene)
+    return (
+        _one_holds_up_the_rest(scene)
+        or _slowed_down(scene)
+        or _stalled(scene)
+        or _at_the_floor(scene)
+        or _above_the_floor(scene)
+    )
+
+
+def _watts(gpu: GpuSample) -> float | None:
+    """Watts that mean something: 0 W beside high utilisation is a reading that failed (FIELD: watts 7)."""
+    if gpu.power_watts is not None and gpu.power_watts <= 0 and (gpu.utilization_percent or 0) > LOW_PERCENT:
+        return None
+    return gpu.power_watts
+
+
+def _unreadable(sample: JobSample) -> Verdict:
+    told = [
+        f"{node.node}: {UNREADABLE_STATES.get(node.status, node.status.value)} ({node.detail})" for node in sample.nodes
+    ]
+    lost = any(node.status in (HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES) for node in sample.nodes)
+    return Verdict(
+        state=PowerState.UNKNOWN,
+        confidence=0.9 if lost else 0.5,
+        shape=Shape.UNKNOWN,
+        why="No board could be read. " + "; ".join(told[:4]),
+        advice="The job may be well: look at the node itself. " + ("A driver was replaced or lost." if lost else ""),
+    )
+
+
+def _broken(sample: JobSample) -> Verdict | None:
+    """A board that is lost, wants a reset, or does not say what it should: that comes before any other reading."""
+    told: list[str] = []
+    suspects: list[Suspect] = []
+    for node in sample.nodes:
+        for missing in node.missing_gpus:
+            told.append(f"{node.node}: {missing.text}")
+            suspects.append(Suspect(node.node, missing.index))
+    for ranked in sample.gpus:
+        fault = ranked.gpu.fault
+        if fault is not None:
+            fields = sorted(name for name, reason in ranked.gpu.reasons.items() if reason is fault)
+            told.append(
+                f"{ranked.node} GPU {ranked.gpu.key}: {fault.value.replace('_', ' ')} ({', '.join(fields[:4])})"
+            )
+            suspects.append(Suspect(ranked.node, ranked.gpu.index, ranked.rank))
+    if not told:
+        return None
+    return Verdict(
+        state=PowerState.GPU_FAULT,
+        confidence=0.9,
+        shape=picture_of(sample.gpus).shape,
+        why="; ".join(told[:6]),
+        advice=ADVICE[PowerState.GPU_FAULT],
+        suspects=tuple(suspects),
+        power_fraction=_fraction(sample.gpus),
+    )
+
+
+def _half_blind(sample: JobSample) -> Verdict:
+    """Boards answer, but power or utilisation is missing: no band, no shape."""
+    gpus = [g.gpu for g in sample.gpus]
+    mig = any(g.mig or g.reasons.get("utilization_percent") is Reason.MIG for g in gpus)
+    free = all(g.memory_used_bytes is not None and g.memory_used_bytes < HELD_BYTES for g in gpus)
+    quiet = all(g.utilization_percent is not None and g.utilization_percent <= LOW_PERCENT for g in gpus)
+    no_watts = sum(_watts(g) is None for g in gpus)
+    no_busy = sum(g.utilization_percent is None for g in gpus)
+    picture = picture_of(sample.gpus)
+    if free and quiet and not mig:
+        return Verdict(
+            PowerState.IDLE, 0.8, picture.shape, "0 % and no memory held on any board; power cannot be read.",
+            ADVICE[PowerState.IDLE], power_fraction=_fraction(sample.gpus),
+        )  # fmt: skip
+    if mig:
+        why = "MIG is on: utilisation has no value for the whole board, and its power is shared by all slices."
+    else:
+        why = f"Of {len(gpus)} boards {no_watts} do not report power and {no_busy} do not report utilisation."
+    return Verdict(
+        PowerState.UNKNOWN, 0.3, picture.shape, why,
+        "Give the job's progress (a log or a run directory): without power and utilisation only steps can tell.",
+        power_fraction=_fraction(sample.gpus),
+    )  # fmt: skip
+
+
+def _fraction(gpus: Sequence[RankGpu]) -> float | None:
+    shares = [w / g.gpu.power_limit_watts for g in gpus if (w := _watts(g.gpu)) is not None and g.gpu.power_limit_watts]
+    return round(statistics.median(shares), 3) if shares else None
+
+
+def _scene(
+    sample: JobSample, gpus: tuple[RankGpu, ...], profile: Profile | None, progress: ProgressWord | None
+) -> Scene:
+    name = next((g.gpu.name for g in gpus if g.gpu.name), None)
+    limits = [g.gpu.power_limit_watts for g in gpus if g.gpu.power_limit_watts]
+    limit = statistics.median(limits) if limits else None
+    board = profile.scaled(limit) if profile is not None else profile_for(name, limit)
+    watts = [w for g in gpus if (w := _watts(g.gpu)) is not None]
+    busy = [g.gpu.utilization_percent for g in gpus if g.gpu.utilization_percent is not None]
+    memory = [g.gpu.memory_used_bytes for g in gpus if g.gpu.memory_used_bytes is not None]
+    median = statistics.median(watts)
+    fraction = _fraction(gpus)
+    share = "" if fraction is None else f", {fraction:.2f} of the limit"
+    limit_told = limit is not None or name is not None
+    words = (
+        f"{len(gpus)} boards at {min(watts):.0f}-{max(watts):.0f} W (median {median:.0f} W{share}; floor of "
+        f"{board.name} {board.floor_watts:.0f} W), utilisation {min(busy):.0f}-{max(busy):.0f} %"
+    )
+    return Scene(
+        gpus=gpus,
+        profile=board if limit_told else replace(board, certain=min(board.certain, GUESSED)),
+        picture=picture_of(gpus),
+        watts=median,
+        fraction=fraction,
+        at_floor=median <= board.floor_watts and max(watts) <= NEAR_FLOOR * board.floor_watts,
+        held=None if not memory else sum(m >= HELD_BYTES for m in memory) > len(memory) / 2,
+        words=words,
+        progress=progress or _own_word(sample),
+    )
+
+
+def _own_word(sample: JobSample) -> ProgressWord | None:
+    """Steps that moved within three of their usual intervals are advancing; how long is too long is the detector's."""
+    progress = sample.progress
+    if progress.step is None or progress.age_seconds is None or progress.line_interval_seconds is None:
+        return None
+    return ProgressWord.ADVANCING if progress.age_seconds <= 3 * progress.line_interval_seconds else None
+
+
+def _verdict(
+    scene: Scene,
+    state: PowerState,
+    confidence: float,
+    why: str,
+    alternative: tuple[PowerState, float] | None = None,
+    suspects: Sequence[RankGpu] = (),
+) -> Verdict:
+    return Verdict(
+        state=state,
+        confidence=round(min(0.99, confidence), 2),
+        shape=scene.picture.shape,
+        why=f"{why} ({scene.words}).",
+        advice=ADVICE[state],
+        suspects=tuple(Suspect(g.node, g.gpu.index, g.rank) for g in suspects),
+        power_fraction=scene.fraction,
+        alternative=None if alternative is None else Alternative(alternative[0], round(alternative[1], 2)),
+    )
+
+
+def _nobody_home(scene: Scene) -> Verdict:
+    """No memory held: nothing runs, whatever utilisation says. An idle board that is woken by the query itself reads
+    100 % with 0 MiB (persistence off), and so does one left behind by a kill."""
+    ghost = scene.picture.shape is not Shape.ALL_LOW
+    why = "No board holds a context" + ("; utilisation without memory or process is a ghost" if ghost else "")
+    return _verdict(scene, PowerState.IDLE, 0.75 if ghost else 0.95, why)
+
+
+def _one_holds_up_the_rest(scene: Scene) -> Verdict | None:
+    """All busy, but a few draw twice what the others do: those compute, the others spin and wait for them."""
+    if scene.picture.shape is not Shape.ALL_BUSY or len(scene.gpus) < 2 or scene.progress is ProgressWord.STALLED:
+        return None
+    floor = scene.profile.floor_watts
+    working = [g for g in scene.gpus if (_watts(g.gpu) or 0.0) > floor]
+    waiting = [g for g in scene.gpus if (_watts(g.gpu) or 0.0) <= floor]
+    if not working or not waiting or len(working) > len(waiting):
+        return None
+    ratio = min(_watts(g.gpu) or 0.0 for g in working) / max(_watts(g.gpu) or 1.0 for g in waiting)
+    if ratio < STRAGGLER_POWER_RATIO:
+        return None
+    why = (
+        f"{len(working)} of {len(scene.gpus)} busy boards work, at {ratio:.1f} times the power of the others, who wait"
+    )
+    return _verdict(scene, PowerState.STRAGGLER, 0.6 * scene.profile.certain, why, (PowerState.HANG, 0.3), working)
+
+
+def _slowed_down(scene: Scene) -> Verdict | None:
+    """The board itself says that heat or power supply holds it back, while it is busy."""
+    slowed = [
+        g
+        for g in scene.gpus
+        if g.gpu.throttle_reasons
+        and g.gpu.throttle_reasons & SLOWDOWNS
+        and (g.gpu.utilization_percent or 0.0) >= BUSY_PERCENT
+    ]
+    if not slowed:
+        return None
+    reasons = sorted(set().union(*(g.gpu.throttle_reasons or frozenset() for g in slowed)) & SLOWDOWNS)
+    return _verdict(scene, PowerState.THROTTLE, 0.8, f"{len(slowed)} boards report {', '.join(reasons)}", None, slowed)
+
+
+def _stalled(scene: Scene) -> Verdict | None:
+    """The steps stand: that decides. Power and shape only say how sure, and who."""
+    if scene.progress is not ProgressWord.STALLED:
+        return None
+    shape = scene.picture.shape
+    who = _left_behind(scene)
+    if shape is Shape.RANK0_LOW_REST_BUSY and scene.at_floor:
+        why = "Steps stand and rank 0 alone is low at the power floor: a save that does not end, or a deadlock in it"
+        return _verdict(scene, PowerState.HANG, 0.65, why, (PowerState.CHECKPOINT, 0.35), who)
+    confidence = 0.95 if scene.at_floor else 0.6
+    why = "Steps stand at the power floor" if scene.at_floor else "Steps stand although power is above the floor"
+    return _verdict(scene, PowerState.HANG, confidence, why, (PowerState.WAITING, 0.1), who)
+
+
+def _left_behind(scene: Scene) -> tuple[RankGpu, ...]:
+    lone = (Shape.ONE_LOW_REST_BUSY, Shape.RANK0_LOW_REST_BUSY, Shape.ONE_BUSY_REST_LOW)
+    return scene.picture.standing_out if scene.picture.shape in lone else ()
+
+
+def _at_the_floor(scene: Scene) -> Verdict | None:
+    """Idle with a context, checkpoint and deadlock draw the same here: the shape separates them, never surely."""
+    if not scene.at_floor:
+        return None
+    shape, sure = scene.picture.shape, scene.profile.certain
+    advancing = scene.progress is ProgressWord.ADVANCING
+    if advancing and shape is not Shape.RANK0_LOW_REST_BUSY:
+        why = "Steps advance although power is near the floor: light work, or a poor link"
+        return _verdict(scene, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.3))
+    if shape is Shape.RANK0_LOW_REST_BUSY:
+        why = "Rank 0 alone is low and the rest spins at the power floor: rank 0 gathers and writes"
+        return _verdict(scene, PowerState.CHECKPOINT, 0.75 * sure, why, (PowerState.HANG, 0.25))
+    if shape is Shape.ONE_LOW_REST_BUSY:
+        if len(scene.gpus) < 3:
+            why = "One of two boards is low and the other spins at the power floor"
+            return _verdict(scene, PowerState.HANG, 0.5 * sure, why, (PowerState.CHECKPOINT, 0.4), _left_behind(scene))
+        why = "One rank is low and all others spin at the power floor: it is not in the collective that they wait in"
+        return _verdict(scene, PowerState.HANG, 0.85 * sure, why, (PowerState.CHECKPOINT, 0.15), _left_behind(scene))
+    if shape is Shape.ALL_BUSY:
+        why = "All boards read busy and none draws more than spinning does"
+        return _verdict(scene, PowerState.HANG, 0.65 * sure, why, (PowerState.WAITING, 0.3))
+    if shape is Shape.ALL_LOW:
+        held = "memory is held" if scene.held else "memory is unknown"
+        why = f"No board works and {held}: start-up, a pause between phases, or processes that no longer feed them"
+        return _verdict(scene, PowerState.IDLE, 0.5, why, (PowerState.HANG, 0.35))
+    if shape is Shape.ONE_BUSY_REST_LOW:
+        why = "One board is busy at the power floor, the rest is low: one rank waits for the others, or works alone"
+        return _verdict(scene, PowerState.WAITING, 0.4, why, (PowerState.HANG, 0.4), _left_behind(scene))
+    if shape is Shape.TWO_GROUPS:
+        why = "Two groups at the power floor: some ranks wait in a collective that the others are not in"
+        return _verdict(scene, PowerState.WAITING, 0.4, why, (PowerState.HANG, 0.4), scene.picture.standing_out)
+    why = "Utilisation scatters near the power floor: boards are fed now and then"
+    return _verdict(scene, PowerState.STARVATION, 0.45, why, (PowerState.WAITING, 0.35))
+
+
+def _above_the_floor(scene: Scene) -> Verdict:
+    """Real work of some kind: bands where the board has them, else the share of the limit. In no band is an answer."""
+    profile, shape, watts = scene.profile, scene.picture.shape, scene.watts
+    advancing = scene.progress is ProgressWord.ADVANCING
+    if shape is Shape.ALL_BUSY:
+        if profile.communication is not None and watts in profile.communication:
+            why = "All ranks are evenly busy in the band of communication"
+            return _verdict(scene, PowerState.COMMUNICATION, 0.75 * profile.certain, why, (PowerState.COMPUTE, 0.2))
+        if watts >= profile.compute_watts:
+            return _verdict(scene, PowerState.COMPUTE, 0.9, "All ranks are busy at the power of plain compute")
+        if advancing or any(watts in band for band in profile.light):
+            why = "All ranks are evenly busy below the compute plateau, as light healthy training of this board is"
+            return _verdict(scene, PowerState.COMPUTE, 0.7 if advancing else 0.45, why, (PowerState.COMMUNICATION, 0.3))
+        if watts <= profile.floor_watts:
+            return _verdict(
+                scene, PowerState.UNKNOWN, 0.3, "Some boards spin at the floor, some do not", (PowerState.HANG, 0.3)
+            )
+        why = "All ranks are evenly busy, well above the floor and below the compute plateau"
+        return _verdict(scene, PowerState.COMMUNICATION, 0.45, why, (PowerState.COMPUTE, 0.4))
+    if shape is Shape.SCATTER:
+        if watts >= profile.compute_watts:
+            why = "Power of plain compute; utilisation dips on some ranks"
+            return _verdict(scene, PowerState.COMPUTE, 0.65, why, (PowerState.STARVATION, 0.25))
+        in_band = profile.starvation is not None and watts in profile.starvation
+        why = "Utilisation scatters over the ranks at middling power: the bottleneck lies upstream of the boards"
+        return _verdict(scene, PowerState.STARVATION, 0.75 if in_band else 0.55, why, (PowerState.COMPUTE, 0.25))
+    if shape in (Shape.ALL_LOW, Shape.UNKNOWN):
+        why = "Power is above the floor while utilisation reads low: a moment between two kernels"
+        return _verdict(scene, PowerState.UNKNOWN, 0.3, why, (PowerState.COMPUTE, 0.3))
+    if watts >= profile.compute_watts:
+        why = "Most boards draw the power of plain compute; some read low at this moment"
+        return _verdict(scene, PowerState.COMPUTE, 0.5, why, (PowerState.STARVATION, 0.3), _left_behind(scene))
+    why = "Boards work unevenly and draw more than spinning does: in no band"
+    return _verdict(scene, PowerState.UNKNOWN, 0.35, why, (PowerState.STARVATION, 0.3), _left_behind(scene))
