@@ -1,0 +1,194 @@
+"""Can this node be watched? Each step on the way to a running probe, with what was seen and what to fix."""
+
+from __future__ import annotations
+
+import shlex
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import paramiko
+
+from collectors.clock import Clock
+from collectors.probe.payload import PYTHONS
+from collectors.probe.request import ProbeRequest
+from collectors.samples import HostStatus
+from collectors.ssh.gateways import Connection, Connector
+from collectors.ssh.hosts import HostRoute, resolve
+from collectors.ssh.keys import KeyRing
+from collectors.ssh.link import SshSettings
+from collectors.ssh.login import Attempt
+from collectors.ssh.refusal import Refusal, unreachable, words_of
+
+MOST_ANSWER_BYTES: Final = 256 * 1024
+STAGES: Final = 6  # name, TCP, handshake, authentication, session, answer
+
+
+@dataclass(frozen=True, slots=True)
+class CheckStep:
+    """One thing looked at. `ok` is None where it is missing and not needed."""
+
+    name: str  # "login", "python", "gpu tools", "path /mnt/run"
+    ok: bool | None
+    detail: str
+    advice: str = ""
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.detail}; {self.advice}" if self.advice else self.detail
+
+
+@dataclass(frozen=True, slots=True)
+class HostCheck:
+    """What stands between us and this node: `status` is OK when a probe can run and see GPUs and paths."""
+
+    node: str
+    status: HostStatus
+    steps: tuple[CheckStep, ...]
+    notes: tuple[str, ...] = ()  # directives of ssh_config that are not honoured
+
+    @property
+    def ok(self) -> bool:
+        return all(step.ok is not False for step in self.steps)
+
+
+def check_host(
+    node: str, settings: SshSettings, request: ProbeRequest | None = None, clock: Clock | None = None
+) -> HostCheck:
+    """Log in and look, in a few times the connect timeout at most. Writes nothing on the node and raises nothing."""
+    attempt = Attempt(node, clock or Clock(), settings.connect_timeout_seconds)
+    notes: tuple[str, ...] = ()
+    # paramiko waits without limit for the answer to exec: then its socket is shut.
+    guard = threading.Timer(STAGES * attempt.real_timeout_seconds, attempt.abort)
+    guard.daemon = True
+    guard.start()
+    try:
+        resolution = resolve(node, settings)
+        notes = resolution.notes
+        connection = Connector(KeyRing(settings.passphrase)).connect(resolution.route, attempt)
+        try:
+            answer = ask(connection, script(request or ProbeRequest()), attempt)
+        finally:
+            connection.close()
+            connection.join(1.0)
+    except Refusal as refusal:
+        step = CheckStep("login", False, refusal.detail, refusal.advice)
+        return HostCheck(node, refusal.status, (step,), notes)
+    finally:
+        guard.cancel()
+    steps = (CheckStep("login", True, login_words(resolution.route)), *steps_of(answer))
+    failed = next((step for step in steps if step.ok is False), None)
+    status = HostStatus.OK
+    if failed is not None:
+        status = HostStatus.DRIVER_DOWN if failed.name == "GPU tools" else HostStatus.PARSE_ERROR
+    return HostCheck(node, status, steps, notes)
+
+
+def login_words(route: HostRoute) -> str:
+    through = f" through {route.via.name}" if route.via else ""
+    return f"{route.user}@{route.place}{through}: host key known, login accepted"
+
+
+def script(request: ProbeRequest) -> str:
+    """POSIX shell that prints "name<TAB>verdict<TAB>words" lines. Paths are quoted; a pattern must match a file."""
+    lines = [
+        'say() { printf \'%s\\t%s\\t%s\\n\' "$1" "$2" "$3"; }',
+        'PATH="$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/nvidia/bin"',
+        f'for p in {PYTHONS}; do "$p" -c "import sys;sys.exit(sys.version_info<(3,8))" >/dev/null 2>&1 && '
+        'python="$p: $("$p" --version 2>&1)" && break; done; say python "${python:+yes}" "$python"',
+        "smi=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>&1) && "
+        'say smi yes "$(echo "$smi" | sort | uniq -c | tr -s " \\n" " ")" || say smi no "$(echo "$smi" | head -n 1)"',
+    ]
+    for directory in (*request.run_directories, *request.checkpoint_directories):
+        path = shlex.quote(directory)
+        lines.append(
+            f"if [ ! -e {path} ]; then say {path} absent ''; elif [ -r {path} ] && [ -x {path} ]; "
+            f"then say {path} yes ''; else say {path} no ''; fi"
+        )
+    for source in request.logs:
+        # The pattern is expanded by the shell: everything but its wildcards is quoted.
+        pattern = "".join(c if c in "*?[]" else shlex.quote(c) for c in source.path)
+        name = shlex.quote(source.path)
+        lines.append(
+            f'set -- {pattern}; if [ ! -e "$1" ]; then say {name} absent \'\'; elif [ -r "$1" ]; '
+            f"then say {name} yes ''; else say {name} no ''; fi"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def ask(connection: Connection, text: str, attempt: Attempt) -> str:
+    """What the node's shell answers. Raises Refusal."""
+    attempt.enter("asking the node's shell")
+    ends = time.monotonic() + attempt.real_timeout_seconds
+    try:
+        channel = connection.transport.open_session(timeout=attempt.real_timeout_seconds)
+        channel.settimeout(attempt.real_timeout_seconds)
+        channel.exec_command("exec /bin/sh -s")
+        channel.sendall(text.encode("utf-8", "surrogateescape"))
+        channel.shutdown_write()
+        answer = b""
+        while len(answer) < MOST_ANSWER_BYTES:
+            channel.settimeout(max(0.05, ends - time.monotonic()))
+            data = channel.recv(65536)
+            if not data:
+                break
+            answer += data
+    except TimeoutError:
+        raise unreachable(
+            f"logged in, and the node's shell did not answer in {attempt.timeout_seconds:.0f} s",
+            "a hung nvidia-smi, or a file system that hangs",
+        ) from None
+    except paramiko.ChannelException as error:
+        raise unreachable(f"logged in, and refused a session: {error.text}", "MaxSessions of its sshd") from None
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        raise unreachable(f"logged in, and could not run a command: {words_of(error)}") from None
+    return answer.decode("utf-8", "replace")
+
+
+def steps_of(answer: str) -> Iterator[CheckStep]:
+    """The script's answer as steps; one failed step if there is nothing of it."""
+    rows = [row.split("\t") for row in answer.splitlines()]
+    said = [(name, verdict, words) for name, verdict, words in (row for row in rows if len(row) == 3)]
+    if not any(name == "python" for name, _, _ in said):
+        yield CheckStep(
+            "shell",
+            False,
+            f"commands do not run: the node answered {answer[:80]!r}",
+            "a forced command, or a login shell that refuses?",
+        )
+        return
+    for name, verdict, words in said:
+        if name == "python":
+            yield _python_step(verdict, words)
+        elif name == "smi":
+            yield _smi_step(verdict, words)
+        elif verdict == "yes":
+            yield CheckStep(f"path {name}", True, f"{name} can be read")
+        elif verdict == "absent":
+            yield CheckStep(
+                f"path {name}",
+                None,
+                f"{name} does not exist on the node",
+                "right before the job's first start, else not",
+            )
+        else:
+            yield CheckStep(f"path {name}", False, f"{name} cannot be read", "give our user the right to read it")
+
+
+def _python_step(verdict: str, words: str) -> CheckStep:
+    if verdict == "yes":
+        return CheckStep("python", True, words)
+    return CheckStep(
+        "python",
+        None,
+        "no Python 3.8 or later",
+        "the shell probe is used: no NVML, no logs, no checkpoints",
+    )
+
+
+def _smi_step(verdict: str, words: str) -> CheckStep:
+    if verdict == "yes":
+        return CheckStep("GPU tools", True, f"nvidia-smi sees {words.strip()}")
+    return CheckStep("GPU tools", False, f"nvidia-smi fails: {words.strip()}", "install or repair the driver")

@@ -1,0 +1,16 @@
+"""A site of real OpenSSH servers, ended with its test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.collectors.ssh.real_sshd import Site, site
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Site]:
+    with site(tmp_path) as made:
+        yield made
