@@ -148,8 +148,8 @@ class Engine:
         findings = [] if blind is None else [blind]
         delays: list[float] = []
         for desk in due:
-            sample = desk.assembler.assemble(links, now, wall)
-            found = desk.judge(sample, self._profile_of(sample), now)
+            job_sample = desk.assembler.assemble(links, now, wall)
+            found = desk.judge(job_sample, self._profile_of(job_sample), now)
             delays += self._delays(desk.spec.name, found, now)
             findings += found
         self._telling.observe(findings, frozenset({"", *(desk.spec.name for desk in due)}), now, wall)

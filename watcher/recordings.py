@@ -14,9 +14,10 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
 from collectors.samples import HostStatus, NodeSample
 from collectors.ssh.link import NodeLink
@@ -28,6 +29,7 @@ FORMAT: Final = "wattwatch-recording"
 VERSION: Final = 1
 MAGIC: Final = b"\x1f\x8b"
 LONGEST_LINE_BYTES: Final = 1 << 20
+SPECS: Final = TypeAdapter(list[JobSpec])
 
 
 class RecordingError(Exception):
@@ -56,7 +58,7 @@ class Recorder:
 
     def __init__(self, path: Path, specs: Sequence[JobSpec]) -> None:
         self._lock = threading.Lock()
-        self._file: IO[bytes] | None = gzip.open(path, "wb", compresslevel=5)  # noqa: SIM115 - closed by close()
+        self._file: gzip.GzipFile | None = gzip.GzipFile(path, "wb", compresslevel=5)
         self._links: dict[str, tuple[HostStatus, str]] = {}
         self.error: str | None = None
         self._write({"format": FORMAT, "version": VERSION, "jobs": [asdict(spec) for spec in specs]})
@@ -107,15 +109,10 @@ def open_recording(path: Path) -> Recording:
             raise KeyError("format")
         if header["version"] != VERSION:
             raise RecordingError(f"{path}: recording version {header['version']}; this wattwatch reads {VERSION}")
-        specs = tuple(_spec(job) for job in header["jobs"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+        specs = tuple(SPECS.validate_python(header["jobs"]))
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError):
         raise RecordingError(f"{path}: not a wattwatch recording (no header line)") from None
     return Recording(specs, _moments(lines, specs))
-
-
-def _spec(fields: Mapping[str, Any]) -> JobSpec:
-    known = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items() if k in JobSpec.__slots__}
-    return JobSpec(**known)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

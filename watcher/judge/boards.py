@@ -1,0 +1,135 @@
+"""Broken boards: lost, wanting a reset, vanished from the list, or named by a fatal Xid in the kernel log."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Final
+
+from collectors.samples import KernelEvent, Reason
+from watcher.judge.job_sample import NodeState
+from watcher.judge.look import Held, Look
+from watcher.judge.verdict import Suspect
+
+# A reading may fail once; a board that fails on two rounds is broken. Lost and reset are said by the driver: at once.
+UNREADABLE_ROUNDS: Final = 2
+# The kernel says a thing once: it is remembered this long, or until the board is seen healthy after a restart.
+XID_SECONDS: Final = 900.0
+# Lines are sent again after a reconnect; an old one is history.
+NEWS_SECONDS: Final = 120.0
+PCI: Final = re.compile(r"(?:(?P<domain>[0-9a-f]{1,8}):)?(?P<bus>[0-9a-f]{2}):(?P<device>[0-9a-f]{2})(?:\.[0-9a-f])?")
+
+
+@cache
+def fatal_xids() -> Mapping[int, str]:
+    """Code -> what it means, from xid.toml."""
+    table = tomllib.loads(resources.files(__package__).joinpath("xid.toml").read_text("utf-8"))
+    return {int(code): meaning for code, meaning in table["faults"].items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenBoard:
+    """One board and everything that says it is broken."""
+
+    suspect: Suspect
+    key: str  # UUID, PCI id or index: what the episode is about
+    evidence: tuple[str, ...]
+    since_seconds: float  # when it was first told
+
+
+class Boards:
+    """Follows the boards of one job."""
+
+    def __init__(self) -> None:
+        self._unreadable: dict[tuple[str, str], Held] = {}
+        self._xids: dict[tuple[str, str], tuple[float, KernelEvent]] = {}
+        self._known_lines: set[tuple[str, str]] = set()
+        self._since: dict[tuple[str, str], float] = {}
+
+    def look(self, look: Look) -> tuple[BrokenBoard, ...]:
+        """All boards that are broken now, one entry a board, with every witness of it."""
+        for node in look.sample.nodes:
+            self._read_kernel(node, look.now)
+        found: dict[tuple[str, str], tuple[Suspect, list[str]]] = {}
+        for suspect, key, words in (*self._told(look), *self._named_by_kernel(look)):
+            entry = found.setdefault((suspect.node, key), (suspect, []))
+            if words not in entry[1]:
+                entry[1].append(words)
+        self._since = {place: self._since.get(place, look.now) for place in found}
+        return tuple(
+            BrokenBoard(suspect, place[1], tuple(words), self._since[place])
+            for place, (suspect, words) in found.items()
+        )
+
+    def _read_kernel(self, node: NodeState, now: float) -> None:
+        for event in node.kernel_events:
+            line = (node.node, event.text)
+            if event.xid not in fatal_xids() or line in self._known_lines:
+                continue
+            self._known_lines.add(line)
+            if event.age_seconds is None or event.age_seconds <= NEWS_SECONDS:
+                self._xids[(node.node, (event.pci_bus_id or "?").lower())] = (now, event)
+
+    def _told(self, look: Look) -> Iterator[tuple[Suspect, str, str]]:
+        """What the boards themselves, or their absence, say."""
+        for node in look.sample.nodes:
+            for missing in node.missing_gpus:
+                suspect = Suspect(node.node, missing.index)
+                yield suspect, self._key(look, node.node, missing.index, missing.pci_bus_id), missing.text
+        faulty = set()
+        for ranked in look.sample.gpus:
+            fault = ranked.gpu.fault
+            if fault is None:
+                continue
+            place = (ranked.node, ranked.gpu.key)
+            faulty.add(place)
+            held = self._unreadable.setdefault(place, Held())
+            held.look(True, look)
+            if fault is Reason.UNREADABLE and held.rounds < UNREADABLE_ROUNDS:
+                continue
+            fields = ", ".join(sorted(name for name, reason in ranked.gpu.reasons.items() if reason is fault)[:4])
+            words = f"GPU {ranked.gpu.index} {fault.value.replace('_', ' ')}: {fields}"
+            key = self._key(look, ranked.node, ranked.gpu.index, ranked.gpu.pci_bus_id)
+            yield Suspect(ranked.node, ranked.gpu.index, ranked.rank), key, words
+        for place in [place for place in self._unreadable if place not in faulty]:
+            del self._unreadable[place]
+
+    def _named_by_kernel(self, look: Look) -> Iterator[tuple[Suspect, str, str]]:
+        for (node, pci), (since, event) in list(self._xids.items()):
+            if look.now - since > XID_SECONDS:
+                del self._xids[(node, pci)]
+                continue
+            ranked = next((g for g in look.sample.gpus if g.node == node and _same_board(g.gpu.pci_bus_id, pci)), None)
+            index = ranked.gpu.index if ranked is not None else None
+            rank = ranked.rank if ranked is not None else None
+            meaning = fatal_xids()[event.xid or 0]
+            yield (
+                Suspect(node, index, rank),
+                self._key(look, node, index, pci),
+                f"Xid {event.xid} ({meaning}): {event.text}",
+            )
+
+    def _key(self, look: Look, node: str, index: int | None, pci: str | None) -> str:
+        """One name for a board however a witness names it: its PCI id where any sample tells it, else its index."""
+        if pci is not None:
+            return short_pci(pci)
+        for ranked in look.sample.gpus:
+            if ranked.node == node and ranked.gpu.index == index and ranked.gpu.pci_bus_id:
+                return short_pci(ranked.gpu.pci_bus_id)
+        return "?" if index is None else str(index)
+
+
+def short_pci(bus_id: str) -> str:
+    """Four digits of domain, bus and device, lower case: tools write 00000000:9B:00.0, kernels 0000:9b:00."""
+    match = PCI.fullmatch(bus_id.strip().lower())
+    return (
+        bus_id.lower() if match is None else f"{int(match['domain'] or '0', 16):04x}:{match['bus']}:{match['device']}"
+    )
+
+
+def _same_board(one: str | None, other: str) -> bool:
+    return one is not None and short_pci(one) == short_pci(other)

@@ -1,0 +1,200 @@
+"""Verdicts over time -> what is wrong with a job. Pure: the time is an argument, nothing is read or written.
+
+Progress decides whether, power and shape decide what kind and who. All is counted in rounds of new samples and seconds
+that were seen: a gap proves nothing. The detector repeats each finding for as long as it is true.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from watcher.judge import rules
+from watcher.judge.boards import Boards
+from watcher.judge.finding import AlertName, Finding, JobState
+from watcher.judge.hang import Hang
+from watcher.judge.job_sample import JobSample, JobSpec
+from watcher.judge.look import GAP_INTERVALS, Look
+from watcher.judge.pace import Pace
+from watcher.judge.processes import DONE, Processes
+from watcher.judge.saving import Saving
+from watcher.judge.sight import Sight
+from watcher.judge.verdict import PowerState, Verdict
+
+PAUSES: Final = frozenset({"save", "eval", "load"})
+STATE_OF: Final = {
+    PowerState.COMPUTE: JobState.COMPUTING,
+    PowerState.COMMUNICATION: JobState.COMMUNICATING,
+    PowerState.CHECKPOINT: JobState.CHECKPOINTING,
+    PowerState.WAITING: JobState.WAITING,
+    PowerState.IDLE: JobState.WAITING,
+    PowerState.HANG: JobState.WAITING,
+}
+
+
+class Detector:
+    """Holds what must be remembered of one job between looks. `observe` is the only way in."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self._last_seconds: float | None = None
+        self._pace = Pace()
+        self._saving = Saving()
+        self._processes = Processes()
+        self._boards = Boards()
+        self._sight = Sight()
+        self._hang = Hang()
+        self._persistent: dict[AlertName, rules.Persisted] = {}
+        self._completed_since: float | None = None
+        self._crashed_since: float | None = None
+        self._wasted: dict[str, float] = {}
+        self.state = JobState.UNKNOWN
+        self.state_since = 0.0
+        self.reason = "not looked at yet"
+
+    @property
+    def wasted_gpu_seconds(self) -> Mapping[str, float]:
+        """Seconds of boards that did no useful work, by the alert that says why; only time that was seen."""
+        return self._wasted
+
+    def observe(self, verdict: Verdict, job_sample: JobSample, now: float) -> tuple[Finding, ...]:
+        """Everything that is wrong with the job at `now` (control host's monotonic seconds, never going back)."""
+        look = self._look(verdict, job_sample, now)
+        self._saving.look(look)
+        self._processes.look(look)
+        self._pace.look(look, pausing=bool(PAUSES & look.phases) or self._saving.save is not None)
+        if self._pace.restarted or self._processes.renewed:
+            self._start_again()
+        findings = self._findings(look)
+        for finding in findings:
+            if finding.gpus_idle:
+                name = finding.alert.value
+                self._wasted[name] = self._wasted.get(name, 0.0) + finding.gpus_idle * look.seen_seconds
+        self._set_state(look, findings)
+        return findings
+
+    def _look(self, verdict: Verdict, sample: JobSample, now: float) -> Look:
+        since = None if self._last_seconds is None else now - self._last_seconds
+        self._last_seconds = now
+        gap = since is not None and since > GAP_INTERVALS * self._spec.interval_seconds
+        return Look(self._spec, verdict, sample, now, 0.0 if since is None or gap else since, gap)
+
+    def _start_again(self) -> None:
+        """The job was started again: what was wrong with the run before is history."""
+        self._hang.clear()
+        self._completed_since = self._crashed_since = None
+        for held in self._persistent.values():
+            held.clear()
+
+    def _findings(self, look: Look) -> tuple[Finding, ...]:
+        found: list[Finding] = [*self._sight.look(look, self._pace)]
+        found += [rules.gpu_fault(look, board) for board in self._boards.look(look)]
+        ended = self._ended(look)
+        if ended is not None:
+            return (*found, ended)
+        somebody_missing = self._processes.just_gone
+        hang = self._hang.look(look, self._pace, self._saving, suppressed=somebody_missing)
+        stalled_save = rules.checkpoint_stalled(look, self._saving)
+        if stalled_save is not None:
+            found.append(stalled_save)
+        elif hang is not None:
+            found.append(hang)
+        else:
+            found += self._slow_findings(look)
+        overdue = rules.checkpoint_overdue(look, self._saving)
+        if overdue is not None:
+            found.append(overdue)
+        return tuple(found)
+
+    def _ended(self, look: Look) -> Finding | None:
+        """Completion and crash: processes that were there are gone."""
+        gone = self._processes.gone()
+        leaving = bool(gone) and look.alive is False
+        if self._is_final(look) and (leaving or look.phases == frozenset({DONE})):
+            self._completed_since = look.now if self._completed_since is None else self._completed_since
+            return rules.completed(look, self._completed_since, self._saving.newest_complete)
+        if self._completed_since is not None:
+            return rules.completed(look, self._completed_since, self._saving.newest_complete)
+        if gone and not self._is_final(look):
+            self._crashed_since = look.now if self._crashed_since is None else self._crashed_since
+            return rules.crashed(look, self._crashed_since, gone, all_gone=leaving)
+        return None
+
+    def _is_final(self, look: Look) -> bool:
+        """The planned last step is reached, every rank says done, or the newest checkpoint is of the last step."""
+        progress = look.sample.progress
+        if look.phases == frozenset({DONE}):
+            return True
+        if progress.step is None:
+            return False
+        if progress.total_steps is not None:
+            return progress.step >= progress.total_steps
+        newest = self._saving.newest_complete
+        return newest is not None and newest.step is not None and newest.step >= progress.step
+
+    def _slow_findings(self, look: Look) -> list[Finding]:
+        """Conditions that must persist before they are worth a message."""
+        progress = look.sample.progress
+        floor = self._spec.floor_tokens_per_second
+        rate = progress.tokens_per_second
+        loss = progress.loss
+        conditions = {
+            AlertName.JOB_STARVING: look.verdict.state is PowerState.STARVATION and self._saving.save is None,
+            AlertName.JOB_SLOW: floor is not None and rate is not None and rate < floor,
+            AlertName.STRAGGLER: look.verdict.state is PowerState.STRAGGLER,
+            AlertName.GPU_THROTTLED: look.verdict.state is PowerState.THROTTLE,
+            AlertName.LOSS_NOT_FINITE: loss is not None and not math.isfinite(loss),
+        }
+        return [
+            rules.persistent(alert, look, held, self._pace.lost_share)
+            for alert, true in conditions.items()
+            if (held := self._persist(alert, true, look)) is not None
+        ]
+
+    def _persist(self, alert: AlertName, true: bool, look: Look) -> rules.Persisted | None:
+        """Most of the recent looks, not each: starvation scatters over time as well, and one busy moment is no cure."""
+        held = self._persistent.setdefault(alert, rules.Persisted())
+        held.look(true, look)
+        readable = look.sample.progress.readable
+        return held if held.seconds >= rules.persist_seconds(alert, readable) else None
+
+    def _set_state(self, look: Look, findings: tuple[Finding, ...]) -> None:
+        state, reason = self._state_of(look, {finding.alert: finding for finding in findings})
+        if state is not self.state:
+            self.state, self.state_since = state, look.now
+        self.reason = reason
+
+    def _state_of(self, look: Look, found: Mapping[AlertName, Finding]) -> tuple[JobState, str]:
+        for alert, state in (
+            (AlertName.JOB_COMPLETED, JobState.COMPLETED),
+            (AlertName.JOB_CRASHED, JobState.CRASHED),
+            (AlertName.CHECKPOINT_STALLED, JobState.CHECKPOINTING),
+        ):
+            if alert in found:
+                return state, found[alert].summary
+        hung = found.get(AlertName.JOB_HUNG)
+        if hung is not None and hung.confirmed:
+            return JobState.HUNG, hung.summary
+        if self._saving.save is not None:
+            return JobState.CHECKPOINTING, f"a checkpoint is being written since {self._saving.save.seconds:.0f} s"
+        if AlertName.JOB_STARVING in found:
+            return JobState.STARVING, found[AlertName.JOB_STARVING].summary
+        if not look.sample.gpus and not look.sample.progress.readable:
+            return JobState.UNKNOWN, look.verdict.why
+        if look.alive is False and not look.sample.progress.readable:
+            return JobState.IDLE, "no process of the job is on any node that answers"
+        if self._pace.advances == 0 and look.verdict.state in (PowerState.IDLE, PowerState.WAITING, PowerState.UNKNOWN):
+            return JobState.STARTING, "no step seen yet"
+        return self._state_of_power(look)
+
+    def _state_of_power(self, look: Look) -> tuple[JobState, str]:
+        state = STATE_OF.get(look.verdict.state)
+        if state is JobState.WAITING and look.alive is False:
+            return JobState.IDLE, look.verdict.why
+        if state is not None:
+            return state, look.verdict.why
+        usual, stalled = self._pace.usual_seconds, self._pace.stalled_seconds
+        if usual is not None and stalled is not None and stalled <= 2 * usual:
+            return JobState.COMPUTING, f"steps advance, one change in {usual:.1f} s at most; {look.verdict.why}"
+        return JobState.UNKNOWN, look.verdict.why

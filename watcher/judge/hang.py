@@ -1,0 +1,157 @@
+"""Does the job hang? The step counter decides; the picture suspects, within two rounds, and says who.
+
+Two ways in. (1) The counter stands for longer than the job's own stall limit: confirmed. (2) The power and utilisation
+signature of a deadlock on two rounds, after the job was seen to work: said at once as a suspicion, confirmed when the
+counter agrees. Without a readable counter the signature must last: hang shapes other than rank 0 alone never lasted
+10 s in 13.9 h of healthy public logs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding, Severity
+from watcher.judge.look import Held, Look
+from watcher.judge.pace import Pace
+from watcher.judge.saving import Saving
+from watcher.judge.verdict import PowerState, Shape, Suspect
+
+SUSPECT_ROUNDS: Final = 2
+# Without a readable counter.
+BLIND_SUSPECT_SECONDS: Final = 60.0
+BLIND_CONFIRM_SECONDS: Final = 300.0
+# While the boards work at full power a standing counter may be a long evaluation or a log that lags.
+WORKING_FACTOR: Final = 3.0
+WORKING_LEAST_SECONDS: Final = 600.0
+EVAL_CEILING_SECONDS: Final = 1800.0
+FIRST_STEP_SECONDS: Final = 1800.0
+# How far above the floor the boards must have been for the job to count as one that worked.
+WORKED_ROUNDS: Final = 3
+# A signature that flickers off for one round is still there.
+LEAVE_ROUNDS: Final = 2
+WORKING: Final = frozenset({PowerState.COMPUTE, PowerState.COMMUNICATION, PowerState.STARVATION})
+BUSY_PHASES: Final = frozenset({"save", "eval", "load", "done"})
+
+
+class Hang:
+    """Follows one job's suspicion and its confirmation."""
+
+    def __init__(self) -> None:
+        self._signature = Held()
+        self._away = Held()
+        self._worked = 0
+        self._suspects: tuple[Suspect, ...] = ()
+        self._picture = ""
+
+    def clear(self) -> None:
+        self._signature.clear()
+        self._away.clear()
+        self._worked = 0
+        self._suspects = ()
+
+    def look(self, look: Look, pace: Pace, saving: Saving, *, suppressed: bool) -> Finding | None:
+        """`suppressed`: a process is missing, so what the others do is its consequence."""
+        if look.verdict.state in WORKING:
+            self._worked += 1
+        self._follow_signature(look, pace, saving, suppressed)
+        if suppressed:
+            return None
+        return self._by_counter(look, pace, saving) or self._by_signature(look, pace)
+
+    def _follow_signature(self, look: Look, pace: Pace, saving: Saving, suppressed: bool) -> None:
+        pictured = (
+            look.verdict.state is PowerState.HANG
+            and look.sample.complete
+            and self._worked >= WORKED_ROUNDS
+            and saving.save is None
+            and not BUSY_PHASES & look.phases
+            and not suppressed
+        )
+        if pictured:
+            self._away.clear()
+            self._signature.look(True, look)
+            self._suspects, self._picture = look.verdict.suspects, look.verdict.why
+            return
+        if self._signature.since is None:
+            return
+        self._away.look(True, look)
+        advanced = pace.stalled_seconds == 0.0
+        if look.gap or advanced or self._away.rounds >= LEAVE_ROUNDS:
+            self._signature.clear()
+            self._away.clear()
+            self._suspects = ()
+
+    def _by_counter(self, look: Look, pace: Pace, saving: Saving) -> Finding | None:
+        """The counter stands too long, the processes live, and nothing that takes its time is going on."""
+        stalled = pace.stalled_seconds
+        if stalled is None or look.alive is False or saving.within_limit:
+            return None
+        limit = pace.limit_seconds(look)
+        if pace.advances == 0:
+            # Not one step seen: the first may compile, or the watcher came late.
+            limit = max(limit, FIRST_STEP_SECONDS)
+        if "eval" in look.phases:
+            limit = max(limit, EVAL_CEILING_SECONDS)
+        elif "load" in look.phases:
+            return None
+        elif look.verdict.state in WORKING:
+            limit = max(WORKING_FACTOR * limit, WORKING_LEAST_SECONDS)
+        if stalled <= limit:
+            return None
+        step = look.sample.progress.step
+        usual = pace.usual_seconds or look.sample.progress.line_interval_seconds
+        pace_words = f"; a step usually shows every {usual:.1f} s" if usual is not None else ""
+        evidence = (
+            f"step {step:,} stands for {stalled:.0f} s, longer than the limit of {limit:.0f} s{pace_words}",
+            self._picture if self._suspects or self._signature.since is not None else look.verdict.why,
+        )
+        suspects = self._suspects or self._left_behind(look)
+        return self._finding(look, look.now - stalled + (usual or 0.0), evidence, suspects, confirmed=True)
+
+    def _left_behind(self, look: Look) -> tuple[Suspect, ...]:
+        """Who stands out in the picture, where the picture is one of a hang."""
+        lone = (Shape.ONE_LOW_REST_BUSY, Shape.RANK0_LOW_REST_BUSY, Shape.ONE_BUSY_REST_LOW)
+        return look.verdict.suspects if look.verdict.shape in lone else ()
+
+    def _by_signature(self, look: Look, pace: Pace) -> Finding | None:
+        signature = self._signature
+        if signature.since is None or signature.rounds < SUSPECT_ROUNDS:
+            return None
+        if pace.stalled_seconds is None:
+            if signature.seconds < BLIND_SUSPECT_SECONDS:
+                return None
+            evidence = (self._picture, f"for {signature.seconds:.0f} s; the job's progress cannot be read")
+            confirmed = signature.seconds >= BLIND_CONFIRM_SECONDS
+            return self._finding(look, signature.since, evidence, self._suspects, confirmed=confirmed)
+        evidence = (
+            self._picture,
+            f"on {signature.rounds} rounds of samples; not confirmed yet: the step counter stands for "
+            f"{pace.stalled_seconds:.0f} s, the limit is {pace.limit_seconds(look):.0f} s",
+        )
+        return self._finding(look, signature.since, evidence, self._suspects, confirmed=False)
+
+    def _finding(
+        self, look: Look, since: float, evidence: tuple[str, ...], suspects: tuple[Suspect, ...], *, confirmed: bool
+    ) -> Finding:
+        boards = look.sample.expected_gpus or len(look.sample.gpus)
+        who = ", ".join(str(suspect) for suspect in suspects) or "nobody stands out"
+        step = look.sample.progress.step
+        where = "" if step is None else f" at step {step:,}" + _of(look.sample.progress.total_steps)
+        return Finding(
+            job=look.spec.name,
+            alert=AlertName.JOB_HUNG,
+            severity=DEFAULT_SEVERITY[AlertName.JOB_HUNG] if confirmed else Severity.WARNING,
+            scope="",
+            summary=f"{look.spec.name} {'hangs' if confirmed else 'may hang'}{where}: {who}.",
+            evidence=evidence,
+            advice="Collect flight-recorder dumps and stacks before the watchdog or anybody ends the job; then restart "
+            "from the last checkpoint." + (f" Look first at {who}." if suspects else ""),
+            since_seconds=since,
+            confirmed=confirmed,
+            suspects=suspects,
+            gpus_idle=boards,
+        )
+
+
+def _of(total: int | None) -> str:
+    return "" if total is None else f" of {total:,}"

@@ -1,0 +1,93 @@
+"""The job's own pace: how long its counter usually stands, and from when on it stands too long.
+
+A stall limit comes from the job's own steps and log interval: torchtitan is silent for 50 s by design. Six times the
+slowest recent interval, not under 30 s, not over 15 min (PortOS#1381 uses the same factor and ceiling).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from watcher.judge.look import Look
+
+FACTOR: Final = 6.0
+FLOOR_SECONDS: Final = 30.0
+CEILING_SECONDS: Final = 900.0
+LEAST_INTERVALS: Final = 2
+KEPT_INTERVALS: Final = 20
+
+
+class Pace:
+    """Learns from looks; forgets at a restart."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._restart: int | None = None
+        self._intervals: deque[float] = deque(maxlen=KEPT_INTERVALS)  # seconds between changes of the counter
+        self._best_seconds_per_step: float | None = None
+        self.stalled_seconds: float | None = None  # how long the counter has been seen to stand; None: no counter
+        self.advances = 0  # changes seen
+        self.restarted = False  # in this very look
+        self._pausing = False
+        self._disturbed = False
+
+    def look(self, look: Look, pausing: bool) -> None:
+        """`pausing`: the job saves, evaluates or loads; such an interval teaches nothing about its steps."""
+        progress = look.sample.progress
+        self.restarted = False
+        self._pausing = pausing
+        if progress.step is None:
+            return
+        if self._step is not None and (progress.step < self._step or progress.restart != self._restart):
+            self._forget()
+            self.restarted = True
+        if self._step is None:
+            self.stalled_seconds = progress.age_seconds or 0.0
+        elif progress.step != self._step:
+            self._learn(progress.step - self._step, look)
+            self.stalled_seconds = 0.0
+        else:
+            self.stalled_seconds = (self.stalled_seconds or 0.0) + look.seen_seconds
+        self._disturbed = (self._disturbed or pausing or look.gap) and progress.step == self._step
+        self._step, self._restart = progress.step, progress.restart
+
+    def _learn(self, steps: int, look: Look) -> None:
+        interval = (self.stalled_seconds or 0.0) + look.seen_seconds
+        self.advances += 1
+        # The first change seen began before we looked.
+        if self._disturbed or self._pausing or look.gap or self.advances == 1 or interval <= 0:
+            return
+        self._intervals.append(interval)
+        per_step = interval / steps
+        if self._best_seconds_per_step is None or per_step < self._best_seconds_per_step:
+            self._best_seconds_per_step = per_step
+
+    def _forget(self) -> None:
+        self._step = None
+        self._intervals.clear()
+        self.advances = 0
+        self.stalled_seconds = None
+        self._disturbed = False
+
+    @property
+    def usual_seconds(self) -> float | None:
+        """The slowest recent interval between two changes of the counter."""
+        return max(self._intervals) if len(self._intervals) >= LEAST_INTERVALS else None
+
+    def limit_seconds(self, look: Look) -> float:
+        """How long the counter may stand before the job counts as hung."""
+        if look.spec.stall_limit_seconds is not None:
+            return look.spec.stall_limit_seconds
+        seen = [s for s in (self.usual_seconds, look.sample.progress.line_interval_seconds) if s is not None]
+        if not seen:
+            return CEILING_SECONDS
+        return min(CEILING_SECONDS, max(FLOOR_SECONDS, FACTOR * max(seen)))
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the boards' time that is lost against the job's own best pace, 0 while nothing is learned."""
+        if self._best_seconds_per_step is None or not self._intervals:
+            return 0.0
+        recent = self._intervals[-1]
+        return max(0.0, 1.0 - self._best_seconds_per_step / recent) if recent > 0 else 0.0

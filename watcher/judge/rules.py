@@ -1,0 +1,209 @@
+"""From what was followed to findings in words: one function a kind. Numbers first, then who, then what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from collectors.samples import CheckpointEntry
+from watcher.judge.advice import ADVICE
+from watcher.judge.boards import BrokenBoard
+from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding
+from watcher.judge.look import Look
+from watcher.judge.processes import Gone
+from watcher.judge.saving import Saving
+from watcher.judge.verdict import PowerState
+
+# How long a condition must persist before it is worth a message: with a readable counter, and without.
+PERSIST_SECONDS: Final = {
+    AlertName.JOB_STARVING: (30.0, 120.0),
+    AlertName.JOB_SLOW: (60.0, 60.0),
+    AlertName.STRAGGLER: (60.0, 120.0),
+    AlertName.GPU_THROTTLED: (60.0, 60.0),
+    AlertName.LOSS_NOT_FINITE: (0.0, 0.0),
+}
+STATE_ADVICE: Final = {
+    AlertName.JOB_STARVING: ADVICE[PowerState.STARVATION],
+    AlertName.STRAGGLER: ADVICE[PowerState.STRAGGLER],
+    AlertName.GPU_THROTTLED: ADVICE[PowerState.THROTTLE],
+    AlertName.JOB_SLOW: "Compare with the job's usual pace: links, input pipeline, throttled boards, a neighbour.",
+    AlertName.LOSS_NOT_FINITE: "The run is likely lost from here: stop it, go back to a checkpoint before this step.",
+}
+
+
+@dataclass(slots=True)
+class Persisted:
+    """A condition that comes and goes by the second: seconds for it add up, each look against it takes twice as many."""
+
+    since: float | None = None
+    seconds: float = 0.0
+    looks: int = 0
+
+    def look(self, true: bool, look: Look) -> None:
+        if look.gap:
+            self.clear()
+        if true:
+            self.since = look.now if self.since is None else self.since
+            self.seconds += look.seen_seconds
+            self.looks += 1
+            return
+        self.seconds -= 2 * look.seen_seconds
+        if self.seconds <= 0:
+            self.clear()
+
+    def clear(self) -> None:
+        self.since, self.seconds, self.looks = None, 0.0, 0
+
+
+def persist_seconds(alert: AlertName, readable: bool) -> float:
+    """How long `alert` must have held; longer where no step counter can contradict it."""
+    with_counter, without = PERSIST_SECONDS[alert]
+    return with_counter if readable else without
+
+
+def persistent(alert: AlertName, look: Look, held: Persisted, lost_share: float) -> Finding:
+    """A condition that held long enough."""
+    progress = look.sample.progress
+    boards = look.sample.expected_gpus or len(look.sample.gpus)
+    rate = progress.tokens_per_second
+    evidence = [look.verdict.why]
+    summary = {
+        AlertName.JOB_STARVING: f"{look.spec.name} starves: its boards wait for data.",
+        AlertName.STRAGGLER: f"{look.spec.name}: a few boards hold up the rest.",
+        AlertName.GPU_THROTTLED: f"{look.spec.name}: boards are slowed down by heat or power.",
+        AlertName.JOB_SLOW: f"{look.spec.name} is slow: {rate or 0:,.0f} tokens a second.",
+        AlertName.LOSS_NOT_FINITE: f"{look.spec.name}: the loss is {progress.loss}.",
+    }[alert]
+    if alert is AlertName.JOB_SLOW:
+        evidence = [f"{rate or 0:,.0f} tokens/s, floor {look.spec.floor_tokens_per_second:,.0f}", *evidence]
+    if alert is AlertName.LOSS_NOT_FINITE:
+        evidence = [f"loss {progress.loss} at step {progress.step}"]
+    if alert is AlertName.JOB_STARVING:
+        waits = [s.data_wait_ms for s in progress.sources if s.data_wait_ms is not None]
+        if waits:
+            evidence.append(f"ranks wait up to {max(waits):,.0f} ms a step for data")
+    if lost_share >= 0.05 and alert in (AlertName.JOB_STARVING, AlertName.JOB_SLOW):
+        evidence.append(f"{lost_share:.0%} slower than the job's own best pace")
+    return Finding(
+        job=look.spec.name,
+        alert=alert,
+        severity=DEFAULT_SEVERITY[alert],
+        scope="",
+        summary=summary,
+        evidence=tuple(evidence),
+        advice=STATE_ADVICE[alert],
+        since_seconds=look.now if held.since is None else held.since,
+        suspects=look.verdict.suspects if alert in (AlertName.STRAGGLER, AlertName.GPU_THROTTLED) else (),
+        gpus_idle=round(boards * lost_share) if alert in (AlertName.JOB_STARVING, AlertName.JOB_SLOW) else 0,
+    )
+
+
+def gpu_fault(look: Look, board: BrokenBoard) -> Finding:
+    """One broken board, with every witness of it."""
+    return Finding(
+        job=look.spec.name,
+        alert=AlertName.GPU_FAULT,
+        severity=DEFAULT_SEVERITY[AlertName.GPU_FAULT],
+        scope=f"{board.suspect.node}/{board.key}",
+        summary=f"{board.suspect} is broken.",
+        evidence=board.evidence,
+        advice=ADVICE[PowerState.GPU_FAULT],
+        since_seconds=board.since_seconds,
+        suspects=(board.suspect,),
+        gpus_idle=1,
+    )
+
+
+def crashed(look: Look, since: float, gone: tuple[Gone, ...], *, all_gone: bool) -> Finding:
+    """Processes left without the job being done."""
+    named = [g for g in gone if g.cause] or list(gone)
+    first = named[0]
+    who = ", ".join(str(g.suspect) for g in named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
+    step = look.sample.progress.step
+    evidence = [
+        f"{len(gone)} of the job's processes are gone"
+        + (", none is left" if all_gone else "; the others wait for them"),
+        f"process {first.process.pid} ({first.process.name}) of {first.suspect}: "
+        + (first.cause or "the kernel log says nothing of its end; look into its log"),
+    ]
+    if step is not None:
+        evidence.append(
+            f"last step {step:,}"
+            + ("" if look.sample.progress.total_steps is None else f" of {look.sample.progress.total_steps:,}")
+        )
+    return Finding(
+        job=look.spec.name,
+        alert=AlertName.JOB_CRASHED,
+        severity=DEFAULT_SEVERITY[AlertName.JOB_CRASHED],
+        scope="",
+        summary=f"{look.spec.name} crashed: {who}.",
+        evidence=tuple(evidence),
+        advice="Read the log of the named rank first: the time-outs of the others follow from it. "
+        "Restart from the last checkpoint.",
+        since_seconds=since,
+        suspects=tuple(g.suspect for g in named),
+        gpus_idle=look.sample.expected_gpus or len(look.sample.gpus),
+    )
+
+
+def completed(look: Look, since: float, newest: CheckpointEntry | None) -> Finding:
+    """The job is done."""
+    step = look.sample.progress.step
+    evidence = [] if step is None else [f"last step {step:,}"]
+    if newest is not None:
+        evidence.append(f"checkpoint {newest.name} is complete, {newest.bytes / 1e9:.1f} GB")
+    return Finding(
+        job=look.spec.name,
+        alert=AlertName.JOB_COMPLETED,
+        severity=DEFAULT_SEVERITY[AlertName.JOB_COMPLETED],
+        scope="",
+        summary=f"{look.spec.name} is complete.",
+        evidence=tuple(evidence),
+        advice="Nothing to do.",
+        since_seconds=since,
+    )
+
+
+def checkpoint_stalled(look: Look, saving: Saving) -> Finding | None:
+    """A save that takes longer than its learned limit and whose files do not grow."""
+    save = saving.save
+    if save is None or saving.within_limit or not (save.by_heartbeat or save.entry is not None):
+        return None
+    evidence = [f"a save is under way for {save.seconds:.0f} s; the limit is {saving.limit_seconds:.0f} s"]
+    if save.entry is not None:
+        evidence.append(
+            f"{save.entry.name}: {save.entry.bytes / 1e9:.1f} GB, no byte for {save.quiet_seconds or 0:.0f} s"
+        )
+    evidence += [
+        f"{node.node}: {call.call} has not returned for {call.age_seconds:.0f} s"
+        for node in look.sample.nodes
+        for call in node.hung_calls
+    ]
+    return Finding(
+        job=look.spec.name,
+        alert=AlertName.CHECKPOINT_STALLED,
+        severity=DEFAULT_SEVERITY[AlertName.CHECKPOINT_STALLED],
+        scope="",
+        summary=f"{look.spec.name}: the checkpoint does not get finished.",
+        evidence=tuple(evidence),
+        advice="Look at the file system of the checkpoint directory: space, servers, processes in state D.",
+        since_seconds=look.now - save.seconds,
+        gpus_idle=look.sample.expected_gpus or len(look.sample.gpus),
+    )
+
+
+def checkpoint_overdue(look: Look, saving: Saving) -> Finding | None:
+    """No complete checkpoint for twice the configured interval."""
+    every, newest = look.spec.checkpoint_every_seconds, saving.newest_complete
+    if every is None or newest is None or newest.age_seconds is None or newest.age_seconds <= 2 * every:
+        return None
+    return Finding(
+        job=look.spec.name,
+        alert=AlertName.CHECKPOINT_OVERDUE,
+        severity=DEFAULT_SEVERITY[AlertName.CHECKPOINT_OVERDUE],
+        scope="",
+        summary=f"{look.spec.name}: the last complete checkpoint is {newest.age_seconds / 60:.0f} min old.",
+        evidence=(f"{newest.name}; one is expected each {every / 60:.0f} min",),
+        advice="A crash now loses all work since then: look at the job's log for failed saves.",
+        since_seconds=look.now - (newest.age_seconds - every),
+    )
