@@ -138,7 +138,7 @@ def forward(gateway: paramiko.Transport, via: HostRoute, route: HostRoute, attem
 def handshake(sock: socket.socket | paramiko.Channel, route: HostRoute, attempt: Attempt) -> paramiko.Transport:
     """Banner, key exchange, host key. The transport's thread runs from here on, until its socket is shut."""
     attempt.hold(sock)
-    attempt.enter(f"SSH handshake with {route.place}")
+    attempt.enter(f"SSH handshake with {route.place}", 2 * attempt.timeout_seconds)
     began, limit = time.monotonic(), attempt.real_timeout_seconds
     known = known_keys(route)
     transport = paramiko.Transport(sock)
@@ -147,7 +147,7 @@ def handshake(sock: socket.socket | paramiko.Channel, route: HostRoute, attempt:
         transport.clear_to_send_timeout = REKEY_WAIT_SECONDS
         prefer_known_types(transport, known)
         with _small_stack():
-            transport.start_client(timeout=limit)
+            transport.start_client(timeout=2 * limit)  # banner and key exchange have a deadline of their own each
         transport.sock.settimeout(POLL_SECONDS)
         if not transport.initial_kex_done:
             raise unreachable(f"{route.place} did not finish the SSH handshake in {attempt.timeout_seconds:.0f} s")
@@ -157,7 +157,7 @@ def handshake(sock: socket.socket | paramiko.Channel, route: HostRoute, attempt:
         raise
     except (paramiko.SSHException, EOFError, OSError) as error:
         end_transport(transport)
-        silent = time.monotonic() - began >= 0.9 * limit
+        silent = time.monotonic() - began >= 0.95 * limit
         raise _refused_handshake(error, route, attempt, silent) from None
     return transport
 

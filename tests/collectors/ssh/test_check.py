@@ -1,0 +1,77 @@
+"""`check_host` says of each thing that stands in the way what it is and what to fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from collectors.probe.request import LogSource, ProbeRequest
+from collectors.samples import HostStatus
+from collectors.ssh.check import HostCheck, check_host
+from collectors.ssh.link import SshSettings
+from tests.collectors.ssh.real_sshd import Site, free_port
+
+
+def step(found: HostCheck, name: str) -> tuple[bool | None, str]:
+    return next((step.ok, step.sentence) for step in found.steps if step.name == name)
+
+
+def tool(directory: Path, text: str) -> str:
+    """A directory with an nvidia-smi, as a line of sshd_config that puts it on the PATH."""
+    (directory / "bin").mkdir()
+    script = directory / "bin" / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\n{text}\n")
+    script.chmod(0o755)
+    return f"SetEnv PATH={directory}/bin:/usr/local/bin:/usr/bin:/bin"
+
+
+def test_a_sound_node_passes_and_each_path_is_looked_at(here: Site) -> None:
+    here.server("node", tool(here.directory, "printf 'NVIDIA B300\\nNVIDIA B300\\n'"))
+    run, log = here.directory / "run dir", here.directory / "a $log.txt"
+    run.mkdir()
+    log.touch()
+    request = ProbeRequest(
+        run_directories=(str(run),),
+        logs=(LogSource(f"{here.directory}/a $l*.txt"), LogSource("/absent/*.log")),
+        checkpoint_directories=("/absent/it's",),
+    )
+    found = check_host("node", here.settings(), request)
+    assert found.ok, found
+    assert found.status is HostStatus.OK
+    assert step(found, "GPU tools") == (True, "nvidia-smi sees 2 NVIDIA B300")
+    assert step(found, "python")[0] is True
+    assert step(found, f"path {run}") == (True, f"{run} can be read")
+    assert step(found, f"path {here.directory}/a $l*.txt")[0] is True
+    assert step(found, "path /absent/*.log")[0] is None
+    assert step(found, "path /absent/it's")[0] is None
+
+
+def test_a_driver_that_is_down_is_the_nodes_trouble(here: Site) -> None:
+    here.server(
+        "node", tool(here.directory, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    )
+    found = check_host("node", here.settings())
+    assert found.status is HostStatus.DRIVER_DOWN
+    assert "Driver/library version mismatch" in step(found, "GPU tools")[1]
+
+
+def test_each_obstacle_on_the_way_is_one_sentence(here: Site) -> None:
+    node = here.server("node", "ForceCommand echo go away")
+    found = check_host("node", here.settings())
+    assert (found.status, found.ok) == (HostStatus.PARSE_ERROR, False)
+    assert "'go away" in step(found, "shell")[1]
+    node.authorized_keys.write_text("")
+    assert check_host("node", here.settings()).status is HostStatus.AUTH_FAILED
+    here.known_hosts.write_text("")
+    found = check_host("node", here.settings())
+    assert found.status is HostStatus.HOST_KEY_CHANGED
+    assert "unknown" in step(found, "login")[1]
+    found = check_host("127.0.0.1", SshSettings(config_file=here.config, port=free_port()))
+    assert found.status is HostStatus.UNREACHABLE
+    assert "connection refused" in step(found, "login")[1]
+
+
+def test_a_shell_that_never_answers_is_given_up(here: Site) -> None:
+    here.server("node", tool(here.directory, "exec sleep 5"))
+    found = check_host("node", here.settings(connect_timeout_seconds=1.0))
+    assert found.status is HostStatus.UNREACHABLE
+    assert "did not answer in 1 s" in step(found, "login")[1]

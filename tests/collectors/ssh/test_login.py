@@ -1,0 +1,194 @@
+"""Keys, passphrases, certificates, agents and gateways, against real OpenSSH servers."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import paramiko
+import pytest
+from paramiko.common import AUTH_SUCCESSFUL, OPEN_SUCCEEDED
+
+from collectors.clock import Clock
+from collectors.samples import HostStatus
+from collectors.ssh.hosts import resolve
+from tests.collectors.ssh.real_sshd import Site, new_key
+from tests.collectors.ssh.test_pull_the_plug import until_nothing_is_left
+from tests.collectors.ssh.watching import watching
+from tests.tools import require_tool
+
+
+@pytest.mark.parametrize("kind", ["rsa", "ecdsa", "ed25519"])
+def test_keys_with_a_passphrase(here: Site, kind: str) -> None:
+    node = here.server()
+    key = new_key(here.directory / "locked", "-t", kind, "-N", "open sesame", "-a", "1")
+    node.authorize(key)
+    with watching(here.settings(identity_files=(key,), passphrase="open sesame")) as watch:
+        watch.until_lines(1)
+    with watching(here.settings(identity_files=(key,))) as watch:
+        assert "needs a passphrase: set [ssh] passphrase_file" in watch.until_status(HostStatus.AUTH_FAILED).detail
+    with watching(here.settings(identity_files=(key,), passphrase="wrong")) as watch:
+        assert "cannot be opened with this passphrase" in watch.until_status(HostStatus.AUTH_FAILED).detail
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside the key", "named"])
+def test_a_user_certificate_is_enough(here: Site, beside: bool) -> None:
+    authority, key = new_key(here.directory / "authority"), new_key(here.directory / "certified")
+    node = here.server("node", f"TrustedUserCAKeys {authority}.pub")
+    node.authorized_keys.write_text("")
+    user = resolve("node", here.settings()).route.user
+    command = [require_tool("ssh-keygen"), "-q", "-s", str(authority), "-I", "us", "-n", user, f"{key}.pub"]
+    subprocess.run(command, check=True, capture_output=True)
+    certificate = here.directory / "certified-cert.pub"
+    if not beside:
+        certificate = certificate.rename(here.directory / "elsewhere.pub")
+    with watching(here.settings(identity_files=(key,), certificate_file=None if beside else certificate)) as watch:
+        watch.until_lines(1)
+
+
+def test_a_key_that_only_the_agent_has(here: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = here.server()
+    key = new_key(here.directory / "agents")
+    node.authorized_keys.write_text(Path(f"{key}.pub").read_text())
+    place = str(here.directory / "agent.sock")
+    agent = subprocess.Popen([require_tool("ssh-agent"), "-D", "-a", place], stdout=subprocess.DEVNULL)
+    try:
+        monkeypatch.setenv("SSH_AUTH_SOCK", place)
+        add = [require_tool("ssh-add"), "-q", str(key)]
+        while subprocess.run(add, capture_output=True, check=False).returncode == 2:  # it does not listen yet
+            assert agent.poll() is None
+        with watching(here.settings()) as watch:
+            assert watch.until_status(HostStatus.AUTH_FAILED)
+        with watching(here.settings(use_agent=True)) as watch:
+            watch.until_lines(1)
+    finally:
+        agent.terminate()
+        agent.wait(10)
+
+
+def test_missing_and_broken_keys_are_named(here: Site) -> None:
+    here.server()
+    broken = here.directory / "broken"
+    broken.write_text("not a key\n")
+    absent = here.directory / "absent"
+    with watching(here.settings(identity_files=(absent, broken))) as watch:
+        detail = watch.until_status(HostStatus.AUTH_FAILED).detail
+    assert f"{absent} does not exist" in detail
+    assert f"{broken}: is no private key" in detail
+
+
+def test_two_gateways_in_a_row_and_nodes_that_share_them(here: Site) -> None:
+    outer, inner = here.server("outer"), here.server("inner")
+    nodes = [here.server(f"node{number}") for number in range(3)]
+    text = here.config.read_text()
+    here.config.write_text("".join(f"Host {node.name}\n  ProxyJump outer,inner\n" for node in nodes) + text)
+    names = tuple(node.name for node in nodes)
+    with watching(here.settings(), nodes=names, clock=Clock(2)) as watch:
+        for name in names:
+            watch.until_lines(2, name)
+        assert len(outer.sessions()) == 1, "one connection to each gateway, whatever is behind it"
+        assert len(inner.sessions()) == 1
+        inner.kill_sessions()
+        for name in names:
+            watch.until(lambda name=name: watch.link(name).logins == 2, f"{name} is back")  # type: ignore[misc]  # a default argument binds the loop's value
+            watch.until_lines(1, name)
+    for node in nodes:
+        until_nothing_is_left(node)
+
+
+def test_troubles_of_a_gateway_are_told_as_its_own(here: Site) -> None:
+    gate = here.server("gate", "AllowTcpForwarding no")
+    here.server("node")
+    text = here.config.read_text()
+    here.config.write_text("Host node\n  ProxyJump gate\n" + text)
+    with watching(here.settings()) as watch:
+        watch.until(lambda: "gateway gate does not forward" in watch.link().detail, "forbidden forwarding")
+    gate.authorized_keys.write_text("")
+    with watching(here.settings()) as watch:
+        detail = watch.until_status(HostStatus.AUTH_FAILED).detail
+    assert detail.startswith("gateway gate: ")
+
+
+def test_a_port_that_is_no_ssh_server_and_one_that_says_nothing_are_kept_apart(here: Site) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as web:
+
+        def answer() -> None:
+            while True:
+                connection, _ = web.accept()
+                with connection:
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"x\r\n" * 200)
+                    if b"stop" in connection.recv(100):
+                        return
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        ports = {"silent": silent.getsockname()[1], "web": web.getsockname()[1]}
+        here.config.write_text(
+            "".join(f"Host {name}\n HostName 127.0.0.1\n Port {port}\n" for name, port in ports.items())
+        )
+        with watching(here.settings(connect_timeout_seconds=1.0), nodes=("silent", "web")) as watch:
+            watch.until(lambda: "sends no SSH banner" in watch.link("silent").detail, "no banner")
+            watch.until(lambda: "not as an SSH server" in watch.link("web").detail, "not SSH")
+        with socket.create_connection(web.getsockname()) as end:
+            end.sendall(b"stop")
+        thread.join(5)
+
+
+def test_logins_are_bounded_and_every_node_gets_its_turn(here: Site) -> None:
+    node = here.server("node", "MaxStartups 2:100:2")
+    here.config.write_text(here.config.read_text().replace("Host node\n", "Host node*\n"))
+    names = tuple(f"node{number}" for number in range(8))
+    with watching(here.settings(max_simultaneous_logins=2), nodes=names) as watch:
+        for name in names:
+            watch.until(lambda name=name: watch.link(name).lines > 0, f"a line of {name}")  # type: ignore[misc]  # a default argument binds the loop's value
+    until_nothing_is_left(node)
+
+
+class NeverStarts(paramiko.ServerInterface):
+    """Takes any key and any session, and never answers what is to be run."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.over = threading.Event()
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "publickey"
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        return AUTH_SUCCESSFUL
+
+    def check_channel_request(self, kind: str, chanid: int) -> int:
+        return OPEN_SUCCEEDED
+
+    def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
+        self.asked.set()
+        self.over.wait()
+        return False
+
+
+def test_a_login_that_overruns_is_ended_by_its_socket(here: Site) -> None:
+    """paramiko waits for the answer to exec without limit; the fleet shuts the socket and goes on."""
+    host_key = paramiko.Ed25519Key(filename=str(new_key(here.directory / "host")))
+    server = NeverStarts()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            transport = paramiko.Transport(listener.accept()[0])
+            transport.add_server_key(host_key)
+            transport.start_server(server=server)
+
+        threading.Thread(target=serve, daemon=True).start()
+        port = listener.getsockname()[1]
+        here.known_hosts.write_text(f"[127.0.0.1]:{port} ssh-ed25519 {host_key.get_base64()}\n")
+        here.config.write_text(
+            f"Host node\n HostName 127.0.0.1\n Port {port}\n IdentityFile {here.key}\n"
+            f" UserKnownHostsFile {here.known_hosts}\n"
+        )
+        with watching(here.settings(connect_timeout_seconds=0.5)) as watch:
+            watch.until(server.asked.is_set, "the request to run the probe")
+            watch.until(lambda: watch.link().failures == 1, "the end of the login")
+            assert "starting the probe" in watch.link().detail or "start the probe" in watch.link().detail
+            assert watch.fleet.abandoned_logins() == 0
+        server.over.set()
