@@ -1,0 +1,107 @@
+"""Which finding is the root cause of which. Pure, and over all findings of one evaluation at once: no race."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import resources
+from typing import Final
+
+from watcher.judge.finding import AlertName, Finding
+from watcher.tell.episodes import RANK, own_severity
+
+Key = tuple[str, str, str]
+
+
+class Reach(StrEnum):
+    """How far from the cause's own scope its consequences go; see causes.toml."""
+
+    WATCHER = "watcher"
+    JOB = "job"
+    NODE = "node"
+    OWN = "own"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    alert: AlertName
+    reach: Reach
+    explains: frozenset[AlertName]
+    lends: bool
+
+
+def read_causes() -> tuple[Cause, ...]:
+    """causes.toml, strongest first. A row without `explains` explains every other alert."""
+    table = tomllib.loads(resources.files("watcher.tell").joinpath("causes.toml").read_text("utf-8"))
+    return tuple(
+        Cause(
+            alert=AlertName(row["alert"]),
+            reach=Reach(row["reach"]),
+            explains=frozenset(AlertName(alert) for alert in row.get("explains", AlertName))
+            - {AlertName(row["alert"])},
+            lends=row["lends"],
+        )
+        for row in table["causes"]
+    )
+
+
+CAUSES: Final = read_causes()
+ORDER: Final = {cause.alert: place for place, cause in enumerate(CAUSES)}
+
+
+def place_of(finding: Finding) -> int:
+    """Causes before consequences: in this order findings are told."""
+    return ORDER.get(finding.alert, len(ORDER))
+
+
+def root_causes(findings: Iterable[Finding]) -> Mapping[Key, Finding]:
+    """For each finding that another one explains, the one at the top: that one is told, and speaks for it."""
+    active = sorted(findings, key=lambda finding: (place_of(finding), finding.key))
+    found: dict[Key, Finding] = {}
+    for cause in CAUSES:
+        for source in active:
+            if source.alert is cause.alert:
+                for target in active:
+                    if target.key not in found and is_explained(target, source, cause):
+                        found[target.key] = source
+    return {key: top_of(source, found) for key, source in found.items()}
+
+
+def top_of(source: Finding, found: Mapping[Key, Finding]) -> Finding:
+    """Causes only explain what stands below them in causes.toml, so this ends."""
+    while source.key in found:
+        source = found[source.key]
+    return source
+
+
+def is_explained(target: Finding, source: Finding, cause: Cause) -> bool:
+    """`source` is a finding of the kind `cause`."""
+    if target.alert not in cause.explains or not within_reach(target, source, cause.reach):
+        return False
+    # A suspicion never hides something graver than itself.
+    return source.confirmed or RANK[own_severity(target)] <= RANK[own_severity(source)]
+
+
+def within_reach(target: Finding, source: Finding, reach: Reach) -> bool:
+    if reach is Reach.WATCHER:
+        return True
+    if target.job != source.job:
+        return False
+    if reach is Reach.JOB:
+        return True
+    if reach is Reach.NODE and not target.scope:
+        return True
+    return contains(source.scope, target.scope) or contains(target.scope, source.scope)
+
+
+def contains(outer: str, inner: str) -> bool:
+    """A node contains itself and its boards; two boards of one node do not contain each other."""
+    return inner == outer or inner.startswith(outer + "/")
+
+
+def lends_severity(source: Finding) -> bool:
+    """Whether what follows from it may raise it."""
+    place = ORDER.get(source.alert)
+    return place is not None and CAUSES[place].lends

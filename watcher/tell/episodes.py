@@ -1,0 +1,288 @@
+"""One alert from its opening to its closing, and the decision when to tell people. Pure: time is an argument.
+
+An episode is one run of one finding (job, alert, scope): it gets a new id each time it opens. `decide` looks at what
+was told last and what is true now, and names its reason; `advance` gives the episode after that decision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum
+from typing import Final
+
+from watcher.judge.finding import AlertName, Finding, Severity
+from watcher.judge.verdict import Suspect
+
+# A condition is over when it was missing in this many looks and for this long: one odd sample closes nothing.
+CLEAR_LOOKS: Final = 2
+CLEAR_SECONDS: Final = 2.0
+# What outlived its root cause this long is told on its own. A job needs a moment to move again once its node is back.
+RELEASE_SECONDS: Final = 10.0
+# Opened again within this time: the message says so.
+AGAIN_SECONDS: Final = 600.0
+# After a restart the detector starts from nothing. What it does not see yet may still be true: it gets twice the time
+# that it needed the first time, within these bounds.
+SETTLE_SECONDS_LEAST: Final = 30.0
+SETTLE_SECONDS_MOST: Final = 1800.0
+
+RANK: Final = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
+
+
+class Notice(StrEnum):
+    """What a message announces."""
+
+    OPENED = "opened"
+    RAISED = "raised"
+    REMINDER = "reminder"
+    CLOSED = "closed"
+
+
+class Reason(Enum):
+    """Why something was told, or was not. The value is a sentence for people."""
+
+    OPENED = "It is new."
+    OPENED_AGAIN = "It is back: it was over for less than ten minutes."
+    OUTLIVED_CAUSE = "Its cause is over and it remains."
+    CONFIRMED = "It was a suspicion before; now it is confirmed."
+    GRAVER = "It is more severe than when it was last told."
+    REMINDER_DUE = "It is still open."
+    CLEARED = "The condition is no longer there."
+    JOB_ENDED = "The job has completed."
+    NOT_WATCHED = "The job is no longer in the configuration; nothing is known of its state."
+    UNCHANGED = "It was told and nothing changed."
+    SUPPRESSED = "A root cause that is told explains it."
+    CAUSE_JUST_OVER = "Its cause has just gone; it may go with it."
+    CLEAR_PENDING = "It was not seen in this look, which is too short a time to call it over."
+    SETTLING = "The watcher has restarted and has not watched long enough to call it over."
+    CLEARED_UNTOLD = "It is over and nobody had been told of it."
+    NEVER_TRUE = "There is nothing and there was nothing."
+    ENDED_BEFORE = "It concerns a job that has completed."
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the receivers know. None of it is taken back: an episode's severity only rises."""
+
+    notices: int  # messages so far; numbers them
+    seconds: float  # when the last one was enqueued
+    severity: Severity
+    confirmed: bool
+    receivers: tuple[str, ...]  # who was told, and hears of the end
+    suspects: tuple[Suspect, ...]  # as in the last firing message: the closing one carries the same labels
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """Times in seconds of the clock that `decide` is given, unless they say wall."""
+
+    id: str
+    finding: Finding  # as it was last seen
+    began_seconds: float  # when the condition began
+    opened_wall_seconds: float
+    detection_seconds: float  # from the beginning of the condition to the opening
+    counted_seconds: float  # until when the cost is counted
+    gpu_seconds_lost: float = 0.0
+    severity: Severity = Severity.INFO  # the highest so far, of its own or of what follows from it
+    confirmed: bool = False
+    suppressed_by: str | None = None
+    released_seconds: float | None = None  # when its root cause went; None while there is one or never was
+    absent_seconds: float | None = None  # since when it was not seen; None while it is seen
+    absent_looks: int = 0
+    settling: bool = False  # loaded after a restart and not seen since
+    followers: tuple[str, ...] = ()  # what it keeps quiet, in words
+    told: Told | None = None
+    closed_wall_seconds: float | None = None
+    closed_because: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.finding.key
+
+    def shifted(self, seconds: float, now: float = float("inf")) -> Episode:
+        """The same on another clock. No time may lie after `now`: wall clocks are set back sometimes."""
+
+        def shift(value: float) -> float:
+            return min(value + seconds, now)
+
+        def shift_or_none(value: float | None) -> float | None:
+            return None if value is None else shift(value)
+
+        return replace(
+            self,
+            began_seconds=shift(self.began_seconds),
+            counted_seconds=shift(self.counted_seconds),
+            released_seconds=shift_or_none(self.released_seconds),
+            absent_seconds=shift_or_none(self.absent_seconds),
+            finding=replace(self.finding, since_seconds=shift(self.finding.since_seconds)),
+            told=None if self.told is None else replace(self.told, seconds=shift(self.told.seconds)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one evaluation says of one key. Only for jobs that were judged: no news is not good news."""
+
+    finding: Finding | None  # None: judged, and not there
+    now: float
+    wall: float
+    cause: str | None = None  # the root cause that explains it, in words
+    followers: tuple[Finding, ...] = ()  # what it explains: these lend it their severity
+    job_ended: bool = False
+    closed_before_seconds: float | None = None  # how long ago the same key closed
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    reason: Reason
+    notice: Notice | None = None
+    closes: bool = False
+
+
+def own_severity(finding: Finding) -> Severity:
+    """A suspicion is a warning at most, whatever it would be if it were confirmed."""
+    if not finding.confirmed and RANK[finding.severity] > RANK[Severity.WARNING]:
+        return Severity.WARNING
+    return finding.severity
+
+
+def severity_of(finding: Finding, followers: tuple[Finding, ...] = ()) -> Severity:
+    """Its own, or the gravest of what it keeps quiet: a critical consequence is never hidden behind a warning."""
+    return max((own_severity(each) for each in (finding, *followers)), key=RANK.__getitem__)
+
+
+def settle_seconds(episode: Episode) -> float:
+    """How long a restarted watcher must have watched before it may call this episode over."""
+    return min(max(SETTLE_SECONDS_LEAST, 2 * episode.detection_seconds), SETTLE_SECONDS_MOST)
+
+
+def decide(episode: Episode | None, look: Look, reminder_seconds: float | None = None) -> Decision:
+    """Tell, and why; or do not tell, and why not. `episode` is the open one of this key, if there is one."""
+    if look.finding is None:
+        return decide_absent(episode, look)
+    if look.job_ended and look.finding.alert is not AlertName.JOB_COMPLETED:
+        # The end of the job ends its troubles: a released node that no longer answers is nobody's page.
+        if episode is None:
+            return Decision(Reason.ENDED_BEFORE)
+        return closing(episode, Reason.JOB_ENDED)
+    if episode is None:
+        # Explained by something that is told: open it for the page and the API, and keep quiet.
+        if look.cause is not None:
+            return Decision(Reason.SUPPRESSED)
+        # The same thing closed a short while ago. People are told, and told that it comes and goes.
+        if look.closed_before_seconds is not None and look.closed_before_seconds < AGAIN_SECONDS:
+            return Decision(Reason.OPENED_AGAIN, Notice.OPENED)
+        return Decision(Reason.OPENED, Notice.OPENED)
+    if look.cause is not None:
+        # Told before its cause was known, or never told: either way the cause speaks for it now.
+        return Decision(Reason.SUPPRESSED)
+    if episode.told is None:
+        # Its cause went a moment ago. A hang needs a step to be over: wait before it becomes a message of its own.
+        released = look.now if episode.released_seconds is None else episode.released_seconds
+        if look.now - released < RELEASE_SECONDS:
+            return Decision(Reason.CAUSE_JUST_OVER)
+        return Decision(Reason.OUTLIVED_CAUSE, Notice.OPENED)
+    if RANK[severity_of(look.finding, look.followers)] > RANK[episode.told.severity]:
+        # Graver than what people know: confirmed by progress, or something critical now follows from it.
+        if look.finding.confirmed and not episode.told.confirmed:
+            return Decision(Reason.CONFIRMED, Notice.RAISED)
+        return Decision(Reason.GRAVER, Notice.RAISED)
+    if look.finding.confirmed and not episode.told.confirmed:
+        # Confirmed at the same severity: people should know that it is no suspicion any more.
+        return Decision(Reason.CONFIRMED, Notice.RAISED)
+    if reminder_seconds is not None and look.now - episode.told.seconds >= reminder_seconds:
+        return Decision(Reason.REMINDER_DUE, Notice.REMINDER)
+    # True, told, unchanged. Milder or unconfirmed again counts as unchanged: nothing is taken back before the end.
+    return Decision(Reason.UNCHANGED)
+
+
+def decide_absent(episode: Episode | None, look: Look) -> Decision:
+    """The job was judged and the finding is not there."""
+    if episode is None:
+        return Decision(Reason.NEVER_TRUE)
+    if look.job_ended and episode.finding.alert is not AlertName.JOB_COMPLETED:
+        return closing(episode, Reason.JOB_ENDED)
+    since = look.now if episode.absent_seconds is None else episode.absent_seconds
+    # Not yet judged long enough after a restart. The detector may need this long to see it again.
+    if episode.settling and look.now - since < settle_seconds(episode):
+        return Decision(Reason.SETTLING)
+    # One look without it, or looks too close together: a flicker would close it and open the next one.
+    if episode.absent_looks + 1 < CLEAR_LOOKS or look.now - since < CLEAR_SECONDS:
+        return Decision(Reason.CLEAR_PENDING)
+    return closing(episode, Reason.CLEARED)
+
+
+def closing(episode: Episode, reason: Reason) -> Decision:
+    """Who was told of the opening is told of the end; who was not hears nothing."""
+    if episode.told is None:
+        return Decision(Reason.CLEARED_UNTOLD, closes=True)
+    return Decision(reason, Notice.CLOSED, closes=True)
+
+
+def opened(identifier: str, look: Look, finding: Finding) -> Episode:
+    """A new episode of this finding; the cost counts from when its condition began."""
+    began = min(finding.since_seconds, look.now)
+    return Episode(
+        id=identifier,
+        finding=finding,
+        began_seconds=began,
+        opened_wall_seconds=look.wall,
+        detection_seconds=look.now - began,
+        counted_seconds=began,
+    )
+
+
+def advance(episode: Episode, look: Look, decision: Decision, receivers: tuple[str, ...] = ()) -> Episode:
+    """The episode after the look and the decision; `receivers` are those that this notice goes to."""
+    after = seen(episode, look, look.finding) if look.finding is not None else missed(episode, look)
+    if decision.notice is not None:
+        before = episode.told
+        firing = decision.notice is not Notice.CLOSED
+        after = replace(
+            after,
+            told=Told(
+                notices=1 if before is None else before.notices + 1,
+                seconds=look.now,
+                severity=after.severity if firing or before is None else before.severity,
+                confirmed=after.confirmed if firing or before is None else before.confirmed,
+                receivers=receivers,
+                suspects=after.finding.suspects if firing or before is None else before.suspects,
+            ),
+        )
+    if decision.closes:
+        after = replace(after, closed_wall_seconds=look.wall, closed_because=decision.reason.value)
+    return after
+
+
+def seen(episode: Episode, look: Look, finding: Finding) -> Episode:
+    """Still true: its cost goes on. A gap in which the job was not judged counts, as it is true on both sides of it."""
+    severity = severity_of(finding, look.followers)
+    released = None
+    if look.cause is None and (episode.suppressed_by is not None or episode.released_seconds is not None):
+        released = look.now if episode.released_seconds is None else episode.released_seconds
+    return replace(
+        episode,
+        finding=finding,
+        gpu_seconds_lost=episode.gpu_seconds_lost + finding.gpus_idle * max(0.0, look.now - episode.counted_seconds),
+        counted_seconds=max(look.now, episode.counted_seconds),
+        severity=max(severity, episode.severity, key=RANK.__getitem__),
+        confirmed=episode.confirmed or finding.confirmed,
+        suppressed_by=look.cause,
+        released_seconds=released,
+        absent_seconds=None,
+        absent_looks=0,
+        settling=False,
+        followers=tuple(name_of(follower) for follower in look.followers),
+    )
+
+
+def missed(episode: Episode, look: Look) -> Episode:
+    return replace(
+        episode,
+        absent_seconds=look.now if episode.absent_seconds is None else episode.absent_seconds,
+        absent_looks=episode.absent_looks + 1,
+    )
+
+
+def name_of(finding: Finding) -> str:
+    """ "NodeUnreachable node-02": how one finding is called where another one mentions it."""
+    return f"{finding.alert.value} {finding.scope}".rstrip()

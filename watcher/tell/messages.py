@@ -1,0 +1,140 @@
+"""What people read, in plain words, the same for every receiver. Pure: receivers only lay it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from watcher.judge.finding import Severity
+from watcher.judge.verdict import Suspect
+from watcher.tell.episodes import Episode, Notice, Reason
+
+HEADLINE: Final = {
+    Notice.OPENED: "{severity}",
+    Notice.RAISED: "RAISED to {severity}",
+    Notice.REMINDER: "STILL {severity}",
+    Notice.CLOSED: "OVER",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One notice of one episode. Wall seconds are Unix time."""
+
+    notice: Notice
+    title: str  # "CRITICAL JobHung llama-30b"
+    summary: str
+    evidence: tuple[str, ...]
+    suspects: tuple[Suspect, ...]
+    advice: str
+    cost: str  # "4.3 GPU-hours lost so far"; "" where no board stands idle because of it
+    timing: str  # since when, or how long it was
+    reason: str  # why this is told now
+    followers: tuple[str, ...]  # what it keeps quiet
+    link: str | None
+    # The same for machines.
+    episode_id: str
+    alert: str
+    job: str
+    scope: str
+    severity: Severity
+    confirmed: bool
+    gpu_hours_lost: float
+    opened_wall_seconds: float
+    closed_wall_seconds: float | None
+
+    @property
+    def is_over(self) -> bool:
+        return self.notice is Notice.CLOSED
+
+    @property
+    def text(self) -> str:
+        """All of it as plain text, the most important first: whoever cuts it cuts the end."""
+        lines = [self.title, self.summary]
+        if self.suspects:
+            lines.append("Suspect: " + names_of(self.suspects))
+        lines += [f"- {fact}" for fact in self.evidence]
+        lines += [line for line in (self.cost, self.timing, self.reason) if line]
+        if self.followers:
+            lines.append("Follows from it and is not told on its own: " + ", ".join(self.followers))
+        if self.advice and not self.is_over:
+            lines.append("What to do: " + self.advice)
+        if self.link:
+            lines.append(self.link)
+        return "\n".join(lines)
+
+
+def compose(
+    episode: Episode, notice: Notice, reason: Reason, now: float, wall: float, external_url: str | None
+) -> Message:
+    """The message about this episode as it is after the decision (`Episode.told` is set)."""
+    finding = episode.finding
+    assert episode.told is not None
+    severity = episode.told.severity
+    headline = HEADLINE[notice].format(severity=severity.value.upper())
+    over = notice is Notice.CLOSED
+    return Message(
+        notice=notice,
+        title=f"{headline} {finding.alert.value} {subject(finding.job, finding.scope)}".rstrip(),
+        summary=finding.summary if episode.confirmed or over else f"{finding.summary} (not confirmed yet)",
+        evidence=finding.evidence,
+        suspects=episode.told.suspects,
+        advice=finding.advice,
+        cost=cost_of(episode, over),
+        timing=timing_of(episode, over, now),
+        reason=reason.value,
+        followers=episode.followers,
+        link=external_url,
+        episode_id=episode.id,
+        alert=finding.alert.value,
+        job=finding.job,
+        scope=finding.scope,
+        severity=severity,
+        confirmed=episode.told.confirmed,
+        gpu_hours_lost=episode.gpu_seconds_lost / 3600,
+        opened_wall_seconds=episode.opened_wall_seconds,
+        closed_wall_seconds=wall if over else None,
+    )
+
+
+def subject(job: str, scope: str) -> str:
+    """The job and the place within it. An alert without a job is about the watcher itself."""
+    return " ".join(part for part in (job or "the watcher", scope) if part)
+
+
+def names_of(suspects: tuple[Suspect, ...]) -> str:
+    return ", ".join(str(suspect) for suspect in suspects)
+
+
+def cost_of(episode: Episode, over: bool) -> str:
+    if episode.gpu_seconds_lost <= 0 and not episode.finding.gpus_idle:
+        return ""
+    lost = f"{amount(episode.gpu_seconds_lost / 3600)} GPU-hours lost"
+    if over:
+        return f"{lost}."
+    boards = episode.finding.gpus_idle
+    return f"{lost} so far ({boards} GPU{'' if boards == 1 else 's'} without useful work)."
+
+
+def timing_of(episode: Episode, over: bool, now: float) -> str:
+    if over:
+        end = now if episode.absent_seconds is None else episode.absent_seconds
+        return f"It lasted {duration(end - episode.began_seconds)}."
+    return f"It began {duration(now - episode.began_seconds)} ago."
+
+
+def amount(hours: float) -> str:
+    """Three digits are enough to decide on."""
+    return f"{hours:.2f}" if hours < 10 else f"{hours:.1f}" if hours < 100 else f"{hours:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """ "42 s", "12 min 5 s", "3 h 20 min", "2 d 4 h": the two largest units."""
+    whole = max(0, round(seconds))
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    for (name, size), (smaller_name, smaller) in pairwise(units):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {name}" + (f" {rest} {smaller_name}" if rest else "")
+    return f"{whole} s"

@@ -1,0 +1,146 @@
+"""Slack's incoming webhook: layout and answers.
+
+Limits as documented by Slack (header 150, section 3000, 50 blocks), and as met in the field: about 13,200 characters
+over all blocks are refused (slackapi/bolt-js#2509), and the message lost that way was the worst page of its incident.
+Ours stay under 10,000 as sent. Success is HTTP 200 with the body "ok". Never tried against hooks.slack.com itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import orjson
+
+from watcher.judge.finding import Severity
+from watcher.judge.verdict import Suspect
+from watcher.tell.answers import Answer, Failure, GiveUp, TryAgain, read_status
+from watcher.tell.messages import Message, names_of
+
+CHARACTERS_MOST: Final = 10_000
+HEADER_MOST: Final = 150
+SECTION_MOST: Final = 3000
+# Beyond this many suspects a sentence is harder to read than a table.
+SUSPECTS_IN_A_SENTENCE: Final = 3
+MARK: Final = {
+    Severity.INFO: ":large_blue_circle:",
+    Severity.WARNING: ":large_orange_circle:",
+    Severity.CRITICAL: ":red_circle:",
+}
+OVER_MARK: Final = ":white_check_mark:"
+# 400 with one of these: Slack does not like the layout; the words alone may still pass.
+LAYOUT_ERRORS: Final = ("invalid_blocks", "invalid_attachments", "msg_blocks_too_long", "invalid_payload")
+PERMANENT_ERRORS: Final = ("invalid_token", "no_service", "no_team", "team_disabled", "channel_is_archived")
+
+
+def slack_payload(message: Message) -> bytes:
+    """JSON of at most CHARACTERS_MOST characters; `text` alone is a whole message too."""
+    share = 1.0
+    while True:
+        payload = orjson.dumps(
+            {"text": escaped(message.text, round(3000 * share)), "blocks": list(blocks(message, share))}
+        )
+        # JSON doubles quotes and backslashes: measure what is sent, and cut the text further where it must be.
+        if len(payload.decode("utf-8")) <= CHARACTERS_MOST:
+            return payload
+        share *= 0.8
+
+
+def plain_payload(payload: bytes) -> bytes:
+    """The same message without layout."""
+    return orjson.dumps({"text": orjson.loads(payload)["text"]})
+
+
+def blocks(message: Message, share: float) -> Iterable[Mapping[str, Any]]:
+    mark = OVER_MARK if message.is_over else MARK[message.severity]
+    title = escaped(message.title, HEADER_MOST - len(mark) - 1)
+    yield {"type": "header", "text": {"type": "plain_text", "text": f"{mark} {title}", "emoji": True}}
+    yield section(escaped(message.summary, round(1000 * share)) or "-")
+    if len(message.suspects) > SUSPECTS_IN_A_SENTENCE:
+        yield section(suspect_table(message.suspects, round(900 * share)))
+    elif message.suspects:
+        yield section("*Suspect:* " + escaped(names_of(message.suspects), round(900 * share)))
+    if message.evidence:
+        yield section(rows((f"• {fact}" for fact in message.evidence), round(2200 * share)))
+    if message.advice and not message.is_over:
+        yield section("*What to do:* " + escaped(message.advice, round(900 * share)))
+    facts = [message.cost, message.timing, message.reason]
+    if message.followers:
+        facts.append("Follows from it and is not told on its own: " + ", ".join(message.followers))
+    if message.link:
+        facts.append(message.link)
+    context = escaped(" ".join(fact for fact in facts if fact), round(700 * share))
+    yield {"type": "context", "elements": [{"type": "mrkdwn", "text": context or "-"}]}
+
+
+def section(text: str) -> Mapping[str, Any]:
+    return {"type": "section", "text": {"type": "mrkdwn", "text": text}}
+
+
+def suspect_table(suspects: tuple[Suspect, ...], most: int) -> str:
+    """In a code block, cut between rows, never inside the fence."""
+    cells = [("rank", "GPU", "node"), *((shown(s.rank), shown(s.gpu), s.node) for s in suspects)]
+    table = (f"{rank:>5} {gpu:>4} {node}".replace("`", "'") for rank, gpu, node in cells)
+    return f"```{rows(table, most - 6)}```"
+
+
+def shown(number: int | None) -> str:
+    return "?" if number is None else str(number)
+
+
+def rows(lines: Iterable[str], most: int) -> str:
+    """As many whole lines as fit, and how many did not. A single line may use a third of the room."""
+    kept: list[str] = []
+    room = most - 25
+    left_out = 0
+    for line in lines:
+        line = escaped(line.replace("\n", " "), max(20, most // 3))
+        if left_out or len(line) + 1 > room:
+            left_out += 1
+            continue
+        kept.append(line)
+        room -= len(line) + 1
+    if left_out:
+        kept.append(f"… and {left_out} more")
+    return "\n".join(kept)
+
+
+def escaped(text: str, most: int) -> str:
+    """Slack's three entities, no control characters, at most `most` characters, never cut inside an entity.
+
+    Without this a log line holding "<!channel>" would page everybody.
+    """
+    entities = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+    result: list[str] = []
+    room = most
+    for character in text:
+        if ord(character) < 32 and character not in "\n\t":
+            continue
+        if 0xD800 <= ord(character) <= 0xDFFF:
+            character = "\ufffd"
+        piece = entities.get(character, character)
+        room -= len(piece)
+        result.append(piece)
+        if room < 0:
+            while result and room < 1:
+                room += len(result.pop())
+            return "".join(result) + "…"
+    return "".join(result)
+
+
+def read_slack_answer(status: int, headers: Mapping[str, str], body: str, wall_seconds: float) -> Answer:
+    """Slack says "ok", or one word of why not."""
+    word = body.strip()
+    if status == 200 and word != "ok":
+        # A proxy's login page, or a service that only looks like Slack: nobody has read the message.
+        return TryAgain(Failure.UNEXPECTED_ANSWER, 'HTTP 200 without Slack\'s "ok"')
+    if status in (400, 403, 404, 410):
+        for error in PERMANENT_ERRORS:
+            if error in word:
+                return GiveUp(Failure.UNAUTHORISED if error == "invalid_token" else Failure.GONE, f"Slack: {error}")
+    return read_status(status, headers, wall_seconds)
+
+
+def is_about_layout(status: int, body: str) -> bool:
+    """Slack refused the blocks: the plain text is worth one attempt."""
+    return status == 400 and any(error in body for error in LAYOUT_ERRORS)

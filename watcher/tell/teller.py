@@ -1,0 +1,324 @@
+"""Findings in, messages out: the episodes that are open, who is told, and the commit that makes both last."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from collectors.clock import Clock
+from watcher.config import ReceiverSection, RouteSection
+from watcher.judge.finding import AlertName, Finding
+from watcher.snapshot import DeliveryStats, EpisodeView
+from watcher.store import Delivery, EpisodeRow, Store, StoreError
+from watcher.tell.causes import Key, lends_severity, place_of, root_causes
+from watcher.tell.episodes import (
+    AGAIN_SECONDS,
+    Decision,
+    Episode,
+    Look,
+    Notice,
+    Reason,
+    advance,
+    decide,
+    name_of,
+    opened,
+    severity_of,
+)
+from watcher.tell.messages import Message, compose
+from watcher.tell.outbox import Outbox
+from watcher.tell.slack import slack_payload
+from watcher.tell.webhook import webhook_payload
+
+log = logging.getLogger("wattwatch.tell")
+
+CLOSED_SHOWN: Final = 100
+RETENTION_SECONDS: Final = 30 * 86400.0
+PRUNE_EVERY_SECONDS: Final = 3600.0
+# Evidence and cost of an open episode change each second; on disk they may be this old.
+SAVE_EVERY_SECONDS: Final = 60.0
+
+CONTENT: Final = TypeAdapter(Episode)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One decision, carried out."""
+
+    episode: Episode
+    decision: Decision
+    deliveries: tuple[Delivery, ...]
+    is_new: bool = False
+
+
+class Teller:
+    """`observe` is called by one thread, after each evaluation; `stats` by any. Loads what is open on construction."""
+
+    def __init__(
+        self,
+        store: Store,
+        receivers: Sequence[ReceiverSection],
+        routes: Sequence[RouteSection],
+        clock: Clock,
+        *,
+        jobs: Collection[str] | None = None,
+        reminder_seconds: float | None = None,
+        external_url: str | None = None,
+    ) -> None:
+        """`jobs`: those that are watched; open episodes of others are closed, as nobody will judge them again."""
+        self._store = store
+        self._receivers = {receiver.name: receiver for receiver in receivers}
+        self._routes = tuple(routes)
+        self._clock = clock
+        self._reminder_seconds = reminder_seconds
+        self._external_url = external_url
+        self._open: dict[Key, Episode] = {}
+        self._closed: deque[Episode] = deque(maxlen=CLOSED_SHOWN)
+        self._closed_seconds: dict[Key, float] = {}
+        self._unsaved: dict[str, Episode] = {}
+        self._unsaved_deliveries: list[Delivery] = []
+        self._saved_seconds = self._pruned_seconds = clock.monotonic()
+        self.trouble: str | None = None  # why nothing can be saved just now; messages go out all the same
+        self._load()
+        self._outbox = Outbox(store, receivers, clock)
+        self._views = self._make_views()
+        if jobs is not None:
+            self._close_unwatched(frozenset(jobs) | {""})
+
+    def start(self) -> None:
+        self._outbox.start()
+
+    def stop(self, timeout_seconds: float = 2.0) -> None:
+        """Silence is not health: nothing is closed. The store is left open for its owner to close."""
+        self._save([], self._clock.monotonic(), self._clock.wall(), everything=True)
+        self._outbox.stop(timeout_seconds)
+
+    def episodes(self) -> tuple[EpisodeView, ...]:
+        """Open ones, oldest first, then those that closed last."""
+        return self._views
+
+    def stats(self) -> DeliveryStats:
+        return self._outbox.stats()
+
+    def observe(self, findings: Iterable[Finding], judged_jobs: Collection[str], now: float, wall: float) -> None:
+        """All findings of one evaluation. Episodes of jobs that were not judged stay as they are."""
+        found = {finding.key: finding for finding in findings}
+        looks = self._looks(found, judged_jobs, now, wall)
+        steps = [step for key, look in looks if (step := self._step(self._open.get(key), look)) is not None]
+        self._save(steps, now, wall)
+        self._outbox.enqueue([delivery for step in steps for delivery in step.deliveries])
+        if steps:
+            self._views = self._make_views()
+
+    def _looks(
+        self, found: dict[Key, Finding], judged_jobs: Collection[str], now: float, wall: float
+    ) -> list[tuple[Key, Look]]:
+        """What this evaluation says of each key, causes before consequences."""
+        active = {key: episode.finding for key, episode in self._open.items() if still_speaks(episode)} | found
+        causes = root_causes(active.values())
+        ended = {finding.job for finding in active.values() if finding.alert is AlertName.JOB_COMPLETED}
+        keys = [key for key in {**self._open, **found} if key[0] in judged_jobs or key in found]
+        keys.sort(key=lambda key: (place_of(found[key] if key in found else self._open[key].finding), key))
+        looks = []
+        for key in keys:
+            cause = causes.get(key)
+            finding = found.get(key)
+            followers: tuple[Finding, ...] = ()
+            if finding is not None and lends_severity(finding):
+                followers = tuple(active[other] for other, source in causes.items() if source.key == key)
+            closed = self._closed_seconds.get(key)
+            looks.append(
+                (
+                    key,
+                    Look(
+                        finding=finding,
+                        now=now,
+                        wall=wall,
+                        cause=None if cause is None else name_of(cause),
+                        followers=followers,
+                        job_ended=key[0] in ended,
+                        closed_before_seconds=None if closed is None else now - closed,
+                    ),
+                )
+            )
+        return looks
+
+    def _step(self, episode: Episode | None, look: Look) -> Step | None:
+        """Decide one key and carry it out in memory; None where nothing is open and nothing opens."""
+        decision = decide(episode, look, self._reminder_seconds)
+        if episode is not None:
+            return self._carry_out(episode, look, decision)
+        if look.finding is None or decision.reason is Reason.ENDED_BEFORE:
+            return None
+        episode = opened(uuid.uuid4().hex[:16], look, look.finding)
+        return replace(self._carry_out(episode, look, decision), is_new=True)
+
+    def _carry_out(self, episode: Episode, look: Look, decision: Decision) -> Step:
+        receivers = self._receivers_of(episode, look, decision)
+        after = advance(episode, look, decision, receivers)
+        deliveries: tuple[Delivery, ...] = ()
+        if decision.notice is not None:
+            message = compose(after, decision.notice, decision.reason, look.now, look.wall, self._external_url)
+            deliveries = tuple(self._delivery(name, message, after, look.wall) for name in receivers)
+            if decision.notice is Notice.CLOSED:
+                deliveries = tuple(d for d in deliveries if self._receivers[d.receiver].send_resolved)
+        if decision.closes:
+            self._open.pop(after.key, None)
+            self._closed.append(after)
+            self._closed_seconds[after.key] = look.now
+        else:
+            self._open[after.key] = after
+        return Step(after, decision, deliveries)
+
+    def _receivers_of(self, episode: Episode, look: Look, decision: Decision) -> tuple[str, ...]:
+        """Those the routes name for what it is now, and whoever was told before: they hear how it goes on."""
+        before = () if episode.told is None else episode.told.receivers
+        names = {name for name in before if name in self._receivers}
+        if decision.notice is not Notice.CLOSED and look.finding is not None:
+            severity = severity_of(look.finding, look.followers)
+            names |= {
+                name
+                for name in self._receivers
+                if not self._routes
+                or any(
+                    route.receiver == name
+                    and (not route.severities or severity in route.severities)
+                    and (not route.alerts or look.finding.alert in route.alerts)
+                    and (not route.jobs or look.finding.job in route.jobs)
+                    for route in self._routes
+                )
+            }
+        return tuple(sorted(names))
+
+    def _delivery(self, name: str, message: Message, episode: Episode, wall: float) -> Delivery:
+        """Laid out now and never again: a message says what was true when it was written (alertmanager#2510)."""
+        assert episode.told is not None
+        slack = self._receivers[name].type == "slack"
+        return Delivery(
+            receiver=name,
+            key=f"{episode.id}-{episode.told.notices}",
+            episode_id=episode.id,
+            payload=slack_payload(message) if slack else webhook_payload(message, name),
+            enqueued_wall_seconds=wall,
+        )
+
+    def _save(self, steps: Sequence[Step], now: float, wall: float, everything: bool = False) -> None:
+        """One commit of what changed and of the messages about it.
+
+        Where the disk refuses, people are told all the same, and what could not be saved is tried again next time.
+        """
+        self._unsaved |= {step.episode.id: step.episode for step in steps if is_worth_saving(step)}
+        if self._unsaved_deliveries:
+            waiting = {(delivery.receiver, delivery.key) for delivery in self._outbox.waiting()}
+            self._unsaved_deliveries = [d for d in self._unsaved_deliveries if (d.receiver, d.key) in waiting]
+        self._unsaved_deliveries += [delivery for step in steps for delivery in step.deliveries]
+        if everything or now - self._saved_seconds >= SAVE_EVERY_SECONDS:
+            self._saved_seconds = now
+            self._unsaved |= {episode.id: episode for episode in self._open.values()}
+        try:
+            if self._unsaved or self._unsaved_deliveries:
+                rows = [row_of(episode, wall - now) for episode in self._unsaved.values()]
+                self._store.record(rows, self._unsaved_deliveries)
+                self._unsaved.clear()
+                self._unsaved_deliveries.clear()
+            if now - self._pruned_seconds >= PRUNE_EVERY_SECONDS:
+                self._pruned_seconds = now
+                self._forget(now, wall)
+            self.trouble = None
+        except StoreError as error:
+            if self.trouble is None:
+                log.error("episodes and messages are not saved: %s", error)
+            self.trouble = str(error)
+
+    def _forget(self, now: float, wall: float) -> None:
+        self._closed_seconds = {key: at for key, at in self._closed_seconds.items() if now - at < AGAIN_SECONDS}
+        self._store.prune(wall - RETENTION_SECONDS)
+
+    def _load(self) -> None:
+        """Open episodes of an earlier process, on this one's clock. They must be seen again before they can close."""
+        now, wall = self._clock.monotonic(), self._clock.wall()
+        for row in self._store.open_episodes():
+            episode = episode_of(row).shifted(now - wall, now)
+            self._open[episode.key] = replace(episode, settling=True, absent_seconds=None, absent_looks=0)
+        for row in self._store.closed_episodes(CLOSED_SHOWN):
+            episode = episode_of(row)
+            self._closed.append(episode)
+            assert episode.closed_wall_seconds is not None
+            self._closed_seconds[episode.key] = now - max(0.0, wall - episode.closed_wall_seconds)
+
+    def _close_unwatched(self, jobs: frozenset[str]) -> None:
+        now, wall = self._clock.monotonic(), self._clock.wall()
+        steps = []
+        for episode in [episode for episode in self._open.values() if episode.finding.job not in jobs]:
+            look = Look(finding=None, now=now, wall=wall)
+            notice = None if episode.told is None else Notice.CLOSED
+            steps.append(self._carry_out(episode, look, Decision(Reason.NOT_WATCHED, notice, closes=True)))
+        self._save(steps, now, wall)
+        self._outbox.enqueue([delivery for step in steps for delivery in step.deliveries])
+        self._views = self._make_views()
+
+    def _make_views(self) -> tuple[EpisodeView, ...]:
+        still = sorted(self._open.values(), key=lambda episode: (episode.opened_wall_seconds, episode.key))
+        return tuple(view_of(episode) for episode in (*still, *reversed(self._closed)))
+
+
+def still_speaks(episode: Episode) -> bool:
+    """Whether an open episode may explain others while it is not seen itself.
+
+    After a restart only the end of a job does: what else was true before may have gone, and must hide nothing new.
+    """
+    return not episode.settling or episode.finding.alert is AlertName.JOB_COMPLETED
+
+
+def is_worth_saving(step: Step) -> bool:
+    """Everything but the cost and the latest numbers, which are saved now and then."""
+    return step.decision.notice is not None or step.decision.closes or step.is_new
+
+
+def row_of(episode: Episode, wall_minus_now: float) -> EpisodeRow:
+    """On disk all times are wall time: a monotonic clock ends with its process."""
+    finding = episode.finding
+    return EpisodeRow(
+        id=episode.id,
+        job=finding.job,
+        alert=finding.alert.value,
+        scope=finding.scope,
+        opened_wall_seconds=episode.opened_wall_seconds,
+        closed_wall_seconds=episode.closed_wall_seconds,
+        content=CONTENT.dump_json(episode.shifted(wall_minus_now)),
+    )
+
+
+def episode_of(row: EpisodeRow) -> Episode:
+    try:
+        return CONTENT.validate_json(row.content)
+    except ValidationError:
+        raise StoreError(
+            f"episode {row.id} ({row.alert} of {row.job or 'the watcher'}) in the state file cannot be read: "
+            "was it written by another version?"
+        ) from None
+
+
+def view_of(episode: Episode) -> EpisodeView:
+    finding = episode.finding
+    return EpisodeView(
+        id=episode.id,
+        job=finding.job,
+        alert=finding.alert.value,
+        scope=finding.scope,
+        severity=episode.severity,
+        confirmed=episode.confirmed,
+        summary=finding.summary,
+        evidence=finding.evidence,
+        advice=finding.advice,
+        suspects=finding.suspects,
+        opened_wall_seconds=episode.opened_wall_seconds,
+        closed_wall_seconds=episode.closed_wall_seconds,
+        gpu_hours_lost=episode.gpu_seconds_lost / 3600,
+        suppressed_by=episode.suppressed_by,
+    )
