@@ -22,10 +22,14 @@ from watcher.judge.saving import Saving
 from watcher.judge.sight import Sight
 from watcher.judge.verdict import PowerState, Verdict
 
+STATE_ROUNDS: Final = 2
+AT_ONCE: Final = frozenset({JobState.HUNG, JobState.CRASHED, JobState.COMPLETED})
 PAUSES: Final = frozenset({"save", "eval", "load"})
+QUIET: Final = frozenset({PowerState.IDLE, PowerState.WAITING, PowerState.UNKNOWN})
 STATE_OF: Final = {
     PowerState.COMPUTE: JobState.COMPUTING,
     PowerState.COMMUNICATION: JobState.COMMUNICATING,
+    PowerState.STARVATION: JobState.STARVING,
     PowerState.CHECKPOINT: JobState.CHECKPOINTING,
     PowerState.WAITING: JobState.WAITING,
     PowerState.IDLE: JobState.WAITING,
@@ -49,6 +53,8 @@ class Detector:
         self._completed_since: float | None = None
         self._crashed_since: float | None = None
         self._wasted: dict[str, float] = {}
+        self._next_state: JobState | None = None
+        self._state_rounds = 0
         self.state = JobState.UNKNOWN
         self.state_since = 0.0
         self.reason = "not looked at yet"
@@ -156,14 +162,20 @@ class Detector:
         """Most of the recent looks, not each: starvation scatters over time as well, and one busy moment is no cure."""
         held = self._persistent.setdefault(alert, rules.Persisted())
         held.look(true, look)
-        readable = look.sample.progress.readable
-        return held if held.seconds >= rules.persist_seconds(alert, readable) else None
+        enough = rules.persist_seconds(alert, look.sample.progress.readable)
+        return held if held.since is not None and held.seconds >= enough else None
 
     def _set_state(self, look: Look, findings: tuple[Finding, ...]) -> None:
+        """What a finding says counts at once; what only the picture says must be seen on two rounds."""
         state, reason = self._state_of(look, {finding.alert: finding for finding in findings})
-        if state is not self.state:
-            self.state, self.state_since = state, look.now
-        self.reason = reason
+        if state is self.state:
+            self._next_state = None
+            self.reason = reason
+            return
+        self._state_rounds = self._state_rounds + 1 if state is self._next_state else 1
+        self._next_state = state
+        if state in AT_ONCE or self.state is JobState.UNKNOWN or self._state_rounds >= STATE_ROUNDS:
+            self.state, self.state_since, self.reason, self._next_state = state, look.now, reason, None
 
     def _state_of(self, look: Look, found: Mapping[AlertName, Finding]) -> tuple[JobState, str]:
         for alert, state in (
@@ -184,13 +196,14 @@ class Detector:
             return JobState.UNKNOWN, look.verdict.why
         if look.alive is False and not look.sample.progress.readable:
             return JobState.IDLE, "no process of the job is on any node that answers"
-        if self._pace.advances == 0 and look.verdict.state in (PowerState.IDLE, PowerState.WAITING, PowerState.UNKNOWN):
+        expected = self._spec.run_directory is not None or bool(self._spec.logs)
+        if expected and self._pace.advances == 0 and look.verdict.state in QUIET:
             return JobState.STARTING, "no step seen yet"
         return self._state_of_power(look)
 
     def _state_of_power(self, look: Look) -> tuple[JobState, str]:
         state = STATE_OF.get(look.verdict.state)
-        if state is JobState.WAITING and look.alive is False:
+        if look.verdict.state is PowerState.IDLE and not look.alive:
             return JobState.IDLE, look.verdict.why
         if state is not None:
             return state, look.verdict.why

@@ -33,7 +33,7 @@ STATE_ADVICE: Final = {
 
 @dataclass(slots=True)
 class Persisted:
-    """A condition that comes and goes by the second: seconds for it add up, each look against it takes twice as many."""
+    """A condition that comes and goes: seconds for it add up, each look against it takes twice as many away."""
 
     since: float | None = None
     seconds: float = 0.0

@@ -1,0 +1,101 @@
+"""`wattwatch replay FILE ...`: what the watcher would have said of a recording or a GPU log."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import orjson
+from rich.console import Console
+from rich.markup import escape
+
+from watcher.judge.finding import Severity
+from watcher.recordings import RecordingError
+from watcher.replay import Replay, replay
+from watcher.sources import GpuLog, SourceError, read_file
+
+EXIT_CODE: Final = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
+UNREADABLE: Final = 3
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="A list of objects, one a file.")
+def replay_command(files: tuple[Path, ...], as_json: bool) -> None:
+    """Recordings or GPU logs through the detector, at their own times.
+
+    Exit code: 0 nothing would have been said, 1 a warning, 2 a critical alert, 3 a file could not be read.
+    """
+    worst = 0
+    answers: list[dict[str, Any]] = []
+    for path in files:
+        try:
+            source = read_file(path)
+            if isinstance(source, GpuLog) and not source.moments:
+                raise SourceError(f"{path}: {source.detail}")
+            if isinstance(source, GpuLog) and all(m.sample is None or m.sample.gpus is None for m in source.moments):
+                raise SourceError(f"{path}: {source.status.value}: {source.detail}")
+            result = replay(str(path), source)
+        except (SourceError, RecordingError) as error:
+            answers.append({"source": str(path), "error": str(error)})
+            click.echo(str(error), err=True)
+            worst = max(worst, UNREADABLE)
+            continue
+        worst = max([worst, *(EXIT_CODE[e.severity] for e in result.episodes if e.suppressed_by is None)])
+        answers.append(as_object(result))
+        if not as_json:
+            show(result)
+    if as_json:
+        click.echo(orjson.dumps(answers, option=orjson.OPT_INDENT_2).decode())
+    sys.exit(worst)
+
+
+def as_object(result: Replay) -> dict[str, Any]:
+    return {
+        "source": result.source,
+        "seconds": result.seconds,
+        "rounds": result.rounds,
+        "states": [
+            {"at_seconds": c.at_seconds, "job": c.job, "state": c.state, "reason": c.reason} for c in result.changes
+        ],
+        "alerts": [
+            {
+                "job": e.job,
+                "alert": e.alert,
+                "severity": e.severity,
+                "confirmed": e.confirmed,
+                "scope": e.scope,
+                "opened_seconds": e.opened_wall_seconds,
+                "closed_seconds": e.closed_wall_seconds,
+                "summary": e.summary,
+                "evidence": e.evidence,
+                "suspects": [{"node": s.node, "gpu": s.gpu, "rank": s.rank} for s in e.suspects],
+                "suppressed_by": e.suppressed_by,
+            }
+            for e in result.episodes
+        ],
+    }
+
+
+def show(result: Replay) -> None:
+    console = Console(highlight=False)
+    console.print(f"[bold]{escape(result.source)}[/]: {result.rounds} rounds over {clock_words(result.seconds)}")
+    lines = [(c.at_seconds, f"{c.state.value:<14} {escape(c.reason)}") for c in result.changes]
+    for episode in result.episodes:
+        sure = "" if episode.confirmed else " (not confirmed)"
+        words = f"[red]{episode.severity.value.upper()} {episode.alert}[/]{sure} {escape(episode.summary)}"
+        lines.append((episode.opened_wall_seconds, words))
+        if episode.closed_wall_seconds is not None:
+            lines.append((episode.closed_wall_seconds, f"closed {episode.alert}"))
+    for at_seconds, words in sorted(lines, key=lambda line: line[0]):
+        console.print(f"  {clock_words(at_seconds):>9}  {words}")
+    if not result.episodes:
+        console.print("  no alert")
+
+
+def clock_words(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}"

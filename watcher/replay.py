@@ -1,0 +1,84 @@
+"""A recording or a log through the real engine: the same ticks, at the source's own times."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from collectors.clock import Clock
+from watcher.engine import Engine
+from watcher.judge.finding import JobState
+from watcher.recordings import Recording
+from watcher.snapshot import EpisodeView, Snapshot
+from watcher.sources import GpuLog, PlayedSource
+from watcher.store import Store
+from watcher.tell.teller import Teller
+
+
+@dataclass(frozen=True, slots=True)
+class StateChange:
+    at_seconds: float  # since the start of the source
+    job: str
+    state: JobState
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What the watcher would have said of a source."""
+
+    source: str
+    seconds: float
+    rounds: int
+    changes: tuple[StateChange, ...]
+    episodes: tuple[EpisodeView, ...]  # in the order in which they opened; times are seconds since the start
+
+
+class SourceClock(Clock):
+    """Stands where the source stands; wall seconds count from its start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now
+
+
+def replay(name: str, source: GpuLog | Recording) -> Replay:
+    """Judge everything in `source`, in order, as if it came in live."""
+    clock = SourceClock()
+    played = PlayedSource(source.specs, iter(source.moments))
+    interval = min((spec.interval_seconds for spec in source.specs), default=1.0)
+    changes: list[StateChange] = []
+    episodes: dict[str, EpisodeView] = {}
+    rounds = 0
+    start: float | None = None
+    with tempfile.TemporaryDirectory(prefix="wattwatch-replay-") as directory:
+        store = Store(Path(directory) / "replay.db")
+        try:
+            teller = Teller(store, (), (), clock)
+            engine = Engine(source.specs, played, teller, clock)
+            for seconds in played.play(within_seconds=interval / 4):
+                start = seconds if start is None else start
+                clock.now = seconds - start
+                snapshot = engine.tick()
+                rounds += 1
+                changes += _changes(snapshot, changes, clock.now)
+                for episode in snapshot.episodes:
+                    episodes[episode.id] = episode
+        finally:
+            store.close()
+    return Replay(name, clock.now, rounds, tuple(changes), tuple(episodes.values()))
+
+
+def _changes(snapshot: Snapshot, before: list[StateChange], now: float) -> Iterator[StateChange]:
+    for job, view in snapshot.jobs.items():
+        last = next((change for change in reversed(before) if change.job == job), None)
+        if last is None or last.state is not view.state:
+            yield StateChange(now, job, view.state, view.reason)

@@ -1,0 +1,218 @@
+"""Files that hold GPU readings -> node samples in order of time: tool output, logs of it, JSON samples, recordings.
+
+A log knows no connection and no job: it is read as one node under the file's name, at the log's own pace.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from collectors.samples import GpuSample, HostStatus, NodeSample
+from collectors.smi import SmiReport, read_gpu_output
+from collectors.ssh.link import NodeLink
+from watcher.judge.job_sample import JobSpec
+from watcher.recordings import Moment, Recording, is_recording, open_recording
+
+MEBIBYTE: Final = 1024.0**2
+LARGEST_FILE_BYTES: Final = 512 * 1024**2
+
+
+class SourceError(Exception):
+    """The source cannot be read at all: which, why, what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLog:
+    """Samples of one or more nodes in order of time. Ranks are told where the file tells them."""
+
+    specs: tuple[JobSpec, ...]
+    moments: tuple[Moment, ...]
+    status: HostStatus  # of the source as a whole: its last word
+    detail: str
+    ranks: Mapping[tuple[str, int], int]  # (node, index) -> rank, from JSON samples
+    warnings: tuple[str, ...] = ()
+
+
+def read_source(name: str, data: bytes) -> GpuLog | Recording:
+    """What the bytes are decides; the name is only for people. Nothing readable is a status, not an exception."""
+    if len(data) > LARGEST_FILE_BYTES:
+        raise SourceError(f"{name}: {len(data) / 1e9:.1f} GB is more than is read at once; give its last part")
+    samples = _json_samples(data)
+    if samples is not None:
+        return _from_json(name, samples)
+    return _from_report(name, read_gpu_output(data))
+
+
+def read_file(path: Path) -> GpuLog | Recording:
+    """Raises SourceError, or RecordingError for a recording that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            if is_recording(file.read(512)):
+                return open_recording(path)
+        return read_source(path.name, path.read_bytes())
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _from_report(name: str, report: SmiReport) -> GpuLog:
+    """Each snapshot is one sample of one node; what the tool said last, if it is trouble, is one more."""
+    count = len(report.snapshots)
+    stamps = [s.time_seconds for s in report.snapshots]
+    told = [t for t in stamps if t is not None]
+    steps = [b - a for a, b in itertools.pairwise(told) if b > a]
+    interval = statistics.median(steps) if steps else 1.0
+    moments: list[Moment] = []
+    seconds = 0.0
+    for i, snapshot in enumerate(report.snapshots):
+        # A stamp that goes back (another log appended, a clock set) starts anew, one interval on.
+        delta = interval
+        if i and (now := stamps[i]) is not None and (before := stamps[i - 1]) is not None:
+            delta = now - before if now > before else interval
+        seconds = seconds + delta if i else 0.0
+        sample = NodeSample(
+            node=name,
+            status=HostStatus.OK,
+            detail="",
+            sequence=i,
+            node_seconds=seconds,
+            wall_seconds=snapshot.time_seconds or 0.0,
+            received_seconds=seconds,
+            gpu_source=report.source,
+            gpus=snapshot.gpus,
+            missing_gpus=report.missing_gpus if i == count - 1 else (),
+            warnings=report.warnings if i == count - 1 else (),
+        )
+        moments.append(Moment(seconds, sample=sample))
+    if report.status is not HostStatus.OK:
+        seconds += interval if count else 0.0
+        trouble = NodeSample(
+            name, report.status, report.detail, count, seconds, 0.0, seconds, missing_gpus=report.missing_gpus
+        )
+        moments.append(Moment(seconds, sample=trouble))
+    spec = JobSpec(name=name, nodes=(name,), interval_seconds=interval)
+    return GpuLog((spec,), tuple(moments), report.status, report.detail, {}, report.warnings)
+
+
+class JsonGpu(BaseModel):
+    """One board of a JSON sample. None is "not read"."""
+
+    model_config = ConfigDict(extra="ignore")
+    index: int | None = None
+    node: str | None = None
+    rank: int | None = None
+    name: str | None = None
+    util_pct: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    mem_used_mib: float | None = None
+    mem_total_mib: float | None = None
+    temp_c: float | None = None
+
+
+class JsonSample(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    t_seconds: float | None = None
+    gpus: list[JsonGpu]
+
+
+class JsonSamples(BaseModel):
+    """JSON samples: {"gpu_model", "power_limit_w", "samples": [{"t_seconds", "gpus": [{"index", "util_pct"}]}]}."""
+
+    model_config = ConfigDict(extra="ignore")
+    gpu_model: str | None = None
+    power_limit_w: float | None = None
+    samples: list[JsonSample]
+
+
+def _json_samples(data: bytes) -> JsonSamples | None:
+    """The samples if the bytes are JSON of that form: a list of samples, one sample, or an object with `samples`."""
+    if data.lstrip()[:1] not in (b"{", b"["):
+        return None
+    try:
+        content: Any = orjson.loads(data)
+        if isinstance(content, list):
+            content = {"samples": content}
+        elif "gpus" in content:
+            content = {**content, "samples": [content]}
+        return JsonSamples.model_validate(content)
+    except (orjson.JSONDecodeError, ValidationError, TypeError):
+        return None
+
+
+def _from_json(name: str, content: JsonSamples) -> GpuLog:
+    moments: list[Moment] = []
+    ranks: dict[tuple[str, int], int] = {}
+    nodes: dict[str, None] = {}
+    stamps = [s.t_seconds for s in content.samples if s.t_seconds is not None]
+    steps = [b - a for a, b in itertools.pairwise(stamps) if b > a]
+    interval = statistics.median(steps) if steps else 1.0
+    for i, sample in enumerate(content.samples):
+        seconds = sample.t_seconds if sample.t_seconds is not None else i * interval
+        boards: dict[str, list[GpuSample]] = {}
+        for board in sample.gpus:
+            node = board.node or name
+            nodes[node] = None
+            boards.setdefault(node, []).append(_gpu(board, content))
+            if board.rank is not None and board.index is not None:
+                ranks[(node, board.index)] = board.rank
+        for node, gpus in boards.items():
+            said = NodeSample(
+                node, HostStatus.OK, "", i, seconds, 0.0, seconds, gpu_source="json", gpus=tuple(gpus)
+            )  # fmt: skip
+            moments.append(Moment(seconds, sample=said))
+    spec = JobSpec(name=name, nodes=tuple(nodes) or (name,), interval_seconds=interval)
+    status, detail = (HostStatus.OK, "") if moments else (HostStatus.PARSE_ERROR, "no board in these JSON samples")
+    return GpuLog((spec,), tuple(moments), status, detail, ranks)
+
+
+def _gpu(board: JsonGpu, content: JsonSamples) -> GpuSample:
+    return GpuSample(
+        index=board.index,
+        name=board.name or content.gpu_model,
+        power_watts=board.power_w,
+        power_limit_watts=board.power_limit_w or content.power_limit_w,
+        utilization_percent=board.util_pct,
+        memory_used_bytes=None if board.mem_used_mib is None else board.mem_used_mib * MEBIBYTE,
+        memory_total_bytes=None if board.mem_total_mib is None else board.mem_total_mib * MEBIBYTE,
+        temperature_celsius=board.temp_c,
+    )
+
+
+class PlayedSource:
+    """A NodeSource that plays moments: `play` gives them in groups of one instant; the engine drains each group."""
+
+    def __init__(self, specs: tuple[JobSpec, ...], moments: Iterator[Moment]) -> None:
+        self._moments = moments
+        self._links = {
+            node: NodeLink(node, HostStatus.OK, "", last_line_age_seconds=0.0) for spec in specs for node in spec.nodes
+        }
+        self._pending: list[NodeSample] = []
+
+    def play(self, within_seconds: float) -> Iterator[float]:
+        """Each instant at which something came; moments within `within_seconds` of each other are one round."""
+        last: float | None = None
+        for moment in self._moments:
+            if last is not None and moment.seconds - last > within_seconds:
+                yield last
+            last = moment.seconds
+            if moment.link is not None:
+                self._links[moment.link.node] = moment.link
+            if moment.sample is not None:
+                self._pending.append(moment.sample)
+        if last is not None:
+            yield last
+
+    def drain(self) -> list[NodeSample]:
+        pending, self._pending = self._pending, []
+        return pending
+
+    def links(self) -> Mapping[str, NodeLink]:
+        return self._links
