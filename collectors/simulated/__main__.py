@@ -44,7 +44,9 @@ def main() -> None:
     clock = Clock(order["speed"], order["monotonic_origin"], order["wall_origin"])
     scenarios = [scenario_of(row.pop("name"), row) for row in order["scenarios"]]
     client_key = read_public_line(order["client_key"])
-    plays, nodes = plays_of(scenarios, Path(order["directory"]), clock, order["preload_pynvml"])
+    plays, nodes = plays_of(
+        scenarios, Path(order["live_directory"]), Path(order["directory"]) / "tools", clock, order["preload_pynvml"]
+    )
     servers = {
         name: NodeServer(name, read_key(new_private_key()), client_key, node.directory / "home", node.environment())
         for name, node in nodes.items()

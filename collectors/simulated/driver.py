@@ -11,7 +11,7 @@ from typing import Final
 
 from collectors.clock import Clock
 from collectors.simulated.job_directory import JobDirectory
-from collectors.simulated.node_directory import Moment, NodeDirectory
+from collectors.simulated.node_directory import Moment, NodeDirectory, write_tools
 from collectors.simulated.scenario import Phase, Scenario, activity_of_rank, phase_number_at, step_at
 
 TICK_SECONDS: Final = 0.5
@@ -160,11 +160,12 @@ def show(play: Play, number: int | None, step: int, tick: int) -> None:
 
 
 def plays_of(
-    scenarios: Sequence[Scenario], directory: Path, clock: Clock, preload_pynvml: bool = True
+    scenarios: Sequence[Scenario], directory: Path, tools: Path, clock: Clock, preload_pynvml: bool = True
 ) -> tuple[tuple[Play, ...], Mapping[str, NodeDirectory]]:
-    """Lay out all files below `directory`; the nodes by name."""
+    """Lay out all files below `directory` and the nodes' programs in `tools`; the nodes by name."""
+    write_tools(tools)
     nodes = {
-        name: NodeDirectory(directory / "nodes" / name, name, scenario.gpus_per_node, clock, preload_pynvml)
+        name: NodeDirectory(directory / "nodes" / name, name, scenario.gpus_per_node, clock, tools, preload_pynvml)
         for scenario in scenarios
         for name in scenario.node_names
     }

@@ -3,8 +3,8 @@
     NODE/state.json      what the boards read now (on_node/nvml_stand_in.py, on_node/nvidia_smi.py)
     NODE/proc/...        PID/{stat,comm}, loadavg, pressure/, sys/kernel/hostname
     NODE/dev/kmsg        kernel log records, appended
-    NODE/bin/            nvidia-smi and python3; first in PATH
     NODE/home/           where commands start
+    TOOLS/               nvidia-smi and python3, first in every node's PATH
 
 Everything that is replaced is replaced by rename: a reader sees the old file or the new one, never half of one.
 """
@@ -74,7 +74,10 @@ class Energy:
 class NodeDirectory:
     """Writes the files of one node. Times are the scenario's clock; its zero of `monotonic` is the node's boot."""
 
-    def __init__(self, directory: Path, name: str, gpus: int, clock: Clock, preload_pynvml: bool = True) -> None:
+    def __init__(
+        self, directory: Path, name: str, gpus: int, clock: Clock, tools: Path, preload_pynvml: bool = True
+    ) -> None:
+        """`tools`: see `write_tools`."""
         self.directory = directory
         self.name = name
         self.gpus = gpus
@@ -82,6 +85,7 @@ class NodeDirectory:
         self.nvml = "ok"  # ok, hang, absent, mismatch
         self.smi = "ok"  # ok, hang, no_driver, mismatch, unknown, no_devices
         self._clock = clock
+        self._tools = tools
         self._preload_pynvml = preload_pynvml
         self._started_ticks = int((clock.monotonic() - 600.0) * TICKS)
         self._kernel_records = 0
@@ -89,26 +93,17 @@ class NodeDirectory:
         now = clock.wall()
         # As if the driver had been loaded for a while: no two boards have the same count.
         self._energy = [Energy(4.0e9 + 7.7e7 * place, now) for place in range(gpus)]
-        for folder in ("proc/pressure", "proc/sys/kernel", "dev", "bin", "home"):
+        for folder in ("proc/pressure", "proc/sys/kernel", "dev", "home"):
             (directory / folder).mkdir(parents=True)
         replace_text(directory / "proc/sys/kernel/hostname", name + "\n")
         (directory / "dev/kmsg").touch()
-        self._write_tools()
         self.log_kernel(6, "nvidia-nvlink: Nvlink Core is being initialized, major device number 511")
-
-    def _write_tools(self) -> None:
-        python = shlex.quote(os.path.realpath(sys.executable))
-        script = shlex.quote(str(resources.files(__package__) / "on_node" / "nvidia_smi.py"))
-        for name, text in (("python3", PYTHON), ("nvidia-smi", NVIDIA_SMI)):
-            path = self.directory / "bin" / name
-            path.write_text(text.format(python=python, script=script), "utf-8")
-            path.chmod(0o755)
 
     def environment(self) -> dict[str, str]:
         """What a command on this node starts with."""
         pynvml = util.find_spec("pynvml")
         return {
-            "PATH": f"{self.directory / 'bin'}:/usr/bin:/bin",
+            "PATH": f"{self._tools}:/usr/bin:/bin",
             "HOME": str(self.directory / "home"),
             "USER": "trainer",
             "SHELL": "/bin/sh",
@@ -217,6 +212,17 @@ class NodeDirectory:
         bus = BUS_IDS[place][4:].lower().removesuffix(".0")
         pid = self.pids[place]
         self.log_kernel(4, f"NVRM: Xid (PCI:{bus}): 79, pid={pid}, name=python3, GPU has fallen off the bus.")
+
+
+def write_tools(directory: Path) -> None:
+    """The programs that every node has. Where these are, programs may run; where nodes are, they need not."""
+    directory.mkdir(parents=True)
+    python = shlex.quote(os.path.realpath(sys.executable))
+    script = shlex.quote(str(resources.files(__package__) / "on_node" / "nvidia_smi.py"))
+    for name, text in (("python3", PYTHON), ("nvidia-smi", NVIDIA_SMI)):
+        path = directory / name
+        path.write_text(text.format(python=python, script=script), "utf-8")
+        path.chmod(0o755)
 
 
 def between(bounds: tuple[float, float], seed: str) -> float:

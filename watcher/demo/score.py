@@ -77,17 +77,20 @@ def score_expected(
 ) -> Row:
     injected = began.get((scenario.name, expected.phase))
     mine = [notice for notice in notices if notice.job == scenario.name and notice.alert == expected.alert]
+    early = [n for n in mine if n.status == "firing" and (injected is None or n.received_seconds < injected)]
+    mine = [notice for notice in mine if injected is not None and notice.received_seconds >= injected]
     firing = [notice for notice in mine if notice.status == "firing"]
     late: float | None = None
     after: float | None = None
+    problems = [f"{expected.alert} was said before anything of it was injected"] if early else []
     if injected is None:
-        problems = [f"{expected.alert}: its fault was never injected"]
+        problems.append(f"{expected.alert}: its fault was never injected")
     elif not firing:
-        problems = [f"{expected.alert} was not said"]
+        problems.append(f"{expected.alert} was not said")
     else:
         late = firing[0].received_seconds - injected
         after = 1000 * (firing[0].received_seconds - second_sample(injected, interval_seconds)) / speed
-        problems = faults_of(expected, mine, firing, late)
+        problems += faults_of(expected, mine, firing)
     return Row(
         scenario=scenario.name,
         injected=scenario.phases[expected.phase].injects,
@@ -107,10 +110,9 @@ def second_sample(injected_seconds: float, interval_seconds: float) -> float:
     return (math.ceil(injected_seconds / interval_seconds) + 2) * interval_seconds
 
 
-def faults_of(expected: Expected, mine: Sequence[Notice], firing: Sequence[Notice], late: float) -> list[str]:
+def faults_of(expected: Expected, mine: Sequence[Notice], firing: Sequence[Notice]) -> list[str]:
+    """What is wrong with the notices that came after the injection."""
     problems = []
-    if late < 0:
-        problems.append(f"{expected.alert} was said {-late:.1f} s before its fault was injected")
     if expected.severity not in [notice.severity for notice in firing]:
         said = ", ".join(dict.fromkeys(notice.severity for notice in firing))
         problems.append(f"{expected.alert} was said as {said}, never as {expected.severity}")

@@ -7,7 +7,9 @@ from typing import Any, Final
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from collectors.simulated.scenario import Scenario
 from watcher.demo.configuration import INTERVAL_SECONDS
@@ -16,7 +18,9 @@ from watcher.demo.receiver import Notice
 from watcher.demo.score import Row
 
 COLOURS: Final = {"critical": "bold red", "warning": "yellow", "info": "green"}
-EVIDENCE_LINES: Final = 6
+LINES_MOST: Final = 4  # of one alert: the summary and its first evidence; the whole is in the message
+LINE_MOST: Final = 240
+INDENT: Final = 24
 
 
 class TerminalScreen:
@@ -50,9 +54,10 @@ class TerminalScreen:
             f"{seconds:6.1f} s  {notice.job:<13} [{colour}]{notice.severity.upper()} {notice.alert}[/]{late}"
         )
         annotations = notice.annotations
-        for line in [annotations.get("summary", ""), *annotations.get("description", "").splitlines()][:EVIDENCE_LINES]:
-            if line.strip():
-                self._console.print(f"{'':24}{escape(line.strip())}")
+        lines = [annotations.get("summary", ""), *annotations.get("description", "").splitlines()][:LINES_MOST]
+        for number, line in enumerate(lines):
+            text = Text(shortened(line.strip()), style="" if number == 0 else "dim")
+            self._console.print(Padding(text, (0, 0, 0, INDENT)))
 
     def sum_up(self, outcome: Outcome, scenarios: Sequence[Scenario]) -> None:
         self._console.print()
@@ -76,6 +81,10 @@ class TerminalScreen:
         if outcome.good:
             count = len(outcome.score.rows)
             self._console.print(f"[bold green]✓ All {count} injected faults were named, and nothing else was said.[/]")
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= LINE_MOST else text[: LINE_MOST - 1] + "…"
 
 
 def summary_table(rows: Sequence[Row]) -> Table:

@@ -27,6 +27,7 @@ def cluster() -> Iterator[SimulatedCluster]:
         yield started
     assert started.left_behind == ()
     assert not started.directory.exists()
+    assert not started.live_directory.exists()
 
 
 def login(cluster: SimulatedCluster, node: str, key: paramiko.PKey | None = None) -> paramiko.SSHClient:
@@ -84,7 +85,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
 def test_ssh_config_known_hosts_and_key_are_all_that_a_client_needs(cluster: SimulatedCluster) -> None:
     with login(cluster, "deadlock-2") as client:
         _, out, _ = client.exec_command("cat $WATTWATCH_NODE_ROOT/proc/sys/kernel/hostname; pwd; exit 7")
-        assert out.read().decode().split() == ["deadlock-2", str(cluster.directory / "nodes/deadlock-2/home")]
+        assert out.read().decode().split() == ["deadlock-2", str(cluster.live_directory / "nodes/deadlock-2/home")]
         assert out.channel.recv_exit_status() == 7
 
 

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 
 from collectors.clock import Clock
-from collectors.probe.payload import QUERY_FIELDS
 from collectors.samples import HostStatus, Reason
 from collectors.simulated.driver import plays_of, show
 from collectors.simulated.node_directory import NodeDirectory
 from collectors.simulated.scenario import named
-from collectors.smi import read_gpu_output
+from collectors.smi import QUERY_FIELDS, read_gpu_output
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> NodeDirectory:
     """A node of eight boards in a deadlock."""
-    plays, _ = plays_of([named("deadlock")], tmp_path, Clock())
+    plays, _ = plays_of([named("deadlock")], tmp_path / "live", tmp_path / "tools", Clock())
     show(plays[0], 1, 3850, tick=1)
     return plays[0].nodes[0]
 

@@ -24,7 +24,7 @@ Change = Callable[[dict[str, Any]], None]
 @pytest.fixture
 def node(tmp_path: Path) -> Path:
     """A node of eight boards in a deadlock; its directory."""
-    plays, _ = plays_of([named("deadlock")], tmp_path, Clock())
+    plays, _ = plays_of([named("deadlock")], tmp_path / "live", tmp_path / "tools", Clock())
     show(plays[0], 1, 3850, tick=1)
     return plays[0].nodes[0].directory
 

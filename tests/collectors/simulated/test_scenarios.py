@@ -16,7 +16,7 @@ from watcher.judge.finding import AlertName, JobState, Severity
 
 
 def play_of(name: str, directory: Path) -> Play:
-    plays, _ = plays_of([named(name)], directory, Clock())
+    plays, _ = plays_of([named(name)], directory / "live", directory / "tools", Clock())
     return plays[0]
 
 
@@ -171,7 +171,7 @@ def test_a_foreign_job_leaves_a_torchtitan_log_and_no_heartbeats(tmp_path: Path)
 def driven(name: str, directory: Path, to_phase: int, frozen: list[str] | None = None) -> Play:
     """The scenario as its driver leaves it once the given phase has begun; four hundred times as fast as life."""
     clock = Clock(speed=400.0)
-    plays, _ = plays_of([named(name)], directory, clock)
+    plays, _ = plays_of([named(name)], directory / "live", directory / "tools", clock)
     began: list[PhaseBegan] = []
     reached = threading.Event()
 
