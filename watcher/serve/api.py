@@ -1,0 +1,221 @@
+"""The HTTP face: page, read API, events, metrics, health. Reads snapshots; changes nothing anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import datetime
+from importlib import resources
+from importlib.metadata import version
+from typing import Annotated, Any, Final
+
+from fastapi import Depends, FastAPI, Query, Request, Security
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from fastapi.security import HTTPBearer
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from starlette.exceptions import HTTPException
+
+from watcher.serve.answers import (
+    AlertAnswer,
+    GpuAnswer,
+    JobAnswer,
+    NodeAnswer,
+    TimelineAnswer,
+    alert_answer,
+    gpu_answer,
+    job_answer,
+    node_answer,
+    timeline_answer,
+)
+from watcher.serve.events import MOST_STREAMS, Event, EventHub, TooManyStreams, read_queue
+from watcher.serve.guard import Guard
+from watcher.serve.latest import Latest
+from watcher.serve.own_metrics import CONTENT_TYPE, MetricsBody, OwnMetrics
+from watcher.serve.page import PageRenderer
+from watcher.serve.problems import MEDIA_TYPE, Problem, add_problem_handlers, documented
+from watcher.snapshot import JobView
+
+STALE_INTERVALS: Final = 5.0  # boards of a job not judged for longer are history, not readings
+STALE_LEAST_SECONDS: Final = 5.0
+ASSETS: Final = {
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "favicon.svg": "image/svg+xml",
+}
+RETRY_MILLISECONDS: Final = 2000
+
+bearer = HTTPBearer(auto_error=False, description="the token of `token_file`; only where one is configured")
+
+
+def create_app(latest: Latest, own: OwnMetrics, hub: EventHub, token: str | None = None) -> FastAPI:
+    """The whole application over one source of snapshots. `token`: asked for everywhere but at the health endpoints."""
+    stale_after = max(STALE_LEAST_SECONDS, STALE_INTERVALS * latest.interval_seconds)
+    latest.listen(hub.offer)
+    latest.listen(own.note)
+    own.event_streams.set_function(lambda: hub.streams)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        hub.open(asyncio.get_running_loop())
+        yield
+        hub.stop()
+
+    app = FastAPI(
+        title="wattwatch",
+        version=version("wattwatch"),
+        description="What the watcher knows of its jobs, nodes and alerts. Everything here only reads.",
+        lifespan=lifespan,
+        docs_url=None,  # the framework's own pages load scripts from the internet
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        dependencies=[Security(bearer)],
+    )
+    app.add_middleware(Guard, token=token)
+    add_problem_handlers(app)
+    add_job_routes(app, latest)
+    add_fleet_routes(app, latest)
+    add_event_route(app, latest, hub)
+    add_health_routes(app, latest)
+    add_metrics_route(app, MetricsBody(latest, own, stale_after))
+    add_pages(app, PageRenderer(latest))
+    describe_problems(app)
+    return app
+
+
+def add_job_routes(app: FastAPI, latest: Latest) -> None:
+    def find(job: str) -> JobView:
+        view = latest.snapshot.jobs.get(job)
+        if view is None:
+            known = ", ".join(sorted(latest.snapshot.jobs)) or "none yet"
+            raise HTTPException(404, f"no job is named {job!r}; known jobs: {known}")
+        return view
+
+    @app.get("/api/v1/jobs", tags=["jobs"])
+    def list_jobs() -> list[JobAnswer]:
+        """All jobs, each with its state, why, progress, nodes and findings."""
+        return [job_answer(view, latest.age_seconds, latest.wall_seconds) for view in latest.snapshot.jobs.values()]
+
+    # A job's name may hold slashes; the longer paths come first.
+    @app.get("/api/v1/jobs/{job:path}/gpus", tags=["jobs"], responses=documented(404))
+    def list_gpus(job: str) -> list[GpuAnswer]:
+        """Every board of the job as it was last read, rank by rank."""
+        return [gpu_answer(board) for board in find(job).sample.gpus]
+
+    @app.get("/api/v1/jobs/{job:path}/timeline", tags=["jobs"], responses=documented(404, 422))
+    def read_timeline(
+        job: str,
+        since: Annotated[datetime | None, Query(description="only moments after this one (RFC 3339)")] = None,
+    ) -> list[TimelineAnswer]:
+        """The job's history, oldest first: every sample of the last ten minutes, then one a minute for a day."""
+        start = float("-inf") if since is None else since.timestamp()
+        return [timeline_answer(point) for point in find(job).timeline if point.wall_seconds > start]
+
+    @app.get("/api/v1/jobs/{job:path}", tags=["jobs"], responses=documented(404))
+    def read_job(job: str) -> JobAnswer:
+        """One job."""
+        return job_answer(find(job), latest.age_seconds, latest.wall_seconds)
+
+
+def add_fleet_routes(app: FastAPI, latest: Latest) -> None:
+    @app.get("/api/v1/nodes", tags=["nodes"])
+    def list_nodes() -> list[NodeAnswer]:
+        """All nodes: how each is seen, and how old what it said last is."""
+        return [node_answer(view, latest.age_seconds) for view in latest.snapshot.nodes.values()]
+
+    @app.get("/api/v1/alerts", tags=["alerts"])
+    def list_alerts() -> list[AlertAnswer]:
+        """Alert episodes: the open ones (`closed` is null), and those that closed lately."""
+        return [alert_answer(episode) for episode in latest.snapshot.episodes]
+
+
+def add_event_route(app: FastAPI, latest: Latest, hub: EventHub) -> None:
+    async def subscription() -> AsyncIterator[asyncio.Queue[Event | None]]:
+        try:
+            with hub.subscribe() as queue:
+                yield queue
+        except TooManyStreams:
+            raise HTTPException(503, f"{MOST_STREAMS} event streams are open already; close one") from None
+
+    @app.get(
+        "/api/v1/events",
+        tags=["events"],
+        response_class=EventSourceResponse,
+        responses=documented(503),
+    )
+    async def follow_events(queue: Any = Depends(subscription)) -> AsyncIterator[ServerSentEvent]:
+        """Server-sent events: `state` (a job changed), `alert_opened`, `alert_closed`, `tick` (there is news to
+        read) and `resync` (events were lost: read anew). A comment every 15 s keeps proxies from closing it."""
+        hello = {"tick": latest.snapshot.tick}
+        yield ServerSentEvent(event="resync", data=hello, id=str(latest.snapshot.tick), retry=RETRY_MILLISECONDS)
+        async for event in read_queue(queue):
+            yield ServerSentEvent(event=event.name, data=event.data, id=event.id)
+
+
+def add_health_routes(app: FastAPI, latest: Latest) -> None:
+    @app.get("/-/healthy", tags=["health"])
+    async def healthy() -> PlainTextResponse:
+        """The process answers. Needs no token."""
+        return PlainTextResponse("healthy\n")
+
+    @app.get("/-/ready", tags=["health"], responses=documented(503))
+    async def ready() -> PlainTextResponse:
+        """The engine came round lately: what is served is true now. Needs no token."""
+        if not latest.fresh:
+            raise HTTPException(
+                503,
+                f"the engine last came round {latest.age_seconds:.0f} s ago, "
+                f"more than {latest.fresh_limit_seconds:.0f} s: what is served is old",
+            )
+        return PlainTextResponse(f"ready: tick {latest.snapshot.tick}\n")
+
+
+def add_metrics_route(app: FastAPI, body: MetricsBody) -> None:
+    # Not `async`: writing 100,000 series takes a moment, which belongs on a worker thread.
+    @app.get("/metrics", tags=["metrics"], response_class=PlainTextResponse)
+    def metrics(request: Request) -> Response:
+        """All metrics in the Prometheus text format. The list of them is in watcher/serve/README.md."""
+        packed = "gzip" in request.headers.get("accept-encoding", "")
+        headers = {"content-encoding": "gzip"} if packed else {}
+        return Response(body.render(packed), media_type=CONTENT_TYPE, headers={**headers, "vary": "accept-encoding"})
+
+
+def add_pages(app: FastAPI, page: PageRenderer) -> None:
+    def add(path: str, render: Callable[[], str]) -> None:
+        def show() -> HTMLResponse:
+            return HTMLResponse(render())
+
+        app.get(path, include_in_schema=False)(show)
+
+    add("/", page.page)
+    add("/live", page.live)
+    add("/docs", lambda: page.docs(app.openapi()))
+    for name, media_type in ASSETS.items():
+        add_asset(app, name, media_type)
+
+
+def add_asset(app: FastAPI, name: str, media_type: str) -> None:
+    content = (resources.files("watcher.serve") / "assets" / name).read_bytes()
+
+    async def show() -> Response:
+        return Response(content, media_type=media_type)
+
+    app.get(f"/assets/{name}", include_in_schema=False)(show)
+
+
+def describe_problems(app: FastAPI) -> None:
+    """Every operation of the OpenAPI document may answer with a problem; the framework's own 422 is never sent."""
+    document = app.openapi()
+    schemas = document["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    schemas["Problem"] = Problem.model_json_schema()
+    for path in document["paths"].values():
+        for operation in path.values():
+            content = operation["responses"].get("422", {}).get("content", {})
+            if "application/json" in content:
+                del operation["responses"]["422"]
+            operation["responses"]["default"] = {
+                "description": "any error",
+                "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+            }

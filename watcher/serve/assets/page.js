@@ -1,0 +1,73 @@
+// Keeps the page live: a tick on the event stream, then the changed part of the page. Without scripts it reloads itself.
+"use strict";
+
+const live = document.getElementById("live");
+const lost = document.getElementById("lost");
+const lostAge = document.getElementById("lost-age");
+let drawnAt = performance.now();
+let asking = false;
+let askAgain = false;
+
+function words(seconds) {
+  if (seconds < 9.95) return seconds.toFixed(1) + " s";
+  const whole = Math.round(seconds);
+  if (whole < 60) return whole + " s";
+  const two = (n) => String(n).padStart(2, "0");
+  if (whole < 600) return Math.floor(whole / 60) + " min " + two(whole % 60) + " s";
+  if (whole < 3600) return Math.floor(whole / 60) + " min";
+  if (whole < 86400) return Math.floor(whole / 3600) + " h " + two(Math.floor((whole % 3600) / 60)) + " min";
+  return Math.floor(whole / 86400) + " d " + Math.floor((whole % 86400) / 3600) + " h";
+}
+
+async function redraw() {
+  if (asking) {
+    askAgain = true;
+    return;
+  }
+  asking = true;
+  try {
+    const answer = await fetch("/live", { signal: AbortSignal.timeout(10000) });
+    if (answer.ok) {
+      const open = [...live.querySelectorAll("details[open]")].map((d) => d.id);
+      live.innerHTML = await answer.text(); // escaped by the server, and scripts in it would not run
+      for (const details of live.querySelectorAll("details")) details.open = open.includes(details.id);
+      drawnAt = performance.now();
+      lost.hidden = true;
+    }
+  } catch {
+    // The age below says how long this has lasted.
+  }
+  asking = false;
+  if (askAgain) {
+    askAgain = false;
+    setTimeout(redraw, 250);
+  }
+}
+
+function grow() {
+  const since = (performance.now() - drawnAt) / 1000;
+  if (since > 8) {
+    lostAge.textContent = words(since);
+    lost.hidden = false;
+    redraw();
+  }
+  if (since < 1.5) return;
+  for (const age of live.querySelectorAll("[data-age]")) {
+    const then = parseFloat(age.dataset.age);
+    if (!Number.isNaN(then)) age.textContent = words(then + since);
+  }
+}
+
+function listen() {
+  const events = new EventSource("/api/v1/events");
+  events.addEventListener("tick", () => { if (!document.hidden) redraw(); });
+  events.addEventListener("resync", redraw);
+  events.addEventListener("error", () => {
+    // A browser gives up for good where the answer was an error (a full house, a restart): then try again ourselves.
+    if (events.readyState === EventSource.CLOSED) setTimeout(listen, 5000);
+  });
+}
+
+document.addEventListener("visibilitychange", () => { if (!document.hidden) redraw(); });
+setInterval(grow, 1000);
+listen();
