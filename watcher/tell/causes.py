@@ -33,18 +33,17 @@ class Cause:
 
 
 def read_causes() -> tuple[Cause, ...]:
-    """causes.toml, strongest first. A row without `explains` explains every other alert."""
+    """causes.toml, strongest first. Nothing explains itself or what stands above it, so there is no circle.
+
+    A row without `explains` explains everything below it, and all alerts that have no row.
+    """
     table = tomllib.loads(resources.files("watcher.tell").joinpath("causes.toml").read_text("utf-8"))
-    return tuple(
-        Cause(
-            alert=AlertName(row["alert"]),
-            reach=Reach(row["reach"]),
-            explains=frozenset(AlertName(alert) for alert in row.get("explains", AlertName))
-            - {AlertName(row["alert"])},
-            lends=row["lends"],
-        )
-        for row in table["causes"]
-    )
+    causes: list[Cause] = []
+    for row in table["causes"]:
+        above = {cause.alert for cause in causes} | {AlertName(row["alert"])}
+        explains = frozenset(map(AlertName, row.get("explains", AlertName))) - above
+        causes.append(Cause(AlertName(row["alert"]), Reach(row["reach"]), explains, row["lends"]))
+    return tuple(causes)
 
 
 CAUSES: Final = read_causes()

@@ -45,6 +45,7 @@ class Reason(Enum):
     OUTLIVED_CAUSE = "Its cause is over and it remains."
     CONFIRMED = "It was a suspicion before; now it is confirmed."
     GRAVER = "It is more severe than when it was last told."
+    CONCERNS_MORE = "Something follows from it that concerns you."
     REMINDER_DUE = "It is still open."
     CLEARED = "The condition is no longer there."
     JOB_ENDED = "The job has completed."
@@ -129,6 +130,7 @@ class Look:
     followers: tuple[Finding, ...] = ()  # what it explains: these lend it their severity
     job_ended: bool = False
     closed_before_seconds: float | None = None  # how long ago the same key closed
+    newly_concerned: tuple[str, ...] = ()  # receivers not told yet, to whom its consequences would have been told
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,9 @@ def decide(episode: Episode | None, look: Look, reminder_seconds: float | None =
     if look.finding.confirmed and not episode.told.confirmed:
         # Confirmed at the same severity: people should know that it is no suspicion any more.
         return Decision(Reason.CONFIRMED, Notice.RAISED)
+    if look.newly_concerned:
+        # A consequence is kept quiet whose receivers have not heard of its cause: they alone are told now.
+        return Decision(Reason.CONCERNS_MORE, Notice.RAISED)
     if reminder_seconds is not None and look.now - episode.told.seconds >= reminder_seconds:
         return Decision(Reason.REMINDER_DUE, Notice.REMINDER)
     # True, told, unchanged. Milder or unconfirmed again counts as unchanged: nothing is taken back before the end.
@@ -244,7 +249,7 @@ def advance(episode: Episode, look: Look, decision: Decision, receivers: tuple[s
                 seconds=look.now,
                 severity=after.severity if firing or before is None else before.severity,
                 confirmed=after.confirmed if firing or before is None else before.confirmed,
-                receivers=receivers,
+                receivers=tuple(sorted({*receivers, *(() if before is None else before.receivers)})),
                 suspects=after.finding.suspects if firing or before is None else before.suspects,
             ),
         )

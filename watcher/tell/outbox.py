@@ -12,6 +12,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import httpx
@@ -20,7 +21,7 @@ from collectors.clock import Clock
 from watcher.config import ReceiverSection
 from watcher.snapshot import DeliveryStats
 from watcher.store import Delivery, Store, StoreError
-from watcher.tell.answers import Answer, Delivered, Failure, GiveUp, TryAgain
+from watcher.tell.answers import Delivered, Failure, GiveUp, TryAgain
 from watcher.tell.posting import open_client, post
 
 log = logging.getLogger("wattwatch.tell")
@@ -54,6 +55,15 @@ class Pace:
         self._tokens -= 1.0
 
 
+@dataclass(slots=True)
+class Waiting:
+    """`since_seconds`: when it was enqueued, on the monotonic clock: a corrected wall clock ages no message."""
+
+    delivery: Delivery
+    since_seconds: float
+    attempts: int = 0
+
+
 class Lane:
     """One receiver's messages, oldest first, and the thread that delivers them."""
 
@@ -63,8 +73,7 @@ class Lane:
         self._client = client
         self._clock = clock
         self._changed = threading.Condition()
-        self._waiting: dict[str, Delivery] = {}  # by key, in order
-        self._attempts: Counter[str] = Counter()
+        self._waiting: dict[str, Waiting] = {}  # by key, in order
         self._failures_in_a_row = 0
         self._paused_until = float("-inf")
         self._pace = Pace(SLACK_PER_SECOND, SLACK_BURST, clock.monotonic()) if receiver.type == "slack" else None
@@ -77,11 +86,14 @@ class Lane:
         self._thread.start()
 
     def add(self, deliveries: Iterable[Delivery]) -> None:
+        now, wall = self._clock.monotonic(), self._clock.wall()
         with self._changed:
-            self._waiting.update((delivery.key, delivery) for delivery in deliveries)
+            for delivery in deliveries:
+                age = max(0.0, wall - delivery.enqueued_wall_seconds)
+                self._waiting[delivery.key] = Waiting(delivery, since_seconds=now - age)
             self._changed.notify()
 
-    def waiting(self) -> tuple[Delivery, ...]:
+    def waiting(self) -> tuple[Waiting, ...]:
         with self._changed:
             return tuple(self._waiting.values())
 
@@ -91,16 +103,27 @@ class Lane:
             self._stop_at = deadline
             self._changed.notify()
 
-    def join(self, real_seconds: float) -> None:
+    def join(self, real_seconds: float) -> bool:
+        """True when the thread has ended; one in the middle of a post may need longer."""
         if self._thread.ident is not None:
             self._thread.join(real_seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         """1. Wait for a message that may go. 2. Post it without holding the lock. 3. Record what came of it."""
-        while (delivery := self._next()) is not None:
-            self._record(delivery, post(self._client, self.receiver, delivery, self._clock))
+        while (waiting := self._next()) is not None:
+            try:
+                answer = post(self._client, self.receiver, waiting.delivery, self._clock)
+            except Exception as error:  # noqa: BLE001 - a lane that dies of a surprise would deliver nothing for ever
+                answer = TryAgain(Failure.CUT, f"unexpected {type(error).__name__}")
+            with self._changed:
+                if isinstance(answer, TryAgain):
+                    self._postpone(waiting, answer)
+                else:
+                    self._failures_in_a_row = 0
+                    self._settle(waiting.delivery, answer)
 
-    def _next(self) -> Delivery | None:
+    def _next(self) -> Waiting | None:
         """The next message to attempt, as soon as it may go; None when the lane ends."""
         with self._changed:
             while True:
@@ -108,15 +131,16 @@ class Lane:
                 wait = self._wait(now)
                 if self._stop_at is not None and (now >= self._stop_at or wait is None or wait > 0):
                     return None
-                if wait is not None and wait <= 0:
-                    delivery = self._first()
-                    if not self._is_too_old(delivery):
-                        if self._pace is not None:
-                            self._pace.take()
-                        return delivery
-                    self._settle(delivery, GiveUp(Failure.TOO_OLD, "three days were not enough to deliver it"))
+                if wait is None or wait > 0:
+                    self._changed.wait(None if wait is None else self._clock.real_seconds(wait))
                     continue
-                self._changed.wait(None if wait is None else self._clock.real_seconds(wait))
+                waiting = self._first()
+                if now - waiting.since_seconds > TOO_OLD_SECONDS:
+                    self._settle(waiting.delivery, GiveUp(Failure.TOO_OLD, "three days were not enough to deliver it"))
+                    continue
+                if self._pace is not None:
+                    self._pace.take()
+                return waiting
 
     def _wait(self, now: float) -> float | None:
         """Seconds until a message may go; None while there is none."""
@@ -125,31 +149,20 @@ class Lane:
         pace = 0.0 if self._pace is None else self._pace.wait(now)
         return max(pace, self._paused_until - now)
 
-    def _first(self) -> Delivery:
+    def _first(self) -> Waiting:
         """The oldest, unless it has failed often. Within an episode the order is never changed: firing, then over."""
-        heads: dict[str, Delivery] = {}
-        for delivery in self._waiting.values():
-            if delivery.episode_id not in heads:
-                heads[delivery.episode_id] = delivery
-                if self._attempts[delivery.key] < PATIENCE:
-                    return delivery
-        return min(heads.values(), key=lambda delivery: self._attempts[delivery.key])
+        heads: dict[str, Waiting] = {}
+        for waiting in self._waiting.values():
+            if waiting.delivery.episode_id not in heads:
+                heads[waiting.delivery.episode_id] = waiting
+                if waiting.attempts < PATIENCE:
+                    return waiting
+        return min(heads.values(), key=lambda waiting: waiting.attempts)
 
-    def _is_too_old(self, delivery: Delivery) -> bool:
-        return self._clock.wall() - delivery.enqueued_wall_seconds > TOO_OLD_SECONDS
-
-    def _record(self, delivery: Delivery, answer: Answer) -> None:
-        with self._changed:
-            if isinstance(answer, TryAgain):
-                self._postpone(delivery, answer)
-            else:
-                self._failures_in_a_row = 0
-                self._settle(delivery, answer)
-
-    def _postpone(self, delivery: Delivery, answer: TryAgain) -> None:
+    def _postpone(self, waiting: Waiting, answer: TryAgain) -> None:
         """Pause the receiver, not the message: what fails for one fails for the next. Full jitter, or as it asked."""
         self._failures_in_a_row += 1
-        self._attempts[delivery.key] += 1
+        waiting.attempts += 1
         self.failed[answer.failure] += 1
         most = min(BACKOFF_MOST_SECONDS, BACKOFF_FIRST_SECONDS * 2.0 ** min(self._failures_in_a_row - 1, 16))
         wait = random.uniform(0.0, most) if answer.after_seconds is None else answer.after_seconds
@@ -159,14 +172,13 @@ class Lane:
             self.receiver.name,
             answer.detail,
             answer.failure.value,
-            self._attempts[delivery.key],
+            waiting.attempts,
             wait,
         )
 
     def _settle(self, delivery: Delivery, answer: Delivered | GiveUp) -> None:
         """Off the queue, then off the disk. If the disk fails, a restart sends it once more under the same key."""
         self._waiting.pop(delivery.key, None)
-        self._attempts.pop(delivery.key, None)
         outcome = "delivered"
         if isinstance(answer, GiveUp):
             self.failed[answer.failure] += 1
@@ -208,11 +220,11 @@ class Outbox:
                 lane.add(mine)
 
     def waiting(self) -> tuple[Delivery, ...]:
-        return tuple(delivery for lane in self._lanes.values() for delivery in lane.waiting())
+        return tuple(waiting.delivery for lane in self._lanes.values() for waiting in lane.waiting())
 
     def stats(self) -> DeliveryStats:
-        waiting = self.waiting()
-        oldest = min((delivery.enqueued_wall_seconds for delivery in waiting), default=None)
+        now = self._clock.monotonic()
+        ages = [max(0.0, now - waiting.since_seconds) for lane in self._lanes.values() for waiting in lane.waiting()]
         failed = dict(self._lost)
         for name, lane in self._lanes.items():
             for failure, count in dict(lane.failed).items():
@@ -220,8 +232,8 @@ class Outbox:
         return DeliveryStats(
             sent={name: lane.sent for name, lane in self._lanes.items()},
             failed=failed,
-            waiting=len(waiting),
-            oldest_waiting_seconds=0.0 if oldest is None else max(0.0, self._clock.wall() - oldest),
+            waiting=len(ages),
+            oldest_waiting_seconds=max(ages, default=0.0),
         )
 
     def stop(self, timeout_seconds: float = 2.0) -> None:
@@ -229,6 +241,9 @@ class Outbox:
         deadline = self._clock.monotonic() + timeout_seconds
         for lane in self._lanes.values():
             lane.stop(deadline)
-        for lane in self._lanes.values():
+        ended = [
             lane.join(self._clock.real_seconds(max(0.0, deadline - self._clock.monotonic())) + 0.1)
-        self._client.close()
+            for lane in self._lanes.values()
+        ]
+        if all(ended):
+            self._client.close()

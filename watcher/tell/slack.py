@@ -14,7 +14,7 @@ import orjson
 
 from watcher.judge.finding import Severity
 from watcher.judge.verdict import Suspect
-from watcher.tell.answers import Answer, Failure, GiveUp, TryAgain, read_status
+from watcher.tell.answers import Answer, Failure, GiveUp, TryAgain, read_retry_after, read_status
 from watcher.tell.messages import Message, names_of
 
 CHARACTERS_MOST: Final = 10_000
@@ -94,12 +94,12 @@ def rows(lines: Iterable[str], most: int) -> str:
     room = most - 25
     left_out = 0
     for line in lines:
-        line = escaped(line.replace("\n", " "), max(20, most // 3))
-        if left_out or len(line) + 1 > room:
+        shown_line = "" if left_out else escaped(line.replace("\n", " "), max(20, most // 3))
+        if left_out or len(shown_line) + 1 > room:
             left_out += 1
             continue
-        kept.append(line)
-        room -= len(line) + 1
+        kept.append(shown_line)
+        room -= len(shown_line) + 1
     if left_out:
         kept.append(f"… and {left_out} more")
     return "\n".join(kept)
@@ -138,7 +138,17 @@ def read_slack_answer(status: int, headers: Mapping[str, str], body: str, wall_s
         for error in PERMANENT_ERRORS:
             if error in word:
                 return GiveUp(Failure.UNAUTHORISED if error == "invalid_token" else Failure.GONE, f"Slack: {error}")
+    if status == 429 and "retry-after" not in headers:
+        # Some of Slack's throttling says it in the body only (alertmanager#2111).
+        return TryAgain(Failure.RATE_LIMITED, "HTTP 429", read_retry_after(retry_after_of(word), wall_seconds))
     return read_status(status, headers, wall_seconds)
+
+
+def retry_after_of(body: str) -> str | None:
+    try:
+        return str(orjson.loads(body)["retry_after"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def is_about_layout(status: int, body: str) -> bool:

@@ -28,10 +28,12 @@ from watcher.tell.episodes import (
     decide,
     name_of,
     opened,
+    own_severity,
     severity_of,
 )
 from watcher.tell.messages import Message, compose
 from watcher.tell.outbox import Outbox
+from watcher.tell.routing import receivers_for
 from watcher.tell.slack import slack_payload
 from watcher.tell.webhook import webhook_payload
 
@@ -132,6 +134,7 @@ class Teller:
             if finding is not None and lends_severity(finding):
                 followers = tuple(active[other] for other, source in causes.items() if source.key == key)
             closed = self._closed_seconds.get(key)
+            told = self._open[key].told if key in self._open else None
             looks.append(
                 (
                     key,
@@ -143,6 +146,9 @@ class Teller:
                         followers=followers,
                         job_ended=key[0] in ended,
                         closed_before_seconds=None if closed is None else now - closed,
+                        newly_concerned=()
+                        if told is None
+                        else tuple(sorted(self._concerned_by(followers) - set(told.receivers))),
                     ),
                 )
             )
@@ -176,24 +182,20 @@ class Teller:
         return Step(after, decision, deliveries)
 
     def _receivers_of(self, episode: Episode, look: Look, decision: Decision) -> tuple[str, ...]:
-        """Those the routes name for what it is now, and whoever was told before: they hear how it goes on."""
-        before = () if episode.told is None else episode.told.receivers
-        names = {name for name in before if name in self._receivers}
-        if decision.notice is not Notice.CLOSED and look.finding is not None:
-            severity = severity_of(look.finding, look.followers)
-            names |= {
-                name
-                for name in self._receivers
-                if not self._routes
-                or any(
-                    route.receiver == name
-                    and (not route.severities or severity in route.severities)
-                    and (not route.alerts or look.finding.alert in route.alerts)
-                    and (not route.jobs or look.finding.job in route.jobs)
-                    for route in self._routes
-                )
-            }
-        return tuple(sorted(names))
+        """Those it concerns now, and whoever was told before: they hear how it goes on."""
+        before = set() if episode.told is None else self._receivers.keys() & set(episode.told.receivers)
+        if decision.reason is Reason.CONCERNS_MORE:
+            return look.newly_concerned
+        if decision.notice is Notice.CLOSED or look.finding is None:
+            return tuple(sorted(before))
+        severity = severity_of(look.finding, look.followers)
+        concerned = receivers_for(look.finding, severity, self._routes, self._receivers)
+        return tuple(sorted(before | concerned | self._concerned_by(look.followers)))
+
+    def _concerned_by(self, followers: Sequence[Finding]) -> frozenset[str]:
+        """Whoever would have been told of a consequence is told of its cause instead."""
+        concerned = (receivers_for(each, own_severity(each), self._routes, self._receivers) for each in followers)
+        return frozenset[str]().union(*concerned)
 
     def _delivery(self, name: str, message: Message, episode: Episode, wall: float) -> Delivery:
         """Laid out now and never again: a message says what was true when it was written (alertmanager#2510)."""

@@ -1,0 +1,79 @@
+"""What explains what: pairs of findings -> the one that is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.watcher.tell.givens import finding
+from watcher.judge.finding import AlertName, Finding
+from watcher.tell.causes import CAUSES, lends_severity, root_causes
+
+NODE_DOWN = finding(AlertName.NODE_UNREACHABLE, "node-02")
+BOARD_LOST = finding(AlertName.GPU_FAULT, "node-02/GPU-a")
+HUNG = finding(AlertName.JOB_HUNG)
+
+
+@pytest.mark.parametrize(
+    ("given", "cause", "target", "explained"),
+    [
+        ("a lost node hangs its job", NODE_DOWN, HUNG, True),
+        ("a lost node crashes its job", NODE_DOWN, finding(AlertName.JOB_CRASHED), True),
+        ("a lost node hides its boards", NODE_DOWN, BOARD_LOST, True),
+        (
+            "a lost node is no reason for another node's board",
+            NODE_DOWN,
+            finding(AlertName.GPU_FAULT, "node-01/b"),
+            False,
+        ),
+        ("node-02 is not node-021", NODE_DOWN, finding(AlertName.PROBE_BLIND, "node-021"), False),
+        ("a lost node of another job", NODE_DOWN, finding(AlertName.JOB_HUNG, job="qwen"), False),
+        ("a lost node makes no loss infinite", NODE_DOWN, finding(AlertName.LOSS_NOT_FINITE), False),
+        ("a lost board crashes its job", BOARD_LOST, finding(AlertName.JOB_CRASHED), True),
+        ("a lost board blinds its node's probe", BOARD_LOST, finding(AlertName.PROBE_BLIND, "node-02"), True),
+        (
+            "a lost board does not throttle its neighbour",
+            BOARD_LOST,
+            finding(AlertName.GPU_THROTTLED, "node-02/b"),
+            False,
+        ),
+        ("a blind probe hangs no job", finding(AlertName.PROBE_BLIND, "node-02"), HUNG, False),
+        ("a crash leaves the others spinning", finding(AlertName.JOB_CRASHED), HUNG, True),
+        ("a hang stalls the save", HUNG, finding(AlertName.CHECKPOINT_STALLED), True),
+        ("a hang makes it slow", HUNG, finding(AlertName.JOB_SLOW), True),
+        ("a hang and its straggler", HUNG, finding(AlertName.STRAGGLER, "node-01"), True),
+        ("a starving job is slow", finding(AlertName.JOB_STARVING), finding(AlertName.JOB_SLOW), True),
+        ("a hot board makes it slow", finding(AlertName.GPU_THROTTLED, "node-02/a"), finding(AlertName.JOB_SLOW), True),
+        ("a slow job has a straggler", finding(AlertName.JOB_SLOW), finding(AlertName.STRAGGLER, "node-01"), True),
+        ("completion ends everything of the job", finding(AlertName.JOB_COMPLETED), NODE_DOWN, True),
+        ("completion of another job", finding(AlertName.JOB_COMPLETED, job="qwen"), NODE_DOWN, False),
+        ("a blind watcher knows nothing", finding(AlertName.WATCHER_DEGRADED, job=""), HUNG, True),
+        ("two of a kind", NODE_DOWN, finding(AlertName.NODE_UNREACHABLE, "node-03"), False),
+        ("a suspicion explains a warning", finding(confirmed=False), finding(AlertName.JOB_SLOW), True),
+        ("a suspicion hides nothing graver", finding(confirmed=False), finding(AlertName.CHECKPOINT_STALLED), False),
+    ],
+)
+def test_pair(given: str, cause: Finding, target: Finding, explained: bool) -> None:
+    expected = {target.key: cause} if explained else {}
+    assert root_causes([target, cause]) == expected, given
+    assert root_causes([cause, target]) == expected, given
+
+
+def test_a_chain_is_told_as_its_first_link() -> None:
+    chain = [finding(AlertName.STRAGGLER, "node-01"), finding(AlertName.CHECKPOINT_STALLED), HUNG, NODE_DOWN]
+    assert set(root_causes(chain).values()) == {NODE_DOWN}
+    assert len(root_causes(chain)) == 3
+
+
+def test_causes_only_explain_what_stands_below_them_so_that_no_circle_can_keep_all_quiet() -> None:
+    places = {cause.alert: place for place, cause in enumerate(CAUSES)}
+    everything = [finding(alert, scope) for alert in AlertName for scope in ("", "node-01", "node-01/a")]
+    causes = root_causes(everything)
+    assert all(places[source.alert] < places.get(AlertName(key[1]), len(places)) for key, source in causes.items())
+    assert any(each.key not in causes for each in everything)
+
+
+def test_completion_and_blindness_borrow_no_severity() -> None:
+    assert lends_severity(NODE_DOWN)
+    assert not lends_severity(finding(AlertName.JOB_COMPLETED))
+    assert not lends_severity(finding(AlertName.WATCHER_DEGRADED, job=""))
+    assert not lends_severity(finding(AlertName.LOSS_NOT_FINITE))

@@ -1,0 +1,175 @@
+"""The decision, branch by branch: what was told last and what is true now -> tell or not, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.watcher.tell.givens import WALL, finding
+from watcher.judge.finding import AlertName, Finding, Severity
+from watcher.tell.episodes import (
+    CLEAR_SECONDS,
+    RELEASE_SECONDS,
+    SETTLE_SECONDS_LEAST,
+    SETTLE_SECONDS_MOST,
+    Episode,
+    Look,
+    Notice,
+    Reason,
+    Told,
+    advance,
+    decide,
+    opened,
+    settle_seconds,
+)
+
+HUNG = finding()
+SUSPICION = finding(confirmed=False)
+TOLD = Told(1, 100.0, Severity.CRITICAL, True, ("webhook",), ())
+OPEN = replace(
+    opened("e1", Look(HUNG, 100.0, WALL), HUNG),
+    severity=Severity.CRITICAL,
+    confirmed=True,
+    told=TOLD,
+    counted_seconds=100.0,
+)
+SUSPECTED = replace(OPEN, finding=SUSPICION, told=replace(TOLD, severity=Severity.WARNING, confirmed=False))
+QUIET = replace(OPEN, told=None, suppressed_by="NodeUnreachable node-02")
+GONE = replace(OPEN, absent_seconds=200.0, absent_looks=1)
+
+
+def look(found: Finding | None = HUNG, now: float = 200.0, **facts: Any) -> Look:
+    return Look(finding=found, now=now, wall=WALL + now, **facts)
+
+
+@pytest.mark.parametrize(
+    ("given", "episode", "at", "reason", "notice"),
+    [
+        ("nothing, before or now", None, look(None), Reason.NEVER_TRUE, None),
+        ("a first finding", None, look(), Reason.OPENED, Notice.OPENED),
+        ("a finding under a root cause", None, look(cause="NodeUnreachable n2"), Reason.SUPPRESSED, None),
+        ("back after 40 s", None, look(closed_before_seconds=40), Reason.OPENED_AGAIN, Notice.OPENED),
+        ("back after an hour", None, look(closed_before_seconds=3600), Reason.OPENED, Notice.OPENED),
+        ("found after the job's end", None, look(job_ended=True), Reason.ENDED_BEFORE, None),
+        ("told and unchanged", OPEN, look(), Reason.UNCHANGED, None),
+        ("told, and now a cause is known", OPEN, look(cause="NodeUnreachable n2"), Reason.SUPPRESSED, None),
+        ("a suspicion that stays one", SUSPECTED, look(SUSPICION), Reason.UNCHANGED, None),
+        ("a suspicion that progress confirms", SUSPECTED, look(), Reason.CONFIRMED, Notice.RAISED),
+        ("confirmed, and only suspected again", OPEN, look(SUSPICION), Reason.UNCHANGED, None),
+        (
+            "a warning from which something critical follows",
+            replace(OPEN, told=replace(TOLD, severity=Severity.WARNING)),
+            look(finding(AlertName.NODE_UNREACHABLE), followers=(HUNG,)),
+            Reason.GRAVER,
+            Notice.RAISED,
+        ),
+        (
+            "a warning from which a suspicion follows",
+            replace(OPEN, told=replace(TOLD, severity=Severity.WARNING)),
+            look(finding(AlertName.NODE_UNREACHABLE), followers=(SUSPICION,)),
+            Reason.UNCHANGED,
+            None,
+        ),
+        ("somebody else is concerned now", OPEN, look(newly_concerned=("pager",)), Reason.CONCERNS_MORE, Notice.RAISED),
+        ("quiet, its cause gone a moment ago", QUIET, look(), Reason.CAUSE_JUST_OVER, None),
+        (
+            "quiet, and it outlived its cause",
+            replace(QUIET, released_seconds=200 - RELEASE_SECONDS),
+            look(),
+            Reason.OUTLIVED_CAUSE,
+            Notice.OPENED,
+        ),
+        ("one look without it", OPEN, look(None), Reason.CLEAR_PENDING, None),
+        ("two looks within a moment", GONE, look(None, now=200.0 + CLEAR_SECONDS / 2), Reason.CLEAR_PENDING, None),
+        ("one look, long after", OPEN, look(None, now=900.0), Reason.CLEAR_PENDING, None),
+        ("missing long enough", GONE, look(None, now=200.0 + CLEAR_SECONDS), Reason.CLEARED, Notice.CLOSED),
+        ("back after one look", GONE, look(), Reason.UNCHANGED, None),
+        (
+            "missing, and nobody had been told",
+            replace(QUIET, absent_seconds=100.0, absent_looks=5),
+            look(None),
+            Reason.CLEARED_UNTOLD,
+            None,
+        ),
+        ("the job completes", OPEN, look(None, job_ended=True), Reason.JOB_ENDED, Notice.CLOSED),
+        ("the job completes while it is true", OPEN, look(job_ended=True), Reason.JOB_ENDED, Notice.CLOSED),
+        ("the job completes, untold", QUIET, look(job_ended=True), Reason.CLEARED_UNTOLD, None),
+        (
+            "the completion itself",
+            None,
+            look(finding(AlertName.JOB_COMPLETED), job_ended=True),
+            Reason.OPENED,
+            Notice.OPENED,
+        ),
+        (
+            "missing after a restart, for a short time",
+            replace(GONE, settling=True, absent_looks=9),
+            look(None, now=199.0 + SETTLE_SECONDS_LEAST),
+            Reason.SETTLING,
+            None,
+        ),
+    ],
+)
+def test_decision(given: str, episode: Episode | None, at: Look, reason: Reason, notice: Notice | None) -> None:
+    decision = decide(episode, at)
+    assert (decision.reason, decision.notice) == (reason, notice), given
+
+
+def test_every_reason_is_a_sentence() -> None:
+    assert all(reason.value.endswith(".") and reason.value[0].isupper() for reason in Reason)
+
+
+def test_a_reminder_comes_only_where_it_is_configured_and_when_it_is_due() -> None:
+    assert decide(OPEN, look(now=100.0 + 7200), None).notice is None
+    assert decide(OPEN, look(now=100.0 + 7199), 7200).notice is None
+    assert decide(OPEN, look(now=100.0 + 7200), 7200).notice is Notice.REMINDER
+    assert decide(OPEN, look(now=100.0 + 7200, cause="NodeUnreachable n2"), 7200).notice is None
+
+
+def test_a_restarted_watcher_waits_twice_as_long_as_the_detection_took() -> None:
+    assert settle_seconds(replace(OPEN, detection_seconds=1.0)) == SETTLE_SECONDS_LEAST
+    assert settle_seconds(replace(OPEN, detection_seconds=120.0)) == 240.0
+    assert settle_seconds(replace(OPEN, detection_seconds=86400.0)) == SETTLE_SECONDS_MOST
+
+
+def test_what_is_seen_again_after_a_restart_closes_at_the_usual_pace() -> None:
+    seen = advance(replace(OPEN, settling=True), look(now=200.0), decide(OPEN, look(now=200.0)))
+    assert not seen.settling
+    missing = advance(seen, look(None, now=201.0), decide(seen, look(None, now=201.0)))
+    assert decide(missing, look(None, now=201.0 + CLEAR_SECONDS)).reason is Reason.CLEARED
+
+
+def test_cost_counts_from_the_beginning_and_over_gaps_but_not_while_it_is_missing() -> None:
+    first = look(finding(since=40.0), now=100.0)
+    episode = advance(opened("e1", first, finding(since=40.0)), first, decide(None, first), ("webhook",))
+    assert episode.gpu_seconds_lost == 16 * 60.0
+    after_a_gap = look(finding(since=40.0, gpus_idle=8), now=400.0)
+    episode = advance(episode, after_a_gap, decide(episode, after_a_gap))
+    assert episode.gpu_seconds_lost == 16 * 60.0 + 8 * 300.0
+    for now in (401.0, 410.0):
+        episode = advance(episode, look(None, now=now), decide(episode, look(None, now=now)))
+    assert episode.closed_wall_seconds == WALL + 410.0
+    assert episode.gpu_seconds_lost == 16 * 60.0 + 8 * 300.0
+
+
+def test_a_condition_cannot_have_begun_in_the_future() -> None:
+    first = look(finding(since=1e9), now=100.0)
+    assert advance(opened("e1", first, finding(since=1e9)), first, decide(None, first)).gpu_seconds_lost == 0.0
+
+
+def test_the_closing_message_keeps_the_severity_that_was_told() -> None:
+    closed = advance(GONE, look(None, now=300.0), decide(GONE, look(None, now=300.0)), ("webhook",))
+    assert closed.told is not None
+    assert (closed.told.notices, closed.told.severity) == (2, Severity.CRITICAL)
+
+
+def test_shifted_to_wall_time_and_back_is_the_same_episode() -> None:
+    episode = replace(GONE, released_seconds=150.0)
+    assert episode.shifted(WALL - 200).shifted(200 - WALL) == episode
+
+
+def test_a_wall_clock_that_was_set_back_makes_nothing_happen_in_the_future() -> None:
+    restored = OPEN.shifted(1000.0, now=50.0)
+    assert restored.began_seconds == restored.counted_seconds == 50.0
