@@ -35,7 +35,8 @@ def new_key(path: Path, *options: str) -> Path:
 
 
 class RealSshd:
-    """Starts at once; `options` are lines of its sshd_config. Everything it starts carries MARK=`mark`."""
+    """Starts at once; `options` are lines of its sshd_config. What it starts carries MARK=`mark` and has an empty home:
+    bash under sshd reads ~/.bashrc, and what that starts here is neither ours to wait for nor to count."""
 
     def __init__(self, directory: Path, name: str = "node", *options: str) -> None:
         self.sshd = require_tool("sshd")
@@ -61,8 +62,13 @@ class RealSshd:
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         config = self.directory / f"{self.name}_sshd_config"
+        home = self.directory / f"{self.name}_home"
+        home.mkdir(exist_ok=True)
+        # sshd takes its first SetEnv line and no other.
+        environment = [option.removeprefix("SetEnv ") for option in self.options if option.startswith("SetEnv ")]
         lines = [
-            *self.options,  # the first value of a keyword counts
+            " ".join(["SetEnv", f"{MARK}={self.mark}", f"HOME={home}", *environment]),
+            *(option for option in self.options if not option.startswith("SetEnv ")),  # the first value counts
             f"Port {self.port}",
             "ListenAddress 127.0.0.1",
             f"HostKey {self.host_key}",
@@ -75,7 +81,6 @@ class RealSshd:
             "PermitRootLogin yes",
             "MaxStartups 100",
             "PrintMotd no",
-            f"SetEnv {MARK}={self.mark}",
         ]
         config.write_text("\n".join(lines) + "\n")
         self.log = self.directory / f"{self.name}.log"

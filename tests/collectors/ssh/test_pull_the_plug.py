@@ -163,7 +163,7 @@ def test_keys_exchanged_every_100_kilobytes_by_both_sides_lose_no_line(
 ) -> None:
     monkeypatch.setattr(paramiko.packet.Packetizer, "REKEY_BYTES", 100_000)
     padding = here.directory / "padding.awk"
-    padding.write_text('{ print; for (i = 0; i < 9; i++) printf "%050000d\\n", 0; fflush() }\n')
+    padding.write_text('{ print; for (i = 0; i < 3; i++) printf "%050000d\\n", 0; fflush() }\n')
     here.server(
         "node",
         "RekeyLimit 100K",
@@ -174,7 +174,7 @@ def test_keys_exchanged_every_100_kilobytes_by_both_sides_lose_no_line(
         sequences = [sample.sequence for sample in watch.samples]
         assert sequences == list(range(len(sequences)))
         assert watch.link().logins == 1
-        assert watch.link().garbage_bytes > 2_000_000
+        assert watch.link().garbage_bytes > 800_000
 
 
 def test_renewal_makes_before_it_breaks_and_neither_loses_nor_repeats_a_round(here: Site) -> None:
