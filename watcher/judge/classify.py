@@ -26,6 +26,8 @@ HELD_BYTES: Final = 300 * 1024**2
 STRAGGLER_POWER_RATIO: Final = 2.0
 # A floor is learned or shipped from a few boards; single ones lie a little above it.
 NEAR_FLOOR: Final = 1.15
+# Spinning draws 0 to 35 W more than a context at rest (H100: 142 W at 5 % beside 150 W at 100 %).
+SPIN_RATIO: Final = 1.25
 # How far the generic board's numbers go for one of which neither name nor limit is known.
 GUESSED: Final = 0.4
 SLOWDOWNS: Final = frozenset({"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown"})
@@ -185,11 +187,18 @@ def _scene(
         picture=picture_of(gpus),
         watts=median,
         fraction=fraction,
-        at_floor=median <= board.floor_watts and max(watts) <= NEAR_FLOOR * board.floor_watts,
+        at_floor=(median <= board.floor_watts and max(watts) <= NEAR_FLOOR * board.floor_watts) or _nobody_works(gpus),
         held=None if not memory else sum(m >= HELD_BYTES for m in memory) > len(memory) / 2,
         words=words,
         progress=progress or _own_word(sample),
     )
+
+
+def _nobody_works(gpus: Sequence[RankGpu]) -> bool:
+    """Busy boards that draw no more than the ones at 0 % beside them spin: the picture carries its own floor."""
+    low = [_watts(g.gpu) or 0.0 for g in gpus if (g.gpu.utilization_percent or 0.0) <= LOW_PERCENT]
+    busy = [_watts(g.gpu) or 0.0 for g in gpus if (g.gpu.utilization_percent or 0.0) >= BUSY_PERCENT]
+    return bool(low and busy) and max(busy) <= SPIN_RATIO * min(low)
 
 
 def _own_word(sample: JobSample) -> ProgressWord | None:

@@ -1,0 +1,161 @@
+"""One-shot verdicts: a source that was read, or hosts that were asked twice, as one picture each."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from collectors.clock import Clock
+from collectors.probe.request import ProbeRequest
+from collectors.samples import HostStatus, NodeSample
+from collectors.ssh.fleet import Fleet
+from collectors.ssh.link import NodeLink, SshSettings
+from watcher.judge.assemble import JobAssembler
+from watcher.judge.classify import ProgressWord, classify
+from watcher.judge.job_sample import JobSample, JobSpec, NodeState
+from watcher.judge.profiles import Profile
+from watcher.judge.verdict import PowerState, Suspect, Verdict
+from watcher.recordings import Recording
+from watcher.sources import GpuLog, PlayedSource
+
+SAMPLES: Final = 2  # one moment proves little: two agree, or the verdict says that they do not
+DISAGREEMENT: Final = 0.7  # what is left of the confidence then
+HOST_SECONDS: Final = 20.0
+# Hosts whose state is itself the finding: a query that hangs, or a driver that sees nothing, is a fault of the host.
+# A driver that cannot be asked (upgraded under the job, a container without its devices) says nothing of the boards,
+# unless it is gone.
+HOST_FAULTS: Final = {HostStatus.NO_DEVICES: 0.6, HostStatus.SAMPLER_TIMEOUT: 0.6}
+DRIVER_GONE: Final = re.compile("cannot reach the NVIDIA driver|driver is not loaded")
+DRIVER_GONE_CONFIDENCE: Final = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Triage:
+    source: str
+    verdict: Verdict
+    sample: JobSample
+
+
+def triage_source(
+    name: str, source: GpuLog | Recording, progress: ProgressWord | None, profile: Profile | None
+) -> tuple[Triage, ...]:
+    """One verdict a job of the source: from its last rounds."""
+    ranks: Mapping[tuple[str, int], int] = source.ranks if isinstance(source, GpuLog) else {}
+    interval = min((spec.interval_seconds for spec in source.specs), default=1.0)
+    played = PlayedSource(source.specs, iter(source.moments))
+    assemblers = [JobAssembler(spec) for spec in source.specs]
+    pictures: dict[str, list[JobSample]] = {spec.name: [] for spec in source.specs}
+    for seconds in played.play(within_seconds=interval / 4):
+        for sample in played.drain():
+            for assembler in assemblers:
+                assembler.add(sample)
+        for spec, assembler in zip(source.specs, assemblers, strict=True):
+            picture = with_ranks(assembler.assemble(played.links(), seconds, 0.0), ranks)
+            pictures[spec.name] = [*pictures[spec.name][1 - SAMPLES :], picture]
+    if isinstance(source, GpuLog) and not source.moments:
+        unread = NodeSample(name, source.status, source.detail, 0, 0.0, 0.0, 0.0)
+        assemblers[0].add(unread)
+        pictures[source.specs[0].name] = [assemblers[0].assemble({}, 0.0, 0.0)]
+    return tuple(
+        Triage(name if len(pictures) == 1 else f"{name}: {job}", judged(rounds, progress, profile), rounds[-1])
+        for job, rounds in pictures.items()
+        if rounds
+    )
+
+
+def with_ranks(sample: JobSample, ranks: Mapping[tuple[str, int], int]) -> JobSample:
+    """Ranks that the source itself tells replace those guessed from the order of boards."""
+    if not ranks:
+        return sample
+    told = tuple(replace(g, rank=ranks.get((g.node, -1 if g.gpu.index is None else g.gpu.index))) for g in sample.gpus)
+    return replace(sample, gpus=told)
+
+
+def judged(rounds: Sequence[JobSample], progress: ProgressWord | None, profile: Profile | None) -> Verdict:
+    """The verdict on the last round; less sure where the one before says otherwise."""
+    verdict = classify(rounds[-1], profile, progress)
+    faults = [_host_fault(node) for node in rounds[-1].nodes]
+    if not rounds[-1].gpus and verdict.state is PowerState.UNKNOWN and faults and None not in faults:
+        suspects = tuple(Suspect(node.node) for node in rounds[-1].nodes)
+        confidence = min(fault for fault in faults if fault is not None)
+        return replace(verdict, state=PowerState.GPU_FAULT, confidence=confidence, suspects=suspects)
+    for earlier in rounds[:-1]:
+        before = classify(earlier, profile, progress)
+        if before.state is not verdict.state and earlier.gpus:
+            return replace(
+                verdict,
+                confidence=round(verdict.confidence * DISAGREEMENT, 2),
+                why=f"{verdict.why} The sample before read as {before.state.value}.",
+            )
+    return verdict
+
+
+def _host_fault(node: NodeState) -> float | None:
+    """How sure it is that a host without readable boards is broken; None where that cannot be said."""
+    if node.status is HostStatus.DRIVER_DOWN and DRIVER_GONE.search(node.detail):
+        return DRIVER_GONE_CONFIDENCE
+    return HOST_FAULTS.get(node.status)
+
+
+def triage_hosts(
+    hosts: Sequence[str],
+    settings: SshSettings,
+    *,
+    as_one_job: bool,
+    progress: ProgressWord | None,
+    profile: Profile | None,
+) -> tuple[Triage, ...]:
+    """Ask hosts over SSH for two samples each. A host that cannot be asked gets the verdict that says so."""
+    names = tuple(dict.fromkeys(hosts))
+    specs = [JobSpec("job", names)] if as_one_job else [JobSpec(name, (name,)) for name in names]
+    clock = Clock()
+    fleet = Fleet({name: ProbeRequest(interval_seconds=1.0) for name in names}, settings, clock)
+    fleet.start()
+    try:
+        heard = _two_samples(fleet, names, clock)
+        links = fleet.links()
+        now = clock.monotonic()
+    finally:
+        fleet.stop()
+    return tuple(_host_triages(specs, heard, links, now, progress, profile))
+
+
+def _two_samples(fleet: Fleet, names: Sequence[str], clock: Clock) -> dict[str, list[NodeSample]]:
+    """Until each host has given two samples with boards, or has failed, or time is up."""
+    heard: dict[str, list[NodeSample]] = {name: [] for name in names}
+    deadline = clock.monotonic() + HOST_SECONDS
+    settled: set[str] = set()
+    pause = threading.Event()
+    while clock.monotonic() < deadline and len(settled) < len(names):
+        if not fleet.wait(0.2):
+            clock.wait(pause, 0.0)
+        for sample in fleet.drain():
+            # The first line comes before the boards were read: it waits for them, it does not time out.
+            if sample.gpus is not None or sample.sequence > 5:
+                heard[sample.node].append(sample)
+        links = fleet.links()
+        settled = {n for n in names if len(heard[n]) >= SAMPLES or links[n].failures > 0}
+    return heard
+
+
+def _host_triages(
+    specs: Sequence[JobSpec],
+    heard: Mapping[str, Sequence[NodeSample]],
+    links: Mapping[str, NodeLink],
+    now: float,
+    progress: ProgressWord | None,
+    profile: Profile | None,
+) -> Iterator[Triage]:
+    for spec in specs:
+        assembler = JobAssembler(spec)
+        rounds = []
+        for i in range(SAMPLES):
+            for node in spec.nodes:
+                for sample in heard[node][i : i + 1]:
+                    # Rounds of hosts that were asked one after the other are put side by side here.
+                    assembler.add(replace(sample, received_seconds=now))
+            rounds.append(assembler.assemble(links, now, 0.0))
+        yield Triage(spec.name, judged(rounds, progress, profile), rounds[-1])
