@@ -21,7 +21,7 @@ from collectors.clock import Clock
 from watcher.config import ReceiverSection
 from watcher.snapshot import DeliveryStats
 from watcher.store import Delivery, Store, StoreError
-from watcher.tell.answers import Delivered, Failure, GiveUp, TryAgain
+from watcher.tell.answers import Answer, Delivered, Failure, GiveUp, TryAgain
 from watcher.tell.posting import open_client, post
 
 log = logging.getLogger("wattwatch.tell")
@@ -67,10 +67,9 @@ class Waiting:
 class Lane:
     """One receiver's messages, oldest first, and the thread that delivers them."""
 
-    def __init__(self, receiver: ReceiverSection, store: Store, client: httpx.Client, clock: Clock) -> None:
+    def __init__(self, receiver: ReceiverSection, store: Store, clock: Clock) -> None:
         self.receiver = receiver
         self._store = store
-        self._client = client
         self._clock = clock
         self._changed = threading.Condition()
         self._waiting: dict[str, Waiting] = {}  # by key, in order
@@ -103,25 +102,27 @@ class Lane:
             self._stop_at = deadline
             self._changed.notify()
 
-    def join(self, real_seconds: float) -> bool:
-        """True when the thread has ended; one in the middle of a post may need longer."""
+    def join(self, real_seconds: float) -> None:
         if self._thread.ident is not None:
             self._thread.join(real_seconds)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         """1. Wait for a message that may go. 2. Post it without holding the lock. 3. Record what came of it."""
-        while (waiting := self._next()) is not None:
-            try:
-                answer = post(self._client, self.receiver, waiting.delivery, self._clock)
-            except Exception as error:  # noqa: BLE001 - a lane that dies of a surprise would deliver nothing for ever
-                answer = TryAgain(Failure.CUT, f"unexpected {type(error).__name__}")
-            with self._changed:
-                if isinstance(answer, TryAgain):
-                    self._postpone(waiting, answer)
-                else:
-                    self._failures_in_a_row = 0
-                    self._settle(waiting.delivery, answer)
+        with open_client() as client:
+            while (waiting := self._next()) is not None:
+                answer = self._attempt(client, waiting.delivery)
+                with self._changed:
+                    if isinstance(answer, TryAgain):
+                        self._postpone(waiting, answer)
+                    else:
+                        self._failures_in_a_row = 0
+                        self._settle(waiting.delivery, answer)
+
+    def _attempt(self, client: httpx.Client, delivery: Delivery) -> Answer:
+        try:
+            return post(client, self.receiver, delivery, self._clock)
+        except Exception as error:  # noqa: BLE001 - a lane that dies of a surprise would deliver nothing for ever
+            return TryAgain(Failure.CUT, f"unexpected {type(error).__name__}")
 
     def _next(self) -> Waiting | None:
         """The next message to attempt, as soon as it may go; None when the lane ends."""
@@ -197,8 +198,7 @@ class Outbox:
 
     def __init__(self, store: Store, receivers: Sequence[ReceiverSection], clock: Clock) -> None:
         self._clock = clock
-        self._client = open_client()
-        self._lanes = {receiver.name: Lane(receiver, store, self._client, clock) for receiver in receivers}
+        self._lanes = {receiver.name: Lane(receiver, store, clock) for receiver in receivers}
         self._lost: Counter[tuple[str, str]] = Counter()
         for delivery in store.waiting_deliveries():
             if delivery.receiver in self._lanes:
@@ -241,9 +241,5 @@ class Outbox:
         deadline = self._clock.monotonic() + timeout_seconds
         for lane in self._lanes.values():
             lane.stop(deadline)
-        ended = [
+        for lane in self._lanes.values():
             lane.join(self._clock.real_seconds(max(0.0, deadline - self._clock.monotonic())) + 0.1)
-            for lane in self._lanes.values()
-        ]
-        if all(ended):
-            self._client.close()

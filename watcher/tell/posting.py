@@ -7,6 +7,7 @@ appears in no log, error or database: errors here are our own words, never a lib
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import ssl
 import urllib.request
@@ -28,6 +29,7 @@ TIMEOUT: Final = httpx.Timeout(connect=5.0, read=10.0, write=5.0, pool=5.0)
 REACH_SECONDS: Final = 5.0
 ANSWER_BYTES_MOST: Final = 4096
 KEEPALIVE_SECONDS: Final = 30.0
+HOST: Final = re.compile(rb"[A-Za-z0-9._:-]+")  # a name (IDNA-encoded) or an address; httpx takes "[" for one
 
 
 class NoUrl(Exception):
@@ -35,7 +37,7 @@ class NoUrl(Exception):
 
 
 def open_client() -> httpx.Client:
-    """One client for all receivers: TLS verified, redirects not followed, HTTPS_PROXY and SSL_CERT_FILE honoured."""
+    """A lane's client: TLS verified, redirects not followed, HTTPS_PROXY and SSL_CERT_FILE honoured."""
     return httpx.Client(
         timeout=TIMEOUT,
         follow_redirects=False,
@@ -93,7 +95,7 @@ def url_of(receiver: ReceiverSection) -> httpx.URL:
         url = httpx.URL(text)
     except (httpx.InvalidURL, ValueError):
         url = None
-    if url is None or url.scheme not in ("http", "https") or not url.host:
+    if url is None or url.scheme not in ("http", "https") or not HOST.fullmatch(url.raw_host):
         raise NoUrl(f"url_file {receiver.url_file} does not hold an http or https URL on its first line")
     return url
 
