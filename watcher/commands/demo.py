@@ -15,6 +15,7 @@ from rich.table import Table
 
 from collectors.simulated.cluster import SimulationError
 from collectors.simulated.scenario import SCENARIOS
+from watcher.config import ConfigError
 from watcher.demo.play import DemoError, play
 from watcher.demo.screen import TerminalScreen, summary
 
@@ -32,9 +33,15 @@ PLAIN_WIDTH: Final = 140  # where there is no terminal to ask
     type=click.FloatRange(0.5, 20.0),
     help="Seconds of the scenarios in one second.",
 )
-@click.option("--listen", metavar="HOST:PORT", help="Where the page is served; else a free port on loopback.")
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    default="127.0.0.1:0",
+    show_default=True,
+    help="Where the page is served; 0: any port.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON and nothing else.")
-def demo_command(names: tuple[str, ...], listing: bool, speed: float, listen: str | None, as_json: bool) -> int:
+def demo_command(names: tuple[str, ...], listing: bool, speed: float, listen: str, as_json: bool) -> int:
     """A simulated cluster, the real watcher, and what it says.
 
     Plays all scenarios side by side in compressed time, or only those that are named.
@@ -51,7 +58,7 @@ def demo_command(names: tuple[str, ...], listing: bool, speed: float, listen: st
     screen = TerminalScreen(console(quiet=as_json), speed)
     try:
         outcome = play(scenarios, speed, listen, screen)
-    except (DemoError, SimulationError) as error:
+    except (DemoError, SimulationError, ConfigError) as error:
         raise click.ClickException(str(error)) from None
     if as_json:
         click.echo(orjson.dumps(summary(outcome, speed), option=orjson.OPT_INDENT_2))

@@ -7,7 +7,6 @@ report, what was said from the messages as they arrived over HTTP.
 from __future__ import annotations
 
 import resource
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from watcher.config import load_config
 from watcher.demo.configuration import INTERVAL_SECONDS, write_configuration
 from watcher.demo.receiver import Notice, Receiver
 from watcher.demo.score import Score, score_run
-from watcher.serve.service import Service
+from watcher.serve.service import CannotServe, Service
 from watcher.snapshot import Snapshot
 
 FIRST_SIGHT_SECONDS: Final = 25.0  # real: from the start of the service until every node has been seen
@@ -69,18 +68,20 @@ class Outcome:
         return self.score.good and not self.left_behind
 
 
-def play(scenarios: Sequence[Scenario], speed: float, listen: str | None, screen: Screen) -> Outcome:
+def play(scenarios: Sequence[Scenario], speed: float, listen: str, screen: Screen) -> Outcome:
     """Play the scenarios side by side, each on its own nodes, under one watcher. Raises DemoError."""
     cluster = SimulatedCluster(scenarios, speed)
     with cluster:
         receiver = Receiver(cluster.clock)
         try:
-            config = load_config(write_configuration(cluster, receiver.address, listen or free_address()))
-            service = Service(config, clock=cluster.clock)
+            service = Service(load_config(write_configuration(cluster, receiver.address, listen)), cluster.clock)
             run = Run(cluster, service, receiver, screen)
-            service.start()
             try:
-                screen.watching(f"http://{config.watcher.listen}/", len(cluster.nodes))
+                service.start()
+            except CannotServe as error:
+                raise DemoError(str(error)) from None
+            try:
+                screen.watching(f"{service.address}/", len(cluster.nodes))
                 run.wait_for_first_sight()
                 run.watch()
             finally:
@@ -88,11 +89,6 @@ def play(scenarios: Sequence[Scenario], speed: float, listen: str | None, screen
         finally:
             receiver.stop()
     return run.outcome()
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 class Run:
