@@ -94,7 +94,8 @@ def strip(
             (marked if is_suspect(board, suspects) else bars).append(path)
         x += PITCH
     known = [value for value in values if value is not None]
-    spread = f"{min(known):,.0f}–{max(known):,.0f} {unit}" if known else "no reading"
+    low, high = (f"{min(known):,.0f}", f"{max(known):,.0f}") if known else ("", "")
+    spread = (f"{low}–{high} {unit}" if low != high else f"{low} {unit}") if known else "no reading"
     return Strip(max(x - PITCH + BAR, BAR), "".join(bars), "".join(marked), "".join(absent), top_words, spread)
 
 

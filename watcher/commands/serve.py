@@ -1,0 +1,35 @@
+"""`wattwatch serve -c FILE`: the daemon. Whatever keeps it from starting is said at once, and nothing is started."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import click
+
+from watcher.config import load_config
+from watcher.serve.service import CannotServe, Service
+from watcher.serve.systemd import Systemd
+
+
+@click.command()
+@click.option(
+    "-c", "--config", "path", type=click.Path(path_type=Path), required=True, help="wattwatch.toml with the jobs."
+)
+def serve_command(path: Path) -> int:
+    """Watch the configured jobs: alerts, page, API, metrics.
+
+    Runs until SIGTERM or SIGINT and then stops within 5 s. Exit code: 0 stopped, 1 failed, 2 refused to start.
+    """
+    config = load_config(path)
+    # systemd's journal stamps every line itself.
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    for chatty in ("apscheduler", "httpx", "paramiko", "uvicorn"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    try:
+        return Service(config).run(Systemd())
+    except CannotServe as refusal:
+        for problem in refusal.problems:
+            click.echo(f"{path}: {problem}", err=True)
+        return 2

@@ -1,0 +1,117 @@
+"""From settings to what the parts take; and all that keeps the service from starting, found before it does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from collectors.ssh.link import SshSettings
+from watcher.config import Config, ProfileSection, SshSection, WatcherSection, read_secret
+from watcher.judge.profiles import Band, Profile, shipped_profiles
+from watcher.serve.guard import is_loopback
+from watcher.tell.posting import NoUrl, url_of
+
+# A user names the middle of the communication band; the paper's own reading spreads about this much around it.
+COMMUNICATION_SPREAD: Final = 0.1
+
+
+def ssh_settings(section: SshSection) -> SshSettings:
+    """Raises OSError or ValueError where the passphrase cannot be read."""
+    return SshSettings(
+        user=section.user,
+        port=section.port,
+        config_file=section.config_file.expanduser(),
+        known_hosts_file=None if section.known_hosts_file is None else section.known_hosts_file.expanduser(),
+        identity_files=tuple(path.expanduser() for path in section.identity_files),
+        certificate_file=None if section.certificate_file is None else section.certificate_file.expanduser(),
+        passphrase=None if section.passphrase_file is None else read_secret(section.passphrase_file),
+        use_agent=section.use_agent,
+        connect_timeout_seconds=section.connect_timeout,
+        max_simultaneous_logins=section.max_simultaneous_logins,
+        renew_after_seconds=section.renew_after,
+    )
+
+
+def profile_of(section: ProfileSection) -> Profile:
+    """The user's bands as the judge reads them; what is left out is taken from the generic board, by the limit."""
+    generic = shipped_profiles()[-1]
+    middle = section.communication_watts
+    return Profile(
+        name=section.name,
+        match=section.match,
+        limit_watts=section.limit_watts,
+        idle_watts=section.idle_watts,
+        floor_watts=section.floor_watts,
+        compute_watts=section.compute_watts or generic.compute_watts * section.limit_watts / generic.limit_watts,
+        communication=None
+        if middle is None
+        else Band(middle * (1 - COMMUNICATION_SPREAD), middle * (1 + COMMUNICATION_SPREAD)),
+        starvation=None,
+        light=(),
+        certain=generic.certain,
+        source="wattwatch.toml",
+    )
+
+
+def token_of(section: WatcherSection) -> str | None:
+    """Raises OSError or ValueError where the file cannot be read or is empty."""
+    return None if section.token_file is None else read_secret(section.token_file)
+
+
+def problems_of(config: Config) -> list[str]:
+    """Why the service must not start, each with its place. The configuration itself has been found well-formed."""
+    return [*listen_problems(config.watcher), *file_problems(config), *profile_problems(config)]
+
+
+def listen_problems(section: WatcherSection) -> Iterator[str]:
+    if section.token_file is None and not section.allow_unauthenticated and not is_loopback(section.listen_host):
+        yield (
+            f"watcher.listen: {section.listen} can be reached from other machines and there is no token: set "
+            "watcher.token_file, or allow_unauthenticated = true if everybody there may read"
+        )
+
+
+def file_problems(config: Config) -> Iterator[str]:
+    """Files that are named and cannot be read."""
+    for place, secret in (
+        ("watcher.token_file", config.watcher.token_file),
+        ("ssh.passphrase_file", config.ssh.passphrase_file),
+    ):
+        if secret is not None:
+            try:
+                read_secret(secret)
+            except OSError as error:
+                yield f"{place}: {secret} cannot be read: {error.strerror}"
+            except ValueError as error:  # also text that is not UTF-8
+                yield f"{place}: {error}"
+    files = [
+        ("ssh.known_hosts_file", config.ssh.known_hosts_file),
+        ("ssh.certificate_file", config.ssh.certificate_file),
+    ]
+    files += [(f"ssh.identity_files[{i}]", path) for i, path in enumerate(config.ssh.identity_files)]
+    for place, path in files:
+        if path is not None and (trouble := unreadable(path.expanduser())):
+            yield f"{place}: {path} cannot be read: {trouble}"
+    for i, receiver in enumerate(config.receivers):
+        try:
+            url_of(receiver)
+        except NoUrl as error:
+            yield f"receivers[{i}].{error}"
+
+
+def unreadable(path: Path) -> str | None:
+    try:
+        with path.open("rb"):
+            return None
+    except OSError as error:
+        return error.strerror
+
+
+def profile_problems(config: Config) -> Iterator[str]:
+    for i, profile in enumerate(config.profiles):
+        try:
+            re.compile(profile.match)
+        except re.error as error:
+            yield f"profiles[{i}].match: not a regular expression: {error}"

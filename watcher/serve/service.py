@@ -1,0 +1,287 @@
+"""The daemon: store, teller, fleet, engine and web server, started in this order and stopped in the other.
+
+Threads: the fleet's own, the teller's, one that turns the engine, one with the event loop of the web server, one for
+slow tasks. They meet at the frozen snapshot only. The main thread waits for signals and speaks to systemd.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import threading
+from contextlib import ExitStack
+from typing import Final
+
+from collectors.clock import Clock
+from collectors.ssh.fleet import Fleet
+from watcher.config import Config
+from watcher.engine import Engine
+from watcher.node_requests import request_for
+from watcher.serve.api import create_app
+from watcher.serve.events import EventHub
+from watcher.serve.latest import Latest
+from watcher.serve.own_metrics import OwnMetrics
+from watcher.serve.own_trouble import OwnTrouble, TellingOwnTrouble
+from watcher.serve.parts import problems_of, profile_of, ssh_settings, token_of
+from watcher.serve.slow_tasks import SlowTask, SlowTasks
+from watcher.serve.systemd import Systemd
+from watcher.serve.web_server import ListenError, WebServer, listen
+from watcher.snapshot import Snapshot
+from watcher.store import Store, StoreError
+from watcher.tell.teller import RETENTION_SECONDS, Teller
+
+log = logging.getLogger("wattwatch.service")
+
+STATE_FILE: Final = "state.db"
+# The lines of one round arrive together: a pause this long after the first lets one tick take them all.
+GATHER_SECONDS: Final = 0.02
+# With nothing new, the engine looks this often: a silent node and a round with stragglers are noticed by time alone.
+IDLE_LOOK_INTERVALS: Final = 0.125
+ENGINE_TROUBLE_SECONDS: Final = 120.0
+PRUNE_EVERY_SECONDS: Final = 3600.0
+DISK_EVERY_SECONDS: Final = 60.0
+DISK_LEAST_BYTES: Final = 100_000_000
+STATUS_EVERY_SECONDS: Final = 5.0
+START_LOOK_SECONDS: Final = 0.1
+STOP_SECONDS: Final = 5.0  # real: after this the process ends, whatever still holds it
+SIGNALS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
+
+
+class CannotServe(Exception):
+    """The service does not start; `problems` says why, a sentence each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(problems))
+
+
+class Service:
+    """One watcher. `start` and `stop` for use within a process; `run` is the daemon's main thread."""
+
+    def __init__(self, config: Config, clock: Clock | None = None) -> None:
+        self._config = config
+        self._clock = clock or Clock()
+        self._specs = tuple(job.spec(config.watcher.interval) for job in config.jobs)
+        self._interval = config.watcher.interval
+        self._own = OwnMetrics()
+        self._trouble = OwnTrouble()
+        self._hub = EventHub()
+        self._stopping = threading.Event()
+        self._failure_kinds: set[str] = set()
+        self._undo = ExitStack()
+        self._engine_thread = threading.Thread(target=self._watch, name="engine", daemon=True)
+        self.address = ""  # http://host:port once started
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What is known now; after `start`."""
+        return self._latest.snapshot
+
+    def start(self) -> None:
+        """Everything, or nothing: raises CannotServe, and what was begun is undone."""
+        problems = problems_of(self._config)
+        if problems:
+            raise CannotServe(problems)
+        try:
+            self._start()
+        except (ListenError, StoreError, OSError, ValueError) as error:
+            self._undo.close()
+            raise CannotServe([str(error)]) from error
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def _start(self) -> None:
+        section, undo = self._config.watcher, self._undo
+        listener = listen(section.listen_host, section.listen_port)
+        undo.callback(listener.close)
+        self.address = f"http://{place_of(section.listen_host)}:{listener.getsockname()[1]}"
+        self._store = Store(section.state_directory / STATE_FILE)
+        undo.callback(self._store.close)
+        self._teller = Teller(
+            self._store,
+            self._config.receivers,
+            self._config.routes,
+            self._clock,
+            jobs=[spec.name for spec in self._specs],
+            reminder_seconds=section.reminder,
+            external_url=section.external_url,
+        )
+        nodes = sorted({node for spec in self._specs for node in spec.nodes})
+        self._fleet = Fleet(
+            {node: request_for(self._specs, node) for node in nodes}, ssh_settings(self._config.ssh), self._clock
+        )
+        self._engine = Engine(
+            self._specs,
+            self._fleet,
+            TellingOwnTrouble(self._teller, self._trouble),
+            self._clock,
+            tuple(profile_of(profile) for profile in self._config.profiles),
+        )
+        self._latest = Latest(self._engine.snapshot, self._clock, self._interval)
+        self._web = WebServer(create_app(self._latest, self._own, self._hub, token_of(section)), listener, self._hub)
+        self._slow_tasks = SlowTasks(
+            (
+                SlowTask("prune", PRUNE_EVERY_SECONDS, self._prune),
+                SlowTask("disk", DISK_EVERY_SECONDS, self._look_at_disk),
+            ),
+            self._own,
+        )
+        # From here on in reverse: who hears last is told to stop first.
+        undo.callback(self._web.join, 2.5)
+        undo.callback(self._teller.stop, self._seconds(1.0))
+        undo.callback(self._fleet.stop, self._seconds(1.5))
+        undo.callback(self._join_engine, 1.0)
+        undo.callback(self._slow_tasks.stop)
+        undo.callback(self._web.begin_stop)
+        undo.callback(self._stopping.set)
+        self._teller.start()
+        self._fleet.start()
+        self._engine_thread.start()
+        self._web.start()
+        self._slow_tasks.start()
+        for note in self._fleet.notes:
+            log.warning("%s", note)
+
+    def stop(self) -> None:
+        """End everything within STOP_SECONDS; open episodes and undelivered messages are on disk for the next start."""
+        self._undo.close()
+
+    def run(self, systemd: Systemd) -> int:
+        """Serve until SIGTERM or SIGINT. The exit code: 0, or 1 where the web server died."""
+        # Blocked, and taken by sigtimedwait: a handler that sets an event may find the event's lock held by ourselves.
+        # Threads inherit the mask, so this comes before any is started.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self.start()
+        log.info("serving %d jobs on %d nodes at %s", len(self._specs), len(self._fleet.links()), self.address)
+        code = self._wait_for_signal(systemd)
+        systemd.stopping()
+        end_process_after(STOP_SECONDS - 0.3)
+        self.stop()
+        return code
+
+    def _wait_for_signal(self, systemd: Systemd) -> int:
+        """Tell systemd how it goes while it goes: its watchdog hears only of an engine and a loop that both move."""
+        period = min(STATUS_EVERY_SECONDS, (systemd.watchdog_seconds or 4 * STATUS_EVERY_SECONDS) / 4)
+        ready = False
+        rounds = beats = 0
+        while True:
+            taken = signal.sigtimedwait(SIGNALS, period if ready else START_LOOK_SECONDS)
+            if taken is not None:
+                log.info("stopping on %s", signal.Signals(taken.si_signo).name)
+                return 0
+            if ready and not self._web.running:
+                log.error("the web server has ended by itself: stopping, so that a service manager starts all anew")
+                return 1
+            if not ready and self._web.running and self._latest.rounds:
+                systemd.ready(self.status())
+                ready = True
+            elif ready and self._latest.rounds > rounds and self._web.beats > beats:
+                systemd.alive(self.status())
+                rounds, beats = self._latest.rounds, self._web.beats
+
+    def status(self) -> str:
+        """One line for people who look at the unit."""
+        snapshot = self._latest.snapshot
+        answering = sum(view.link.status.value == "ok" for view in snapshot.nodes.values())
+        still_open = sum(e.closed_wall_seconds is None and not e.suppressed_by for e in snapshot.episodes)
+        return (
+            f"{len(self._specs)} jobs, {answering} of {len(snapshot.nodes)} nodes answer, "
+            f"{still_open} open alerts, {snapshot.deliveries.waiting} messages wait"
+            + (", BLIND" if snapshot.blind else "")
+        )
+
+    def _seconds(self, real_seconds: float) -> float:
+        """Real seconds as the clock counts them."""
+        return real_seconds * self._clock.speed
+
+    # The engine's thread
+
+    def _watch(self) -> None:
+        while not self._stopping.is_set():
+            self._fleet.wait(self._interval * IDLE_LOOK_INTERVALS)
+            if not self._clock.wait(self._stopping, GATHER_SECONDS):
+                self._look()
+
+    def _look(self) -> None:
+        before = self._latest.snapshot
+        try:
+            snapshot = self._engine.tick()
+            self._latest.came_round(snapshot)
+        except Exception as error:  # noqa: BLE001 - a bug must not end the watch
+            self._engine_failed(error)
+            return
+        if snapshot is not before and self._teller.trouble is not None:
+            self._note_trouble("store", "The watcher cannot save its state.", self._teller.trouble, "Free disk space.")
+
+    def _engine_failed(self, error: Exception) -> None:
+        """A bug, in one tick: logged once, counted each time, and told. The next tick is tried as if nothing was."""
+        kind = kind_of(error)
+        self._own.engine_failures.labels(kind).inc()
+        if kind not in self._failure_kinds:
+            self._failure_kinds.add(kind)
+            log.error("a tick failed; further ones of this kind are only counted", exc_info=error)
+        self._note_trouble(
+            "engine",
+            "The watcher failed to judge: an error inside it.",
+            f"{kind}: {str(error)[:200]}",
+            "Jobs may go unjudged: please report it with the log of the service.",
+        )
+        now = self._clock.monotonic()
+        try:
+            self._teller.observe(self._trouble.findings(now), frozenset(), now, self._clock.wall())
+        except Exception as second:  # noqa: BLE001 - as above
+            # Telling is what fails: the counter, the page and the watchdog are left to say so.
+            self._own.engine_failures.labels(kind_of(second)).inc()
+
+    def _note_trouble(self, scope: str, summary: str, evidence: str, advice: str) -> None:
+        self._trouble.note(scope, summary, evidence, advice, self._clock.monotonic(), ENGINE_TROUBLE_SECONDS)
+
+    def _join_engine(self, real_seconds: float) -> None:
+        if self._engine_thread.is_alive():
+            self._engine_thread.join(real_seconds)
+
+    # Slow tasks
+
+    def _prune(self) -> None:
+        self._store.prune(self._clock.wall() - RETENTION_SECONDS)
+
+    def _look_at_disk(self) -> None:
+        directory = self._config.watcher.state_directory
+        free = shutil.disk_usage(directory).free
+        if free < DISK_LEAST_BYTES:
+            evidence = f"{directory}: {free / 1e6:.0f} MB free, fewer than {DISK_LEAST_BYTES / 1e6:.0f} MB"
+            hold = self._seconds(3 * DISK_EVERY_SECONDS)
+            summary = "The disk with the watcher's state is nearly full: open episodes may not survive a restart."
+            self._trouble.note("disk", summary, evidence, "Free disk space.", self._clock.monotonic(), hold)
+
+
+def kind_of(error: Exception) -> str:
+    """An error's class and where it was raised: as many kinds as there are bugs, not as there are values."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    where = "" if place is None else f" in {place.tb_frame.f_code.co_name}"
+    return f"{type(error).__name__}{where}"
+
+
+def place_of(host: str) -> str:
+    """A host as it stands in a URL; an address that means "all" is reached by this machine's own."""
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"[{host}]" if ":" in host else host
+
+
+def end_process_after(seconds: float) -> None:
+    """A stop that hangs must not outlive its promise: systemd would kill us later and less kindly."""
+
+    def end() -> None:
+        names = ", ".join(thread.name for thread in threading.enumerate() if not thread.daemon)
+        log.error("stopping took longer than %.1f s (threads left: %s): ending here", seconds, names)
+        os._exit(1)
+
+    guard = threading.Timer(seconds, end)
+    guard.daemon = True
+    guard.start()
