@@ -93,7 +93,6 @@ class Episode:
     followers: tuple[str, ...] = ()  # what it keeps quiet, in words
     told: Told | None = None
     closed_wall_seconds: float | None = None
-    closed_because: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -254,7 +253,7 @@ def advance(episode: Episode, look: Look, decision: Decision, receivers: tuple[s
             ),
         )
     if decision.closes:
-        after = replace(after, closed_wall_seconds=look.wall, closed_because=decision.reason.value)
+        after = replace(after, closed_wall_seconds=look.wall)
     return after
 
 

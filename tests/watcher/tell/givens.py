@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -154,6 +155,11 @@ class Hook:
         """For tests that move the clock while they wait."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self.posts) >= count, 0.03)
+
+    def use_tls(self, certificate: Path, key: Path) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
 
     def keys(self) -> list[str]:
         return [post.key for post in self.posts]

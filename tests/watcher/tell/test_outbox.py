@@ -7,9 +7,15 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from tests.watcher.tell.givens import (
     WALL,
@@ -305,6 +311,42 @@ def test_the_secret_in_the_url_is_in_no_log_and_not_on_the_disk(
         assert "SECRET" not in caplog.text + repr(place) + repr(sending.outbox.stats())
     for path in (tmp_path / "state").iterdir():
         assert b"SECRET" not in path.read_bytes()
+
+
+def test_a_certificate_that_nobody_vouches_for_is_not_accepted(
+    store: Store, clock: HandClock, hook: Hook, tmp_path: Path
+) -> None:
+    hook.use_tls(*self_signed(tmp_path))
+    place = receiver(tmp_path, hook.port)
+    place.url_file.write_text(f"https://127.0.0.1:{hook.port}/SECRET")
+    with Sending(store, clock, place) as sending:
+        sending.send(delivery("e1-1"))
+        wait_until(lambda: sending.outbox.stats().failed == {("webhook", "tls"): 1})
+    problem = reach(place)
+    assert problem is not None
+    assert "certificate is not accepted" in problem
+    assert hook.posts == []
+
+
+def self_signed(directory: Path) -> tuple[Path, Path]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    certificate_path, key_path = directory / "certificate.pem", directory / "key.pem"
+    certificate_path.write_bytes(certificate.public_bytes(Encoding.PEM))
+    key_path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return certificate_path, key_path
 
 
 def test_reach_says_where_nobody_listens_and_where_there_is_no_tls(tmp_path: Path) -> None:

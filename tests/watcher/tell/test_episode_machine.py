@@ -1,0 +1,102 @@
+"""Random histories of findings, gaps, judgements and restarts: what receivers hear always adds up."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import orjson
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tests.watcher.tell.givens import HandClock, finding, receiver
+from watcher.judge.finding import AlertName, Finding
+from watcher.store import Store
+from watcher.tell.teller import Teller
+
+POSSIBLE = [
+    finding(alert, scope, job, confirmed=confirmed)
+    for job in ("llama", "qwen")
+    for alert, scope in (
+        (AlertName.JOB_HUNG, ""),
+        (AlertName.JOB_SLOW, ""),
+        (AlertName.NODE_UNREACHABLE, "node-02"),
+        (AlertName.JOB_COMPLETED, ""),
+    )
+    for confirmed in (True, False)
+]
+
+
+class History(RuleBasedStateMachine):
+    """The outbox is never started: its queue on disk is what would be said, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        self.clock = HandClock()
+        self.receivers = [receiver(Path(self.directory.name), 1)]
+        self.true: list[Finding] = []
+        self.open_store()
+
+    def open_store(self) -> None:
+        self.store = Store(Path(self.directory.name) / "state.db")
+        self.teller = Teller(self.store, self.receivers, (), self.clock)
+
+    @rule(
+        true=st.lists(st.sampled_from(POSSIBLE), max_size=5),
+        judged=st.sets(st.sampled_from(["llama", "qwen"])),
+        seconds=st.sampled_from([0.3, 1.0, 5.0, 100.0, 4000.0]),
+        times=st.integers(1, 4),
+    )
+    def watch(self, true: list[Finding], judged: set[str], seconds: float, times: int) -> None:
+        findings = [each for each in true if each.job in judged]
+        for _ in range(times):
+            self.clock.advance(seconds)
+            before = {view.id for view in self.teller.episodes() if view.closed_wall_seconds is None}
+            kept = {view.id for view in self.teller.episodes() if view.job not in judged} & before
+            self.teller.observe(findings, frozenset({"", *judged}), self.clock.monotonic(), self.clock.wall())
+            after = {view.id for view in self.teller.episodes() if view.closed_wall_seconds is None}
+            assert kept <= after, "an episode of a job that was not judged was closed"
+
+    @rule(kind=st.sampled_from(["stop", "kill"]))
+    def restart(self, kind: str) -> None:
+        waiting = [delivery.key for delivery in self.store.waiting_deliveries()]
+        if kind == "stop":
+            self.teller.stop()
+        self.store.close()
+        self.clock.seconds = 5.0
+        self.open_store()
+        assert [delivery.key for delivery in self.store.waiting_deliveries()] == waiting
+
+    @invariant()
+    def what_is_said_adds_up(self) -> None:
+        said: dict[str, list[str]] = defaultdict(list)
+        numbers: dict[str, list[int]] = defaultdict(list)
+        for delivery in self.store.waiting_deliveries():
+            said[delivery.episode_id].append(orjson.loads(delivery.payload)["status"])
+            numbers[delivery.episode_id].append(int(delivery.key.rpartition("-")[2]))
+        for episode, statuses in said.items():
+            assert statuses[0] == "firing"
+            assert "resolved" not in statuses[:-1], "something was said after the end"
+            assert len(statuses) <= 4, "opened, confirmed, graver, over: more is chatter"
+            assert numbers[episode] == list(range(1, len(statuses) + 1))
+        views = self.teller.episodes()
+        for view in views:
+            told_of_end = said[view.id][-1:] == ["resolved"]
+            assert told_of_end == (view.closed_wall_seconds is not None and bool(said[view.id]))
+            assert view.gpu_hours_lost >= 0
+        still = [(view.job, view.alert, view.scope) for view in views if view.closed_wall_seconds is None]
+        assert len(still) == len(set(still)), "one finding has two open episodes"
+        for view in views:
+            if view.closed_wall_seconds is None and view.suppressed_by is None and not said[view.id]:
+                assert view.alert != AlertName.JOB_COMPLETED.value, "nothing explains this one, and nobody knows of it"
+
+    def teardown(self) -> None:
+        self.store.close()
+        self.directory.cleanup()
+
+
+TestHistory = History.TestCase
+TestHistory.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)

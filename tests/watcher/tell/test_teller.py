@@ -1,0 +1,346 @@
+"""Findings in, posts out: what people hear of an episode, over root causes, routes, restarts and a full disk."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.watcher.tell.givens import HandClock, Hook, finding, hook_on, receiver, wait_until
+from watcher.config import ReceiverSection, RouteSection
+from watcher.judge.finding import AlertName, Finding, Severity
+from watcher.store import Store, StoreError
+from watcher.tell.episodes import SETTLE_SECONDS_LEAST
+from watcher.tell.teller import Teller
+
+NODE_DOWN = finding(AlertName.NODE_UNREACHABLE, "node-02", gpus_idle=8)
+HUNG = finding()
+SUSPICION = finding(confirmed=False)
+
+
+class Watch:
+    """A teller over one state file, looked at once a second, that can be restarted."""
+
+    def __init__(self, directory: Path, hook: Hook) -> None:
+        self.directory, self.hook = directory, hook
+        self.clock = HandClock()
+        self.receivers: tuple[ReceiverSection, ...] = (receiver(directory, hook.port),)
+        self.routes: tuple[RouteSection, ...] = ()
+        self.jobs: Collection[str] | None = None
+        self.reminder_seconds: float | None = None
+        self.store: Store | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.store = Store(self.directory / "state.db")
+        self.teller = Teller(
+            self.store,
+            self.receivers,
+            self.routes,
+            self.clock,
+            jobs=self.jobs,
+            reminder_seconds=self.reminder_seconds,
+        )
+        self.teller.start()
+
+    def stop(self) -> None:
+        if self.store is not None:
+            wait_until(lambda: self.teller.stats().waiting == 0)
+            self.teller.stop()
+            self.store.close()
+            self.store = None
+
+    def restart(self, away_seconds: float = 60.0) -> None:
+        """Its monotonic clock begins anew, as after a reboot."""
+        self.stop()
+        self.clock.advance(away_seconds)
+        self.clock.seconds = 5.0
+        self.start()
+
+    def look(self, *findings: Finding, times: int = 1, judged: Collection[str] = ("", "llama")) -> None:
+        for _ in range(times):
+            self.clock.advance(1.0)
+            self.teller.observe(findings, frozenset(judged), self.clock.monotonic(), self.clock.wall())
+
+    def said(self, path: str = "/webhook") -> list[tuple[str, str, str]]:
+        """All that a receiver got so far: status, alert, severity."""
+        wait_until(lambda: self.teller.stats().waiting == 0)
+        return [
+            (alert["status"], alert["labels"]["alertname"], alert["labels"]["severity"])
+            for post in list(self.hook.posts)
+            if post.path.startswith(path)
+            for alert in post.content["alerts"]
+        ]
+
+    def last(self) -> Any:
+        wait_until(lambda: self.teller.stats().waiting == 0)
+        return self.hook.posts[-1].content["alerts"][0]
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Watch]:
+    with hook_on() as hook:
+        watch = Watch(tmp_path, hook)
+        yield watch
+        watch.stop()
+
+
+def test_one_message_when_it_opens_and_one_when_it_closes(watch: Watch) -> None:
+    watch.look(HUNG, times=30)
+    watch.look(times=30)
+    assert watch.said() == [("firing", "JobHung", "critical"), ("resolved", "JobHung", "critical")]
+
+
+def test_a_suspicion_is_told_as_a_warning_and_raised_once_when_confirmed(watch: Watch) -> None:
+    watch.look(SUSPICION, times=5)
+    watch.look(HUNG, times=5)
+    watch.look(SUSPICION, times=5)
+    watch.look(HUNG, times=5)
+    assert watch.said() == [("firing", "JobHung", "warning"), ("firing", "JobHung", "critical")]
+    assert len({post.content["alerts"][0]["fingerprint"] for post in watch.hook.posts}) == 1
+    assert len({post.key for post in watch.hook.posts}) == 2
+
+
+def test_a_flicker_of_one_look_neither_closes_nor_opens(watch: Watch) -> None:
+    for _ in range(10):
+        watch.look(HUNG, times=2)
+        watch.look()
+    assert watch.said() == [("firing", "JobHung", "critical")]
+
+
+def test_no_news_is_not_good_news(watch: Watch) -> None:
+    watch.look(HUNG)
+    watch.look(times=300, judged=("", "qwen"))
+    assert watch.said() == [("firing", "JobHung", "critical")]
+    assert watch.teller.episodes()[0].closed_wall_seconds is None
+
+
+def test_it_comes_back_as_a_new_episode_that_says_so(watch: Watch) -> None:
+    watch.look(HUNG)
+    watch.look(times=5)
+    watch.look(HUNG)
+    assert [status for status, _, _ in watch.said()] == ["firing", "resolved", "firing"]
+    assert "It is back" in watch.last()["annotations"]["reason"]
+    assert len({episode.id for episode in watch.teller.episodes()}) == 2
+
+
+def test_a_root_cause_speaks_for_what_follows_and_takes_over_its_severity(watch: Watch) -> None:
+    watch.look(NODE_DOWN, times=3)
+    watch.look(NODE_DOWN, HUNG, times=30)
+    watch.look(times=30)
+    assert watch.said() == [
+        ("firing", "NodeUnreachable", "warning"),
+        ("firing", "NodeUnreachable", "critical"),
+        ("resolved", "NodeUnreachable", "critical"),
+    ]
+
+
+def test_what_is_kept_quiet_stays_visible(watch: Watch) -> None:
+    watch.look(NODE_DOWN, HUNG)
+    views = {view.alert: view for view in watch.teller.episodes()}
+    assert views["JobHung"].suppressed_by == "NodeUnreachable node-02"
+    assert views["NodeUnreachable"].suppressed_by is None
+    assert views["NodeUnreachable"].severity is Severity.CRITICAL
+    assert watch.last()["annotations"]["follows"] == "JobHung"
+
+
+def test_what_outlives_its_cause_is_told_then(watch: Watch) -> None:
+    watch.look(NODE_DOWN, HUNG, times=5)
+    watch.look(HUNG, times=30)
+    assert watch.said() == [
+        ("firing", "NodeUnreachable", "critical"),
+        ("resolved", "NodeUnreachable", "critical"),
+        ("firing", "JobHung", "critical"),
+    ]
+
+
+def test_what_was_told_before_its_cause_was_known_is_closed_like_anything_told(watch: Watch) -> None:
+    watch.look(HUNG, times=2)
+    watch.look(HUNG, NODE_DOWN, times=5)
+    watch.look(times=5)
+    assert sorted(watch.said()) == [
+        ("firing", "JobHung", "critical"),
+        ("firing", "NodeUnreachable", "critical"),
+        ("resolved", "JobHung", "critical"),
+        ("resolved", "NodeUnreachable", "critical"),
+    ]
+
+
+def test_the_end_of_a_job_closes_all_and_nothing_more_is_said_of_it(watch: Watch) -> None:
+    watch.look(finding(AlertName.JOB_STARVING))
+    watch.look(finding(AlertName.JOB_COMPLETED, gpus_idle=0))
+    watch.look(finding(AlertName.JOB_COMPLETED, gpus_idle=0), NODE_DOWN, HUNG, times=30)
+    assert watch.said() == [
+        ("firing", "JobStarving", "warning"),
+        ("firing", "JobCompleted", "info"),
+        ("resolved", "JobStarving", "warning"),
+    ]
+
+
+def test_a_blind_watcher_says_only_that_it_is_blind(watch: Watch) -> None:
+    blind = finding(AlertName.WATCHER_DEGRADED, job="", gpus_idle=0)
+    watch.look(HUNG)
+    watch.look(blind, times=60, judged=("",))
+    watch.look(blind, HUNG, NODE_DOWN, times=5)
+    assert watch.said() == [("firing", "JobHung", "critical"), ("firing", "WatcherDegraded", "warning")]
+
+
+def test_reminders_come_at_the_configured_interval_only(watch: Watch) -> None:
+    watch.stop()
+    watch.reminder_seconds = 60.0
+    watch.start()
+    watch.look(HUNG, times=130)
+    assert [status for status, _, _ in watch.said()] == ["firing"] * 3
+    assert watch.last()["annotations"]["reason"] == "It is still open."
+
+
+def test_cost_is_counted_and_told(watch: Watch) -> None:
+    began = watch.clock.monotonic() - 99.0
+    watch.look(finding(since=began))
+    assert watch.last()["annotations"]["gpu_hours_lost"] == f"{16 * 100 / 3600:.3f}"
+    watch.look(finding(since=began), times=50)
+    assert watch.teller.episodes()[0].gpu_hours_lost == pytest.approx(16 * 150 / 3600)
+
+
+def test_routes_choose_by_severity_alert_and_job_and_whoever_was_told_hears_the_end(watch: Watch) -> None:
+    watch.stop()
+    names = ("all", "pager", "checkpoints", "qwen")
+    watch.receivers = tuple(receiver(watch.directory, watch.hook.port, name) for name in names)
+    watch.routes = (
+        RouteSection(receiver="all"),
+        RouteSection(receiver="pager", severities=(Severity.CRITICAL,)),
+        RouteSection(receiver="checkpoints", alerts=(AlertName.CHECKPOINT_STALLED,)),
+        RouteSection(receiver="qwen", jobs=("qwen",)),
+    )
+    watch.start()
+    watch.look(SUSPICION)
+    assert watch.said("/pager") == []
+    watch.look(HUNG)
+    watch.look(times=5)
+    assert watch.said("/all") == [("firing", "JobHung", "warning"), *watch.said("/pager")]
+    assert watch.said("/pager") == [("firing", "JobHung", "critical"), ("resolved", "JobHung", "critical")]
+    assert watch.said("/checkpoints") == watch.said("/qwen") == []
+
+
+def test_whoever_waits_for_a_consequence_is_told_of_its_cause(watch: Watch) -> None:
+    watch.stop()
+    watch.receivers = tuple(receiver(watch.directory, watch.hook.port, name) for name in ("nodes", "hangs"))
+    watch.routes = (
+        RouteSection(receiver="nodes", alerts=(AlertName.NODE_UNREACHABLE,)),
+        RouteSection(receiver="hangs", alerts=(AlertName.JOB_HUNG,)),
+    )
+    watch.start()
+    critical = replace(NODE_DOWN, severity=Severity.CRITICAL)
+    watch.look(critical)
+    watch.look(critical, HUNG, times=10)
+    assert watch.said("/nodes") == [("firing", "NodeUnreachable", "critical")]
+    assert watch.said("/hangs") == [("firing", "NodeUnreachable", "critical")]
+    watch.look(times=5)
+    assert len(watch.said("/nodes")) == len(watch.said("/hangs")) == 2
+
+
+def test_a_receiver_that_wants_no_ends_gets_none(watch: Watch) -> None:
+    watch.stop()
+    watch.receivers = (receiver(watch.directory, watch.hook.port, send_resolved=False),)
+    watch.start()
+    watch.look(HUNG)
+    watch.look(times=5)
+    assert watch.said() == [("firing", "JobHung", "critical")]
+
+
+def test_a_restart_tells_nothing_again(watch: Watch) -> None:
+    watch.look(SUSPICION)
+    watch.look(HUNG, NODE_DOWN)
+    before = watch.said()
+    identifiers = {view.id for view in watch.teller.episodes()}
+    for _ in range(3):
+        watch.restart()
+        watch.look(times=10)
+        watch.look(SUSPICION, NODE_DOWN, times=10)
+        watch.look(HUNG, NODE_DOWN, times=10)
+    assert watch.said() == before
+    assert {view.id for view in watch.teller.episodes()} == identifiers
+
+
+def test_what_ended_while_the_watcher_was_away_is_closed_once_it_has_watched_long_enough(watch: Watch) -> None:
+    watch.look(finding(since=watch.clock.monotonic()))
+    watch.restart(away_seconds=3600.0)
+    watch.look(times=300, judged=("",))
+    assert len(watch.said()) == 1, "the job was not judged yet"
+    watch.look(times=int(SETTLE_SECONDS_LEAST) - 1)
+    assert len(watch.said()) == 1
+    watch.look(times=3)
+    assert watch.said()[1:] == [("resolved", "JobHung", "critical")]
+
+
+def test_what_began_while_the_watcher_was_away_is_told(watch: Watch) -> None:
+    watch.look(finding(AlertName.JOB_STARVING))
+    watch.restart()
+    watch.look(finding(AlertName.JOB_STARVING), finding(AlertName.LOSS_NOT_FINITE))
+    assert [alert for _, alert, _ in watch.said()] == ["JobStarving", "LossNotFinite"]
+
+
+def test_an_old_cause_that_is_not_seen_after_a_restart_hides_nothing_new(watch: Watch) -> None:
+    watch.look(NODE_DOWN)
+    watch.restart()
+    watch.look(HUNG)
+    assert [alert for _, alert, _ in watch.said()] == ["NodeUnreachable", "JobHung"]
+
+
+def test_cost_goes_on_over_a_restart_for_what_is_still_true(watch: Watch) -> None:
+    watch.look(finding(since=watch.clock.monotonic() + 1.0))
+    watch.restart(away_seconds=3600.0)
+    watch.look(HUNG)
+    assert watch.teller.episodes()[0].gpu_hours_lost == pytest.approx(16.0, rel=0.01)
+
+
+def test_closed_episodes_are_shown_after_a_restart(watch: Watch) -> None:
+    watch.look(HUNG)
+    watch.look(times=5)
+    before = watch.teller.episodes()
+    watch.restart()
+    assert watch.teller.episodes() == before
+    assert before[0].closed_wall_seconds is not None
+
+
+def test_a_job_that_was_taken_out_of_the_configuration_is_closed(watch: Watch) -> None:
+    watch.look(HUNG)
+    watch.jobs = ("qwen",)
+    watch.restart()
+    assert watch.said()[1:] == [("resolved", "JobHung", "critical")]
+    assert "no longer in the configuration" in watch.last()["annotations"]["reason"]
+
+
+def test_where_the_disk_refuses_people_are_told_all_the_same_and_it_is_saved_later(watch: Watch) -> None:
+    blocker = sqlite3.connect(watch.directory / "state.db", isolation_level=None)
+    assert watch.store is not None
+    watch.store._connection.execute("PRAGMA busy_timeout = 10")
+    blocker.execute("BEGIN IMMEDIATE")
+    watch.look(HUNG, times=3)
+    assert watch.said() == [("firing", "JobHung", "critical")]
+    assert "locked" in str(watch.teller.trouble)
+    blocker.execute("ROLLBACK")
+    blocker.close()
+    watch.look(HUNG)
+    assert str(watch.teller.trouble) == "None"
+    watch.restart()
+    watch.look(HUNG, times=5)
+    assert watch.said() == [("firing", "JobHung", "critical")]
+
+
+def test_an_episode_that_cannot_be_read_is_an_error_and_not_forgotten(watch: Watch) -> None:
+    watch.look(HUNG)
+    watch.stop()
+    other = sqlite3.connect(watch.directory / "state.db")
+    other.execute("UPDATE episodes SET content = x'7b7d'")
+    other.commit()
+    other.close()
+    watch.store = Store(watch.directory / "state.db")
+    with pytest.raises(StoreError, match="JobHung of llama"):
+        Teller(watch.store, (), (), watch.clock)
+    watch.store.close()
+    watch.store = None
