@@ -153,12 +153,12 @@ def add_event_route(app: FastAPI, latest: Latest, hub: EventHub) -> None:
 
 
 def add_health_routes(app: FastAPI, latest: Latest) -> None:
-    @app.get("/-/healthy", tags=["health"])
+    @app.get("/-/healthy", tags=["health"], response_class=PlainTextResponse)
     async def healthy() -> PlainTextResponse:
         """The process answers. Needs no token."""
         return PlainTextResponse("healthy\n")
 
-    @app.get("/-/ready", tags=["health"], responses=documented(503))
+    @app.get("/-/ready", tags=["health"], response_class=PlainTextResponse, responses=documented(503))
     async def ready() -> PlainTextResponse:
         """The engine came round lately: what is served is true now. Needs no token."""
         if not latest.fresh:

@@ -29,7 +29,7 @@ class Strip:
     bars: str  # path of the bars with a value
     marked: str  # path of those of suspects
     absent: str  # path of small marks where there is no reading
-    top: str  # what the full height means
+    top: str  # what the full height means, where it needs saying
     spread: str  # least and most, in words
 
 
@@ -61,7 +61,7 @@ def power_strip(boards: Sequence[RankGpu], suspects: Sequence[Suspect]) -> Strip
 
 
 def utilization_strip(boards: Sequence[RankGpu], suspects: Sequence[Suspect]) -> Strip:
-    return strip(boards, [b.gpu.utilization_percent for b in boards], 100.0, suspects, "100 %", "%")
+    return strip(boards, [b.gpu.utilization_percent for b in boards], 100.0, suspects, "", "%")
 
 
 def ceiling(boards: Sequence[RankGpu]) -> float:
