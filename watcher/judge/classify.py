@@ -226,6 +226,7 @@ def _verdict(
         suspects=tuple(Suspect(g.node, g.gpu.index, g.rank) for g in suspects),
         power_fraction=scene.fraction,
         alternative=None if alternative is None else Alternative(alternative[0], round(alternative[1], 2)),
+        at_floor=scene.at_floor,
     )
 
 

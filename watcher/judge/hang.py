@@ -30,6 +30,7 @@ WORKED_ROUNDS: Final = 3
 # A signature that flickers off for one round is still there.
 LEAVE_ROUNDS: Final = 2
 WORKING: Final = frozenset({PowerState.COMPUTE, PowerState.COMMUNICATION, PowerState.STARVATION})
+SIGNATURES: Final = frozenset({Shape.ALL_BUSY, Shape.ONE_LOW_REST_BUSY})
 BUSY_PHASES: Final = frozenset({"save", "eval", "load", "done"})
 
 
@@ -51,7 +52,7 @@ class Hang:
 
     def look(self, look: Look, pace: Pace, saving: Saving, *, suppressed: bool) -> Finding | None:
         """`suppressed`: a process is missing, so what the others do is its consequence."""
-        if look.verdict.state in WORKING:
+        if look.verdict.state in WORKING and not look.verdict.at_floor:
             self._worked += 1
         self._follow_signature(look, pace, saving, suppressed)
         if suppressed:
@@ -59,8 +60,12 @@ class Hang:
         return self._by_counter(look, pace, saving) or self._by_signature(look, pace)
 
     def _follow_signature(self, look: Look, pace: Pace, saving: Saving, suppressed: bool) -> None:
+        # A step that was just counted outweighs the picture; one that was counted a while ago does not.
+        advanced = pace.stalled_seconds == 0.0
         pictured = (
-            look.verdict.state is PowerState.HANG
+            look.verdict.at_floor
+            and look.verdict.shape in SIGNATURES
+            and not advanced
             and look.sample.complete
             and self._worked >= WORKED_ROUNDS
             and saving.save is None
@@ -75,7 +80,6 @@ class Hang:
         if self._signature.since is None:
             return
         self._away.look(True, look)
-        advanced = pace.stalled_seconds == 0.0
         if look.gap or advanced or self._away.rounds >= LEAVE_ROUNDS:
             self._signature.clear()
             self._away.clear()

@@ -67,3 +67,4 @@ class Verdict:
     suspects: tuple[Suspect, ...] = ()
     power_fraction: float | None = None  # median board power / limit; None where either is unknown
     alternative: Alternative | None = None
+    at_floor: bool = False  # no board draws more than idling with a context or spinning does
