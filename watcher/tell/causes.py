@@ -58,13 +58,17 @@ def place_of(finding: Finding) -> int:
 def root_causes(findings: Iterable[Finding]) -> Mapping[Key, Finding]:
     """For each finding that another one explains, the one at the top: that one is told, and speaks for it."""
     active = sorted(findings, key=lambda finding: (place_of(finding), finding.key))
+    of_job: dict[str, list[Finding]] = {}
+    for finding in active:
+        of_job.setdefault(finding.job, []).append(finding)
     found: dict[Key, Finding] = {}
-    for cause in CAUSES:
-        for source in active:
-            if source.alert is cause.alert:
-                for target in active:
-                    if target.key not in found and is_explained(target, source, cause):
-                        found[target.key] = source
+    for source in active:
+        if source.alert not in ORDER:
+            break
+        cause = CAUSES[ORDER[source.alert]]
+        for target in active if cause.reach is Reach.WATCHER else of_job[source.job]:
+            if target.alert in cause.explains and target.key not in found and is_explained(target, source, cause):
+                found[target.key] = source
     return {key: top_of(source, found) for key, source in found.items()}
 
 
@@ -76,8 +80,8 @@ def top_of(source: Finding, found: Mapping[Key, Finding]) -> Finding:
 
 
 def is_explained(target: Finding, source: Finding, cause: Cause) -> bool:
-    """`source` is a finding of the kind `cause`."""
-    if target.alert not in cause.explains or not within_reach(target, source, cause.reach):
+    """`source` is a finding of the kind `cause`, and `target` one of those it may explain."""
+    if not within_reach(target, source, cause.reach):
         return False
     # A suspicion never hides something graver than itself.
     return source.confirmed or RANK[own_severity(target)] <= RANK[own_severity(source)]
