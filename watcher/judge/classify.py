@@ -58,7 +58,8 @@ class Scene:
     at_floor: bool  # every board draws no more than idle with a context or spinning does
     held: bool | None  # memory of a context on most boards; None: memory cannot be read
     words: str  # the numbers, for `why`
-    progress: ProgressWord | None
+    progress: ProgressWord | None  # the asker's word, else what the counter says
+    told: bool  # it is the asker's word
 
 
 def classify(sample: JobSample, profile: Profile | None = None, progress: ProgressWord | None = None) -> Verdict:
@@ -191,6 +192,7 @@ def _scene(
         held=None if not memory else sum(m >= HELD_BYTES for m in memory) > len(memory) / 2,
         words=words,
         progress=progress or _own_word(sample),
+        told=progress is not None,
     )
 
 
@@ -295,8 +297,8 @@ def _at_the_floor(scene: Scene) -> Verdict | None:
     if not scene.at_floor:
         return None
     shape, sure = scene.picture.shape, scene.profile.certain
-    advancing = scene.progress is ProgressWord.ADVANCING
-    if advancing and shape is not Shape.RANK0_LOW_REST_BUSY:
+    # A step counted some seconds ago does not outweigh what is seen now; somebody who says that they advance does.
+    if scene.told and scene.progress is ProgressWord.ADVANCING and shape is not Shape.RANK0_LOW_REST_BUSY:
         why = "Steps advance although power is near the floor: light work, or a poor link"
         return _verdict(scene, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.3))
     if shape is Shape.RANK0_LOW_REST_BUSY:

@@ -203,11 +203,11 @@ class Detector:
 
     def _state_of_power(self, look: Look) -> tuple[JobState, str]:
         state = STATE_OF.get(look.verdict.state)
+        usual, stalled = self._pace.usual_seconds, self._pace.stalled_seconds
+        moving = usual is not None and stalled is not None and stalled <= 2 * usual
+        if moving and state not in (JobState.COMPUTING, JobState.COMMUNICATING, JobState.STARVING):
+            # Light work near the floor, or boards that cannot be read: the counter is the better witness.
+            return JobState.COMPUTING, f"steps advance, one change in {usual:.1f} s at most; {look.verdict.why}"
         if look.verdict.state is PowerState.IDLE and not look.alive:
             return JobState.IDLE, look.verdict.why
-        if state is not None:
-            return state, look.verdict.why
-        usual, stalled = self._pace.usual_seconds, self._pace.stalled_seconds
-        if usual is not None and stalled is not None and stalled <= 2 * usual:
-            return JobState.COMPUTING, f"steps advance, one change in {usual:.1f} s at most; {look.verdict.why}"
-        return JobState.UNKNOWN, look.verdict.why
+        return state or JobState.UNKNOWN, look.verdict.why
