@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,6 +29,13 @@ from watcher.judge.job_sample import JobProgress, JobSample, JobSpec, NodeState,
 # A node's boards are part of the picture while its last line is younger than this: one line may be late.
 FRESH_INTERVALS: Final = 2.5
 HEARTBEAT: Final = "heartbeat"
+# Boards asked within this long of each other were asked once: a slow query's answer stands in several lines.
+SAME_READING_SECONDS: Final = 0.05
+# A source that last changed this much before the freshest one belongs to an earlier run of the job.
+EARLIER_RUN_SECONDS: Final = 300.0
+# Sources that changed this much before the freshest one of their kind are left over from an earlier run.
+LEFTOVER_SECONDS: Final = 300.0
+READING: Final = "read "  # how the probe calls its reading of a run directory or of a log's pattern
 
 
 @dataclass(slots=True)
@@ -38,6 +45,18 @@ class Heard:
     sample: NodeSample | None = None
     boards: dict[str, GpuSample] = field(default_factory=dict)  # by key: every board it has ever shown
     kernel_events: list[KernelEvent] = field(default_factory=list)  # since the last look
+    reading: int = 0  # how often its boards were read
+    read_seconds: float | None = None  # when, on the node's clock
+
+    def count_reading(self, sample: NodeSample) -> None:
+        """Tell a new reading of the boards from an old answer that is repeated."""
+        if sample.gpus is None or (self.sample is not None and sample.sequence == self.sample.sequence):
+            return
+        read = sample.node_seconds - sample.gpus_age_seconds
+        repeated = sample.gpus_age_seconds > 0 and self.read_seconds is not None
+        if not repeated or abs(read - (self.read_seconds or 0.0)) > SAME_READING_SECONDS:
+            self.reading += 1
+        self.read_seconds = read
 
 
 class JobAssembler:
@@ -56,6 +75,7 @@ class JobAssembler:
         heard = self._heard.get(sample.node)
         if heard is None:
             return
+        heard.count_reading(sample)
         heard.sample = sample
         heard.kernel_events.extend(sample.kernel_events)
         for gpu in sample.gpus or ():
@@ -67,7 +87,7 @@ class JobAssembler:
         nodes = tuple(self._node_state(node, links.get(node), now) for node in self._spec.nodes)
         fresh = {state.node for state in nodes if state.fresh}
         samples = [h.sample for node, h in self._heard.items() if h.sample is not None and node in fresh]
-        sources = self._sources(h.sample for h in self._heard.values())
+        sources = self._sources(self._readers(now))
         return JobSample(
             job=self._spec.name,
             gpus=self._ranked(nodes, sources, fresh),
@@ -96,6 +116,7 @@ class JobAssembler:
             age_seconds=age,
             fresh=young and sample.gpus is not None and status is HostStatus.OK,
             sequence=sample.sequence,
+            reading=heard.reading,
             expected_gpus=self._spec.gpus_per_node or len(heard.boards) or None,
             missing_gpus=(*sample.missing_gpus, *self._vanished(heard)) if young else (),
             processes=self._mine(sample.processes) if young else None,
@@ -124,12 +145,21 @@ class JobAssembler:
             if key not in present and gpu.pci_bus_id not in told and gpu.index not in told
         ]
 
-    def _sources(self, samples: Iterable[NodeSample | None]) -> tuple[ProgressSample, ...]:
-        """The job's sources; one that several nodes see (a shared file system) counts once, at its freshest."""
+    def _readers(self, now: float) -> Iterator[NodeSample]:
+        """The last word of each node that still speaks. What a silent node said last proves no standing counter."""
+        for heard in self._heard.values():
+            sample = heard.sample
+            if sample is not None and now - sample.received_seconds <= FRESH_INTERVALS * self._spec.interval_seconds:
+                yield sample
+
+    def _sources(self, samples: Iterable[NodeSample]) -> tuple[ProgressSample, ...]:
+        """The job's sources; one that several nodes see (a shared file system) counts once, at its freshest.
+        A source whose reading hangs says nothing: its file system may stand, and the job not."""
         freshest: dict[tuple[str, int | None], ProgressSample] = {}
         for sample in samples:
-            for source in sample.progress if sample is not None else ():
-                if not self._is_mine(source):
+            hung = tuple(c.call.removeprefix(READING) for c in sample.hung_calls if c.call.startswith(READING))
+            for source in sample.progress:
+                if not self._is_mine(source) or (hung and _is_below(source.source, hung)):
                     continue
                 known = freshest.get((source.source, source.rank))
                 if known is None or (source.step or -1, -(source.age_seconds or 0)) > (
@@ -137,7 +167,7 @@ class JobAssembler:
                     -(known.age_seconds or 0),
                 ):
                     freshest[(source.source, source.rank)] = source
-        return tuple(freshest.values())
+        return _of_this_run(tuple(freshest.values()))
 
     def _is_mine(self, source: ProgressSample) -> bool:
         if source.format == HEARTBEAT:
@@ -157,9 +187,9 @@ class JobAssembler:
         step = max(steps)
         if self._step is None or self._step_changed_seconds is None:
             self._step_changed_seconds = now - (front.age_seconds or 0.0)
-        elif step != self._step or restart != self._restart:
+        elif step != self._step or (restart is not None and restart != self._restart):
             self._step_changed_seconds = now
-        self._step, self._restart = step, restart
+        self._step, self._restart = step, self._restart if restart is None else restart
         ranked = [s.step for s in told if s.rank is not None and s.step is not None]
         rates = [s.tokens_per_second for s in told if s.tokens_per_second is not None]
         losses = [s.loss for s in sorted(told, key=lambda s: s.step or 0) if s.loss is not None]
@@ -209,3 +239,24 @@ class JobAssembler:
             # The order of boards tells ranks only as long as every node before this one is known.
             offset = None if offset is None or state.expected_gpus is None else offset + state.expected_gpus
         return tuple(ranked)
+
+
+def _is_below(path: str, places: tuple[str, ...]) -> bool:
+    """Whether a source was read from one of these: a directory it lies in, or a pattern it matches."""
+    return any(path.startswith(place.rstrip("/") + "/") or fnmatch.fnmatchcase(path, place) for place in places)
+
+
+def _of_this_run(sources: tuple[ProgressSample, ...]) -> tuple[ProgressSample, ...]:
+    """Without the logs and heartbeats of earlier runs, whose last step may lie ahead: ranks of one run speak together,
+    and when they hang they fall silent together."""
+    kept: list[ProgressSample] = []
+    for beats in (True, False):
+        kind = [s for s in sources if (s.format == HEARTBEAT) is beats]
+        freshest = min((s.age_seconds or 0.0 for s in kind), default=0.0)
+        restart = max((s.restart for s in kind if s.restart is not None), default=None)
+        kept += [
+            s
+            for s in kind
+            if (s.age_seconds or 0.0) <= freshest + LEFTOVER_SECONDS and (s.restart is None or s.restart == restart)
+        ]
+    return tuple(kept)

@@ -23,7 +23,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._step: int | None = None
-        self._restart: int | None = None
+        self._stood_seconds = 0.0
+        self._sources: dict[tuple[str, int | None], tuple[int | None, int | None]] = {}
         self._intervals: deque[float] = deque(maxlen=KEPT_INTERVALS)  # seconds between changes of the counter
         self._best_seconds_per_step: float | None = None
         self.stalled_seconds: float | None = None  # how long the counter has been seen to stand; None: no counter
@@ -38,22 +39,37 @@ class Pace:
         self.restarted = False
         self._pausing = pausing
         if progress.step is None:
+            # Out of sight: how long it stands is not known, and what lies between teaches nothing.
+            self.stalled_seconds, self._disturbed = None, True
             return
-        if self._step is not None and (progress.step < self._step or progress.restart != self._restart):
+        self.restarted = self._is_restart(look)
+        if self.restarted:
             self._forget()
-            self.restarted = True
+        step = progress.step if self._step is None else max(self._step, progress.step)
         if self._step is None:
-            self.stalled_seconds = progress.age_seconds or 0.0
-        elif progress.step != self._step:
-            self._learn(progress.step - self._step, look)
-            self.stalled_seconds = 0.0
+            self._stood_seconds = progress.age_seconds or 0.0
+        elif step != self._step:
+            self._learn(step - self._step, look)
+            self._stood_seconds = 0.0
         else:
-            self.stalled_seconds = (self.stalled_seconds or 0.0) + look.seen_seconds
-        self._disturbed = (self._disturbed or pausing or look.gap) and progress.step == self._step
-        self._step, self._restart = progress.step, progress.restart
+            self._stood_seconds += look.seen_seconds
+        self.stalled_seconds = self._stood_seconds
+        self._disturbed = (self._disturbed or pausing or look.gap) and step == self._step
+        self._step = step
+
+    def _is_restart(self, look: Look) -> bool:
+        """A source counts backwards, or its restart counter changed. That a source is lost is no restart."""
+        now = {(s.source, s.rank): (s.step, s.restart) for s in look.sample.progress.sources}
+        before, self._sources = self._sources, now
+        return any(
+            (step is not None and earlier_step is not None and step < earlier_step)
+            or (restart is not None and earlier_restart is not None and restart != earlier_restart)
+            for key, (step, restart) in now.items()
+            for earlier_step, earlier_restart in [before.get(key, (None, None))]
+        )
 
     def _learn(self, steps: int, look: Look) -> None:
-        interval = (self.stalled_seconds or 0.0) + look.seen_seconds
+        interval = self._stood_seconds + look.seen_seconds
         self.advances += 1
         # The first change seen began before we looked.
         if self._disturbed or self._pausing or look.gap or self.advances == 1 or interval <= 0:
@@ -64,7 +80,7 @@ class Pace:
             self._best_seconds_per_step = per_step
 
     def _forget(self) -> None:
-        self._step = None
+        self._step, self._best_seconds_per_step = None, None
         self._intervals.clear()
         self.advances = 0
         self.stalled_seconds = None
