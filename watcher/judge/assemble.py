@@ -31,8 +31,6 @@ FRESH_INTERVALS: Final = 2.5
 HEARTBEAT: Final = "heartbeat"
 # Boards asked within this long of each other were asked once: a slow query's answer stands in several lines.
 SAME_READING_SECONDS: Final = 0.05
-# A source that last changed this much before the freshest one belongs to an earlier run of the job.
-EARLIER_RUN_SECONDS: Final = 300.0
 # Sources that changed this much before the freshest one of their kind are left over from an earlier run.
 LEFTOVER_SECONDS: Final = 300.0
 READING: Final = "read "  # how the probe calls its reading of a run directory or of a log's pattern

@@ -79,6 +79,8 @@ class Hang:
             return
         if self._signature.since is None:
             return
+        if not (look.sample.complete or advanced or look.gap):
+            return  # half a picture neither holds a suspicion nor withdraws it
         self._away.look(True, look)
         if look.gap or advanced or self._away.rounds >= LEAVE_ROUNDS:
             self._signature.clear()

@@ -37,6 +37,7 @@ class NodeState:
     age_seconds: float | None  # None: it has never answered
     fresh: bool  # its GPUs are part of this job sample
     sequence: int | None = None
+    reading: int | None = None  # counts the times its boards were read: a repeated answer is the same reading
     expected_gpus: int | None = None  # most ever seen, or as configured
     missing_gpus: tuple[MissingGpu, ...] = ()
     processes: tuple[ProcessSample, ...] | None = None

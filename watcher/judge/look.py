@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from watcher.judge.job_sample import JobSample, JobSpec
@@ -36,8 +36,9 @@ class Look:
         return any(told) if told else None
 
     @property
-    def sequences(self) -> Mapping[str, int]:
-        return {n.node: n.sequence for n in self.sample.nodes if n.fresh and n.sequence is not None}
+    def readings(self) -> Mapping[str, int]:
+        """How often the boards of each node in sight were read."""
+        return {n.node: n.reading for n in self.sample.nodes if n.fresh and n.reading is not None}
 
 
 @dataclass(slots=True)
@@ -47,26 +48,27 @@ class Held:
     since: float | None = None
     rounds: int = 0
     seconds: float = 0.0
-    _sequences: Mapping[str, int] | None = None
+    _readings: Mapping[str, int] = field(default_factory=dict)
 
     def look(self, true: bool, look: Look) -> None:
-        """A round counts once: every node that answers must have sent a new sample since the round before."""
+        """A round counts once: the boards of every node in sight must have been read anew since the round before. A
+        node that drops out says nothing for or against; a round on which no node was read is none."""
         if not true:
             self.clear()
             return
         if look.gap:
             self.clear()
         if self.since is None:
-            self.since, self.rounds, self.seconds, self._sequences = look.now, 1, 0.0, look.sequences
+            self.since, self.rounds, self.seconds, self._readings = look.now, 1, 0.0, look.readings
             return
         self.seconds += look.seen_seconds
-        before, after = self._sequences or {}, look.sequences
-        if not before or all(after.get(node, -1) != sequence for node, sequence in before.items()):
+        before, after = self._readings, look.readings
+        if after and all(before.get(node) != reading for node, reading in after.items()):
             self.rounds += 1
-            self._sequences = after
+            self._readings = {**before, **after}
 
     def clear(self) -> None:
-        self.since, self.rounds, self.seconds, self._sequences = None, 0, 0.0, None
+        self.since, self.rounds, self.seconds, self._readings = None, 0, 0.0, {}
 
     def for_at_least(self, rounds: int, seconds: float = 0.0) -> bool:
         return self.rounds >= rounds and self.seconds >= seconds

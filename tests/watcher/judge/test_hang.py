@@ -1,0 +1,219 @@
+"""Does the job hang: what suspects, what confirms, and what must stay silent."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.watcher.judge.scenes import (
+    AWAIT_SAVE,
+    COMPUTE,
+    EVALUATE,
+    IN_BARRIER,
+    LOAD,
+    PAUSE,
+    SAVE,
+    SPIN,
+    SPIN_ROUGHLY,
+    Activity,
+    Job,
+)
+from watcher.judge.finding import AlertName, JobState, Severity
+
+HUNG = AlertName.JOB_HUNG
+
+
+def warmed_up(**settings: object) -> Job:
+    job = Job(**settings)  # type: ignore[arg-type]  # handed through
+    job.play(40, COMPUTE)
+    assert not job.alerts
+    assert job.state is JobState.COMPUTING
+    return job
+
+
+def test_an_epoch_end_deadlock_is_suspected_on_the_second_round_and_confirmed_after_the_stall_limit() -> None:
+    job = warmed_up(nodes=2)
+    began = job.now
+    job.play(2, SPIN, {3: IN_BARRIER})
+    suspicion = job.finding(HUNG)
+    assert job.seconds_of(HUNG) == [began + 2]
+    assert (suspicion.confirmed, suspicion.severity) == (False, Severity.WARNING)
+    assert [str(s) for s in suspicion.suspects] == ["rank 3 on node-1 GPU 3"]
+    assert "rank 3" in suspicion.summary
+    job.play(60, SPIN, {3: IN_BARRIER})
+    hang = job.finding(HUNG)
+    assert (hang.confirmed, hang.severity, job.state) == (True, Severity.CRITICAL, JobState.HUNG)
+    assert [s.rank for s in hang.suspects] == [3]
+    assert hang.gpus_idle == 16
+    first_confirmed = job.seconds_of(HUNG, confirmed=True)[0]
+    assert 30 <= first_confirmed - began <= 36
+    assert job.alerts == {"JobHung"}
+
+
+def test_the_suspicion_is_withdrawn_when_steps_move_again() -> None:
+    job = warmed_up(nodes=2)
+    job.play(10, SPIN, {3: IN_BARRIER})
+    assert not job.finding(HUNG).confirmed
+    job.play(3, COMPUTE)
+    assert job.findings == ()
+    job.play(60, COMPUTE)
+    assert job.findings == ()
+
+
+def test_a_confirmed_hang_ends_when_the_job_recovers() -> None:
+    job = warmed_up(nodes=2)
+    job.play(90, SPIN, {3: IN_BARRIER})
+    assert job.finding(HUNG).confirmed
+    job.play(10, COMPUTE)
+    assert job.findings == ()
+    assert job.state is JobState.COMPUTING
+
+
+def test_all_ranks_hang_at_full_utilisation_and_nobody_is_named() -> None:
+    job = warmed_up(nodes=2, progress="log")
+    job.play(60, SPIN_ROUGHLY)
+    hang = job.finding(HUNG)
+    assert hang.confirmed
+    assert hang.suspects == ()
+    assert "nobody stands out" in hang.summary
+
+
+def test_rank_0_alone_at_zero_for_two_minutes_is_a_checkpoint() -> None:
+    for progress in ("heartbeat", "log", None):
+        job = Job(nodes=2, progress=progress)
+        job.play(40, COMPUTE)
+        job.play(118, AWAIT_SAVE, {0: SAVE})
+        assert job.state is JobState.CHECKPOINTING
+        job.play(30, COMPUTE)
+        assert job.alerts == set(), progress
+
+
+@pytest.mark.parametrize("progress", ["heartbeat", "log"])
+def test_a_healthy_checkpoint_of_394_seconds_is_silent(progress: str) -> None:
+    job = Job(nodes=2, progress=progress)
+    job.play(40, COMPUTE)
+    job.play(394, AWAIT_SAVE, {0: SAVE})
+    job.play(30, COMPUTE)
+    assert job.alerts == set()
+
+
+def test_rank_0_alone_at_zero_for_longer_than_any_save_is_a_hang_that_names_it() -> None:
+    job = Job(nodes=2, progress="log")
+    job.play(40, COMPUTE)
+    job.play(640, AWAIT_SAVE, {0: SAVE})
+    assert job.finding(HUNG).confirmed
+    assert [s.rank for s in job.finding(HUNG).suspects] == [0]
+
+
+def test_an_evaluation_is_quiet() -> None:
+    job = warmed_up()
+    job.play(600, EVALUATE)
+    assert job.alerts == set()
+
+
+def test_start_up_and_the_first_compiled_step_are_quiet() -> None:
+    job = Job(step=0)
+    job.play(120, LOAD)
+    assert job.state is JobState.STARTING
+    job.play(900, PAUSE)
+    assert job.alerts == set()
+
+
+def test_all_boards_at_zero_without_a_readable_counter_are_quiet_for_25_minutes() -> None:
+    job = Job(progress=None)
+    job.play(40, COMPUTE)
+    job.play(1500, PAUSE)
+    assert job.alerts == set()
+
+
+def test_without_a_readable_counter_the_signature_must_last() -> None:
+    job = Job(nodes=2, progress=None)
+    job.play(40, COMPUTE)
+    job.play(30, SPIN, {3: IN_BARRIER})
+    assert job.alerts == set()
+    job.play(60, SPIN, {3: IN_BARRIER})
+    assert not job.finding(HUNG).confirmed
+    job.play(300, SPIN, {3: IN_BARRIER})
+    assert job.finding(HUNG).confirmed
+
+
+def test_a_gap_starts_the_count_of_rounds_anew() -> None:
+    job = warmed_up(nodes=2)
+    job.play(1, SPIN, {3: IN_BARRIER})
+    job.skip(30)
+    job.play(1, SPIN, {3: IN_BARRIER})
+    assert job.findings == ()
+    job.play(1, SPIN, {3: IN_BARRIER})
+    assert not job.finding(HUNG).confirmed
+
+
+def test_a_reading_that_is_repeated_is_not_a_second_sample() -> None:
+    job = warmed_up(nodes=2)
+    job.play(1, SPIN, {3: IN_BARRIER})
+    job.play(4, SPIN, {3: IN_BARRIER}, repeat_gpus=True)
+    assert job.findings == ()
+    job.play(1, SPIN, {3: IN_BARRIER})
+    assert not job.finding(HUNG).confirmed
+
+
+def test_half_a_picture_suspects_nobody() -> None:
+    job = warmed_up(nodes=2)
+    silent = ["node-2"]
+    job.play(3, COMPUTE, silent=silent)
+    job.play(8, SPIN, {3: IN_BARRIER}, silent=silent)
+    assert job.seconds_of(HUNG) == []
+
+
+def test_a_suspicion_stands_while_a_node_is_out_of_sight() -> None:
+    job = warmed_up(nodes=2)
+    job.play(5, SPIN, {3: IN_BARRIER})
+    job.play(8, SPIN, {3: IN_BARRIER}, silent=["node-2"])
+    assert [s.rank for s in job.finding(HUNG).suspects] == [3]
+
+
+def test_a_counter_that_cannot_be_seen_does_not_stand() -> None:
+    """The log lies on the node that went silent: nothing is known of the steps, so nothing is said of them."""
+    job = warmed_up(nodes=2, progress="log")
+    job.play(600, COMPUTE, silent=["node-1"])
+    assert job.seconds_of(HUNG) == []
+
+
+def test_the_whole_cluster_out_of_sight_is_no_hang() -> None:
+    job = warmed_up(nodes=2)
+    job.play(600, COMPUTE, silent=job.nodes)
+    assert job.seconds_of(HUNG) == []
+    job.play(30, COMPUTE)
+    assert job.seconds_of(HUNG) == []
+
+
+def test_two_nodes_in_different_phases_are_one_suspicion_without_a_name() -> None:
+    job = warmed_up(nodes=2)
+    waiting = {rank: IN_BARRIER for rank in range(8, 16)}
+    job.play(60, SPIN, waiting)
+    assert job.finding(HUNG).confirmed
+
+
+def test_a_watcher_that_comes_late_confirms_a_hang_by_the_age_of_the_log() -> None:
+    job = Job(nodes=2, progress="log")
+    job.since_step = 700
+    job.play(5, SPIN, {3: IN_BARRIER})
+    assert job.finding(HUNG).confirmed
+    assert [s.rank for s in job.finding(HUNG).suspects] == [3]
+
+
+def test_an_old_log_of_a_job_that_ended_is_no_hang() -> None:
+    job = Job(nodes=1, progress="log")
+    job.since_step = 200_000
+    job.play(60, Activity(139, 0, held_bytes=8e6, process=False))
+    assert job.alerts == set()
+
+
+def test_a_long_step_at_full_power_is_no_hang_at_once() -> None:
+    job = warmed_up()
+    job.play(200, Activity(985, 99))
+    assert job.seconds_of(HUNG) == []
+
+
+def test_a_counter_that_stands_at_full_power_is_a_hang_in_the_end() -> None:
+    job = warmed_up()
+    job.play(620, Activity(985, 99))
+    assert job.finding(HUNG).confirmed
