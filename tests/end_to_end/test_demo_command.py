@@ -1,0 +1,52 @@
+"""`wattwatch demo` as it is typed: what it lists, what it refuses, and when it fails."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from collectors.simulated.scenario import SCENARIOS, Expected, named
+from watcher.commands import demo
+from watcher.commands.demo import demo_command
+
+
+def test_list_names_every_scenario_and_what_must_be_said() -> None:
+    answer = CliRunner().invoke(demo_command, ["--list"])
+    assert answer.exit_code == 0
+    for scenario in SCENARIOS.values():
+        (line,) = [line for line in answer.output.splitlines() if line.split()[:1] == [scenario.name]]
+        assert all(expected.alert in line for expected in scenario.expected)
+
+
+def test_list_as_json() -> None:
+    rows = json.loads(CliRunner().invoke(demo_command, ["--list", "--json"]).output)
+    assert [row["name"] for row in rows] == list(SCENARIOS)
+
+
+def test_an_unknown_scenario_is_refused_with_those_that_exist() -> None:
+    answer = CliRunner().invoke(demo_command, ["--scenario", "dedlock"])
+    assert answer.exit_code == 2
+    assert "no scenario is named 'dedlock'; there are healthy, deadlock, hang" in answer.output
+
+
+def test_an_address_that_cannot_be_listened_on_is_one_sentence() -> None:
+    answer = CliRunner().invoke(demo_command, ["--scenario", "healthy", "--listen", "nowhere"])
+    assert answer.exit_code == 1
+    assert "watcher.listen: expected \"host:port\", got 'nowhere'" in answer.output
+    assert "Traceback" not in answer.output
+
+
+def test_the_demo_fails_when_a_fault_that_was_declared_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = Expected(alert="JobHung", phase=0, severity="critical", suspects=("rank 0",))
+    quiet = replace(named("healthy"), duration_seconds=6.0, expected=(claim,), states=())
+    monkeypatch.setattr(demo, "SCENARIOS", {"healthy": quiet})
+    answer = CliRunner().invoke(demo_command, ["--json"], standalone_mode=False)
+    assert answer.return_value == 1
+    result = json.loads(answer.output)
+    assert result["ok"] is False
+    assert result["problems"] == ["healthy: JobHung was not said"]
+    assert result["alerts"][0]["late_seconds"] is None
+    assert result["cost"]["nodes"] == 1

@@ -1,0 +1,120 @@
+"""The whole path on the simulated cluster: node, probe, SSH, sample, verdict, finding, message, receiver."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from collectors.simulated.cluster import SimulatedCluster
+from collectors.simulated.scenario import Scenario, named
+from watcher.config import load_config
+from watcher.demo.configuration import write_configuration
+from watcher.demo.play import play
+from watcher.demo.receiver import Notice, Receiver
+from watcher.serve.service import Service
+from watcher.snapshot import Snapshot
+
+DEADLINE_SECONDS = 60.0
+
+
+def shortened(name: str, fault_seconds: float, duration_seconds: float) -> Scenario:
+    """The scenario with its one fault earlier and its end sooner."""
+    scenario = named(name)
+    healthy, fault = scenario.phases
+    phases = (healthy, replace(fault, at_seconds=fault_seconds))
+    return replace(scenario, phases=phases, duration_seconds=duration_seconds)
+
+
+class Record:
+    """A screen that keeps what was shown, in its order."""
+
+    def __init__(self) -> None:
+        self.page = ""
+        self.events: list[str] = []
+
+    def watching(self, page: str, nodes: int) -> None:
+        self.page = page
+        self.events.append(f"watching {nodes} nodes")
+
+    def injected(self, scenario: Scenario, phase: int, seconds: float) -> None:
+        if scenario.phases[phase].injects:
+            self.events.append(f"injected {scenario.name}")
+
+    def told(self, notice: Notice, since_injection_seconds: float | None, seconds: float) -> None:
+        self.events.append(f"told {notice.job} {notice.alert} {notice.severity}")
+
+
+def test_two_faults_at_once_are_each_named_and_nothing_else_is_said() -> None:
+    screen = Record()
+    scenarios = [shortened("deadlock", 20.0, 60.0), shortened("crash", 30.0, 60.0)]
+    outcome = play(scenarios, speed=5.0, listen="127.0.0.1:0", screen=screen)
+    assert outcome.score.problems == ()
+    assert outcome.left_behind == ()
+    assert outcome.good
+    assert screen.events == [
+        "watching 4 nodes",
+        "injected deadlock",
+        "told deadlock JobHung warning",
+        "injected crash",
+        "told crash JobCrashed critical",
+        "told deadlock JobHung critical",
+    ]
+    assert outcome.slack_messages == len(outcome.notices) == 3
+    (crashed,) = [notice for notice in outcome.notices if notice.job == "crash"]
+    assert crashed.annotations["suspects"] == "rank 5 on crash-2 GPU 1"
+
+
+def test_the_deadlock_is_told_before_a_fourth_round_after_it_is_judged() -> None:
+    """Of the first round after the injection, a part of each board's mean power lies before it; the next two show
+    the deadlock alone. The message must be there before another one is judged."""
+    scenario = shortened("deadlock", 12.0, 60.0)
+    judged: dict[int, float] = {}  # sequence of a round of the first node -> when it was judged
+    done = threading.Event()
+    with SimulatedCluster([scenario], speed=2.0) as cluster:
+        receiver = Receiver(cluster.clock)
+        service = Service(load_config(write_configuration(cluster, receiver.address, "127.0.0.1:0")), cluster.clock)
+        service.start()
+
+        def follow() -> None:
+            while not done.wait(0.002):
+                note_round(service.snapshot, judged)
+
+        follower = threading.Thread(target=follow)
+        try:
+            assert eventually(lambda: all_seen(service.snapshot, scenario))
+            follower.start()
+            cluster.begin()
+            injected = cluster.wait_for_phase("deadlock", 1, DEADLINE_SECONDS).wall_seconds
+            assert eventually(lambda: receiver.notices() != ())
+        finally:
+            done.set()
+            if follower.is_alive():
+                follower.join()
+            service.stop()
+            receiver.stop()
+    (notice,) = receiver.notices()[:1]
+    assert (notice.alert, notice.annotations["suspects"]) == ("JobHung", "rank 3 on deadlock-1 GPU 3")
+    rounds = [wall for wall in judged.values() if injected < wall < notice.received_seconds]
+    assert 2 <= len(rounds) <= 3
+
+
+def note_round(snapshot: Snapshot, judged: dict[int, float]) -> None:
+    view = snapshot.jobs.get("deadlock")
+    if view is not None and view.sample.nodes[0].sequence is not None:
+        judged.setdefault(view.sample.nodes[0].sequence, snapshot.wall_seconds)
+
+
+def all_seen(snapshot: Snapshot, scenario: Scenario) -> bool:
+    view = snapshot.jobs.get(scenario.name)
+    return view is not None and view.sample.complete
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
