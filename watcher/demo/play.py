@@ -48,6 +48,7 @@ class Cost:
 
     nodes: int
     seconds: float  # real, of watching
+    first_alert_seconds: float | None  # real, from the start of the service to the first alert on the screen
     cpu_seconds: float
     memory_bytes: int
     wasted_gpu_seconds: float  # scenario time
@@ -109,6 +110,7 @@ class Run:
         self._started = time.monotonic()
         self._cpu_seconds = time.process_time()
         self._seconds = 0.0
+        self._first_alert_seconds: float | None = None
         self._last: Snapshot | None = None
 
     def wait_for_first_sight(self) -> None:
@@ -161,6 +163,8 @@ class Run:
         for notice in notices[self._shown_notices :]:
             since = self._since_injection(notice, phases)
             self._screen.told(notice, since, notice.received_seconds - self._began_seconds)
+            if self._first_alert_seconds is None:
+                self._first_alert_seconds = time.monotonic() - self._started
         self._shown_notices = len(notices)
 
     def _since_injection(self, notice: Notice, phases: Sequence[PhaseBegan]) -> float | None:
@@ -183,6 +187,7 @@ class Run:
             cost=Cost(
                 nodes=len(self._cluster.nodes),
                 seconds=self._seconds,
+                first_alert_seconds=self._first_alert_seconds,
                 cpu_seconds=self._cpu_seconds,
                 memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 wasted_gpu_seconds=sum(sum(view.wasted_gpu_seconds.values()) for view in jobs.values()),

@@ -67,7 +67,7 @@ class TerminalScreen:
                 said = {notice.alert for notice in outcome.notices if notice.job == scenario.name}
                 verdict = f"[red]false alarm: {', '.join(sorted(said))}[/]" if said else "[green]no alarm, rightly[/]"
                 states = ", ".join(outcome.states.get(scenario.name, ())) or "unseen"
-                self._console.print(f"{scenario.name:<14} {escape(scenario.title)}: {verdict}; seen as {states}")
+                self._console.print(f"{scenario.name:<14} {verdict}; seen as {states}. {escape(scenario.title)}.")
         self._console.print(cost_line(outcome.cost, self._speed), style="dim")
         if outcome.too_slow:
             self._console.print(
@@ -88,7 +88,13 @@ def shortened(text: str) -> str:
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
-    table = Table(title="What was injected, what was said, how late", title_justify="left")
+    table = Table(
+        title="What was injected, what was said, how late",
+        title_justify="left",
+        caption="After it began: seconds of the scenario. After the 2nd clear sample: real milliseconds to receipt at the "
+        "webhook. A sample is clear when its whole interval lies after the injection; a minus means earlier.",
+        caption_justify="left",
+    )
     for heading in ("scenario", "injected", "said"):
         table.add_column(heading, overflow="fold")
     table.add_column("after it began", justify="right")
@@ -108,11 +114,13 @@ def summary_table(rows: Sequence[Row]) -> Table:
 
 def cost_line(cost: Cost, speed: float) -> str:
     share = cost.cpu_seconds / cost.seconds if cost.seconds else 0.0
+    first = cost.first_alert_seconds
     per_node = 1000 * cost.cpu_seconds / (cost.nodes * cost.seconds * speed) if cost.seconds else 0.0
     return (
         f"Cost: the watcher (and this screen) used {share:.0%} of a core and {cost.memory_bytes / 1e6:.0f} MB for "
         f"{cost.nodes} nodes at {speed / INTERVAL_SECONDS:g} samples a second: {per_node:.1f} ms a node and sample. "
         f"The faults idled {cost.wasted_gpu_seconds / 3600:.2f} GPU-hours of the scenarios' time."
+        + ("" if first is None else f" First alert on this screen after {first:.1f} s.")
     )
 
 
@@ -146,6 +154,7 @@ def summary(outcome: Outcome, speed: float) -> dict[str, Any]:
         "cost": {
             "nodes": cost.nodes,
             "seconds": cost.seconds,
+            "first_alert_seconds": cost.first_alert_seconds,
             "cpu_seconds": cost.cpu_seconds,
             "memory_bytes": cost.memory_bytes,
             "wasted_gpu_seconds": cost.wasted_gpu_seconds,
