@@ -8,28 +8,19 @@ allows two readings the nearer one is said with a low confidence and the other i
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Final
 
-from collectors.samples import GpuSample, HostStatus, Reason
+from collectors.samples import HostStatus, Reason
 from watcher.judge.advice import ADVICE
 from watcher.judge.job_sample import JobSample, RankGpu
-from watcher.judge.profiles import Profile, profile_for
-from watcher.judge.shape import BUSY_PERCENT, LOW_PERCENT, Picture, picture_of
+from watcher.judge.profiles import Profile
+from watcher.judge.scene import HELD_BYTES, Scene, fraction_of, scene_of, watts_of
+from watcher.judge.scene import ProgressWord as ProgressWord
+from watcher.judge.shape import BUSY_PERCENT, LOW_PERCENT, picture_of
 from watcher.judge.verdict import Alternative, PowerState, Shape, Suspect, Verdict
 
-# A context holds some hundred MiB; a driver alone 0 to 20 MiB, a display or a daemon a little more.
-HELD_BYTES: Final = 300 * 1024**2
 STRAGGLER_POWER_RATIO: Final = 2.0
-# A floor is learned or shipped from a few boards; single ones lie a little above it.
-NEAR_FLOOR: Final = 1.15
-# Spinning draws 0 to 35 W more than a context at rest (H100: 142 W at 5 % beside 150 W at 100 %).
-SPIN_RATIO: Final = 1.25
-# How far the generic board's numbers go for one of which neither name nor limit is known.
-GUESSED: Final = 0.4
 SLOWDOWNS: Final = frozenset({"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown"})
 UNREADABLE_STATES: Final = {
     HostStatus.DRIVER_DOWN: "the driver cannot be asked",
@@ -39,29 +30,6 @@ UNREADABLE_STATES: Final = {
 }
 
 
-class ProgressWord(StrEnum):
-    """What is known of the job's steps, from its own counter or from the person who asks."""
-
-    ADVANCING = "advancing"
-    STALLED = "stalled"
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """The picture with its numbers worked out once; `gpus` are those with watts and utilisation."""
-
-    gpus: tuple[RankGpu, ...]
-    profile: Profile
-    picture: Picture
-    watts: float  # median
-    fraction: float | None  # of the limit
-    at_floor: bool  # every board draws no more than idle with a context or spinning does
-    held: bool | None  # memory of a context on most boards; None: memory cannot be read
-    words: str  # the numbers, for `why`
-    progress: ProgressWord | None  # the asker's word, else what the counter says
-    told: bool  # it is the asker's word
-
-
 def classify(sample: JobSample, profile: Profile | None = None, progress: ProgressWord | None = None) -> Verdict:
     """What this picture says. `profile` overrides the board's own; `progress` is what is known of the steps."""
     if not sample.gpus and not any(node.missing_gpus for node in sample.nodes):
@@ -69,10 +37,10 @@ def classify(sample: JobSample, profile: Profile | None = None, progress: Progre
     broken = _broken(sample)
     if broken is not None:
         return broken
-    sighted = tuple(g for g in sample.gpus if _watts(g.gpu) is not None and g.gpu.utilization_percent is not None)
+    sighted = tuple(g for g in sample.gpus if watts_of(g.gpu) is not None and g.gpu.utilization_percent is not None)
     if len(sighted) < max(1, (len(sample.gpus) + 1) // 2):
         return _half_blind(sample)
-    scene = _scene(sample, sighted, profile, progress)
+    scene = scene_of(sample, sighted, profile, progress)
     if scene.held is False and not any(node.processes for node in sample.nodes):
         return _nobody_home(scene)
     return (
@@ -82,13 +50,6 @@ def classify(sample: JobSample, profile: Profile | None = None, progress: Progre
         or _at_the_floor(scene)
         or _above_the_floor(scene)
     )
-
-
-def _watts(gpu: GpuSample) -> float | None:
-    """Watts that mean something: 0 W beside high utilisation is a reading that failed (FIELD: watts 7)."""
-    if gpu.power_watts is not None and gpu.power_watts <= 0 and (gpu.utilization_percent or 0) > LOW_PERCENT:
-        return None
-    return gpu.power_watts
 
 
 def _unreadable(sample: JobSample) -> Verdict:
@@ -130,7 +91,7 @@ def _broken(sample: JobSample) -> Verdict | None:
         why="; ".join(told[:6]),
         advice=ADVICE[PowerState.GPU_FAULT],
         suspects=tuple(suspects),
-        power_fraction=_fraction(sample.gpus),
+        power_fraction=fraction_of(sample.gpus),
     )
 
 
@@ -140,13 +101,13 @@ def _half_blind(sample: JobSample) -> Verdict:
     mig = any(g.mig or g.reasons.get("utilization_percent") is Reason.MIG for g in gpus)
     free = all(g.memory_used_bytes is not None and g.memory_used_bytes < HELD_BYTES for g in gpus)
     quiet = all(g.utilization_percent is not None and g.utilization_percent <= LOW_PERCENT for g in gpus)
-    no_watts = sum(_watts(g) is None for g in gpus)
+    no_watts = sum(watts_of(g) is None for g in gpus)
     no_busy = sum(g.utilization_percent is None for g in gpus)
     picture = picture_of(sample.gpus)
     if free and quiet and not mig:
         return Verdict(
             PowerState.IDLE, 0.8, picture.shape, "0 % and no memory held on any board; power cannot be read.",
-            ADVICE[PowerState.IDLE], power_fraction=_fraction(sample.gpus),
+            ADVICE[PowerState.IDLE], power_fraction=fraction_of(sample.gpus),
         )  # fmt: skip
     if mig:
         why = "MIG is on: utilisation has no value for the whole board, and its power is shared by all slices."
@@ -155,60 +116,8 @@ def _half_blind(sample: JobSample) -> Verdict:
     return Verdict(
         PowerState.UNKNOWN, 0.3, picture.shape, why,
         "Give the job's progress (a log or a run directory): without power and utilisation only steps can tell.",
-        power_fraction=_fraction(sample.gpus),
+        power_fraction=fraction_of(sample.gpus),
     )  # fmt: skip
-
-
-def _fraction(gpus: Sequence[RankGpu]) -> float | None:
-    shares = [w / g.gpu.power_limit_watts for g in gpus if (w := _watts(g.gpu)) is not None and g.gpu.power_limit_watts]
-    return round(statistics.median(shares), 3) if shares else None
-
-
-def _scene(
-    sample: JobSample, gpus: tuple[RankGpu, ...], profile: Profile | None, progress: ProgressWord | None
-) -> Scene:
-    name = next((g.gpu.name for g in gpus if g.gpu.name), None)
-    limits = [g.gpu.power_limit_watts for g in gpus if g.gpu.power_limit_watts]
-    limit = statistics.median(limits) if limits else None
-    board = profile.scaled(limit) if profile is not None else profile_for(name, limit)
-    watts = [w for g in gpus if (w := _watts(g.gpu)) is not None]
-    busy = [g.gpu.utilization_percent for g in gpus if g.gpu.utilization_percent is not None]
-    memory = [g.gpu.memory_used_bytes for g in gpus if g.gpu.memory_used_bytes is not None]
-    median = statistics.median(watts)
-    fraction = _fraction(gpus)
-    share = "" if fraction is None else f", {fraction:.2f} of the limit"
-    limit_told = limit is not None or name is not None
-    words = (
-        f"{len(gpus)} boards at {min(watts):.0f}-{max(watts):.0f} W (median {median:.0f} W{share}; floor of "
-        f"{board.name} {board.floor_watts:.0f} W), utilisation {min(busy):.0f}-{max(busy):.0f} %"
-    )
-    return Scene(
-        gpus=gpus,
-        profile=board if limit_told else replace(board, certain=min(board.certain, GUESSED)),
-        picture=picture_of(gpus),
-        watts=median,
-        fraction=fraction,
-        at_floor=(median <= board.floor_watts and max(watts) <= NEAR_FLOOR * board.floor_watts) or _nobody_works(gpus),
-        held=None if not memory else sum(m >= HELD_BYTES for m in memory) > len(memory) / 2,
-        words=words,
-        progress=progress or _own_word(sample),
-        told=progress is not None,
-    )
-
-
-def _nobody_works(gpus: Sequence[RankGpu]) -> bool:
-    """Busy boards that draw no more than the ones at 0 % beside them spin: the picture carries its own floor."""
-    low = [_watts(g.gpu) or 0.0 for g in gpus if (g.gpu.utilization_percent or 0.0) <= LOW_PERCENT]
-    busy = [_watts(g.gpu) or 0.0 for g in gpus if (g.gpu.utilization_percent or 0.0) >= BUSY_PERCENT]
-    return bool(low and busy) and max(busy) <= SPIN_RATIO * min(low)
-
-
-def _own_word(sample: JobSample) -> ProgressWord | None:
-    """Steps that moved within three of their usual intervals are advancing; how long is too long is the detector's."""
-    progress = sample.progress
-    if progress.step is None or progress.age_seconds is None or progress.line_interval_seconds is None:
-        return None
-    return ProgressWord.ADVANCING if progress.age_seconds <= 3 * progress.line_interval_seconds else None
 
 
 def _verdict(
@@ -245,11 +154,11 @@ def _one_holds_up_the_rest(scene: Scene) -> Verdict | None:
     if scene.picture.shape is not Shape.ALL_BUSY or len(scene.gpus) < 2 or scene.progress is ProgressWord.STALLED:
         return None
     floor = scene.profile.floor_watts
-    working = [g for g in scene.gpus if (_watts(g.gpu) or 0.0) > floor]
-    waiting = [g for g in scene.gpus if (_watts(g.gpu) or 0.0) <= floor]
+    working = [g for g in scene.gpus if (watts_of(g.gpu) or 0.0) > floor]
+    waiting = [g for g in scene.gpus if (watts_of(g.gpu) or 0.0) <= floor]
     if not working or not waiting or len(working) > len(waiting):
         return None
-    ratio = min(_watts(g.gpu) or 0.0 for g in working) / max(_watts(g.gpu) or 1.0 for g in waiting)
+    ratio = min(watts_of(g.gpu) or 0.0 for g in working) / max(watts_of(g.gpu) or 1.0 for g in waiting)
     if ratio < STRAGGLER_POWER_RATIO:
         return None
     why = (

@@ -14,6 +14,7 @@ from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding, Severity
 from watcher.judge.look import Held, Look
 from watcher.judge.pace import Pace
 from watcher.judge.saving import Saving
+from watcher.judge.shape import picture_of
 from watcher.judge.verdict import PowerState, Shape, Suspect
 
 SUSPECT_ROUNDS: Final = 2
@@ -30,6 +31,7 @@ WORKED_ROUNDS: Final = 3
 # A signature that flickers off for one round is still there.
 LEAVE_ROUNDS: Final = 2
 WORKING: Final = frozenset({PowerState.COMPUTE, PowerState.COMMUNICATION, PowerState.STARVATION})
+LONE: Final = frozenset({Shape.ONE_LOW_REST_BUSY, Shape.RANK0_LOW_REST_BUSY, Shape.ONE_BUSY_REST_LOW})
 SIGNATURES: Final = frozenset({Shape.ALL_BUSY, Shape.ONE_LOW_REST_BUSY})
 BUSY_PHASES: Final = frozenset({"save", "eval", "load", "done"})
 
@@ -93,8 +95,10 @@ class Hang:
         if stalled is None or look.alive is False or saving.within_limit:
             return None
         limit = pace.limit_seconds(look)
-        if pace.advances == 0:
-            # Not one step seen: the first may compile, or the watcher came late.
+        if pace.advances == 0 and not (look.verdict.state is PowerState.HANG and look.alive):
+            # Not one step seen: the first may compile. Or the watcher came late, to a log of a run that has ended.
+            if not look.alive:
+                return None
             limit = max(limit, FIRST_STEP_SECONDS)
         if "eval" in look.phases:
             limit = max(limit, EVAL_CEILING_SECONDS)
@@ -115,9 +119,12 @@ class Hang:
         return self._finding(look, look.now - stalled + (usual or 0.0), evidence, suspects, confirmed=True)
 
     def _left_behind(self, look: Look) -> tuple[Suspect, ...]:
-        """Who stands out in the picture, where the picture is one of a hang."""
-        lone = (Shape.ONE_LOW_REST_BUSY, Shape.RANK0_LOW_REST_BUSY, Shape.ONE_BUSY_REST_LOW)
-        return look.verdict.suspects if look.verdict.shape in lone else ()
+        """Who stands out at the power floor: one rank, or a group of at most a quarter of the boards."""
+        picture = picture_of(look.sample.gpus)
+        few = 4 * len(picture.standing_out) <= len(look.sample.gpus) or picture.shape in LONE
+        if not (look.verdict.at_floor and look.sample.complete and few):
+            return ()
+        return tuple(Suspect(g.node, g.gpu.index, g.rank) for g in picture.standing_out)
 
     def _by_signature(self, look: Look, pace: Pace) -> Finding | None:
         signature = self._signature

@@ -82,13 +82,18 @@ def shipped_profiles() -> tuple[Profile, ...]:
     )
 
 
+def generic_profile() -> Profile:
+    """The row that matches every board: shares of the limit, to be scaled."""
+    return shipped_profiles()[-1]
+
+
 @cache
 def profile_for(name: str | None, limit_watts: float | None) -> Profile:
     """The shipped profile of a board, at its limit. An unknown board gets the generic one, scaled as a whole."""
     for profile in shipped_profiles()[:-1]:
         if name is not None and profile.matches(name):
             return profile.scaled(limit_watts)
-    generic = shipped_profiles()[-1]
+    generic = generic_profile()
     if limit_watts is None:
         return generic
     share = limit_watts / generic.limit_watts

@@ -187,7 +187,7 @@ def test_the_whole_cluster_out_of_sight_is_no_hang() -> None:
 
 def test_two_nodes_in_different_phases_are_one_suspicion_without_a_name() -> None:
     job = warmed_up(nodes=2)
-    waiting = {rank: IN_BARRIER for rank in range(8, 16)}
+    waiting = dict.fromkeys(range(8, 16), IN_BARRIER)
     job.play(60, SPIN, waiting)
     assert job.finding(HUNG).confirmed
 

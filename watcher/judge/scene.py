@@ -1,0 +1,178 @@
+"""The numbers of one picture, worked out once: whose boards count, where their floor lies, who is at it.
+
+Three sources tell the floor, nearest first. A board that is low while others spin shows it in the picture itself: on
+every board with both figures a spinning rank draws what an idle one with a context draws, and at most 35 W more. Else
+the profile of the board. A board of which neither name nor limit is known has none: then watts say nothing here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from collectors.samples import GpuSample
+from watcher.judge.job_sample import JobSample, RankGpu
+from watcher.judge.profiles import Profile, generic_profile, profile_for
+from watcher.judge.shape import BUSY_PERCENT, LOW_PERCENT, Picture, picture_of
+
+# A context holds some hundred MiB; a driver alone 0 to 20 MiB, a display or a daemon a little more.
+HELD_BYTES: Final = 300 * 1024**2
+# A floor is learned or shipped from a few boards; single ones lie a little above it.
+NEAR_FLOOR: Final = 1.15
+# Spinning against idling with a context in one picture; the share matters on small boards, where 35 W is all there is.
+SPIN_ABOVE_LOW_WATTS: Final = 35.0
+SPIN_ABOVE_LOW_SHARE: Final = 1.35
+# A low rank above this is between two kernels, not idle: no context of any board seen draws more.
+HIGHEST_FLOOR_WATTS: Final = 290.0
+HIGHEST_FLOOR_FRACTION: Final = 0.35
+# Below this the profile's floor is no witness: there is no room between it and work.
+CERTAIN_ENOUGH: Final = 0.5
+# How sure a floor is that the picture itself shows, where the profile has none.
+SHOWN: Final = 0.8
+
+
+class ProgressWord(StrEnum):
+    """What is known of the job's steps, from its own counter or from the person who asks."""
+
+    ADVANCING = "advancing"
+    STALLED = "stalled"
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The picture with its numbers; `gpus` are those with watts and utilisation that are part of the job."""
+
+    gpus: tuple[RankGpu, ...]
+    profile: Profile
+    known: bool  # the profile is of this board, or scaled by its limit; else its watts mean nothing
+    picture: Picture
+    watts: float  # median
+    fraction: float | None  # of the limit
+    at_floor: bool  # every board draws no more than idle with a context or spinning does
+    certain: float  # 0..1: how far a verdict may rest on the floor
+    held: bool | None  # memory of a context on most boards; None: memory cannot be read
+    words: str  # the numbers, for `why`
+    progress: ProgressWord | None  # the asker's word, else what the counter says
+    told: bool  # it is the asker's word
+
+
+def watts_of(gpu: GpuSample) -> float | None:
+    """Watts that mean something: 0 W beside high utilisation is a reading that failed (FIELD: watts 7)."""
+    if gpu.power_watts is not None and gpu.power_watts <= 0 and (gpu.utilization_percent or 0) > LOW_PERCENT:
+        return None
+    return gpu.power_watts
+
+
+def fraction_of(gpus: Sequence[RankGpu]) -> float | None:
+    """Median of power / limit over the boards that tell both."""
+    shares = [
+        w / g.gpu.power_limit_watts for g in gpus if (w := watts_of(g.gpu)) is not None and g.gpu.power_limit_watts
+    ]
+    return round(statistics.median(shares), 3) if shares else None
+
+
+def scene_of(
+    sample: JobSample, gpus: tuple[RankGpu, ...], profile: Profile | None, progress: ProgressWord | None
+) -> Scene:
+    """`gpus`: those of the sample with watts and utilisation; at least one."""
+    members = _members(gpus)
+    name = next((g.gpu.name for g in members if g.gpu.name), None)
+    limits = [g.gpu.power_limit_watts for g in members if g.gpu.power_limit_watts]
+    limit = statistics.median(limits) if limits else None
+    board = profile.scaled(limit) if profile is not None else profile_for(name, limit)
+    known = profile is not None or limit is not None or board.name != generic_profile().name
+    watts = [w for g in members if (w := watts_of(g.gpu)) is not None]
+    median = statistics.median(watts)
+    fraction = fraction_of(members)
+    shown = shown_floor(members)
+    by_profile = (
+        known
+        and board.certain >= CERTAIN_ENOUGH
+        and median <= board.floor_watts
+        and max(watts) <= NEAR_FLOOR * board.floor_watts
+    )
+    by_picture = shown is not None and max(watts) <= shown
+    certain = board.certain if by_profile or not by_picture else SHOWN
+    memory = [g.gpu.memory_used_bytes for g in members if g.gpu.memory_used_bytes is not None]
+    return Scene(
+        gpus=members,
+        profile=board,
+        known=known,
+        picture=picture_of(members),
+        watts=median,
+        fraction=fraction,
+        at_floor=by_profile or by_picture,
+        certain=certain,
+        held=None if not memory else sum(m >= HELD_BYTES for m in memory) > len(memory) / 2,
+        words=_words(members, len(gpus) - len(members), board, known, shown, fraction),
+        progress=progress or _own_word(sample),
+        told=progress is not None,
+    )
+
+
+def _members(gpus: tuple[RankGpu, ...]) -> tuple[RankGpu, ...]:
+    """Without the boards that hold no context while others do: they are no ranks of the job, and would look like the
+    one rank that is low. Where most boards hold none and the rest is low, the node is as good as empty: all count."""
+    held = tuple(g for g in gpus if _holds(g.gpu) is not False)
+    if not held or (2 * len(held) < len(gpus) and not any(_busy(g.gpu) for g in held)):
+        return gpus
+    return held
+
+
+def _holds(gpu: GpuSample) -> bool | None:
+    return None if gpu.memory_used_bytes is None else gpu.memory_used_bytes >= HELD_BYTES
+
+
+def _busy(gpu: GpuSample) -> bool:
+    return (gpu.utilization_percent or 0.0) > LOW_PERCENT
+
+
+def shown_floor(gpus: Sequence[RankGpu]) -> float | None:
+    """The most that a spinning board may draw, by what the low boards of the same picture draw; None without any."""
+    low: list[float] = []
+    spinning = False
+    for each in gpus:
+        watts, percent, limit = watts_of(each.gpu), each.gpu.utilization_percent, each.gpu.power_limit_watts
+        if watts is None or percent is None:
+            continue
+        spinning = spinning or percent >= BUSY_PERCENT
+        if percent <= LOW_PERCENT and watts > 0:
+            if watts > (HIGHEST_FLOOR_WATTS if limit is None else HIGHEST_FLOOR_FRACTION * limit):
+                return None
+            low.append(watts)
+    if not low or not spinning:
+        return None
+    idle = statistics.median(low)
+    return min(idle + SPIN_ABOVE_LOW_WATTS, SPIN_ABOVE_LOW_SHARE * idle)
+
+
+def _words(
+    gpus: Sequence[RankGpu], left_out: int, board: Profile, known: bool, shown: float | None, fraction: float | None
+) -> str:
+    watts = [w for g in gpus if (w := watts_of(g.gpu)) is not None]
+    busy = [g.gpu.utilization_percent for g in gpus if g.gpu.utilization_percent is not None]
+    share = "" if fraction is None else f", {fraction:.2f} of the limit"
+    floors = [f"floor {board.floor_watts:.0f} W by profile {board.name}"] if known else []
+    if shown is not None:
+        floors.append(f"{shown:.0f} W by the low boards here")
+    words = (
+        f"{len(gpus)} board{'s' if len(gpus) > 1 else ''} at {_range(watts)} W (median {statistics.median(watts):.0f} W"
+        f"{share}; {', '.join(floors) or 'no floor known: neither name nor limit'}), utilisation {_range(busy)} %"
+    )
+    return words if not left_out else f"{words}; {left_out} without a context left out"
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+    return low if low == high else f"{low}-{high}"
+
+
+def _own_word(sample: JobSample) -> ProgressWord | None:
+    """Steps that moved within three of their usual intervals are advancing; how long is too long is the detector's."""
+    progress = sample.progress
+    if progress.step is None or progress.age_seconds is None or progress.line_interval_seconds is None:
+        return None
+    return ProgressWord.ADVANCING if progress.age_seconds <= 3 * progress.line_interval_seconds else None
