@@ -1,0 +1,118 @@
+"""`wattwatch check -c FILE`: everything that must be right before `serve` can see and tell, and what to fix."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+import orjson
+from rich.console import Console
+from rich.markup import escape
+
+from collectors.ssh.check import HostCheck, check_host
+from watcher.config import Config, ConfigError, load_config
+from watcher.node_requests import request_for
+from watcher.serve.parts import problems_of, ssh_settings
+from watcher.tell.posting import reach
+
+OK, WARNING, CRITICAL = 0, 1, 2
+MARK = {True: "[green]ok[/]     ", False: "[red]FAILED[/] ", None: "[yellow]missing[/]"}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One thing looked at. `ok` is None where it is missing and not needed."""
+
+    part: str  # "configuration", "node gpu-01", "receiver ops"
+    name: str
+    ok: bool | None
+    detail: str
+
+
+@click.command()
+@click.option("-c", "--config", "path", type=click.Path(path_type=Path), required=True, help="wattwatch.toml")
+@click.option("--json", "as_json", is_flag=True, help="A list of objects, one for each thing looked at.")
+def check_command(path: Path, as_json: bool) -> None:
+    """Configuration, credentials, SSH, tools and paths on each node, receivers: names what to fix.
+
+    Writes nothing on a node and sends no message. Exit code: 0 all is well, 1 something that helps is missing,
+    2 something that is needed fails.
+    """
+    try:
+        config = load_config(path)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        click.echo(as_text(Line("configuration", "", False, problem) for problem in error.problems))
+        sys.exit(CRITICAL)
+    lines = [
+        *(Line("configuration", "", False, problem) for problem in problems_of(config)),
+        *receiver_lines(config),
+    ]
+    if not any(line.part == "configuration" for line in lines):
+        lines = [Line("configuration", str(path), True, jobs_in_words(config)), *lines, *node_lines(config)]
+    if as_json:
+        click.echo(as_text(lines))
+    else:
+        show(lines)
+    sys.exit(exit_code(lines))
+
+
+def as_text(lines: Iterable[Line]) -> str:
+    return orjson.dumps([asdict(line) for line in lines], option=orjson.OPT_INDENT_2).decode()
+
+
+def exit_code(lines: Sequence[Line]) -> int:
+    if any(line.ok is False for line in lines):
+        return CRITICAL
+    return WARNING if any(line.ok is None for line in lines) else OK
+
+
+def jobs_in_words(config: Config) -> str:
+    return ", ".join(f"{job.name}: {len(job.node_names)} nodes" for job in config.jobs)
+
+
+def node_lines(config: Config) -> list[Line]:
+    """All nodes, as many at once as logins are allowed at once."""
+    specs = [job.spec(config.watcher.interval) for job in config.jobs]
+    settings = ssh_settings(config.ssh)
+    nodes = list(dict.fromkeys(node for spec in specs for node in spec.nodes))
+
+    def look(node: str) -> HostCheck:
+        return check_host(node, settings, request_for(specs, node))
+
+    with ThreadPoolExecutor(config.ssh.max_simultaneous_logins) as pool:
+        checks = list(pool.map(look, nodes))
+    lines = [Line(f"node {c.node}", step.name, step.ok, step.sentence) for c in checks for step in c.steps]
+    # The same directive stands in the way of every node: say it once.
+    notes = dict.fromkeys(note for check in checks for note in check.notes)
+    return [*lines, *(Line("ssh", "not honoured", None, note) for note in notes)]
+
+
+def receiver_lines(config: Config) -> list[Line]:
+    lines = []
+    for receiver in config.receivers:
+        trouble = reach(receiver)
+        words = trouble or "reachable; nothing was sent"
+        lines.append(Line(f"receiver {receiver.name}", "reach", trouble is None, words))
+    if not config.receivers:
+        lines.append(Line("receivers", "none", None, "nobody is told of alerts: add a [[receivers]] table"))
+    return lines
+
+
+def show(lines: Sequence[Line]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    part = None
+    for line in lines:
+        if line.part != part:
+            part = line.part
+            console.print(f"[bold]{escape(part)}[/]")
+        console.print(f"  {MARK[line.ok]} {escape(line.name + ': ' if line.name else '')}{escape(line.detail)}")
+    failed = sum(line.ok is False for line in lines)
+    console.print(
+        f"\n{failed} of {len(lines)} checks failed" if failed else f"\nall {len(lines)} checks passed or can wait"
+    )
