@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,6 +64,8 @@ def main() -> None:
             server.stop()
         left = wait_for_children([child for server in servers.values() for child in server.running()])
         driver.stop()
+        for directory in (order["live_directory"], order["directory"]):
+            shutil.rmtree(directory, ignore_errors=True)  # the owner may have been killed
         say("ended", {"latest_seconds": driver.latest_seconds, "left_behind": left})
         sys.stdout.flush()
         os._exit(0)  # threads of connections that are just closing are not waited for

@@ -37,10 +37,13 @@ FIRST_PID: Final = 41_001
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 # The watcher starts Python with -I -S, so that no variable and no package of a node can break it. On this node a
-# variable is how time and NVML come in; nothing else of the command changes.
+# variable is how time and NVML come in, so the probe (it reads its program from stdin) is started without the two.
+# The question before it, whether this Python will do, needs neither and is asked as it stands.
 PYTHON: Final = """\
 #!/bin/sh
-while case "$1" in -I|-S|-E) ;; *) false ;; esac; do shift; done
+case "$*" in *os.read*)
+    while case "$1" in -I|-S|-E) ;; *) false ;; esac; do shift; done ;;
+esac
 exec {python} "$@"
 """
 NVIDIA_SMI: Final = """\

@@ -91,8 +91,8 @@ def summary_table(rows: Sequence[Row]) -> Table:
     table = Table(
         title="What was injected, what was said, how late",
         title_justify="left",
-        caption="After it began: seconds of the scenario. After the 2nd clear sample: real milliseconds to receipt at the "
-        "webhook. A sample is clear when its whole interval lies after the injection; a minus means earlier.",
+        caption="After it began: seconds of the scenario. After the 2nd clear sample: real milliseconds to receipt at "
+        "the webhook. A sample is clear when its whole interval lies after the injection; a minus means earlier.",
         caption_justify="left",
     )
     for heading in ("scenario", "injected", "said"):
