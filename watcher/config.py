@@ -107,7 +107,7 @@ class SshSection(Section):
     known_hosts_file: Path | None = Field(
         None, strict=False, description="host keys; else ssh_config, else ~/.ssh/known_hosts"
     )
-    identity_files: tuple[Path, ...] = Field(
+    identity_files: tuple[Annotated[Path, Field(strict=False)], ...] = Field(
         (), strict=False, description="private keys; else ssh_config, else the usual names in ~/.ssh"
     )
     certificate_file: Path | None = Field(None, strict=False, description="user certificate of the first key")

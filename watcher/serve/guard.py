@@ -64,7 +64,7 @@ def token_of(authorization: str) -> bytes | None:
     scheme, _, credentials = authorization.partition(" ")
     credentials = credentials.strip()
     if scheme.lower() == "bearer":
-        return credentials.encode("utf-8", "surrogateescape")
+        return credentials.encode("latin-1")  # the bytes as they came: that is how ASGI reads headers
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(credentials, validate=True).partition(b":")[2]

@@ -99,7 +99,10 @@ def job(
             job=name,
             gpus=boards(nodes, readings) if readings else (),
             nodes=tuple(
-                NodeState(n, HostStatus.OK, "", 0.4, True, 90, len(readings) // len(nodes) or None) for n in nodes
+                NodeState(
+                    n, HostStatus.OK, "", 0.4, True, sequence=90, expected_gpus=len(readings) // len(nodes) or None
+                )
+                for n in nodes
             ),
             progress=progress,
             checkpoints=(CheckpointSample("/runs/checkpoints", (entry, staged), 1.0),),
