@@ -13,12 +13,13 @@ from typing import Final
 
 from collectors.samples import CheckpointEntry, GpuSample, HostStatus
 from watcher.judge.finding import JobState
-from watcher.judge.job_sample import JobSample, RankGpu
+from watcher.judge.job_sample import JobSample
 from watcher.serve.metric_table import METRICS
 from watcher.snapshot import EpisodeView, JobView, NodeView, Snapshot
 
 GPU_METRICS: Final = tuple(metric for metric in METRICS.values() if metric.group == "gpu")
 INFO: Final = "wattwatch_gpu_info"
+BOARD_LABELS: Final = GPU_METRICS[0].labels
 
 BoardKey = tuple[str, str, str, int | None]  # train_job, node, gpu, rank
 Series = dict[str, list[str]]  # metric -> lines
@@ -55,10 +56,10 @@ class SnapshotText:
                 key = (job.name, board.node, board_label(board.gpu), board.rank)
                 if key in self._labels:
                     continue  # two boards with nothing to tell them apart: one series, never two of one name
-                text = known.get(key) or labels_text(zip(METRICS[INFO].labels, map(text_of, key), strict=False))
+                text = known.get(key) or labels_text(zip(BOARD_LABELS, map(text_of, key), strict=True))
                 self._labels[key] = text
                 boards.append((text, board.gpu))
-                lines[INFO].append(f"{INFO}{text[:-1]}{info_labels(board)} 1\n")
+        lines[INFO] = [f"{INFO}{text[:-1]}{info_labels(gpu)} 1\n" for text, gpu in boards]
         for metric in GPU_METRICS:
             name, reads, divisor = metric.name, metric.reads, metric.divide_by
             values = [(text, getattr(gpu, reads)) for text, gpu in boards]
@@ -73,8 +74,8 @@ def board_label(gpu: GpuSample) -> str:
     return gpu.key if gpu.index is None else str(gpu.index)
 
 
-def info_labels(board: RankGpu) -> str:
-    return f',uuid="{escaped(board.gpu.uuid or "")}",name="{escaped(board.gpu.name or "")}"' + "}"
+def info_labels(gpu: GpuSample) -> str:
+    return f',uuid="{escaped(gpu.uuid or "")}",name="{escaped(gpu.name or "")}"}}'
 
 
 def job_lines(job: JobView, wall_seconds: float, lines: Series) -> None:
@@ -122,8 +123,9 @@ def episode_lines(episodes: Iterable[EpisodeView], lines: Series) -> None:
 def node_lines(view: NodeView, lines: Series) -> None:
     label = labels_text([("node", view.node)])
     now = node_status(view)
-    for status in HostStatus:
-        put(lines, "wattwatch_node_status", [("node", view.node), ("status", status.value)], float(status is now))
+    lines["wattwatch_node_status"] += [
+        f'wattwatch_node_status{label[:-1]},status="{status.value}"}} {int(status is now)}\n' for status in HostStatus
+    ]
     hung = [call.age_seconds for call in view.sample.hung_calls] if view.sample is not None else []
     answers = view.link.status is HostStatus.OK
     for name, value in (
@@ -174,6 +176,8 @@ def labels_text(labels: Iterable[tuple[str, str]]) -> str:
 
 def escaped(value: str) -> str:
     """A label's value as the text format wants it. A name that is no Unicode text loses what cannot be written."""
+    if value.isascii() and value.isprintable() and '"' not in value and "\\" not in value:
+        return value
     clean = value.encode("utf-8", "replace").decode("utf-8")
     return clean.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
