@@ -49,11 +49,16 @@ class Boards:
         self._xids: dict[tuple[str, str], tuple[float, KernelEvent]] = {}
         self._known_lines: set[tuple[str, str]] = set()
         self._since: dict[tuple[str, str], float] = {}
+        self._places: dict[tuple[str, str], Suspect] = {}  # (node, PCI id) -> index and rank when it last answered
 
     def look(self, look: Look) -> tuple[BrokenBoard, ...]:
         """All boards that are broken now, one entry a board, with every witness of it."""
         for node in look.sample.nodes:
             self._read_kernel(node, look.now)
+        for ranked in look.sample.gpus:
+            if ranked.gpu.pci_bus_id is not None:
+                place = (ranked.node, short_pci(ranked.gpu.pci_bus_id))
+                self._places[place] = Suspect(ranked.node, ranked.gpu.index, ranked.rank)
         found: dict[tuple[str, str], tuple[Suspect, list[str]]] = {}
         for suspect, key, words in (*self._told(look), *self._named_by_kernel(look)):
             entry = found.setdefault((suspect.node, key), (suspect, []))
@@ -79,7 +84,7 @@ class Boards:
         for node in look.sample.nodes:
             for missing in node.missing_gpus:
                 suspect = Suspect(node.node, missing.index)
-                yield suspect, self._key(look, node.node, missing.index, missing.pci_bus_id), missing.text
+                yield suspect, self._key(node.node, missing.index, missing.pci_bus_id), missing.text
         faulty = set()
         for ranked in look.sample.gpus:
             fault = ranked.gpu.fault
@@ -93,7 +98,7 @@ class Boards:
                 continue
             fields = ", ".join(sorted(name for name, reason in ranked.gpu.reasons.items() if reason is fault)[:4])
             words = f"GPU {ranked.gpu.index} {fault.value.replace('_', ' ')}: {fields}"
-            key = self._key(look, ranked.node, ranked.gpu.index, ranked.gpu.pci_bus_id)
+            key = self._key(ranked.node, ranked.gpu.index, ranked.gpu.pci_bus_id)
             yield Suspect(ranked.node, ranked.gpu.index, ranked.rank), key, words
         for place in [place for place in self._unreadable if place not in faulty]:
             del self._unreadable[place]
@@ -103,24 +108,16 @@ class Boards:
             if look.now - since > XID_SECONDS:
                 del self._xids[(node, pci)]
                 continue
-            ranked = next((g for g in look.sample.gpus if g.node == node and _same_board(g.gpu.pci_bus_id, pci)), None)
-            index = ranked.gpu.index if ranked is not None else None
-            rank = ranked.rank if ranked is not None else None
+            suspect = self._places.get((node, short_pci(pci)), Suspect(node))
             meaning = fatal_xids()[event.xid or 0]
-            yield (
-                Suspect(node, index, rank),
-                self._key(look, node, index, pci),
-                f"Xid {event.xid} ({meaning}): {event.text}",
-            )
+            yield suspect, short_pci(pci), f"Xid {event.xid} ({meaning}): {event.text}"
 
-    def _key(self, look: Look, node: str, index: int | None, pci: str | None) -> str:
-        """One name for a board however a witness names it: its PCI id where any sample tells it, else its index."""
+    def _key(self, node: str, index: int | None, pci: str | None) -> str:
+        """One name for a board however a witness names it: its PCI id where any sample told it, else its index."""
         if pci is not None:
             return short_pci(pci)
-        for ranked in look.sample.gpus:
-            if ranked.node == node and ranked.gpu.index == index and ranked.gpu.pci_bus_id:
-                return short_pci(ranked.gpu.pci_bus_id)
-        return "?" if index is None else str(index)
+        told = (known for (at, known), suspect in self._places.items() if at == node and suspect.gpu == index)
+        return next(told, "?" if index is None else str(index))
 
 
 def short_pci(bus_id: str) -> str:
@@ -129,7 +126,3 @@ def short_pci(bus_id: str) -> str:
     return (
         bus_id.lower() if match is None else f"{int(match['domain'] or '0', 16):04x}:{match['bus']}:{match['device']}"
     )
-
-
-def _same_board(one: str | None, other: str) -> bool:
-    return one is not None and short_pci(one) == short_pci(other)

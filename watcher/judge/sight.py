@@ -13,6 +13,8 @@ from watcher.judge.pace import Pace
 from watcher.judge.verdict import Suspect
 
 UNREACHABLE_SECONDS: Final = 10.0
+# A node that never spoke may still wait its turn: logins are bounded, and a thousand nodes take a while.
+NEVER_SEEN_SECONDS: Final = 60.0
 BLIND_SECONDS: Final = 10.0
 # The job counts as standing with its node when its counter stands this many of its usual intervals.
 STANDING_INTERVALS: Final = 3.0
@@ -53,7 +55,7 @@ class Sight:
             self._since[node.node] = (node.status, since)
             seconds = look.now - since
             if node.status is HostStatus.UNREACHABLE:
-                if seconds >= UNREACHABLE_SECONDS:
+                if seconds >= (NEVER_SEEN_SECONDS if node.age_seconds is None else UNREACHABLE_SECONDS):
                     yield self._unreachable(look, pace, node, since)
             elif seconds >= BLIND_SECONDS:
                 yield self._blind(look, node, since)
@@ -62,7 +64,8 @@ class Sight:
         usual, stalled = pace.usual_seconds, pace.stalled_seconds
         readable = stalled is not None and pace.advances > 0
         standing = readable and stalled is not None and stalled > STANDING_INTERVALS * (usual or UNREACHABLE_SECONDS)
-        evidence = [f"{node.node}: {node.detail}", f"last line {look.now - since:.0f} s ago"]
+        silence = f"last line {look.now - since:.0f} s ago" if node.age_seconds is not None else "never a line"
+        evidence = [f"{node.node}: {node.detail}", silence]
         if readable and stalled is not None:
             evidence.append(f"the job's step counter last moved {stalled:.0f} s ago")
         elif stalled is None:
