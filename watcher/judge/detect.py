@@ -161,9 +161,8 @@ class Detector:
     def _persist(self, alert: AlertName, true: bool, look: Look) -> rules.Persisted | None:
         """Most of the recent looks, not each: starvation scatters over time as well, and one busy moment is no cure."""
         held = self._persistent.setdefault(alert, rules.Persisted())
-        held.look(true, look)
-        enough = rules.persist_seconds(alert, look.sample.progress.readable)
-        return held if held.since is not None and held.seconds >= enough else None
+        held.look(true, look, rules.persist_seconds(alert, look.sample.progress.readable))
+        return held if held.told else None
 
     def _set_state(self, look: Look, findings: tuple[Finding, ...]) -> None:
         """What a finding says counts at once; what only the picture says must be seen on two rounds."""

@@ -22,6 +22,7 @@ PERSIST_SECONDS: Final = {
     AlertName.GPU_THROTTLED: (60.0, 60.0),
     AlertName.LOSS_NOT_FINITE: (0.0, 0.0),
 }
+LEAST_LOOKS: Final = 5  # at long intervals a few samples last as long as that
 STATE_ADVICE: Final = {
     AlertName.JOB_STARVING: ADVICE[PowerState.STARVATION],
     AlertName.STRAGGLER: ADVICE[PowerState.STRAGGLER],
@@ -33,26 +34,30 @@ STATE_ADVICE: Final = {
 
 @dataclass(slots=True)
 class Persisted:
-    """A condition that comes and goes: seconds for it add up, each look against it takes twice as many away."""
+    """A condition that comes and goes: seconds for it add up, each look against it takes twice as many away. It is
+    told once it held for long enough, and until it has gone for about half as long as it had held."""
 
     since: float | None = None
     seconds: float = 0.0
     looks: int = 0
+    told: bool = False
 
-    def look(self, true: bool, look: Look) -> None:
+    def look(self, true: bool, look: Look, enough_seconds: float) -> None:
         if look.gap:
             self.clear()
-        if true:
-            self.since = look.now if self.since is None else self.since
-            self.seconds += look.seen_seconds
-            self.looks += 1
+        if not true:
+            self.seconds -= 2 * look.seen_seconds
+            if self.seconds <= 0:
+                self.clear()
             return
-        self.seconds -= 2 * look.seen_seconds
-        if self.seconds <= 0:
-            self.clear()
+        self.since = look.now if self.since is None else self.since
+        # What held for hours need not be gone for hours to be over.
+        self.seconds = min(self.seconds + look.seen_seconds, max(2 * enough_seconds, LEAST_LOOKS * look.seen_seconds))
+        self.looks += 1
+        self.told = self.told or (self.seconds >= enough_seconds and (self.looks >= LEAST_LOOKS or not enough_seconds))
 
     def clear(self) -> None:
-        self.since, self.seconds, self.looks = None, 0.0, 0
+        self.since, self.seconds, self.looks, self.told = None, 0.0, 0, False
 
 
 def persist_seconds(alert: AlertName, readable: bool) -> float:
