@@ -190,8 +190,12 @@ class ReceiverSection(Section):
 
 class RouteSection(Section):
     receiver: str = Field(description="name of a receiver")
-    severities: tuple[Severity, ...] = Field((), strict=False, description="only these; all if absent")
-    alerts: tuple[AlertName, ...] = Field((), strict=False, description="only these; all if absent")
+    severities: tuple[Annotated[Severity, Field(strict=False)], ...] = Field(
+        (), strict=False, description="only these; all if absent"
+    )
+    alerts: tuple[Annotated[AlertName, Field(strict=False)], ...] = Field(
+        (), strict=False, description="only these; all if absent"
+    )
     jobs: tuple[str, ...] = Field((), strict=False, description="only these; all if absent")
 
 

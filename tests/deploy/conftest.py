@@ -1,0 +1,57 @@
+"""A simulated cluster with a deadlock and a checkpoint in it, the real service that watches it, and Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from collectors.simulated.cluster import SimulatedCluster
+from collectors.simulated.scenario import named
+from tests.deploy.prometheus_server import PrometheusServer, scraping
+from tests.tools import require_tool
+from watcher.config import load_config
+from watcher.demo.configuration import table, write_configuration
+from watcher.demo.receiver import Receiver
+from watcher.serve.service import Service
+
+SPEED = 5.0
+
+
+@pytest.fixture(scope="session")
+def exporter_address() -> Iterator[str]:
+    """http://host:port of a wattwatch that has something to tell: whatever the queries are run on."""
+    with SimulatedCluster([named("deadlock"), named("checkpoint")], SPEED) as cluster:
+        receiver = Receiver(cluster.clock)
+        try:
+            service = Service(load_config(with_a_broken_receiver(cluster, receiver.address)), cluster.clock)
+            service.start()
+            try:
+                cluster.begin()
+                yield service.address
+            finally:
+                service.stop()
+        finally:
+            receiver.stop()
+
+
+def with_a_broken_receiver(cluster: SimulatedCluster, receiver_address: str) -> Path:
+    """The demo's configuration, and one receiver more that takes nothing: failures are counted, too."""
+    path = write_configuration(cluster, receiver_address, "127.0.0.1:0")
+    url = path.with_name("broken_url")
+    url.write_text(f"{receiver_address}/nowhere\n", "utf-8")
+    tables = (
+        table("[[receivers]]", name="broken", type="webhook", url_file=str(url)),
+        table("[[routes]]", receiver="broken"),
+    )
+    path.write_text("\n".join([path.read_text("utf-8"), *tables]), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def prometheus(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[PrometheusServer]:
+    require_tool("prometheus")  # before a cluster is started for nothing
+    address = request.getfixturevalue("exporter_address")
+    with scraping(address, tmp_path_factory.mktemp("prometheus")) as server:
+        yield server
