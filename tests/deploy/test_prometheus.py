@@ -46,7 +46,8 @@ def test_promtool_passes_them(arguments: tuple[str, ...]) -> None:
 
 
 def test_each_rule_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -> None:
-    fires, quiet = set(), set()
+    fires: set[str] = set()
+    quiet: set[str] = set()
     for case in yaml.safe_load(CASES.read_text("utf-8"))["tests"]:
         for expectation in case["alert_rule_test"]:
             (fires if expectation.get("exp_alerts") else quiet).add(expectation["alertname"])
