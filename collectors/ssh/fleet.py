@@ -215,7 +215,7 @@ class Fleet:
                 connection.close()
                 raise
         except Refusal as error:
-            refusal = error
+            refusal = error.with_traceback(None)  # its frames would keep sockets and channels
         except Exception as error:  # noqa: BLE001 - a thread's last defence: one node's oddity is a sentence, not a trace
             refusal = unreachable(f"login failed while {attempt.stage}: {type(error).__name__}: {error}")
         if self._stopping.is_set() and stream is not None:
