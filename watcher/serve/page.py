@@ -179,7 +179,7 @@ def banners(snapshot: Snapshot, latest: Latest) -> Sequence[str]:
     if deliveries.oldest_waiting_seconds > OUTBOX_LATE_SECONDS:
         failing = sorted({receiver for receiver, _ in deliveries.failed})
         found.append(
-            f"People are not being told: {deliveries.waiting} message(s) wait, the oldest for "
+            f"People are not being told: messages wait to be delivered ({deliveries.waiting}), the oldest for "
             f"{words.duration(deliveries.oldest_waiting_seconds)}."
             + (f" Deliveries that failed so far: {', '.join(failing)}." if failing else "")
         )

@@ -104,7 +104,7 @@ def test_it_is_whole_without_scripts() -> None:
         (
             lambda s: replace(s, deliveries=replace(s.deliveries, oldest_waiting_seconds=340.0)),
             0.0,
-            "1 message(s) wait, the oldest for 5 min 40 s. Deliveries that failed so far: ops.",
+            "messages wait to be delivered (1), the oldest for 5 min 40 s. Deliveries that failed so far: ops.",
         ),
     ],
 )
