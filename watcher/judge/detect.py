@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
+from collectors.samples import CheckpointEntry
 from watcher.judge import rules
 from watcher.judge.boards import Boards
 from watcher.judge.finding import AlertName, Finding, JobState
@@ -23,6 +24,10 @@ from watcher.judge.sight import Sight
 from watcher.judge.verdict import PowerState, Verdict
 
 STATE_ROUNDS: Final = 2
+GOES_ON_SECONDS: Final = 30.0  # steps that are counted this long after a crash: the job goes on without those ranks
+LEAVING_SECONDS: Final = 120.0  # the last rank may write or upload while the others have left
+DONE_PHASES: Final = frozenset({DONE})
+LISTING_SECONDS: Final = 15.0  # a checkpoint directory is listed each other second, and file servers show late
 AT_ONCE: Final = frozenset({JobState.HUNG, JobState.CRASHED, JobState.COMPLETED})
 PAUSES: Final = frozenset({"save", "eval", "load"})
 QUIET: Final = frozenset({PowerState.IDLE, PowerState.WAITING, PowerState.UNKNOWN})
@@ -52,6 +57,7 @@ class Detector:
         self._persistent: dict[AlertName, rules.Persisted] = {}
         self._completed_since: float | None = None
         self._crashed_since: float | None = None
+        self._gone_since: float | None = None
         self._wasted: dict[str, float] = {}
         self._next_state: JobState | None = None
         self._state_rounds = 0
@@ -115,22 +121,34 @@ class Detector:
 
     def _ended(self, look: Look) -> Finding | None:
         """Completion and crash: processes that were there are gone."""
+        crashed_for = 0.0 if self._crashed_since is None else look.now - self._crashed_since
+        if crashed_for > GOES_ON_SECONDS and self._pace.stalled_seconds == 0.0:
+            self._processes.forget_missing()
+            self._crashed_since = None
         gone = self._processes.gone()
-        leaving = bool(gone) and look.alive is False
-        if self._is_final(look) and (leaving or look.phases == frozenset({DONE})):
+        leaving = bool(gone) and self._processes.nobody_left
+        final = self._is_final(look)
+        if final and (leaving or look.phases == DONE_PHASES) and self._last_save_open(look) is None:
             self._completed_since = look.now if self._completed_since is None else self._completed_since
-            return rules.completed(look, self._completed_since, self._saving.newest_complete)
         if self._completed_since is not None:
             return rules.completed(look, self._completed_since, self._saving.newest_complete)
-        if gone and not self._is_final(look):
-            self._crashed_since = look.now if self._crashed_since is None else self._crashed_since
-            return rules.crashed(look, self._crashed_since, gone, all_gone=leaving)
-        return None
+        self._gone_since = (look.now if self._gone_since is None else self._gone_since) if gone else None
+        # After the last step ranks leave one by one, and a checkpoint's mark may be there and not be listed yet.
+        patience = 0.0 if not final else LISTING_SECONDS if leaving else LEAVING_SECONDS
+        if self._gone_since is None or look.now - self._gone_since < patience:
+            return None
+        self._crashed_since = look.now if self._crashed_since is None else self._crashed_since
+        return rules.crashed(look, self._crashed_since, gone, all_gone=leaving)
+
+    def _last_save_open(self, look: Look) -> CheckpointEntry | None:
+        """The save of the last step, where it is not complete: who leaves now leaves it torn."""
+        entry = None if self._saving.save is None else self._saving.save.entry
+        return None if look.phases == DONE_PHASES else entry
 
     def _is_final(self, look: Look) -> bool:
         """The planned last step is reached, every rank says done, or the newest checkpoint is of the last step."""
         progress = look.sample.progress
-        if look.phases == frozenset({DONE}):
+        if look.phases == DONE_PHASES:
             return True
         if progress.step is None:
             return False

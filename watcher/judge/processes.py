@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from collectors.samples import KernelEvent, ProcessSample
+from watcher.judge.job_sample import NodeState
 from watcher.judge.look import Look
 from watcher.judge.verdict import Suspect
 
 GONE_ROUNDS: Final = 2
 DONE: Final = "done"
+ENDED: Final = frozenset("ZXx")  # in /proc/PID/stat: it has ended, and its parent has not asked for it yet
+# Somebody's test on a board of the node comes and goes as well; the job's own ranks stay.
+STRANGER_LOOKS: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +32,26 @@ class Gone:
         return Suspect(self.node, boards[0] if len(boards) == 1 else None, self.process.rank)
 
 
+@dataclass(slots=True)
+class Known:
+    """A process of the job as it was last seen, and on how many looks; `missing`: samples of its node without it."""
+
+    process: ProcessSample
+    looks: int = 0
+    missing: int = 0
+    missed_at: int | None = None  # sequence of the last such sample
+
+
+Key = tuple[int, float]  # pid and start: a pid alone is used again
+
+
 class Processes:
-    """Remembers the job's processes by node; only those that hold a board or have a rank count."""
+    """Remembers the job's processes by node: those with a rank; where none has one, those that hold a board."""
 
     def __init__(self) -> None:
-        self._known: dict[str, dict[tuple[int, float], ProcessSample]] = {}
-        self._missing: dict[tuple[str, int, float], tuple[ProcessSample, int, int | None]] = {}
+        self._known: dict[str, dict[Key, Known]] = {}
         self._ends: dict[str, list[KernelEvent]] = {}
-        self.ever = False
+        self._ranked = False
         self.renewed = False  # in this very look a process came where another had gone: the job was started again
 
     def look(self, look: Look) -> None:
@@ -42,43 +59,69 @@ class Processes:
         for node in look.sample.nodes:
             self._ends.setdefault(node.node, []).extend(e for e in node.kernel_events if e.pid is not None)
             del self._ends[node.node][:-50]
-            if node.processes is None:
-                continue
-            present = {(p.pid, p.started_seconds): p for p in node.processes if p.gpu_indexes or p.rank is not None}
-            known = self._known.get(node.node, {})
-            self.ever = self.ever or bool(present)
-            if any(n == node.node for n, _, _ in self._missing) and any(key not in known for key in present):
-                self._forget(node.node)
-                self.renewed = True
-            for key in present:
-                self._missing.pop((node.node, *key), None)
-            for key, process in known.items():
-                if key in present:
-                    continue
-                last = self._missing.get((node.node, *key))
-                if last is None:
-                    self._missing[(node.node, *key)] = (process, 1, node.sequence)
-                elif last[2] != node.sequence:
-                    self._missing[(node.node, *key)] = (process, last[1] + 1, node.sequence)
-            self._known[node.node] = {**known, **present}
+            if node.processes is not None:
+                self._look_at_node(node, node.processes)
 
-    def _forget(self, node: str) -> None:
-        """New processes came: the job, or this rank, was started again."""
-        for key in [k for k in self._missing if k[0] == node]:
-            del self._missing[key]
-        self._known[node] = {}
+    def _look_at_node(self, node: NodeState, processes: tuple[ProcessSample, ...]) -> None:
+        alive = {(p.pid, p.started_seconds): p for p in processes if p.state not in ENDED}
+        known = self._known.setdefault(node.node, {})
+        came = [p for key, p in alive.items() if key not in known and (p.gpu_indexes or p.rank is not None)]
+        if any(_replaces(process, entry.process) for entry in known.values() if entry.missing for process in came):
+            self.renewed = True
+            for key in [key for key, entry in known.items() if entry.missing]:
+                del known[key]
+        for key, process in alive.items():
+            if process.gpu_indexes or process.rank is not None or key in known:
+                self._ranked = self._ranked or process.rank is not None
+                entry = known.setdefault(key, Known(process))
+                # What it held once it is known by: a query that failed names no board.
+                if process.gpu_indexes or process.rank is not None:
+                    entry.process = process
+                entry.looks, entry.missing = entry.looks + 1, 0
+        for key, entry in known.items():
+            # Without boards in sight nobody can say who holds one: only a rank's pid is looked for then.
+            sure = node.fresh or entry.process.rank is not None
+            if key not in alive and sure and (not entry.missing or entry.missed_at != node.sequence):
+                entry.missing, entry.missed_at = entry.missing + 1, node.sequence
+
+    def forget_missing(self) -> None:
+        """The job goes on without them."""
+        for known in self._known.values():
+            for key in [key for key, entry in known.items() if entry.missing]:
+                del known[key]
+
+    def _missing(self) -> Iterator[tuple[str, Known]]:
+        """Those that count: ranks; else whoever held a board for a while that nobody holds now."""
+        looks = [entry.looks for known in self._known.values() for entry in known.values()]
+        all_left = self.nobody_left and max(looks) >= STRANGER_LOOKS
+        for node, known in sorted(self._known.items()):
+            held = {i for entry in known.values() if not entry.missing for i in entry.process.gpu_indexes}
+            for entry in known.values():
+                if not entry.missing or (self._ranked and entry.process.rank is None):
+                    continue
+                stranger = entry.looks < STRANGER_LOOKS or bool(held.intersection(entry.process.gpu_indexes))
+                if self._ranked or all_left or not stranger:
+                    yield node, entry
 
     @property
     def just_gone(self) -> bool:
         """Somebody is missing, if only since this look."""
-        return bool(self._missing)
+        return next(self._missing(), None) is not None
+
+    @property
+    def nobody_left(self) -> bool:
+        """Every process of the job that was ever seen is gone."""
+        counted = [e for known in self._known.values() for e in known.values() if e.process.rank is not None]
+        if not self._ranked:
+            counted = [entry for known in self._known.values() for entry in known.values()]
+        return bool(counted) and all(entry.missing for entry in counted)
 
     def gone(self) -> tuple[Gone, ...]:
         """Those missing on two samples of their node."""
         return tuple(
-            Gone(node, process, self._cause(node, process))
-            for (node, _, _), (process, rounds, _) in sorted(self._missing.items(), key=lambda item: item[0])
-            if rounds >= GONE_ROUNDS
+            Gone(node, entry.process, self._cause(node, entry.process))
+            for node, entry in self._missing()
+            if entry.missing >= GONE_ROUNDS
         )
 
     def _cause(self, node: str, process: ProcessSample) -> str:
@@ -91,3 +134,10 @@ class Processes:
             if event.kind == "segfault":
                 return f"segmentation fault: {event.text[:160]}"
         return ""
+
+
+def _replaces(new: ProcessSample, gone: ProcessSample) -> bool:
+    """The same rank again, or a process on the same board."""
+    if new.rank is not None and gone.rank is not None:
+        return new.rank == gone.rank
+    return not gone.gpu_indexes or bool(set(new.gpu_indexes).intersection(gone.gpu_indexes))
