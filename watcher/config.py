@@ -135,6 +135,13 @@ class JobSection(Section):
         None, description="JobHung after this long without a step; else learned from the job's own pace"
     )
 
+    @field_validator("name")
+    @classmethod
+    def name_fits_a_url(cls, value: str) -> str:
+        if not value.isprintable() or "/" in value or value != value.strip():
+            raise ValueError(f"expected a name without slashes, control characters or outer blanks, got {value!r}")
+        return value
+
     @field_validator("nodes")
     @classmethod
     def nodes_parse(cls, value: str) -> str:

@@ -78,13 +78,17 @@ class JobDesk:
             return self.spoke >= answering or now - self.first_heard_seconds >= grace
         return self.judged_seconds is None or now - self.judged_seconds >= self.spec.interval_seconds
 
+    def skip(self, now: float) -> None:
+        """This round is over for the job, judged or not."""
+        self.spoke.clear()
+        self.first_heard_seconds = None
+        self.judged_seconds = now
+
     def judge(self, sample: JobSample, profile: Profile | None, now: float) -> tuple[Finding, ...]:
         """Classify, detect, and renew the view."""
         verdict = classify(sample, profile)
         findings = self.detector.observe(verdict, sample, now)
-        self.spoke.clear()
-        self.first_heard_seconds = None
-        self.judged_seconds = now
+        self.skip(now)
         self.timeline.add(point_of(sample, self.detector.state))
         self.view = JobView(
             name=self.spec.name,
@@ -129,7 +133,10 @@ class Engine:
         self.snapshot = self._publish(source.links(), clock.monotonic(), clock.wall(), 0.0, ())
 
     def tick(self) -> Snapshot:
-        """Take what came, judge what is due, tell, publish. Cheap when nothing is due."""
+        """Take what came, judge what is due, tell, publish. Cheap when nothing is due.
+
+        An error while one job is judged is raised when the others have been judged and told.
+        """
         now, wall = self._clock.monotonic(), self._clock.wall()
         late = 0.0 if self._last_tick_seconds is None else max(0.0, now - self._last_tick_seconds - self._interval)
         self._last_tick_seconds = now
@@ -146,14 +153,24 @@ class Engine:
         if not due and blind is None:
             return self.snapshot
         findings = [] if blind is None else [blind]
+        judged = {""}
         delays: list[float] = []
+        failures: list[Exception] = []
         for desk in due:
-            job_sample = desk.assembler.assemble(links, now, wall)
-            found = desk.judge(job_sample, self._profile_of(job_sample), now)
+            try:
+                job_sample = desk.assembler.assemble(links, now, wall)
+                found = desk.judge(job_sample, self._profile_of(job_sample), now)
+            except Exception as error:  # noqa: BLE001 - raised below: one job's trouble must not leave the others unjudged
+                desk.skip(now)
+                failures.append(error)
+                continue
+            judged.add(desk.spec.name)
             delays += self._delays(desk.spec.name, found, now)
             findings += found
-        self._telling.observe(findings, frozenset({"", *(desk.spec.name for desk in due)}), now, wall)
+        self._telling.observe(findings, frozenset(judged), now, wall)
         self.snapshot = self._publish(links, now, wall, late, tuple(delays))
+        if failures:
+            raise failures[0]
         return self.snapshot
 
     def _profile_of(self, sample: JobSample) -> Profile | None:

@@ -55,6 +55,7 @@ def test_five_lines_watch_a_cluster(tmp_path: Path) -> None:
         (MINIMUM + MINIMUM, "jobs[1].name: 'pretrain' is already the name of jobs[0]"),
         (MINIMUM + "log_pattern = 'step (\\d+)'\n", "jobs[0].log_pattern: expected a group named step"),
         (MINIMUM + "log_pattern = '(?P<step>'\n", "jobs[0].log_pattern: not a regular expression"),
+        ("[[jobs]]\nname = 'a/b'\nnodes = 'n1'\n", "jobs[0].name: expected a name without slashes"),
         ("", "jobs: no [[jobs]] table"),
         ("[[jobs]\n", "is not TOML: "),
         (

@@ -28,6 +28,8 @@ EVAL_CEILING_SECONDS: Final = 1800.0
 FIRST_STEP_SECONDS: Final = 1800.0
 # How far above the floor the boards must have been for the job to count as one that worked.
 WORKED_ROUNDS: Final = 3
+# Steady work varies by a few per cent from one mean to the next.
+FALL_SHARE: Final = 0.85
 # A signature that flickers off for one round is still there.
 LEAVE_ROUNDS: Final = 2
 WORKING: Final = frozenset({PowerState.COMPUTE, PowerState.COMMUNICATION, PowerState.STARVATION})
@@ -43,6 +45,7 @@ class Hang:
         self._signature = Held()
         self._away = Held()
         self._worked = 0
+        self._last_fraction: float | None = None
         self._suspects: tuple[Suspect, ...] = ()
         self._picture = ""
 
@@ -57,6 +60,7 @@ class Hang:
         if look.verdict.state in WORKING and not look.verdict.at_floor:
             self._worked += 1
         self._follow_signature(look, pace, saving, suppressed)
+        self._last_fraction = look.verdict.power_fraction
         if suppressed:
             return None
         return self._by_counter(look, pace, saving) or self._by_signature(look, pace)
@@ -64,9 +68,8 @@ class Hang:
     def _follow_signature(self, look: Look, pace: Pace, saving: Saving, suppressed: bool) -> None:
         # A step that was just counted outweighs the picture; one that was counted a while ago does not.
         advanced = pace.stalled_seconds == 0.0
-        pictured = (
-            look.verdict.at_floor
-            and look.verdict.shape in SIGNATURES
+        shaped = (
+            look.verdict.shape in SIGNATURES
             and not advanced
             and look.sample.complete
             and self._worked >= WORKED_ROUNDS
@@ -74,10 +77,14 @@ class Hang:
             and not BUSY_PHASES & look.phases
             and not suppressed
         )
-        if pictured:
+        if shaped and look.verdict.at_floor:
             self._away.clear()
             self._signature.look(True, look)
             self._suspects, self._picture = look.verdict.suspects, look.verdict.why
+            return
+        if shaped and self._falls(look):
+            self._signature.clear()
+            self._signature.look(True, look)
             return
         if self._signature.since is None:
             return
@@ -88,6 +95,12 @@ class Hang:
             self._signature.clear()
             self._away.clear()
             self._suspects = ()
+
+    def _falls(self, look: Look) -> bool:
+        """Power fell within this very round. Watts are means over an interval: the one in which a job stops reads
+        between the plateau and the floor, and is the first of the two samples that show it."""
+        before, now = self._last_fraction, look.verdict.power_fraction
+        return before is not None and now is not None and now <= FALL_SHARE * before
 
     def _by_counter(self, look: Look, pace: Pace, saving: Saving) -> Finding | None:
         """The counter stands too long, the processes live, and nothing that takes its time is going on."""
