@@ -186,7 +186,7 @@ class Fleet:
         through = Counter(self._gateway_of.get(node) for node in self._attempts)
         waiting = [watch for watch in self._nodes.values() if watch.wants_login(now)]
         for watch in sorted(waiting, key=lambda watch: (watch.stream is not None, watch.next_login_seconds)):
-            gateway = self._gateway_of.get(watch.node)
+            gateway = self._first_gateway(watch.node)
             if free <= 0:
                 return
             if gateway is not None and through[gateway] >= GATEWAY_LOGINS:
@@ -200,6 +200,15 @@ class Fleet:
             threading.Thread(
                 target=self._log_in, args=(attempt, watch.request), name=f"login {watch.node}", daemon=True
             ).start()
+
+    def _first_gateway(self, node: str) -> HostRoute | None:
+        """Known before the first login, so that the first wave is bounded too; renewed by each login."""
+        if node not in self._gateway_of:
+            try:
+                self._gateway_of[node] = resolve(node, self._settings).route.first_gateway
+            except Refusal:  # the login will say it
+                self._gateway_of[node] = None
+        return self._gateway_of[node]
 
     def _log_in(self, attempt: Attempt, request: ProbeRequest) -> None:
         """The thread of one login: ends with a message to the fleet, whatever happens."""

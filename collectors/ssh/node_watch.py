@@ -29,6 +29,7 @@ LEASE_EVERY_SECONDS: Final = 20.0
 PROBE_LEASE_SECONDS: Final = 75.0  # 60 on the node, and some for its own way out
 MOST_PROBES: Final = 2
 MOST_GARBAGE_BYTES: Final = 1 << 20  # without a line between: give the connection up
+GREETING_BYTES: Final = 8 * 1024  # may come before the first line: shell start-up files print
 SHORTEST_WAIT_SECONDS: Final = 1.0
 LONGEST_WAIT_SECONDS: Final = 60.0
 PATIENT_WAIT_SECONDS: Final = (60.0, 90.0)
@@ -236,7 +237,9 @@ class NodeWatch:
         if age is not None and age <= self.silent_seconds and not certain:
             return HostStatus.OK, ""  # a short gap is none: most reconnections take less
         if stream is not None:
-            if stream.unread_garbage:
+            if stream.unread_garbage > GREETING_BYTES or (
+                stream.unread_garbage and now - stream.opened_seconds > self.silent_seconds
+            ):
                 return HostStatus.PARSE_ERROR, self._garbage_words(stream)
             if stream.last_line_seconds is not None and age is not None:
                 return HostStatus.UNREACHABLE, f"connected, and no line for {age:.0f} s"
