@@ -30,7 +30,7 @@ from watcher.serve.systemd import Systemd
 from watcher.serve.web_server import ListenError, WebServer, listen
 from watcher.snapshot import Snapshot
 from watcher.store import Store, StoreError
-from watcher.tell.teller import RETENTION_SECONDS, Teller
+from watcher.tell.teller import Teller
 
 log = logging.getLogger("wattwatch.service")
 
@@ -40,6 +40,8 @@ GATHER_SECONDS: Final = 0.02
 # With nothing new, the engine looks this often: a silent node and a round with stragglers are noticed by time alone.
 IDLE_LOOK_INTERVALS: Final = 0.125
 ENGINE_TROUBLE_SECONDS: Final = 120.0
+# Closed episodes are kept this long.
+RETENTION_SECONDS: Final = 30 * 86400.0
 PRUNE_EVERY_SECONDS: Final = 3600.0
 DISK_EVERY_SECONDS: Final = 60.0
 DISK_LEAST_BYTES: Final = 100_000_000

@@ -40,8 +40,7 @@ from watcher.tell.webhook import webhook_payload
 log = logging.getLogger("wattwatch.tell")
 
 CLOSED_SHOWN: Final = 100
-RETENTION_SECONDS: Final = 30 * 86400.0
-PRUNE_EVERY_SECONDS: Final = 3600.0
+FORGET_EVERY_SECONDS: Final = 3600.0
 # Evidence and cost of an open episode change each second; on disk they may be this old.
 SAVE_EVERY_SECONDS: Final = 60.0
 
@@ -84,7 +83,7 @@ class Teller:
         self._closed_seconds: dict[Key, float] = {}
         self._unsaved: dict[str, Episode] = {}
         self._unsaved_deliveries: list[Delivery] = []
-        self._saved_seconds = self._pruned_seconds = clock.monotonic()
+        self._saved_seconds = self._forgot_seconds = clock.monotonic()
         self.trouble: str | None = None  # why nothing can be saved just now; messages go out all the same
         self._load()
         self._outbox = Outbox(store, receivers, clock)
@@ -228,18 +227,18 @@ class Teller:
                 self._store.record(rows, self._unsaved_deliveries)
                 self._unsaved.clear()
                 self._unsaved_deliveries.clear()
-            if now - self._pruned_seconds >= PRUNE_EVERY_SECONDS:
-                self._pruned_seconds = now
-                self._forget(now, wall)
+            if now - self._forgot_seconds >= FORGET_EVERY_SECONDS:
+                self._forgot_seconds = now
+                self._forget(now)
             self.trouble = None
         except StoreError as error:
             if self.trouble is None:
                 log.error("episodes and messages are not saved: %s", error)
             self.trouble = str(error)
 
-    def _forget(self, now: float, wall: float) -> None:
+    def _forget(self, now: float) -> None:
+        """Old closings are of no use for telling a flap; what is on disk is pruned by the service's slow task."""
         self._closed_seconds = {key: at for key, at in self._closed_seconds.items() if now - at < AGAIN_SECONDS}
-        self._store.prune(wall - RETENTION_SECONDS)
 
     def _load(self) -> None:
         """Open episodes of an earlier process, on this one's clock. They must be seen again before they can close."""
