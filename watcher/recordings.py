@@ -7,14 +7,14 @@ replay judges anew.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
-import io
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
@@ -28,7 +28,8 @@ from watcher.node_requests import request_for
 FORMAT: Final = "wattwatch-recording"
 VERSION: Final = 1
 MAGIC: Final = b"\x1f\x8b"
-LONGEST_LINE_BYTES: Final = 1 << 20
+LONGEST_LINE_BYTES: Final = 1 << 20  # a probe's line is at most 64 KiB
+FLUSH_SECONDS: Final = 10.0
 SPECS: Final = TypeAdapter(list[JobSpec])
 
 
@@ -54,12 +55,18 @@ class Recording:
 
 
 class Recorder:
-    """Writes a recording as lines come, from the fleet's reader thread. A full disk stops it, never the watcher."""
+    """Writes a recording as lines come, from the fleet's reader thread. A full disk stops it, never the watcher.
+
+    What came until FLUSH_SECONDS before a kill -9 is in the file.
+    """
 
     def __init__(self, path: Path, specs: Sequence[JobSpec]) -> None:
+        """Raises OSError where the file cannot be made."""
         self._lock = threading.Lock()
         self._file: gzip.GzipFile | None = gzip.GzipFile(path, "wb", compresslevel=5)
         self._links: dict[str, tuple[HostStatus, str]] = {}
+        self._looked_seconds: float | None = None
+        self._flushed_seconds = float("-inf")
         self.error: str | None = None
         self._write({"format": FORMAT, "version": VERSION, "jobs": [asdict(spec) for spec in specs]})
 
@@ -67,25 +74,37 @@ class Recorder:
         self._write({"n": node, "t": received_seconds, "line": line.decode("utf-8", "replace")})
 
     def links(self, links: Mapping[str, NodeLink], now: float) -> None:
+        """How the links stand now; call at each tick."""
+        self._looked_seconds = now
         for node, link in links.items():
             if self._links.get(node) != (link.status, link.detail):
                 self._links[node] = (link.status, link.detail)
                 self._write({"n": node, "t": now, "link": link.status.value, "detail": link.detail})
+        if now - self._flushed_seconds >= FLUSH_SECONDS:
+            self._flushed_seconds = now
+            self._do(lambda file: file.flush())
 
     def close(self) -> None:
+        """The last record says until when was watched: silence at the end is part of what happened."""
+        if self._looked_seconds is not None:
+            self._write({"t": self._looked_seconds, "end": True})
+        self._do(lambda file: file.close())
         with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            self._file = None
 
     def _write(self, record: dict[str, Any]) -> None:
+        self._do(lambda file: file.write(orjson.dumps(record) + b"\n"))
+
+    def _do(self, work: Callable[[gzip.GzipFile], object]) -> None:
         with self._lock:
-            if self._file is None:
+            if self._file is None or self._file.closed:
                 return
             try:
-                self._file.write(orjson.dumps(record) + b"\n")
+                work(self._file)
             except OSError as error:
-                self.error = f"the recording stopped: {error.strerror}"
+                self.error = f"the recording stopped: {error.strerror or error}"
+                with contextlib.suppress(OSError):
+                    self._file.close()
                 self._file = None
 
 
@@ -101,31 +120,42 @@ def is_recording(start: bytes) -> bool:
 
 def open_recording(path: Path) -> Recording:
     """Raises RecordingError with one sentence. A recording cut short (kill -9) is read up to the cut."""
-    lines = _lines(path)
+    try:
+        raw = path.open("rb")
+    except OSError as error:
+        raise RecordingError(f"{path}: cannot be read: {error.strerror}") from None
+    return read_recording(str(path), raw)
+
+
+def read_recording(name: str, raw: BinaryIO) -> Recording:
+    """As `open_recording`, of bytes that are open already; closes them at their end. `name` is for people."""
+    lines = _lines(name, raw)
     first = next(lines, b"")
     try:
         header = orjson.loads(first)
         if header["format"] != FORMAT:
             raise KeyError("format")
         if header["version"] != VERSION:
-            raise RecordingError(f"{path}: recording version {header['version']}; this wattwatch reads {VERSION}")
+            raise RecordingError(f"{name}: recording version {header['version']}; this wattwatch reads {VERSION}")
         specs = tuple(SPECS.validate_python(header["jobs"]))
     except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError):
-        raise RecordingError(f"{path}: not a wattwatch recording (no header line)") from None
+        raise RecordingError(f"{name}: not a wattwatch recording (no header line)") from None
     return Recording(specs, _moments(lines, specs))
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _lines(name: str, raw: BinaryIO) -> Iterator[bytes]:
+    """Lines of at most LONGEST_LINE_BYTES; a longer one comes in pieces, none of which is a record."""
     try:
-        with path.open("rb") as raw:
-            start = raw.peek(2)[:2] if isinstance(raw, io.BufferedReader) else b""
+        with raw:
+            start = raw.read(len(MAGIC))
+            raw.seek(0)
             with gzip.GzipFile(fileobj=raw) if start == MAGIC else raw as stream:
                 while line := stream.readline(LONGEST_LINE_BYTES):
                     yield line
     except (EOFError, zlib.error, gzip.BadGzipFile):
         return  # cut short: what was written before the cut is good
     except OSError as error:
-        raise RecordingError(f"{path}: cannot be read: {error.strerror}") from None
+        raise RecordingError(f"{name}: cannot be read: {error.strerror}") from None
 
 
 def _moments(lines: Iterator[bytes], specs: tuple[JobSpec, ...]) -> Iterator[Moment]:
@@ -133,11 +163,17 @@ def _moments(lines: Iterator[bytes], specs: tuple[JobSpec, ...]) -> Iterator[Mom
     for line in lines:
         try:
             record = orjson.loads(line)
-            node, seconds = str(record["n"]), float(record["t"])
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-            continue  # a torn last line
-        if "link" in record:
-            link = NodeLink(node, HostStatus(record["link"]), str(record.get("detail", "")))
+            seconds = float(record["t"])
+            if "end" in record:
+                yield Moment(seconds)
+                continue
+            node = str(record["n"])
+            link = (
+                NodeLink(node, HostStatus(record["link"]), str(record.get("detail", ""))) if "link" in record else None
+            )
+        except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError):
+            continue  # a torn line, or one that a later version wrote
+        if link is not None:
             if link.status is not HostStatus.OK:
                 readers.pop(node, None)  # a new connection starts a new probe
             yield Moment(seconds, link=link)

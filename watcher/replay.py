@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from collectors.clock import Clock
 from watcher.engine import Engine
@@ -15,6 +16,8 @@ from watcher.snapshot import EpisodeView, Snapshot
 from watcher.sources import GpuLog, PlayedSource
 from watcher.store import Store
 from watcher.tell.teller import Teller
+
+ROUND_SHARE: Final = 0.25  # what comes within this share of an interval is one round
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,9 @@ def replay(name: str, source: GpuLog | Recording) -> Replay:
         try:
             teller = Teller(store, (), (), clock)
             engine = Engine(source.specs, played, teller, clock)
-            for seconds in played.play(within_seconds=interval / 4):
+            # A log that pauses says nothing of its node; nodes that fall silent in a recording are watched being so.
+            look_every = interval if isinstance(source, Recording) else None
+            for seconds in played.play(interval * ROUND_SHARE, look_every):
                 start = seconds if start is None else start
                 clock.now = seconds - start
                 snapshot = engine.tick()

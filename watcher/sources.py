@@ -5,7 +5,9 @@ A log knows no connection and no job: it is read as one node under the file's na
 
 from __future__ import annotations
 
+import io
 import itertools
+import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,10 +21,11 @@ from collectors.samples import GpuSample, HostStatus, NodeSample
 from collectors.smi import SmiReport, read_gpu_output
 from collectors.ssh.link import NodeLink
 from watcher.judge.job_sample import JobSpec
-from watcher.recordings import Moment, Recording, is_recording, open_recording
+from watcher.recordings import Moment, Recording, is_recording, open_recording, read_recording
 
 MEBIBYTE: Final = 1024.0**2
 LARGEST_FILE_BYTES: Final = 512 * 1024**2
+MOST_LOOKS: Final = 7200  # into one silence: whatever it means has been said by then
 
 
 class SourceError(Exception):
@@ -45,6 +48,8 @@ def read_source(name: str, data: bytes) -> GpuLog | Recording:
     """What the bytes are decides; the name is only for people. Nothing readable is a status, not an exception."""
     if len(data) > LARGEST_FILE_BYTES:
         raise SourceError(f"{name}: {len(data) / 1e9:.1f} GB is more than is read at once; give its last part")
+    if is_recording(data[:512]):
+        return read_recording(name, io.BytesIO(data))
     samples = _json_samples(data)
     if samples is not None:
         return _from_json(name, samples)
@@ -52,12 +57,13 @@ def read_source(name: str, data: bytes) -> GpuLog | Recording:
 
 
 def read_file(path: Path) -> GpuLog | Recording:
-    """Raises SourceError, or RecordingError for a recording that cannot be read."""
+    """Raises SourceError, or RecordingError for a recording that cannot be read. A pipe is as good as a file."""
     try:
         with path.open("rb") as file:
-            if is_recording(file.read(512)):
+            start = file.read(512)
+            if path.is_file() and is_recording(start):
                 return open_recording(path)
-        return read_source(path.name, path.read_bytes())
+            return read_source(path.name, start + file.read(LARGEST_FILE_BYTES))
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -196,18 +202,26 @@ class PlayedSource:
         }
         self._pending: list[NodeSample] = []
 
-    def play(self, within_seconds: float) -> Iterator[float]:
-        """Each instant at which something came; moments within `within_seconds` of each other are one round."""
-        last: float | None = None
+    def play(self, within_seconds: float, look_every_seconds: float | None = None) -> Iterator[float]:
+        """Each instant at which something came; moments within `within_seconds` of a group's first are one round.
+        Silence is seen only by looking: with `look_every_seconds`, instants at which nothing came are given too."""
+        first: float | None = None
+        last = 0.0
         for moment in self._moments:
-            if last is not None and moment.seconds - last > within_seconds:
+            # Lines are stamped by the reader and links by the engine: the two may cross by a moment.
+            seconds = moment.seconds if first is None else max(last, moment.seconds)
+            if first is not None and seconds - first > within_seconds:
                 yield last
-            last = moment.seconds
+                if look_every_seconds is not None:
+                    yield from _between(last, seconds, look_every_seconds)
+                first = None
+            first = seconds if first is None else first
+            last = seconds
             if moment.link is not None:
                 self._links[moment.link.node] = moment.link
             if moment.sample is not None:
                 self._pending.append(moment.sample)
-        if last is not None:
+        if first is not None:
             yield last
 
     def drain(self) -> list[NodeSample]:
@@ -216,3 +230,9 @@ class PlayedSource:
 
     def links(self) -> Mapping[str, NodeLink]:
         return self._links
+
+
+def _between(start: float, end: float, step: float) -> Iterator[float]:
+    """Instants after `start` and before `end`, `step` apart; of a very long silence, its beginning."""
+    for i in range(1, min(MOST_LOOKS, math.ceil((end - start) / step))):
+        yield start + i * step

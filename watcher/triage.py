@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -13,16 +12,18 @@ from collectors.probe.request import ProbeRequest
 from collectors.samples import HostStatus, NodeSample
 from collectors.ssh.fleet import Fleet
 from collectors.ssh.link import NodeLink, SshSettings
+from watcher.judge.advice import ADVICE
 from watcher.judge.assemble import JobAssembler
 from watcher.judge.classify import ProgressWord, classify
 from watcher.judge.job_sample import JobSample, JobSpec, NodeState
 from watcher.judge.profiles import Profile
 from watcher.judge.verdict import PowerState, Suspect, Verdict
 from watcher.recordings import Recording
+from watcher.replay import ROUND_SHARE
 from watcher.sources import GpuLog, PlayedSource
 
 SAMPLES: Final = 2  # one moment proves little: two agree, or the verdict says that they do not
-DISAGREEMENT: Final = 0.7  # what is left of the confidence then
+DISAGREEMENT: Final = 0.7  # what is left of the confidence where they do not, or where nodes are missing
 HOST_SECONDS: Final = 20.0
 # Hosts whose state is itself the finding: a query that hangs, or a driver that sees nothing, is a fault of the host.
 # A driver that cannot be asked (upgraded under the job, a container without its devices) says nothing of the boards,
@@ -48,7 +49,7 @@ def triage_source(
     played = PlayedSource(source.specs, iter(source.moments))
     assemblers = [JobAssembler(spec) for spec in source.specs]
     pictures: dict[str, list[JobSample]] = {spec.name: [] for spec in source.specs}
-    for seconds in played.play(within_seconds=interval / 4):
+    for seconds in played.play(interval * ROUND_SHARE):
         for sample in played.drain():
             for assembler in assemblers:
                 assembler.add(sample)
@@ -75,22 +76,32 @@ def with_ranks(sample: JobSample, ranks: Mapping[tuple[str, int], int]) -> JobSa
 
 
 def judged(rounds: Sequence[JobSample], progress: ProgressWord | None, profile: Profile | None) -> Verdict:
-    """The verdict on the last round; less sure where the one before says otherwise."""
-    verdict = classify(rounds[-1], profile, progress)
-    faults = [_host_fault(node) for node in rounds[-1].nodes]
-    if not rounds[-1].gpus and verdict.state is PowerState.UNKNOWN and faults and None not in faults:
-        suspects = tuple(Suspect(node.node) for node in rounds[-1].nodes)
-        confidence = min(fault for fault in faults if fault is not None)
-        return replace(verdict, state=PowerState.GPU_FAULT, confidence=confidence, suspects=suspects)
+    """The verdict on the last round; less sure where the one before says otherwise, or where nodes are missing."""
+    last = rounds[-1]
+    verdict = classify(last, profile, progress)
+    faults = [_host_fault(node) for node in last.nodes]
+    if not last.gpus and verdict.state is PowerState.UNKNOWN and faults and None not in faults:
+        return replace(
+            verdict,
+            state=PowerState.GPU_FAULT,
+            confidence=min(fault for fault in faults if fault is not None),
+            suspects=tuple(Suspect(node.node) for node in last.nodes),
+            advice=ADVICE[PowerState.GPU_FAULT],
+        )
     for earlier in rounds[:-1]:
         before = classify(earlier, profile, progress)
         if before.state is not verdict.state and earlier.gpus:
-            return replace(
-                verdict,
-                confidence=round(verdict.confidence * DISAGREEMENT, 2),
-                why=f"{verdict.why} The sample before read as {before.state.value}.",
-            )
+            verdict = _less_sure(verdict, f"The sample before read as {before.state.value}.")
+    unseen = [node for node in last.nodes if not node.fresh]
+    if last.gpus and unseen:
+        words = "; ".join(f"{node.node}: {node.status.value.replace('_', ' ')}, {node.detail}" for node in unseen[:4])
+        verdict = _less_sure(verdict, f"Not seen: {words}.")
     return verdict
+
+
+def _less_sure(verdict: Verdict, words: str) -> Verdict:
+    why = verdict.why if verdict.why.endswith(".") else f"{verdict.why}."
+    return replace(verdict, confidence=round(verdict.confidence * DISAGREEMENT, 2), why=f"{why} {words}")
 
 
 def _host_fault(node: NodeState) -> float | None:
@@ -128,10 +139,8 @@ def _two_samples(fleet: Fleet, names: Sequence[str], clock: Clock) -> dict[str, 
     heard: dict[str, list[NodeSample]] = {name: [] for name in names}
     deadline = clock.monotonic() + HOST_SECONDS
     settled: set[str] = set()
-    pause = threading.Event()
     while clock.monotonic() < deadline and len(settled) < len(names):
-        if not fleet.wait(0.2):
-            clock.wait(pause, 0.0)
+        fleet.wait(0.2)
         for sample in fleet.drain():
             # The first line comes before the boards were read: it waits for them, it does not time out.
             if sample.gpus is not None or sample.sequence > 5:

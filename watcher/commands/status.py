@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
+from urllib.parse import quote
 
 import click
 import httpx
 import orjson
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from watcher.config import read_secret
@@ -36,16 +38,37 @@ def status_command(job: str | None, url: str, token_file: Path | None, as_json: 
             headers["Authorization"] = f"Bearer {read_secret(token_file)}"
         except (OSError, ValueError) as error:
             _give_up(f"{token_file}: no token could be read: {error}")
-    with httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=10.0, trust_env=False) as client:
-        jobs = _get(client, f"/api/v1/jobs/{job}" if job else "/api/v1/jobs")
+    try:
+        client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=10.0, trust_env=False)
+    except (httpx.InvalidURL, ValueError) as error:
+        _give_up(f"{url}: not an address: {error}")
+    with client:
+        jobs = _get(client, f"/api/v1/jobs/{quote(job, safe='/')}" if job else "/api/v1/jobs")
         alerts = _get(client, "/api/v1/alerts")
-    open_alerts = [a for a in alerts if a["closed"] is None and (job is None or a["job"] == job)]
-    if as_json:
-        click.echo(orjson.dumps({"jobs": jobs, "alerts": open_alerts}, option=orjson.OPT_INDENT_2).decode())
-    else:
-        _print(jobs if isinstance(jobs, list) else [jobs], open_alerts)
-    worst = max((EXIT_CODE[Severity(a["severity"])] for a in open_alerts if not a["suppressed_by"]), default=0)
-    sys.exit(worst)
+        old = _what_is_old(client)
+    try:
+        jobs = jobs if job is None else [jobs]
+        # An alert without a job is about the watcher itself: what it says of any job depends on it.
+        open_alerts = [a for a in alerts if a["closed"] is None and (job is None or a["job"] in ("", job))]
+        worst = max((EXIT_CODE[Severity(a["severity"])] for a in open_alerts if not a["suppressed_by"]), default=0)
+        if as_json:
+            click.echo(orjson.dumps({"jobs": jobs, "alerts": open_alerts}, option=orjson.OPT_INDENT_2).decode())
+        else:
+            _print(jobs, open_alerts)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        _give_up(f"{url}: not a wattwatch API, or one of another version")
+    if old:
+        click.echo(old, err=True)
+    sys.exit(UNKNOWN if old else worst)
+
+
+def _what_is_old(client: httpx.Client) -> str | None:
+    """A sentence where the watcher answers and no longer looks: its last words are history, not news."""
+    try:
+        response = client.get("/-/ready")
+        return None if response.is_success else str(response.json()["detail"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return f"{client.base_url}: cannot be asked whether it still watches"
 
 
 def _get(client: httpx.Client, path: str) -> Any:
@@ -68,13 +91,13 @@ def _get(client: httpx.Client, path: str) -> Any:
         _give_up(f"{client.base_url}{path}: not a wattwatch API (the answer is not JSON)")
 
 
-def _give_up(message: str) -> Any:
+def _give_up(message: str) -> NoReturn:
     click.echo(message, err=True)
     sys.exit(UNKNOWN)
 
 
 def _print(jobs: list[dict[str, Any]], alerts: list[dict[str, Any]]) -> None:
-    console = Console()
+    console = Console(highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("JOB", "STATE", "STEP", "TOK/S", "WHY"):
         table.add_column(title)
@@ -84,10 +107,12 @@ def _print(jobs: list[dict[str, Any]], alerts: list[dict[str, Any]]) -> None:
         if progress["total_steps"] is not None:
             step += f"/{progress['total_steps']:,}"
         rate = progress["tokens_per_second"]
-        table.add_row(job["name"], job["state"], step, "-" if rate is None else f"{rate:,.0f}", job["reason"])
+        cells = (job["name"], job["state"], step, "-" if rate is None else f"{rate:,.0f}", job["reason"])
+        table.add_row(*map(escape, cells))
     console.print(table)
     for alert in alerts:
         quiet = f" (quiet: {alert['suppressed_by']})" if alert["suppressed_by"] else ""
-        console.print(f"{alert['severity'].upper()} {alert['alert']} {alert['job']}: {alert['summary']}{quiet}")
+        who = alert["job"] or "the watcher"
+        console.print(escape(f"{alert['severity'].upper()} {alert['alert']} {who}: {alert['summary']}{quiet}"))
     if not alerts:
         console.print("no open alerts")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import stat
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +31,8 @@ EXIT_CODE: Final = {
     PowerState.GPU_FAULT: CRITICAL,
     PowerState.UNKNOWN: UNKNOWN,
 }
+FILE_ENDINGS: Final = frozenset({".csv", ".txt", ".log", ".xml", ".json", ".gz"})
+HOST: Final = re.compile(r"([^@\s]+@)?[\w.:\[\]%-]{1,253}")
 UNSURE: Final = 0.5  # a hang said with less is a warning: look, do not act
 # Worst first: what is known to be wrong outweighs what is not known.
 ORDER: Final = (OK, UNKNOWN, WARNING, CRITICAL)
@@ -66,14 +70,11 @@ def triage_command(
     hosts: list[str] = []
     failed = False
     for source in sources:
-        path = Path(source)
         try:
             if source == "-":
                 triages += triage_source("-", read_source("-", sys.stdin.buffer.read()), word, profile)
-            elif path.is_file():
-                triages += triage_source(source, read_file(path), word, profile)
-            elif path.is_dir() or "/" in source or path.suffix in (".csv", ".txt", ".log", ".xml", ".json", ".gz"):
-                raise SourceError(f"{source}: no such file")
+            elif is_file(source):
+                triages += triage_source(source, read_file(Path(source)), word, profile)
             else:
                 hosts.append(source)
         except (SourceError, RecordingError) as error:
@@ -89,6 +90,23 @@ def triage_command(
             show(triage)
     codes = [exit_code(t) for t in triages] + [UNKNOWN] * failed
     sys.exit(max(codes, key=ORDER.index, default=UNKNOWN))
+
+
+def is_file(source: str) -> bool:
+    """Whether the source is a file or a pipe, and not a host. Raises SourceError where it is neither."""
+    path = Path(source)
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        if "/" in source or path.suffix in FILE_ENDINGS:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise SourceError(f"{source}: cannot be read: {reason}") from None
+        if not HOST.fullmatch(source):
+            raise SourceError(f"{source!r}: neither a file nor the name of a host") from None
+        return False
+    if stat.S_ISDIR(mode):
+        raise SourceError(f"{source}: is a directory: name the files in it")
+    return True
 
 
 def _profile(name: str) -> Profile:
@@ -147,14 +165,14 @@ def gpu_object(ranked: RankGpu) -> dict[str, Any]:
 
 def show(triage: Triage) -> None:
     verdict = triage.verdict
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     colour = COLOURS[exit_code(triage)]
     state = verdict.state.value.replace("_", " ").upper()
     console.print(f"[bold]{escape(triage.source)}[/]: [bold {colour}]{state}[/] (confidence {verdict.confidence:.2f})")
-    console.print(f"  why       {escape(verdict.why)}", soft_wrap=True)
+    console.print(f"  why       {escape(verdict.why)}")
     if verdict.suspects:
-        console.print(f"  suspect   {escape(', '.join(str(s) for s in verdict.suspects))}", soft_wrap=True)
+        console.print(f"  suspect   {escape(', '.join(str(s) for s in verdict.suspects))}")
     if verdict.alternative is not None:
         other = verdict.alternative
         console.print(f"  or else   {other.state.value.replace('_', ' ')} ({other.confidence:.2f})")
-    console.print(f"  next      {escape(verdict.advice)}", soft_wrap=True)
+    console.print(f"  next      {escape(verdict.advice)}")
