@@ -18,9 +18,7 @@ XID: Final = re.compile(
 )
 OOM_KILLED: Final = re.compile(r"(?:Killed|Kill) process (?P<pid>\d+)(?:,)? \((?P<process>[^)]*)\)")
 OOM_CHOICE: Final = re.compile(r"oom-kill:.*\btask=(?P<process>[^,]+),pid=(?P<pid>\d+)")
-SEGFAULT: Final = re.compile(
-    r"(?P<process>[^\s\[\]]+)\[(?P<pid>\d+)\]:? (?:segfault at|general protection fault)"
-)
+SEGFAULT: Final = re.compile(r"(?P<process>[^\s\[\]]+)\[(?P<pid>\d+)\]:? (?:segfault at|general protection fault)")
 
 
 def read_kernel_line(text: str, age_seconds: float | None = None) -> KernelEvent | None:
