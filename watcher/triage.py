@@ -57,7 +57,7 @@ def triage_source(
             picture = with_ranks(assembler.assemble(played.links(), seconds, 0.0), ranks)
             pictures[spec.name] = [*pictures[spec.name][1 - SAMPLES :], picture]
     if isinstance(source, GpuLog) and not source.moments:
-        unread = NodeSample(name, source.status, source.detail, 0, 0.0, 0.0, 0.0)
+        unread = NodeSample(source.specs[0].nodes[0], source.status, source.detail, 0, 0.0, 0.0, 0.0)
         assemblers[0].add(unread)
         pictures[source.specs[0].name] = [assemblers[0].assemble({}, 0.0, 0.0)]
     return tuple(

@@ -94,7 +94,7 @@ def triage_command(
 
 def is_file(source: str) -> bool:
     """Whether the source is a file or a pipe, and not a host. Raises SourceError where it is neither."""
-    path = Path(source)
+    path = Path(source or "\0")  # an empty name is no file, and not the directory that pathlib makes of it
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
