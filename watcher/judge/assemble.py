@@ -41,7 +41,7 @@ class Heard:
     """What is kept of one node between looks."""
 
     sample: NodeSample | None = None
-    boards: dict[str, GpuSample] = field(default_factory=dict)  # by key: every board it has ever shown
+    boards: dict[str, GpuSample] = field(default_factory=dict)  # by key: the most it has ever shown
     kernel_events: list[KernelEvent] = field(default_factory=list)  # since the last look
     reading: int = 0  # how often its boards were read
     read_seconds: float | None = None  # when, on the node's clock
@@ -76,9 +76,13 @@ class JobAssembler:
         heard.count_reading(sample)
         heard.sample = sample
         heard.kernel_events.extend(sample.kernel_events)
-        for gpu in sample.gpus or ():
-            if gpu.uuid is not None or gpu.pci_bus_id is not None or gpu.index is not None:
-                heard.boards[gpu.key] = gpu
+        boards = {
+            gpu.key: gpu
+            for gpu in sample.gpus or ()
+            if gpu.uuid is not None or gpu.pci_bus_id is not None or gpu.index is not None
+        }
+        # As many as ever: these are the node's boards, also where one was replaced or another tool names them anew.
+        heard.boards = boards if len(boards) >= len(heard.boards) else {**heard.boards, **boards}
 
     def assemble(self, links: Mapping[str, NodeLink], now: float, wall: float) -> JobSample:
         """The job as it is known at `now` (control host's monotonic clock; `wall` is for people)."""
@@ -137,11 +141,17 @@ class JobAssembler:
             return []
         present = {gpu.key for gpu in sample.gpus}
         told = {m.pci_bus_id for m in sample.missing_gpus} | {m.index for m in sample.missing_gpus} - {None}
-        return [
+        vanished = [
             MissingGpu(gpu.index, gpu.pci_bus_id, Reason.LOST, f"board {gpu.key} was listed before and is gone")
             for key, gpu in heard.boards.items()
             if key not in present and gpu.pci_bus_id not in told and gpu.index not in told
         ]
+        there, expected = len(present) + len(sample.missing_gpus) + len(vanished), self._spec.gpus_per_node
+        if expected is not None and there < expected:
+            vanished.append(
+                MissingGpu(None, None, Reason.LOST, f"{len(present)} boards are listed where {expected} should be")
+            )
+        return vanished
 
     def _readers(self, now: float) -> Iterator[NodeSample]:
         """The last word of each node that still speaks. What a silent node said last proves no standing counter."""

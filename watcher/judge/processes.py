@@ -66,9 +66,12 @@ class Processes:
         alive = {(p.pid, p.started_seconds): p for p in processes if p.state not in ENDED}
         known = self._known.setdefault(node.node, {})
         came = [p for key, p in alive.items() if key not in known and (p.gpu_indexes or p.rank is not None)]
-        if any(_replaces(process, entry.process) for entry in known.values() if entry.missing for process in came):
+        # Also one that left since the sample before: a quick restart shows the new one where the old one was.
+        left = {key: entry.process for key, entry in known.items() if key not in alive}
+        departed = [key for key in known if key not in alive]
+        if any(_replaces(process, known[key].process) for key in departed for process in came):
             self.renewed = True
-            for key in [key for key, entry in known.items() if entry.missing]:
+            for key in departed:
                 del known[key]
         for key, process in alive.items():
             if process.gpu_indexes or process.rank is not None or key in known:
