@@ -1,0 +1,102 @@
+"""Broken boards: one finding a board, whoever witnesses it, and once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from collectors.samples import Reason
+from tests.watcher.judge.scenes import COMPUTE, KILLED, LOST, SPIN, Activity, Job, xid
+from watcher.judge.finding import AlertName
+
+FAULT = AlertName.GPU_FAULT
+UNREADABLE = Activity(
+    None, None, steps=True, reasons={"power_watts": Reason.UNREADABLE, "utilization_percent": Reason.UNREADABLE}
+)
+
+
+def training(**settings: object) -> Job:
+    job = Job(**settings)  # type: ignore[arg-type]  # handed through
+    job.play(40, COMPUTE)
+    return job
+
+
+def test_a_lost_board_with_three_witnesses_is_one_finding() -> None:
+    job = training()
+    job.kernel["node-1"] = [xid(79, 5)]
+    job.play(5, SPIN, {5: LOST})
+    fault = job.finding(FAULT)
+    assert [(s.node, s.gpu, s.rank) for s in fault.suspects] == [("node-1", 5, 5)]
+    assert len({f.key for told in job.told for f in told.findings if f.alert is FAULT}) == 1
+    assert any("Xid 79" in line for line in fault.evidence)
+    assert any("lost" in line for line in fault.evidence)
+
+
+def test_a_board_that_vanishes_from_the_list_is_the_same_finding() -> None:
+    job = training()
+    job.kernel["node-1"] = [xid(79, 7)]
+    job.play(3, SPIN, {7: LOST})
+    job.gpus = 7
+    job.play(10, SPIN)
+    assert len({f.key for told in job.told for f in told.findings if f.alert is FAULT}) == 1
+    assert [s.gpu for s in job.finding(FAULT).suspects] == [7]
+
+
+def test_lines_that_are_sent_again_after_a_reconnect_are_no_news() -> None:
+    job = training()
+    job.kernel["node-1"] = [xid(79, 5, age_seconds=5000)]
+    job.play(5, COMPUTE)
+    assert job.alerts == set()
+
+
+def test_the_same_line_twice_is_one_finding_and_ends_with_its_time() -> None:
+    job = training()
+    job.kernel["node-1"] = [xid(48, 2)]
+    job.play(300, COMPUTE)
+    job.kernel["node-1"] = [xid(48, 2, age_seconds=100)]
+    job.play(700, COMPUTE)
+    assert job.findings == ()
+
+
+def test_an_xid_of_the_program_is_no_fault_of_the_board() -> None:
+    job = training()
+    job.kernel["node-1"] = [xid(31, 2), xid(43, 3), xid(13, 1)]
+    job.play(20, COMPUTE)
+    assert job.alerts == set()
+
+
+def test_one_failed_reading_is_none_two_are_a_fault() -> None:
+    job = training()
+    job.play(1, COMPUTE, {2: UNREADABLE})
+    assert job.findings == ()
+    job.play(1, COMPUTE)
+    assert job.findings == ()
+    job.play(2, COMPUTE, {2: UNREADABLE})
+    assert [s.gpu for s in job.finding(FAULT).suspects] == [2]
+
+
+def test_one_failed_reading_that_is_repeated_is_still_one() -> None:
+    job = training()
+    job.play(1, COMPUTE, {2: UNREADABLE})
+    job.play(4, COMPUTE, {2: UNREADABLE}, repeat_gpus=True)
+    assert job.findings == ()
+
+
+def test_a_board_that_wants_a_reset_is_named_at_once() -> None:
+    job = training()
+    reset = replace(UNREADABLE, reasons={"power_watts": Reason.RESET_REQUIRED})
+    job.play(1, COMPUTE, {6: reset})
+    assert [s.gpu for s in job.finding(FAULT).suspects] == [6]
+
+
+def test_a_fault_and_steps_that_stand_are_both_said_so_that_the_cause_can_speak_for_both() -> None:
+    job = training()
+    job.kernel["node-1"] = [xid(79, 5)]
+    job.play(120, SPIN, {5: LOST})
+    assert {f.alert.value for f in job.findings} == {"GpuFault", "JobHung"}
+
+
+def test_a_fault_and_a_killed_rank_are_both_said() -> None:
+    job = training()
+    job.kernel["node-1"] = [xid(79, 5)]
+    job.play(5, SPIN, {5: replace(LOST, process=False), 6: KILLED})
+    assert {f.alert.value for f in job.findings} == {"GpuFault", "JobCrashed"}

@@ -1,0 +1,87 @@
+"""Blind is not broken: what is said of nodes that cannot be seen, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectors.samples import HostStatus
+from collectors.ssh.link import NodeLink
+from tests.watcher.judge.scenes import COMPUTE, SPIN, Job
+from watcher.judge.finding import AlertName, JobState, Severity
+
+UNREACHABLE = AlertName.NODE_UNREACHABLE
+BLIND = AlertName.PROBE_BLIND
+
+
+def training(**settings: object) -> Job:
+    job = Job(**{"nodes": 2, "gpus": 4, **settings})  # type: ignore[arg-type]  # handed through
+    job.play(40, COMPUTE)
+    return job
+
+
+def cut_off(job: Job, node: str = "node-2") -> None:
+    job.links[node] = NodeLink(node, HostStatus.UNREACHABLE, "no line for 5 s; next attempt in 2 s", 5.0)
+
+
+def test_a_node_that_stays_silent_is_a_warning_while_the_job_goes_on() -> None:
+    job = training()
+    cut_off(job)
+    job.play(60, COMPUTE, silent=["node-2"])
+    finding = job.finding(UNREACHABLE)
+    assert (finding.severity, finding.scope) == (Severity.WARNING, "node-2")
+    assert job.alerts == {"NodeUnreachable"}
+    assert job.state is JobState.COMPUTING
+
+
+def test_and_critical_once_the_steps_stand_with_it() -> None:
+    job = training()
+    cut_off(job)
+    job.play(60, SPIN, silent=["node-2"])
+    finding = job.finding(UNREACHABLE)
+    assert finding.severity is Severity.CRITICAL
+    assert finding.gpus_idle == 8
+
+
+def test_a_short_silence_is_nothing() -> None:
+    job = training()
+    cut_off(job)
+    job.play(6, COMPUTE, silent=["node-2"])
+    job.links["node-2"] = NodeLink("node-2", HostStatus.OK, "", 0.0)
+    job.play(20, COMPUTE)
+    assert job.alerts == set()
+
+
+@pytest.mark.parametrize(
+    "status", [HostStatus.DRIVER_DOWN, HostStatus.SAMPLER_TIMEOUT, HostStatus.PARSE_ERROR, HostStatus.AUTH_FAILED]
+)
+def test_a_blind_node_is_a_warning_and_the_job_computes(status: HostStatus) -> None:
+    job = training()
+    job.status["node-2"] = (status, "as seen")
+    job.play(60, COMPUTE)
+    assert job.finding(BLIND).severity is Severity.WARNING
+    assert [s.node for s in job.finding(BLIND).suspects] == ["node-2"]
+    assert job.alerts == {"ProbeBlind"}
+    assert job.state is JobState.COMPUTING
+
+
+def test_a_blind_node_does_not_hide_steps_that_stand() -> None:
+    job = training()
+    job.status["node-2"] = (HostStatus.DRIVER_DOWN, "NVML: driver/library version mismatch")
+    job.play(60, SPIN)
+    assert job.finding(AlertName.JOB_HUNG).confirmed
+
+
+def test_a_driver_that_sees_no_board_is_a_fault() -> None:
+    job = training()
+    job.status["node-2"] = (HostStatus.NO_DEVICES, "No devices were found")
+    job.play(20, SPIN)
+    assert job.finding(AlertName.GPU_FAULT).scope == "node-2"
+
+
+def test_all_nodes_blind_is_no_verdict_on_the_job() -> None:
+    job = training(progress=None)
+    for node in job.nodes:
+        job.status[node] = (HostStatus.DRIVER_DOWN, "NVML: driver/library version mismatch")
+    job.play(60, COMPUTE)
+    assert job.state is JobState.UNKNOWN
+    assert job.alerts == {"ProbeBlind"}
