@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Final
 
@@ -120,6 +120,7 @@ class Boards:
         return next(told, "?" if index is None else str(index))
 
 
+@lru_cache(maxsize=65_536)
 def short_pci(bus_id: str) -> str:
     """Four digits of domain, bus and device, lower case: tools write 00000000:9B:00.0, kernels 0000:9b:00."""
     match = PCI.fullmatch(bus_id.strip().lower())
