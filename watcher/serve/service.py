@@ -214,6 +214,8 @@ class Service:
             self._latest.came_round(snapshot)
         except Exception as error:  # noqa: BLE001 - a bug must not end the watch
             self._engine_failed(error)
+            if self._engine.snapshot is not before:  # one job failed; the others were judged
+                self._latest.came_round(self._engine.snapshot)
             return
         if snapshot is not before and self._teller.trouble is not None:
             self._note_trouble("store", "The watcher cannot save its state.", self._teller.trouble, "Free disk space.")
