@@ -67,7 +67,6 @@ class Processes:
         known = self._known.setdefault(node.node, {})
         came = [p for key, p in alive.items() if key not in known and (p.gpu_indexes or p.rank is not None)]
         # Also one that left since the sample before: a quick restart shows the new one where the old one was.
-        left = {key: entry.process for key, entry in known.items() if key not in alive}
         departed = [key for key in known if key not in alive]
         if any(_replaces(process, known[key].process) for key in departed for process in came):
             self.renewed = True

@@ -1,0 +1,69 @@
+"""The job's own pace, learned from its counter; and from when on it stands too long."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectors.samples import HostStatus
+from tests.watcher.judge.scenes import COMPUTE, SPIN, Activity, Job
+from watcher.judge.finding import AlertName
+
+HUNG = AlertName.JOB_HUNG
+AT_WORK_WITHOUT_STEPS = Activity(985, 99)
+
+
+def hang_seconds(job: Job, seconds: int) -> float:
+    """How long after the last step the hang was confirmed."""
+    stood = job.now - job.since_step
+    job.play(seconds, SPIN)
+    return job.seconds_of(HUNG, confirmed=True)[0] - stood
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "limit"),
+    [(1, 30), (5, 30), (10, 60), (50, 300), (400, 900)],
+)
+def test_the_limit_is_six_usual_intervals_within_a_floor_and_a_ceiling(step_seconds: int, limit: int) -> None:
+    job = Job(progress="log")
+    job.step_seconds = step_seconds
+    job.play(step_seconds * 5 + 20, COMPUTE)
+    assert limit < hang_seconds(job, limit + 40) <= limit + 5
+
+
+def test_a_watcher_that_slept_learns_no_slow_step() -> None:
+    job = Job()
+    job.play(40, COMPUTE)
+    for _ in range(4):
+        job.skip(600)
+        job.step += 100
+        job.play(20, COMPUTE)
+    assert hang_seconds(job, 80) <= 40
+
+
+def test_a_source_that_disappears_and_comes_back_is_neither_a_hang_nor_a_restart() -> None:
+    job = Job(nodes=2, progress="log")
+    job.play(40, COMPUTE)
+    job.status["node-1"] = (HostStatus.OK, "")
+    job.progress = None
+    job.play(200, COMPUTE)
+    job.progress = "log"
+    job.play(40, COMPUTE)
+    assert job.alerts == set()
+    assert hang_seconds(job, 80) <= 40
+
+
+def test_a_step_that_goes_back_is_a_restart_and_the_first_step_after_it_has_time() -> None:
+    job = Job(progress="log")
+    job.play(60, COMPUTE)
+    job.step = 500
+    job.play(300, AT_WORK_WITHOUT_STEPS)
+    assert job.alerts == set()
+
+
+def test_a_slower_job_gets_a_longer_limit_once_it_is_seen_to_be_slower() -> None:
+    job = Job()
+    job.play(60, COMPUTE)
+    job.step_seconds = 20
+    job.play(200, COMPUTE)
+    assert job.alerts == set()
+    assert hang_seconds(job, 200) > 100
