@@ -17,7 +17,12 @@ from watcher.serve.systemd import Systemd
 @click.option(
     "-c", "--config", "path", type=click.Path(path_type=Path), required=True, help="wattwatch.toml with the jobs."
 )
-def serve_command(path: Path) -> int:
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Keep what the nodes say in this file, for replay and bug reports.",
+)
+def serve_command(path: Path, record: Path | None) -> int:
     """Watch the configured jobs: alerts, page, API, metrics.
 
     Runs until SIGTERM or SIGINT and then stops within 5 s. Exit code: 0 stopped, 1 failed, 2 refused to start.
@@ -28,7 +33,7 @@ def serve_command(path: Path) -> int:
     for chatty in ("apscheduler", "httpx", "paramiko", "uvicorn"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
-        return Service(config).run(Systemd())
+        return Service(config, record=record).run(Systemd())
     except CannotServe as refusal:
         for problem in refusal.problems:
             click.echo(f"{path}: {problem}", err=True)

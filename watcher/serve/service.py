@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Final
 
 from collectors.clock import Clock
@@ -19,6 +20,7 @@ from collectors.ssh.fleet import Fleet
 from watcher.config import Config
 from watcher.engine import Engine
 from watcher.node_requests import request_for
+from watcher.recordings import Recorder
 from watcher.serve.api import create_app
 from watcher.serve.events import EventHub
 from watcher.serve.latest import Latest
@@ -62,8 +64,11 @@ class CannotServe(Exception):
 class Service:
     """One watcher. `start` and `stop` for use within a process; `run` is the daemon's main thread."""
 
-    def __init__(self, config: Config, clock: Clock | None = None) -> None:
+    def __init__(self, config: Config, clock: Clock | None = None, record: Path | None = None) -> None:
+        """`record`: a file that is written anew with all that the nodes say, for `wattwatch replay`."""
         self._config = config
+        self._record = record
+        self._recorder: Recorder | None = None
         self._clock = clock or Clock()
         self._specs = tuple(job.spec(config.watcher.interval) for job in config.jobs)
         self._interval = config.watcher.interval
@@ -111,9 +116,15 @@ class Service:
             reminder_seconds=section.reminder,
             external_url=section.external_url,
         )
+        if self._record is not None:
+            self._recorder = Recorder(self._record, self._specs)
+            undo.callback(self._recorder.close)
         nodes = sorted({node for spec in self._specs for node in spec.nodes})
         self._fleet = Fleet(
-            {node: request_for(self._specs, node) for node in nodes}, ssh_settings(self._config.ssh), self._clock
+            {node: request_for(self._specs, node) for node in nodes},
+            ssh_settings(self._config.ssh),
+            self._clock,
+            None if self._recorder is None else self._recorder.line,
         )
         self._engine = Engine(
             self._specs,
@@ -209,6 +220,8 @@ class Service:
 
     def _look(self) -> None:
         before = self._latest.snapshot
+        if self._recorder is not None:
+            self._recorder.links(self._fleet.links(), self._clock.monotonic())
         try:
             snapshot = self._engine.tick()
             self._latest.came_round(snapshot)
@@ -253,6 +266,10 @@ class Service:
         self._store.prune(self._clock.wall() - RETENTION_SECONDS)
 
     def _look_at_disk(self) -> None:
+        if self._recorder is not None and self._recorder.error is not None:
+            hold = self._seconds(3 * DISK_EVERY_SECONDS)
+            words = (self._recorder.error, "Free disk space and start the watcher again to record.")
+            self._trouble.note("recording", "The recording has stopped.", *words, self._clock.monotonic(), hold)
         directory = self._config.watcher.state_directory
         free = shutil.disk_usage(directory).free
         if free < DISK_LEAST_BYTES:
