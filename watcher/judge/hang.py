@@ -14,6 +14,7 @@ from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding, Severity
 from watcher.judge.look import Held, Look
 from watcher.judge.pace import Pace
 from watcher.judge.saving import Saving
+from watcher.judge.scene import members_of
 from watcher.judge.shape import picture_of
 from watcher.judge.verdict import PowerState, Shape, Suspect
 
@@ -133,8 +134,9 @@ class Hang:
 
     def _left_behind(self, look: Look) -> tuple[Suspect, ...]:
         """Who stands out at the power floor: one rank, or a group of at most a quarter of the boards."""
-        picture = picture_of(look.sample.gpus)
-        few = 4 * len(picture.standing_out) <= len(look.sample.gpus) or picture.shape in LONE
+        members = members_of(look.sample.gpus)
+        picture = picture_of(members)
+        few = 4 * len(picture.standing_out) <= len(members) or picture.shape in LONE
         if not (look.verdict.at_floor and look.sample.complete and few):
             return ()
         return tuple(Suspect(g.node, g.gpu.index, g.rank) for g in picture.standing_out)

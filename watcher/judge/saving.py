@@ -6,6 +6,7 @@ over 400 s are reported). One that grows is a slow save, never a hang.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,7 +50,7 @@ class Saving:
         """Take note of what is being written now."""
         entries = [entry for listing in look.sample.checkpoints for entry in listing.entries]
         complete = [entry for entry in entries if entry.complete]
-        self.newest_complete = max(complete, key=lambda e: -1 if e.step is None else e.step, default=None)
+        self.newest_complete = max(complete, key=_newness, default=None)
         entry = self._under_way(entries)
         growing = entry is not None and self._grows(entry, look)
         by_heartbeat = SAVE in look.phases
@@ -95,3 +96,9 @@ class Saving:
             return False
         grows = self.save.quiet_seconds is not None and self.save.quiet_seconds < GROWING_SECONDS
         return grows or self.save.seconds <= self.limit_seconds
+
+
+def _newness(entry: CheckpointEntry) -> tuple[float, int]:
+    """By age: names may tell no step, and the run before may have come further."""
+    age = math.inf if entry.age_seconds is None else entry.age_seconds
+    return (-age, -1 if entry.step is None else entry.step)

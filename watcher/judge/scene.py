@@ -78,7 +78,7 @@ def scene_of(
     sample: JobSample, gpus: tuple[RankGpu, ...], profile: Profile | None, progress: ProgressWord | None
 ) -> Scene:
     """`gpus`: those of the sample with watts and utilisation; at least one."""
-    members = _members(gpus)
+    members = members_of(gpus)
     name = next((g.gpu.name for g in members if g.gpu.name), None)
     limits = [g.gpu.power_limit_watts for g in members if g.gpu.power_limit_watts]
     limit = statistics.median(limits) if limits else None
@@ -113,7 +113,7 @@ def scene_of(
     )
 
 
-def _members(gpus: tuple[RankGpu, ...]) -> tuple[RankGpu, ...]:
+def members_of(gpus: tuple[RankGpu, ...]) -> tuple[RankGpu, ...]:
     """Without the boards that hold no context while others do: they are no ranks of the job, and would look like the
     one rank that is low. Where most boards hold none and the rest is low, the node is as good as empty: all count."""
     held = tuple(g for g in gpus if _holds(g.gpu) is not False)

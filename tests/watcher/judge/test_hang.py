@@ -217,3 +217,13 @@ def test_a_counter_that_stands_at_full_power_is_a_hang_in_the_end() -> None:
     job = warmed_up()
     job.play(620, Activity(985, 99))
     assert job.finding(HUNG).confirmed
+
+
+def test_a_board_that_the_job_does_not_use_is_not_to_blame() -> None:
+    free = Activity(139, 0, held_bytes=8e6, process=False)
+    job = Job(progress="log")
+    job.play(40, COMPUTE, {7: free})
+    job.play(60, SPIN, {7: free})
+    hang = job.finding(HUNG)
+    assert hang.confirmed
+    assert hang.suspects == ()

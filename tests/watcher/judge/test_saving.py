@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.watcher.judge.scenes import AWAIT_SAVE, COMPUTE, SAVE, Job, checkpoint
 from watcher.judge.finding import AlertName, JobState
 
@@ -103,3 +105,18 @@ def test_no_complete_checkpoint_for_twice_the_interval_is_overdue() -> None:
     job.entries = (checkpoint(1000, complete=True, age_seconds=1300),)
     job.play(5, COMPUTE)
     assert job.finding(AlertName.CHECKPOINT_OVERDUE)
+
+
+def test_the_newest_checkpoint_is_told_by_its_age_where_names_tell_no_step() -> None:
+    job = training(checkpoint_every_seconds=600.0)
+    older, newer = checkpoint(0, complete=True, age_seconds=9000), checkpoint(1, complete=True, age_seconds=60)
+    job.entries = (replace(older, step=None, name="first"), replace(newer, step=None, name="second"))
+    job.play(5, COMPUTE)
+    assert job.alerts == set()
+
+
+def test_a_checkpoint_of_an_earlier_run_that_came_further_is_not_the_newest() -> None:
+    job = training(checkpoint_every_seconds=600.0)
+    job.entries = (checkpoint(9000, complete=True, age_seconds=90_000), checkpoint(1000, complete=True, age_seconds=60))
+    job.play(5, COMPUTE)
+    assert job.alerts == set()
