@@ -154,7 +154,7 @@ def crashed(look: Look, since: float, gone: tuple[Gone, ...], *, all_gone: bool)
 def completed(look: Look, since: float, newest: CheckpointEntry | None) -> Finding:
     """The job is done."""
     step = look.sample.progress.step
-    evidence = [] if step is None else [f"last step {step:,}"]
+    evidence = ["every rank says that it is done"] if step is None else [f"last step {step:,}"]
     if newest is not None:
         evidence.append(f"checkpoint {newest.name} is complete, {newest.bytes / 1e9:.1f} GB")
     return Finding(
