@@ -40,17 +40,23 @@ class Replay:
 
 
 class SourceClock(Clock):
-    """Stands where the source stands; wall seconds count from its start."""
+    """Stands where the source stands: `monotonic` is the clock that its samples are stamped with, and wall seconds
+    count from its start."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.start: float | None = None
         self.now = 0.0
+
+    def set(self, seconds: float) -> None:
+        self.start = seconds if self.start is None else self.start
+        self.now = seconds
 
     def monotonic(self) -> float:
         return self.now
 
     def wall(self) -> float:
-        return self.now
+        return 0.0 if self.start is None else self.now - self.start
 
 
 def replay(name: str, source: GpuLog | Recording) -> Replay:
@@ -61,7 +67,6 @@ def replay(name: str, source: GpuLog | Recording) -> Replay:
     changes: list[StateChange] = []
     episodes: dict[str, EpisodeView] = {}
     rounds = 0
-    start: float | None = None
     with tempfile.TemporaryDirectory(prefix="wattwatch-replay-") as directory:
         store = Store(Path(directory) / "replay.db")
         try:
@@ -70,16 +75,15 @@ def replay(name: str, source: GpuLog | Recording) -> Replay:
             # A log that pauses says nothing of its node; nodes that fall silent in a recording are watched being so.
             look_every = interval if isinstance(source, Recording) else None
             for seconds in played.play(interval * ROUND_SHARE, look_every):
-                start = seconds if start is None else start
-                clock.now = seconds - start
+                clock.set(seconds)
                 snapshot = engine.tick()
                 rounds += 1
-                changes += _changes(snapshot, changes, clock.now)
+                changes += _changes(snapshot, changes, clock.wall())
                 for episode in snapshot.episodes:
                     episodes[episode.id] = episode
         finally:
             store.close()
-    return Replay(name, clock.now, rounds, tuple(changes), tuple(episodes.values()))
+    return Replay(name, clock.wall(), rounds, tuple(changes), tuple(episodes.values()))
 
 
 def _changes(snapshot: Snapshot, before: list[StateChange], now: float) -> Iterator[StateChange]:
