@@ -78,6 +78,8 @@ class Detector:
         self._pace.look(look, pausing=bool(PAUSES & look.phases) or self._saving.save is not None)
         if self._pace.restarted or self._processes.renewed:
             self._start_again()
+            if not self._pace.restarted:
+                self._pace.start_again(look)
         findings = self._findings(look)
         for finding in findings:
             if finding.gpus_idle:

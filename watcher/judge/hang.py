@@ -109,15 +109,17 @@ class Hang:
         if stalled is None or look.alive is False or saving.within_limit:
             return None
         limit = pace.limit_seconds(look)
-        if pace.advances == 0 and not (look.verdict.state is PowerState.HANG and look.alive):
-            # Not one step seen: the first may compile. Or the watcher came late, to a log of a run that has ended.
+        late = not pace.start_seen and look.verdict.state is PowerState.HANG and look.alive
+        if pace.advances == 0 and not late:
+            # Not one step seen: the first may compile. Or the watcher came late, to a log of a run that has ended;
+            # late to a hang it is only where the picture says so.
             if not look.alive:
                 return None
             limit = max(limit, FIRST_STEP_SECONDS)
         if "eval" in look.phases:
             limit = max(limit, EVAL_CEILING_SECONDS)
         elif "load" in look.phases:
-            return None
+            limit = max(limit, FIRST_STEP_SECONDS)
         elif look.verdict.state in WORKING:
             limit = max(WORKING_FACTOR * limit, WORKING_LEAST_SECONDS)
         if stalled <= limit:

@@ -6,6 +6,7 @@ slowest recent interval, not under 30 s, not over 15 min (PortOS#1381 uses the s
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Final
 
@@ -27,9 +28,11 @@ class Pace:
         self._sources: dict[tuple[str, int | None], tuple[int | None, int | None]] = {}
         self._intervals: deque[float] = deque(maxlen=KEPT_INTERVALS)  # seconds between changes of the counter
         self._best_seconds_per_step: float | None = None
+        self._last_seconds_per_step: float | None = None
         self.stalled_seconds: float | None = None  # how long the counter has been seen to stand; None: no counter
         self.advances = 0  # changes seen
         self.restarted = False  # in this very look
+        self.start_seen = False  # the run was started under our eyes, so what stands is its start
         self._pausing = False
         self._disturbed = False
 
@@ -75,16 +78,22 @@ class Pace:
         if self._disturbed or self._pausing or look.gap or self.advances == 1 or interval <= 0:
             return
         self._intervals.append(interval)
-        per_step = interval / steps
-        if self._best_seconds_per_step is None or per_step < self._best_seconds_per_step:
-            self._best_seconds_per_step = per_step
+        self._last_seconds_per_step = interval / steps
+        self._best_seconds_per_step = min(self._best_seconds_per_step or math.inf, self._last_seconds_per_step)
+
+    def start_again(self, look: Look) -> None:
+        """New processes run: what the counter still shows is the last step of the run before."""
+        self._forget()
+        self._step, self._stood_seconds = look.sample.progress.step, 0.0
+        self.stalled_seconds = None if self._step is None else 0.0
 
     def _forget(self) -> None:
-        self._step, self._best_seconds_per_step = None, None
+        self._step, self._best_seconds_per_step, self._last_seconds_per_step = None, None, None
         self._intervals.clear()
         self.advances = 0
         self.stalled_seconds = None
         self._disturbed = False
+        self.start_seen = True
 
     @property
     def usual_seconds(self) -> float | None:
@@ -103,7 +112,6 @@ class Pace:
     @property
     def lost_share(self) -> float:
         """Share of the boards' time that is lost against the job's own best pace, 0 while nothing is learned."""
-        if self._best_seconds_per_step is None or not self._intervals:
+        if not self._best_seconds_per_step or not self._last_seconds_per_step:
             return 0.0
-        recent = self._intervals[-1]
-        return max(0.0, 1.0 - self._best_seconds_per_step / recent) if recent > 0 else 0.0
+        return max(0.0, 1.0 - self._best_seconds_per_step / self._last_seconds_per_step)

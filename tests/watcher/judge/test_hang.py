@@ -227,3 +227,32 @@ def test_a_board_that_the_job_does_not_use_is_not_to_blame() -> None:
     hang = job.finding(HUNG)
     assert hang.confirmed
     assert hang.suspects == ()
+
+
+def test_a_job_that_is_started_again_gets_the_time_of_a_first_step() -> None:
+    """New processes load for minutes while the log still shows the last step of the run before."""
+    job = warmed_up(nodes=2, progress="log")
+    job.play(60, SPIN, {3: IN_BARRIER})
+    assert job.finding(HUNG).confirmed
+    job.first_pid, job.started = 9000, 900.0
+    job.play(300, PAUSE)
+    assert job.findings == ()
+    job.play(60, COMPUTE)
+    assert job.findings == ()
+    job.play(60, SPIN, {3: IN_BARRIER})
+    assert job.finding(HUNG).confirmed
+
+
+def test_loading_that_never_ends_is_a_hang_after_half_an_hour() -> None:
+    job = Job(step=0)
+    job.play(1750, LOAD)
+    assert job.alerts == set()
+    job.play(100, LOAD)
+    assert job.finding(HUNG).confirmed
+
+
+def test_ranks_that_spin_while_they_find_each_other_at_a_restart_are_no_hang() -> None:
+    job = warmed_up(nodes=2, progress="log")
+    job.first_pid, job.started = 9000, 900.0
+    job.play(120, SPIN)
+    assert job.alerts == set()

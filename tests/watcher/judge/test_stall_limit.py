@@ -67,3 +67,13 @@ def test_a_slower_job_gets_a_longer_limit_once_it_is_seen_to_be_slower() -> None
     job.play(200, COMPUTE)
     assert job.alerts == set()
     assert hang_seconds(job, 200) > 100
+
+
+def test_a_log_line_each_tenth_step_is_no_loss_of_pace() -> None:
+    job = Job(progress="log")
+    for _ in range(12):
+        job.play(49, AT_WORK_WITHOUT_STEPS)
+        job.step += 10
+        job.since_step = 0
+        job.play(1, AT_WORK_WITHOUT_STEPS)
+    assert job.detector._pace.lost_share < 0.05
