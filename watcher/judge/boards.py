@@ -93,7 +93,7 @@ class Boards:
             place = (ranked.node, ranked.gpu.key)
             faulty.add(place)
             held = self._unreadable.setdefault(place, Held())
-            held.look(True, look)
+            held.look(True, look, ranked.node)
             if fault is Reason.UNREADABLE and held.rounds < UNREADABLE_ROUNDS:
                 continue
             fields = ", ".join(sorted(name for name, reason in ranked.gpu.reasons.items() if reason is fault)[:4])

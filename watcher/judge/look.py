@@ -50,19 +50,21 @@ class Held:
     seconds: float = 0.0
     _readings: Mapping[str, int] = field(default_factory=dict)
 
-    def look(self, true: bool, look: Look) -> None:
+    def look(self, true: bool, look: Look, node: str | None = None) -> None:
         """A round counts once: the boards of every node in sight must have been read anew since the round before. A
-        node that drops out says nothing for or against; a round on which no node was read is none."""
+        node that drops out says nothing for or against; a round on which no node was read is none. `node`: the
+        condition is about this one alone."""
         if not true:
             self.clear()
             return
         if look.gap:
             self.clear()
+        after = look.readings if node is None else {n: r for n, r in look.readings.items() if n == node}
         if self.since is None:
-            self.since, self.rounds, self.seconds, self._readings = look.now, 1, 0.0, look.readings
+            self.since, self.rounds, self.seconds, self._readings = look.now, 1, 0.0, after
             return
         self.seconds += look.seen_seconds
-        before, after = self._readings, look.readings
+        before = self._readings
         if after and all(before.get(node) != reading for node, reading in after.items()):
             self.rounds += 1
             self._readings = {**before, **after}

@@ -105,6 +105,7 @@ class Job:
         self.step_seconds = STEP_SECONDS
         self.now, self.since_step, self.sequence = 1000.0, 0, 0
         self.first_pid, self.started = 4000, 500.0
+        self.stale_seconds = dict.fromkeys(self.nodes, 0.0)  # since its boards were asked
         self.kernel: dict[str, list[KernelEvent]] = {}
         self.entries: tuple[CheckpointEntry, ...] = ()
         self.status: dict[str, tuple[HostStatus, str]] = {}
@@ -121,12 +122,14 @@ class Job:
         *,
         silent: Sequence[str] = (),
         repeat_gpus: bool = False,
+        slow: Sequence[str] = (),
     ) -> list[Told]:
         """`ranks`: who does something else; `silent`: nodes that send no line; `repeat_gpus`: the boards were not
-        asked again, the answer of the second before stands in the line."""
+        asked again, the answer of the second before stands in the line; `slow`: on these nodes alone."""
+        slow = self.nodes if repeat_gpus else slow
         start = len(self.told)
         for _ in range(seconds):
-            self._second(activity, ranks or {}, silent, repeat_gpus)
+            self._second(activity, ranks or {}, silent, slow)
         return self.told[start:]
 
     def skip(self, seconds: float) -> None:
@@ -134,14 +137,14 @@ class Job:
         self.now += seconds
 
     def _second(
-        self, activity: Activity, ranks: Mapping[int, Activity], silent: Sequence[str], repeat_gpus: bool
+        self, activity: Activity, ranks: Mapping[int, Activity], silent: Sequence[str], slow: Sequence[str]
     ) -> None:
         self.now += 1.0
         self.sequence += 1
         self.since_step = self.since_step + 1
         if activity.steps and self.since_step >= self.step_seconds:
             self.step, self.since_step = self.step + 1, 0
-        self._stale_seconds = getattr(self, "_stale_seconds", 0.0) + 1.0 if repeat_gpus else 0.0
+        self.stale_seconds = {node: self.stale_seconds[node] + 1.0 if node in slow else 0.0 for node in self.nodes}
         for place, node in enumerate(self.nodes):
             if node not in silent:
                 self.assembler.add(self._line(place, node, activity, ranks))
@@ -165,7 +168,7 @@ class Job:
             wall_seconds=1.7e9 + self.now,
             received_seconds=self.now,
             gpus=tuple(self._gpu(place, i, doing[rank]) for rank, i in mine) if status is HostStatus.OK else None,
-            gpus_age_seconds=self._stale_seconds,
+            gpus_age_seconds=self.stale_seconds[node],
             processes=tuple(
                 ProcessSample(
                     self.first_pid + rank,

@@ -100,3 +100,10 @@ def test_a_fault_and_a_killed_rank_are_both_said() -> None:
     job.kernel["node-1"] = [xid(79, 5)]
     job.play(5, SPIN, {5: replace(LOST, process=False), 6: KILLED})
     assert {f.alert.value for f in job.findings} == {"GpuFault", "JobCrashed"}
+
+
+def test_a_slow_query_on_another_node_hides_no_broken_board() -> None:
+    job = training(nodes=2, gpus=4)
+    for _ in range(3):
+        job.play(1, COMPUTE, {2: UNREADABLE}, slow=["node-2"])
+    assert [s.gpu for s in job.finding(FAULT).suspects] == [2]
