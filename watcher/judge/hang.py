@@ -49,22 +49,28 @@ class Hang:
         self._last_fraction: float | None = None
         self._suspects: tuple[Suspect, ...] = ()
         self._picture = ""
+        self._told: Finding | None = None  # at the look before
 
     def clear(self) -> None:
         self._signature.clear()
         self._away.clear()
         self._worked = 0
         self._suspects = ()
+        self._told = None
 
     def look(self, look: Look, pace: Pace, saving: Saving, *, suppressed: bool) -> Finding | None:
         """`suppressed`: a process is missing, so what the others do is its consequence."""
-        if look.verdict.state in WORKING and not look.verdict.at_floor:
-            self._worked += 1
+        works = look.verdict.state in WORKING and not look.verdict.at_floor
+        self._worked += works
         self._follow_signature(look, pace, saving, suppressed)
         self._last_fraction = look.verdict.power_fraction
+        proved = self._told is not None and self._told.confirmed and pace.known
+        hidden = proved and pace.stalled_seconds is None and not works
         if suppressed:
-            return None
-        return self._by_counter(look, pace, saving) or self._by_signature(look, pace)
+            self._told = None
+        elif not hidden:  # the counter that proved a hang is out of sight: that is no sign that it is over
+            self._told = self._by_counter(look, pace, saving) or self._by_signature(look, pace)
+        return self._told
 
     def _follow_signature(self, look: Look, pace: Pace, saving: Saving, suppressed: bool) -> None:
         # A step that was just counted outweighs the picture; one that was counted a while ago does not.

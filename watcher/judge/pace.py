@@ -96,6 +96,11 @@ class Pace:
         self.start_seen = True
 
     @property
+    def known(self) -> bool:
+        """A counter was seen, if not in this look."""
+        return self._step is not None
+
+    @property
     def usual_seconds(self) -> float | None:
         """The slowest recent interval between two changes of the counter."""
         return max(self._intervals) if len(self._intervals) >= LEAST_INTERVALS else None

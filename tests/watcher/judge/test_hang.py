@@ -134,6 +134,8 @@ def test_without_a_readable_counter_the_signature_must_last() -> None:
     assert not job.finding(HUNG).confirmed
     job.play(300, SPIN, {3: IN_BARRIER})
     assert job.finding(HUNG).confirmed
+    job.play(5, COMPUTE)
+    assert job.findings == ()
 
 
 def test_a_gap_starts_the_count_of_rounds_anew() -> None:
@@ -175,6 +177,17 @@ def test_a_counter_that_cannot_be_seen_does_not_stand() -> None:
     job = warmed_up(nodes=2, progress="log")
     job.play(600, COMPUTE, silent=["node-1"])
     assert job.seconds_of(HUNG) == []
+
+
+@pytest.mark.parametrize("doing", [PAUSE, SPIN])
+def test_a_confirmed_hang_stands_while_its_counter_is_out_of_sight(doing: Activity) -> None:
+    job = warmed_up(nodes=2, progress="log")
+    job.play(100, doing)
+    assert job.finding(HUNG).confirmed
+    job.play(20, doing, silent=["node-1"])
+    assert job.finding(HUNG).confirmed
+    job.play(10, COMPUTE)
+    assert job.seconds_of(HUNG)[-1] <= job.now - 5
 
 
 def test_the_whole_cluster_out_of_sight_is_no_hang() -> None:
