@@ -32,10 +32,10 @@ def status_command(job: str | None, url: str, token_file: Path | None, as_json: 
 
     Exit code: 0 nothing is wrong, 1 a warning is open, 2 a critical alert is open, 3 the watcher cannot be asked.
     """
-    headers = {}
+    headers: dict[bytes, bytes] = {}
     if token_file is not None:
         try:
-            headers["Authorization"] = f"Bearer {read_secret(token_file)}"
+            headers[b"Authorization"] = f"Bearer {read_secret(token_file)}".encode()
         except (OSError, ValueError) as error:
             _give_up(f"{token_file}: no token could be read: {error}")
     try:
@@ -48,6 +48,8 @@ def status_command(job: str | None, url: str, token_file: Path | None, as_json: 
         old = _what_is_old(client)
     try:
         jobs = jobs if job is None else [jobs]
+        if not (isinstance(jobs, list) and isinstance(alerts, list)):
+            raise TypeError("not lists")
         # An alert without a job is about the watcher itself: what it says of any job depends on it.
         open_alerts = [a for a in alerts if a["closed"] is None and (job is None or a["job"] in ("", job))]
         worst = max((EXIT_CODE[Severity(a["severity"])] for a in open_alerts if not a["suppressed_by"]), default=0)
