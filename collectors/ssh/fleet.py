@@ -16,7 +16,7 @@ from collectors.ssh.hosts import HostRoute, resolve
 from collectors.ssh.keys import KeyRing
 from collectors.ssh.link import NodeLink, SshSettings
 from collectors.ssh.login import Attempt
-from collectors.ssh.node_watch import NodeWatch
+from collectors.ssh.node_watch import MOST_GARBAGE_BYTES, NodeWatch
 from collectors.ssh.refusal import Refusal, unreachable
 from collectors.ssh.stream import Ready, Stream, open_stream
 
@@ -142,7 +142,7 @@ class Fleet:
             self._skews[watch.node] = sample.wall_seconds - self._clock.wall()
             self._news.set()
         watch.garbage_bytes += stream.new_garbage_bytes()
-        if stream.ended:
+        if stream.ended or stream.unread_garbage > MOST_GARBAGE_BYTES:
             watch.tick(now)
 
     def _tick(self, now: float) -> None:

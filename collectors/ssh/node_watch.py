@@ -138,9 +138,9 @@ class NodeWatch:
         return None
 
     def _garbage_words(self, stream: Stream) -> str:
-        begin = stream.excerpt.decode("utf-8", "replace")
+        begin = f"; they begin {ascii(stream.excerpt.decode('utf-8', 'replace'))}" if stream.excerpt else ""
         return (
-            f"{stream.unread_garbage} bytes came and none was a line of the probe; they begin {begin!r}: "
+            f"{stream.unread_garbage} bytes came and none was a line of the probe{begin}: "
             "a forced command, or a shell start-up file that prints?"
         )
 

@@ -22,7 +22,7 @@ READ_BYTES: Final = 64 * 1024
 READS_AT_ONCE: Final = 4  # then the next node's turn: garbage of one must not hold up the others
 COMPLAINT_BYTES: Final = 2000
 FAREWELL_REAL_SECONDS: Final = 2.0
-EXCERPT_BYTES: Final = 80
+EXCERPT_BYTES: Final = 40
 
 
 class Ready:
