@@ -13,7 +13,7 @@ from typing import Final
 from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding, Severity
 from watcher.judge.look import Held, Look
 from watcher.judge.pace import Pace
-from watcher.judge.saving import Saving
+from watcher.judge.saving import UNSEEN_LIMIT_SECONDS, Saving
 from watcher.judge.scene import members_of
 from watcher.judge.shape import picture_of
 from watcher.judge.verdict import PowerState, Shape, Suspect
@@ -69,7 +69,11 @@ class Hang:
         if suppressed:
             self._told = None
         elif not hidden:  # the counter that proved a hang is out of sight: that is no sign that it is over
-            self._told = self._by_counter(look, pace, saving) or self._by_signature(look, pace)
+            self._told = (
+                self._by_counter(look, pace, saving)
+                or self._by_signature(look, pace)
+                or self._by_endless_save(look, pace, saving)
+            )
         return self._told
 
     def _follow_signature(self, look: Look, pace: Pace, saving: Saving, suppressed: bool) -> None:
@@ -165,6 +169,21 @@ class Hang:
             f"{pace.stalled_seconds:.0f} s, the limit is {pace.limit_seconds(look):.0f} s",
         )
         return self._finding(look, signature.since, evidence, self._suspects, confirmed=False)
+
+    def _by_endless_save(self, look: Look, pace: Pace, saving: Saving) -> Finding | None:
+        """Rank 0 alone low for longer than a save may take, where neither a counter nor files can tell."""
+        save = saving.save
+        limit = max(saving.limit_seconds, UNSEEN_LIMIT_SECONDS)
+        if save is None or save.by_heartbeat or save.entry is not None or save.seconds <= limit:
+            return None
+        if pace.known or self._worked < WORKED_ROUNDS:
+            return None
+        evidence = (
+            look.verdict.why,
+            f"for {save.seconds:.0f} s, longer than the {limit:.0f} s that a save may take; neither the "
+            "job's progress nor its checkpoints can be read",
+        )
+        return self._finding(look, look.now - save.seconds, evidence, self._left_behind(look), confirmed=False)
 
     def _finding(
         self, look: Look, since: float, evidence: tuple[str, ...], suspects: tuple[Suspect, ...], *, confirmed: bool

@@ -104,6 +104,16 @@ def test_rank_0_alone_at_zero_for_longer_than_any_save_is_a_hang_that_names_it()
     assert [s.rank for s in job.finding(HUNG).suspects] == [0]
 
 
+def test_without_a_counter_or_files_rank_0_alone_is_suspected_after_the_longest_save() -> None:
+    job = Job(nodes=2, progress=None)
+    job.play(40, COMPUTE)
+    job.play(590, AWAIT_SAVE, {0: SAVE})
+    assert job.alerts == set()
+    job.play(30, AWAIT_SAVE, {0: SAVE})
+    assert not job.finding(HUNG).confirmed
+    assert [s.rank for s in job.finding(HUNG).suspects] == [0]
+
+
 def test_an_evaluation_is_quiet() -> None:
     job = warmed_up()
     job.play(600, EVALUATE)
