@@ -85,3 +85,12 @@ def test_all_nodes_blind_is_no_verdict_on_the_job() -> None:
     job.play(60, COMPUTE)
     assert job.state is JobState.UNKNOWN
     assert job.alerts == {"ProbeBlind"}
+
+
+def test_a_hang_of_a_job_without_a_counter_ends_when_its_boards_work_again() -> None:
+    job = Job(nodes=2, progress=None)
+    job.play(40, COMPUTE)
+    job.play(400, SPIN)
+    assert job.finding(AlertName.JOB_HUNG).confirmed
+    job.play(10, COMPUTE)
+    assert job.findings == ()
