@@ -138,7 +138,7 @@ class NodeWatch:
         return None
 
     def _garbage_words(self, stream: Stream) -> str:
-        begin = f"; they begin {ascii(stream.excerpt.decode('utf-8', 'replace'))}" if stream.excerpt else ""
+        begin = f"; they begin {stream.excerpt.decode('utf-8', 'replace')!a}" if stream.excerpt else ""
         return (
             f"{stream.unread_garbage} bytes came and none was a line of the probe{begin}: "
             "a forced command, or a shell start-up file that prints?"
@@ -158,7 +158,8 @@ class NodeWatch:
 
     def _leave(self, stream: Stream) -> None:
         self.leaving.append(stream)
-        if not stream.ended_by_peer:
+        foreign = stream.first_line_seconds is None and stream.unread_garbage > MOST_GARBAGE_BYTES  # no probe of ours
+        if not stream.ended_by_peer and not foreign:
             self.ghosts[stream] = stream.lease_seconds + PROBE_LEASE_SECONDS
 
     def ended(self, stream: Stream, seen: bool) -> None:
