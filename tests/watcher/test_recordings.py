@@ -13,9 +13,11 @@ from collectors.samples import HostStatus, NodeSample
 from collectors.ssh.link import NodeLink
 from collectors.wire import LineReader
 from tests.collectors.test_wire import line, nvml, row
+from watcher.config import load_config
 from watcher.judge.job_sample import JobSpec
 from watcher.node_requests import request_for
 from watcher.recordings import Moment, Recorder, RecordingError, is_recording, open_recording, read_recording
+from watcher.serve.service import CannotServe, Service
 from watcher.sources import read_file, read_source
 
 SPEC = JobSpec(
@@ -187,3 +189,16 @@ def test_bytes_that_are_no_text_do_not_stop_the_recording(tmp_path: Path) -> Non
     assert samples(read(tmp_path / "r.gz"))[-1].status is HostStatus.OK
     header = gzip.decompress((tmp_path / "r.gz").read_bytes()).splitlines()[0]
     assert orjson.loads(header)["jobs"][0]["name"] == SPEC.name
+
+
+def test_a_service_that_cannot_record_says_so_and_does_not_start(tmp_path: Path) -> None:
+    config = tmp_path / "wattwatch.toml"
+    config.write_text(
+        f'[watcher]\nlisten = "127.0.0.1:0"\nstate_directory = "{tmp_path}/state"\n[[jobs]]\nname = "a"\nnodes = "n"\n'
+    )
+    with pytest.raises(CannotServe, match=r"No such file or directory: .*absent"):
+        Service(load_config(config), record=tmp_path / "absent" / "r.gz").start()
+    service = Service(load_config(config), record=tmp_path / "r.gz")
+    service.start()  # what had begun was undone
+    service.stop()
+    assert [spec.name for spec in open_recording(tmp_path / "r.gz").specs] == ["a"]
