@@ -35,6 +35,7 @@ from collectors.ssh.link import SshSettings
 from tests.benchmarks.canned_lines import RUN
 from tests.collectors.ssh.real_sshd import RealSshd, descendants, free_port, site
 from tests.tools import require_tool
+from watcher.serve.service import GATHER_SECONDS, IDLE_LOOK_INTERVALS
 
 SETTLE_SECONDS: Final = 5.0
 LOGIN_SECONDS: Final = 120.0
@@ -163,8 +164,11 @@ class OurFleet:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
+        """As the service does: the lines of one round arrive together, and one look takes them all."""
+        pause = threading.Event()
         while True:
-            self.fleet.wait(1.0)
+            self.fleet.wait(IDLE_LOOK_INTERVALS)
+            self.clock.wait(pause, GATHER_SECONDS)
             self.take()
 
     def _drain(self) -> None:
