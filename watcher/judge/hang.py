@@ -8,11 +8,12 @@ counter agrees. Without a readable counter the signature must last: hang shapes 
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding, Severity
 from watcher.judge.look import Held, Look
-from watcher.judge.pace import Pace
+from watcher.judge.pace import FLOOR_SECONDS, Pace
 from watcher.judge.saving import UNSEEN_LIMIT_SECONDS, Saving
 from watcher.judge.scene import members_of
 from watcher.judge.shape import picture_of
@@ -31,6 +32,8 @@ FIRST_STEP_SECONDS: Final = 1800.0
 WORKED_ROUNDS: Final = 3
 # Steady work varies by a few per cent from one mean to the next.
 FALL_SHARE: Final = 0.85
+# A picture of rank 0 alone low for a moment is no save.
+LEAST_SAVE_SECONDS: Final = 3.0
 # A signature that flickers off for one round is still there.
 LEAVE_ROUNDS: Final = 2
 WORKING: Final = frozenset({PowerState.COMPUTE, PowerState.COMMUNICATION, PowerState.STARVATION})
@@ -50,6 +53,10 @@ class Hang:
         self._suspects: tuple[Suspect, ...] = ()
         self._picture = ""
         self._told: Finding | None = None  # at the look before
+        self._since_pause_seconds = math.inf  # since the job saved, evaluated or loaded; inf: never seen to
+        self._since_work_seconds = math.inf
+        self._works_before = False
+        self._worked_since_save = True
 
     def clear(self) -> None:
         self._signature.clear()
@@ -57,24 +64,48 @@ class Hang:
         self._worked = 0
         self._suspects = ()
         self._told = None
+        self._since_pause_seconds = self._since_work_seconds = math.inf
+        self._works_before, self._worked_since_save = False, True
 
     def look(self, look: Look, pace: Pace, saving: Saving, *, suppressed: bool) -> Finding | None:
         """`suppressed`: a process is missing, so what the others do is its consequence."""
         works = look.verdict.state in WORKING and not look.verdict.at_floor
         self._worked += works
+        self._follow_excuses(look, pace, saving, works)
         self._follow_signature(look, pace, saving, suppressed)
         self._last_fraction = look.verdict.power_fraction
-        proved = self._told is not None and self._told.confirmed and pace.known
-        hidden = proved and pace.stalled_seconds is None and not works
-        if suppressed:
-            self._told = None
-        elif not hidden:  # the counter that proved a hang is out of sight: that is no sign that it is over
-            self._told = (
-                self._by_counter(look, pace, saving)
-                or self._by_signature(look, pace)
-                or self._by_endless_save(look, pace, saving)
-            )
+        found = (
+            self._by_counter(look, pace, saving)
+            or self._by_signature(look, pace)
+            or self._by_endless_save(look, pace, saving)
+        )
+        proof = self._proof(look, pace, works)
+        if proof is not None and not (found and found.confirmed):
+            found = proof
+        self._told = None if suppressed else found
         return self._told
+
+    def _proof(self, look: Look, pace: Pace, works: bool) -> Finding | None:
+        """The confirmed hang of the look before, as long as nothing contradicts it: a picture that flickers moves no
+        counter, and a counter that is out of sight is no sign that it is over."""
+        if self._told is None or not self._told.confirmed or not pace.known:
+            return None
+        if pace.stalled_seconds is None:
+            return None if works else self._told
+        stands = pace.stalled_seconds > 0 and not pace.pausing and look.alive is not False
+        return self._told if stands else None
+
+    def _follow_excuses(self, look: Look, pace: Pace, saving: Saving, works: bool) -> None:
+        """What takes its time is no stall, and the time it took is none afterwards either: a save of two minutes, an
+        evaluation at full power. After a save the picture proves nothing until the job was seen to work again."""
+        self._since_pause_seconds = 0.0 if pace.pausing else self._since_pause_seconds + look.seen_seconds
+        working = works and self._works_before
+        self._since_work_seconds = 0.0 if working else self._since_work_seconds + look.seen_seconds
+        self._works_before = works
+        if saving.save is not None and saving.save.seconds >= LEAST_SAVE_SECONDS:
+            self._worked_since_save = False
+        elif works:
+            self._worked_since_save = True
 
     def _follow_signature(self, look: Look, pace: Pace, saving: Saving, suppressed: bool) -> None:
         # A step that was just counted outweighs the picture; one that was counted a while ago does not.
@@ -85,6 +116,7 @@ class Hang:
             and look.sample.complete
             and self._worked >= WORKED_ROUNDS
             and saving.save is None
+            and self._worked_since_save
             and not BUSY_PHASES & look.phases
             and not suppressed
         )
@@ -132,7 +164,11 @@ class Hang:
             limit = max(limit, FIRST_STEP_SECONDS)
         elif look.verdict.state in WORKING:
             limit = max(WORKING_FACTOR * limit, WORKING_LEAST_SECONDS)
-        if stalled <= limit:
+        elif not pace.pausing:
+            stalled = min(stalled, self._since_pause_seconds)
+        if stalled <= limit or (
+            look.verdict.state not in WORKING and self._since_work_seconds < min(FLOOR_SECONDS, limit)
+        ):
             return None
         step = look.sample.progress.step
         usual = pace.usual_seconds or look.sample.progress.line_interval_seconds

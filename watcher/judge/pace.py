@@ -33,14 +33,14 @@ class Pace:
         self.advances = 0  # changes seen
         self.restarted = False  # in this very look
         self.start_seen = False  # the run was started under our eyes, so what stands is its start
-        self._pausing = False
+        self.pausing = False  # in this look
         self._disturbed = False
 
     def look(self, look: Look, pausing: bool) -> None:
         """`pausing`: the job saves, evaluates or loads; such an interval teaches nothing about its steps."""
         progress = look.sample.progress
         self.restarted = False
-        self._pausing = pausing
+        self.pausing = pausing
         if progress.step is None:
             # Out of sight: how long it stands is not known, and what lies between teaches nothing.
             self.stalled_seconds, self._disturbed = None, True
@@ -75,7 +75,7 @@ class Pace:
         interval = self._stood_seconds + look.seen_seconds
         self.advances += 1
         # The first change seen began before we looked.
-        if self._disturbed or self._pausing or look.gap or self.advances == 1 or interval <= 0:
+        if self._disturbed or self.pausing or look.gap or self.advances == 1 or interval <= 0:
             return
         self._intervals.append(interval)
         self._last_seconds_per_step = interval / steps

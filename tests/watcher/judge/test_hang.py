@@ -114,6 +114,41 @@ def test_without_a_counter_or_files_rank_0_alone_is_suspected_after_the_longest_
     assert [s.rank for s in job.finding(HUNG).suspects] == [0]
 
 
+@pytest.mark.parametrize("progress", ["heartbeat", "log"])
+def test_the_time_that_a_save_took_is_no_stall_when_it_is_over(progress: str) -> None:
+    """Between the end of a save and the next counted step all ranks may spin for a while."""
+    job = warmed_up(nodes=2, progress=progress)
+    job.play(118, AWAIT_SAVE, {0: SAVE})
+    job.play(12, SPIN)
+    job.play(60, COMPUTE)
+    assert job.alerts == set()
+
+
+def test_a_hang_after_a_save_is_found_by_the_counter() -> None:
+    job = warmed_up(nodes=2)
+    job.play(118, AWAIT_SAVE, {0: SAVE})
+    job.play(40, SPIN)
+    assert job.finding(HUNG).confirmed
+
+
+def test_a_long_evaluation_at_full_power_may_pause_for_a_moment() -> None:
+    job = warmed_up(progress="log")
+    for _ in range(4):
+        job.play(100, Activity(985, 99))
+        job.play(2, PAUSE)
+    job.play(60, COMPUTE)
+    assert job.alerts == set()
+
+
+def test_a_confirmed_hang_is_not_closed_by_a_picture_that_flickers() -> None:
+    job = warmed_up(nodes=2)
+    job.play(60, SPIN)
+    began = len(job.seconds_of(HUNG, confirmed=True))
+    job.play(3, Activity(985, 99))
+    job.play(20, SPIN)
+    assert len(job.seconds_of(HUNG, confirmed=True)) == began + 23
+
+
 def test_an_evaluation_is_quiet() -> None:
     job = warmed_up()
     job.play(600, EVALUATE)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.watcher.judge.scenes import AWAIT_SAVE, COMMUNICATE, COMPUTE, EVALUATE, LOAD, SAVE, Activity, Job
+from tests.watcher.judge.scenes import AWAIT_SAVE, COMMUNICATE, COMPUTE, EVALUATE, LOAD, SAVE, SPIN, Activity, Job
 
 
 def a_healthy_hour(chance: random.Random) -> Job:
@@ -30,6 +30,7 @@ def a_healthy_hour(chance: random.Random) -> Job:
         pause = chance.random()
         if pause < 0.6:
             job.play(chance.randint(5, 110), AWAIT_SAVE, {0: SAVE})
+            job.play(chance.randint(0, 9), SPIN)
         elif pause < 0.8:
             job.play(chance.randint(5, 300), EVALUATE if job.progress == "heartbeat" else steady)
         else:
