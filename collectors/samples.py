@@ -47,6 +47,8 @@ class PowerSource(StrEnum):
     TABLE = "table"  # the default nvidia-smi table
 
 
+UNREADABLE_AT_LEAST: Final = 2
+GRAVE_ALONE: Final = frozenset({"ecc", "name"})  # memory errors that cannot be counted; a board that forgot its name
 NO_REASONS: Final[Mapping[str, Reason]] = MappingProxyType({})
 
 
@@ -95,12 +97,19 @@ class GpuSample:
 
     @property
     def fault(self) -> Reason | None:
-        """LOST, RESET_REQUIRED or UNREADABLE where a core reading says so; None for a sound board."""
-        reasons = set(self.reasons.values())
-        for fault in (Reason.LOST, Reason.RESET_REQUIRED, Reason.UNREADABLE):
-            if fault in reasons:
-                return fault
-        return None
+        """LOST or RESET_REQUIRED where any reading says so, UNREADABLE where several fail; None for a sound board.
+
+        One reading may fail for itself (a sensor, 0 W beside a load); a broken board fails in several at once.
+        """
+        if not self.reasons:
+            return None
+        reasons = list(self.reasons.values())
+        if Reason.LOST in reasons:
+            return Reason.LOST
+        if Reason.RESET_REQUIRED in reasons:
+            return Reason.RESET_REQUIRED
+        unreadable = {name for name, reason in self.reasons.items() if reason is Reason.UNREADABLE}
+        return Reason.UNREADABLE if len(unreadable) >= UNREADABLE_AT_LEAST or unreadable & GRAVE_ALONE else None
 
 
 @dataclass(frozen=True, slots=True)
