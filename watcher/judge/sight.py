@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 from collectors.samples import HostStatus
@@ -18,6 +19,7 @@ NEVER_SEEN_SECONDS: Final = 60.0
 BLIND_SECONDS: Final = 10.0
 # The job counts as standing with its node when its counter stands this many of its usual intervals.
 STANDING_INTERVALS: Final = 3.0
+ALL_GONE_SECONDS: Final = 60.0
 
 BLIND_ADVICE: Final = {
     HostStatus.SAMPLER_TIMEOUT: "The driver's query hangs; the job may be well. Look at the kernel log for Xid 119, "
@@ -31,39 +33,58 @@ BLIND_ADVICE: Final = {
 }
 
 
+@dataclass(slots=True)
+class OutOfSight:
+    """A node that does not tell of its boards: since when, in which way now, and what has been said of it."""
+
+    since: float
+    status: HostStatus
+    status_since: float
+    told: dict[AlertName, float] = field(default_factory=dict)  # alert -> since
+
+
 class Sight:
-    """Follows how long each node has been out of sight, on the look's clock."""
+    """Follows how long each node has been out of sight, on the look's clock.
+
+    What was said of a node stays said until it is seen again: a rebooting node alternates between silent and refusing,
+    and a blind one may fall silent, without being any better for it.
+    """
 
     def __init__(self) -> None:
-        self._since: dict[str, tuple[HostStatus, float]] = {}
+        self._out: dict[str, OutOfSight] = {}
+        self._all_silent = False
 
     def look(self, look: Look, pace: Pace) -> tuple[Finding, ...]:
-        """One finding a node that has been out of sight for long enough."""
-        return tuple(self._findings(look, pace))
+        """The findings of each node that has been out of sight for long enough."""
+        self._all_silent = all(n.status is HostStatus.UNREACHABLE for n in look.sample.nodes)
+        return tuple(finding for node in look.sample.nodes for finding in self._look_at(look, pace, node))
 
-    def _findings(self, look: Look, pace: Pace) -> Iterator[Finding]:
-        for node in look.sample.nodes:
-            if node.status is HostStatus.OK:
-                self._since.pop(node.node, None)
-                continue
-            status, since = self._since.get(node.node, (node.status, look.now))
-            if status is not node.status:
-                since = look.now
+    def _look_at(self, look: Look, pace: Pace, node: NodeState) -> Iterator[Finding]:
+        if node.status is HostStatus.OK:
+            self._out.pop(node.node, None)
+            return
+        out = self._out.setdefault(node.node, OutOfSight(look.now, node.status, look.now))
+        if node.status is not out.status:
+            out.status, out.status_since = node.status, look.now
+        since, limit = out.status_since, BLIND_SECONDS
+        if node.status is HostStatus.UNREACHABLE:
             # Silence began with the last line, not when it was noticed.
-            if node.status is HostStatus.UNREACHABLE and node.age_seconds is not None:
-                since = look.now - node.age_seconds
-            self._since[node.node] = (node.status, since)
-            seconds = look.now - since
-            if node.status is HostStatus.UNREACHABLE:
-                if seconds >= (NEVER_SEEN_SECONDS if node.age_seconds is None else UNREACHABLE_SECONDS):
-                    yield self._unreachable(look, pace, node, since)
-            elif seconds >= BLIND_SECONDS:
-                yield self._blind(look, node, since)
+            since = out.since if node.age_seconds is None else min(out.since, look.now - node.age_seconds)
+            limit = NEVER_SEEN_SECONDS if node.age_seconds is None else UNREACHABLE_SECONDS
+        if look.now - since >= limit:
+            out.told.setdefault(alert_of(node.status), since)
+        for alert, told_since in out.told.items():
+            if alert is AlertName.NODE_UNREACHABLE:
+                yield self._unreachable(look, pace, node, told_since)
+            else:
+                yield self._blind(look, node, alert, told_since)
 
     def _unreachable(self, look: Look, pace: Pace, node: NodeState, since: float) -> Finding:
         usual, stalled = pace.usual_seconds, pace.stalled_seconds
         readable = stalled is not None and pace.advances > 0
         standing = readable and stalled is not None and stalled > STANDING_INTERVALS * (usual or UNREACHABLE_SECONDS)
+        # Nobody is left who could say how the job is: that is as grave.
+        gone = self._all_silent and look.now - since >= ALL_GONE_SECONDS
         silence = f"last line {look.now - since:.0f} s ago" if node.age_seconds is not None else "never a line"
         evidence = [f"{node.node}: {node.detail}", silence]
         if readable and stalled is not None:
@@ -73,9 +94,16 @@ class Sight:
         return Finding(
             job=look.spec.name,
             alert=AlertName.NODE_UNREACHABLE,
-            severity=Severity.CRITICAL if standing else DEFAULT_SEVERITY[AlertName.NODE_UNREACHABLE],
+            severity=Severity.CRITICAL if standing or gone else DEFAULT_SEVERITY[AlertName.NODE_UNREACHABLE],
             scope=node.node,
-            summary=f"{node.node} does not answer" + (f", and {look.spec.name} stands." if standing else "."),
+            summary=f"{node.node} does not answer"
+            + (
+                f", and {look.spec.name} stands."
+                if standing
+                else f", nor does any node of {look.spec.name}."
+                if gone
+                else "."
+            ),
             evidence=tuple(evidence),
             advice="Look at the node's console or BMC: it may be down, rebooting, or cut off. "
             + ("The job waits for it; restart without the node." if standing else "The job itself may be well."),
@@ -84,9 +112,8 @@ class Sight:
             gpus_idle=(look.sample.expected_gpus or 0) if standing else 0,
         )
 
-    def _blind(self, look: Look, node: NodeState, since: float) -> Finding:
-        fault = node.status is HostStatus.NO_DEVICES
-        alert = AlertName.GPU_FAULT if fault else AlertName.PROBE_BLIND
+    def _blind(self, look: Look, node: NodeState, alert: AlertName, since: float) -> Finding:
+        fault = alert is AlertName.GPU_FAULT
         return Finding(
             job=look.spec.name,
             alert=alert,
@@ -98,3 +125,10 @@ class Sight:
             since_seconds=since,
             suspects=(Suspect(node.node),),
         )
+
+
+def alert_of(status: HostStatus) -> AlertName:
+    """What is said of a node that is out of sight in this way."""
+    if status is HostStatus.UNREACHABLE:
+        return AlertName.NODE_UNREACHABLE
+    return AlertName.GPU_FAULT if status is HostStatus.NO_DEVICES else AlertName.PROBE_BLIND

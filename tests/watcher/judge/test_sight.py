@@ -94,3 +94,39 @@ def test_a_hang_of_a_job_without_a_counter_ends_when_its_boards_work_again() -> 
     assert job.finding(AlertName.JOB_HUNG).confirmed
     job.play(10, COMPUTE)
     assert job.findings == ()
+
+
+def test_a_node_that_reboots_stays_one_finding_until_it_is_seen_again() -> None:
+    job = training()
+    cut_off(job)
+    job.play(20, COMPUTE, silent=["node-2"])
+    for _ in range(4):
+        job.links["node-2"] = NodeLink("node-2", HostStatus.AUTH_FAILED, "login refused while it boots", 30.0)
+        job.play(4, COMPUTE, silent=["node-2"])
+        assert "NodeUnreachable" in job.alerts
+        cut_off(job)
+        job.play(8, COMPUTE, silent=["node-2"])
+        assert "NodeUnreachable" in job.alerts
+    job.links["node-2"] = NodeLink("node-2", HostStatus.OK, "", 0.0)
+    job.play(5, COMPUTE)
+    assert job.alerts == set()
+
+
+def test_a_blind_node_that_falls_silent_is_still_blind() -> None:
+    job = training()
+    job.status["node-2"] = (HostStatus.SAMPLER_TIMEOUT, "nvml has not answered for 12 s")
+    job.play(20, COMPUTE)
+    assert job.alerts == {"ProbeBlind"}
+    cut_off(job)
+    job.play(4, COMPUTE, silent=["node-2"])
+    assert "ProbeBlind" in job.alerts
+
+
+def test_a_job_of_which_no_node_answers_for_a_minute_is_critical() -> None:
+    job = training(progress=None)
+    for node in job.nodes:
+        cut_off(job, node)
+    job.play(30, COMPUTE, silent=list(job.nodes))
+    assert {f.severity for f in job.findings if f.alert is UNREACHABLE} == {Severity.WARNING}
+    job.play(50, COMPUTE, silent=list(job.nodes))
+    assert {f.severity for f in job.findings if f.alert is UNREACHABLE} == {Severity.CRITICAL}
