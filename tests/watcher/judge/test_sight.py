@@ -103,13 +103,13 @@ def test_a_node_that_reboots_stays_one_finding_until_it_is_seen_again() -> None:
     for _ in range(4):
         job.links["node-2"] = NodeLink("node-2", HostStatus.AUTH_FAILED, "login refused while it boots", 30.0)
         job.play(4, COMPUTE, silent=["node-2"])
-        assert "NodeUnreachable" in job.alerts
+        assert job.finding(UNREACHABLE).scope == "node-2"
         cut_off(job)
         job.play(8, COMPUTE, silent=["node-2"])
-        assert "NodeUnreachable" in job.alerts
+        assert job.finding(UNREACHABLE).scope == "node-2"
     job.links["node-2"] = NodeLink("node-2", HostStatus.OK, "", 0.0)
     job.play(5, COMPUTE)
-    assert job.alerts == set()
+    assert job.findings == ()
 
 
 def test_a_blind_node_that_falls_silent_is_still_blind() -> None:
@@ -119,7 +119,7 @@ def test_a_blind_node_that_falls_silent_is_still_blind() -> None:
     assert job.alerts == {"ProbeBlind"}
     cut_off(job)
     job.play(4, COMPUTE, silent=["node-2"])
-    assert "ProbeBlind" in job.alerts
+    assert job.finding(BLIND).scope == "node-2"
 
 
 def test_a_job_of_which_no_node_answers_for_a_minute_is_critical() -> None:
