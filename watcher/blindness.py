@@ -22,6 +22,8 @@ WINDOW_INTERVALS: Final = 8.0
 # A look this late means that this process was stopped or starved: what it knows is old.
 STARVED_INTERVALS: Final = 5.0
 SETTLE_INTERVALS: Final = 3.0
+# A network that is cut comes back or is noticed; nodes that stay away for this long are gone, and each says so.
+LONGEST_SECONDS: Final = 600.0
 
 
 class Blindness:
@@ -43,7 +45,7 @@ class Blindness:
             self._settle(now)
         if self.since is None:
             self._look_for_loss(answering, links, now)
-        elif len(self._before & answering) >= SHARE * len(self._before):
+        elif len(self._before & answering) >= SHARE * len(self._before) or now - self.since > LONGEST_SECONDS:
             self.since = None
             self._settle(now)
         self._history.append((now, answering))
@@ -66,8 +68,8 @@ class Blindness:
             scope="",
             summary=f"The watcher is blind: {len(silent)} of {len(self._before)} nodes went silent together.",
             evidence=tuple(f"{node}: {links[node].detail}" for node in silent[:5] if node in links),
-            advice="Look at this control host's own network first. "
-            "Nothing is concluded about any job until the nodes answer again.",
+            advice="Look at this control host's own network first. Nothing is concluded about jobs on these nodes "
+            f"until they answer again, for {LONGEST_SECONDS / 60:.0f} min at most.",
             since_seconds=self.since,
         )
 

@@ -78,6 +78,10 @@ class JobDesk:
             return self.spoke >= answering or now - self.first_heard_seconds >= grace
         return self.judged_seconds is None or now - self.judged_seconds >= self.spec.interval_seconds
 
+    def is_in_sight(self, links: Mapping[str, NodeLink]) -> bool:
+        """All of its nodes answer: it can be judged although others are out of sight."""
+        return all(node in links and links[node].status is HostStatus.OK for node in self.spec.nodes)
+
     def skip(self, now: float) -> None:
         """This round is over for the job, judged or not."""
         self.spoke.clear()
@@ -149,7 +153,7 @@ class Engine:
         blind = self._blindness.finding(links)
         if blind is None and self._blindness.settling(now):
             return self.snapshot
-        due = [] if blind else [desk for desk in self._desks.values() if desk.is_due(links, now)]
+        due = [d for d in self._desks.values() if d.is_due(links, now) and (blind is None or d.is_in_sight(links))]
         if not due and blind is None:
             return self.snapshot
         findings = [] if blind is None else [blind]

@@ -63,3 +63,11 @@ def test_a_starved_watcher_concludes_nothing_until_it_has_settled() -> None:
     assert sight.settling(61.0)
     assert not sight.settling(64.0)
     assert sight.since is None
+
+
+def test_nodes_that_stay_away_for_ten_minutes_are_gone_and_sight_goes_on_without_them() -> None:
+    sight = looked(links(), links(silent=6))
+    for second in range(2, 620):
+        sight.look(links(silent=6), float(second))
+    assert sight.since is None
+    assert not sight.settling(620.0)

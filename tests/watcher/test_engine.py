@@ -222,16 +222,16 @@ def play(world: World, start: int, end: int, *names: str) -> set[str]:
     return {job for second in range(start, end) for job in world.at(float(second), *names)}
 
 
-def test_a_blind_watcher_judges_nothing_and_says_one_thing() -> None:
+def test_a_blind_watcher_judges_no_job_out_of_sight_and_says_one_thing() -> None:
     world = World(LARGE, SINGLE)
     everybody = [*LARGE.nodes, "c"]
     play(world, 0, 5, *everybody)
     world.nodes.cut(*LARGE.nodes)
     seen = len(world.told.looks)
-    assert play(world, 5, 60, "c") == set()
-    alerts = [tuple(finding.alert for finding in findings) for findings, _ in world.told.looks[seen:]]
-    assert set(alerts) == {(AlertName.WATCHER_DEGRADED,)}
-    assert all(jobs == {""} for _, jobs in world.told.looks[seen:])
+    assert play(world, 5, 60, "c") == {SINGLE.name}  # all of its nodes answer: it goes on being watched
+    alerts = {finding.alert for findings, _ in world.told.looks[seen:] for finding in findings}
+    assert alerts == {AlertName.WATCHER_DEGRADED}
+    assert all(jobs <= {"", SINGLE.name} for _, jobs in world.told.looks[seen:])
     assert world.engine.snapshot.blind
 
 
