@@ -90,7 +90,8 @@ def judged(rounds: Sequence[JobSample], progress: ProgressWord | None, profile: 
         )
     for earlier in rounds[:-1]:
         before = classify(earlier, profile, progress)
-        if before.state is not verdict.state and earlier.gpus:
+        # A board that is lost now was well before: that is no disagreement.
+        if before.state is not verdict.state and verdict.state is not PowerState.GPU_FAULT and earlier.gpus:
             verdict = _less_sure(verdict, f"The sample before read as {before.state.value}.")
     unseen = [node for node in last.nodes if not node.fresh]
     if last.gpus and unseen:
