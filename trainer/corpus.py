@@ -1,0 +1,124 @@
+"""The records: a Hugging Face dataset or JSONL, and the part of it that belongs to one rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import datasets
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.manifest import dealt
+from trainer.refusal import Refusal
+
+ROW_ID: Final = "__row_id__"
+JSONL_SUFFIXES: Final = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+COLUMNS: Final = ("text", "messages")  # looked for in this order where none is named
+SAMPLED_ROWS: Final = 64
+READ_ROWS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """All records, in the order of their source."""
+
+    source: str
+    rows: Any  # datasets.Dataset of two columns: the records and ROW_ID
+    column: str
+    kind: str  # "text": strings; "chat": lists of messages
+    sha256: str  # of its length and of rows sampled over it
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The rows of one rank, as `datasets.shard` dealt them."""
+
+    world: int
+    rank: int
+    contiguous: bool
+    rows: Any
+    row_ids: NDArray[np.int64]
+
+    def batches(self, column: str) -> Iterator[tuple[int, list[Any]]]:
+        """(place of the first, records), READ_ROWS at a time."""
+        for begin in range(0, len(self.row_ids), READ_ROWS):
+            yield begin, list(self.rows[begin : begin + READ_ROWS][column])
+
+
+def read_corpus(source: str, split: str, column: str | None) -> Corpus:
+    """Opens JSONL files (one path or a glob), a directory of `save_to_disk`, or a dataset by its name.
+
+    Raises Refusal: nothing there, no such split, no such column, records that are neither text nor chats.
+    """
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said below, once
+    dataset = _load(source, split)
+    if len(dataset) == 0:
+        raise Refusal(f"{source}: no record")
+    names = [column] if column else [name for name in COLUMNS if name in dataset.column_names]
+    if not names or names[0] not in dataset.column_names:
+        wanted = f"no column {column!r}" if column else "neither a column 'text' nor 'messages'"
+        raise Refusal(f"{source}: {wanted}; there are {', '.join(dataset.column_names)}: name one with --column")
+    rows = dataset.select_columns(names[0])
+    kind = _kind(rows[0][names[0]], f"{source}: column {names[0]!r}, row 0")
+    sha256 = _sampled_sha256(rows, names[0])
+    return Corpus(source, rows.add_column(ROW_ID, np.arange(len(rows), dtype=np.int64)), names[0], kind, sha256)
+
+
+def deal(corpus: Corpus, world: int, rank: int, contiguous: bool) -> Shard:
+    """One rank's shard, `contiguous` always passed: its default differs between versions (datasets#5507).
+
+    Raises Refusal for an empty one, for which `datasets.shard` has no word of its own (datasets#7443).
+    """
+    if dealt(len(corpus), world, rank, contiguous)[0] == 0:
+        raise Refusal(f"{corpus.source}: rank {rank} of {world} gets no row of {len(corpus):,}: use fewer ranks")
+    rows = corpus.rows.shard(num_shards=world, index=rank, contiguous=contiguous)
+    return Shard(world, rank, contiguous, rows, np.asarray(rows[:][ROW_ID], dtype=np.int64))
+
+
+def _load(source: str, split: str) -> Any:
+    path = Path(source)
+    try:
+        if source.endswith(JSONL_SUFFIXES):
+            return datasets.load_dataset("json", data_files={split: source}, split=split)
+        if path.is_dir() and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+            found = datasets.load_from_disk(source)
+            if not isinstance(found, datasets.DatasetDict):
+                return found
+            if split not in found:
+                raise Refusal(f"{source}: no split {split!r}; there are {', '.join(found)}")
+            return found[split]
+        return datasets.load_dataset(source, split=split)
+    except Refusal:
+        raise
+    except Exception as error:
+        root: BaseException = error
+        while root.__cause__ is not None:
+            root = root.__cause__
+        lines = str(root).strip().splitlines() or [type(root).__name__]
+        raise Refusal(f"{source}: cannot be read as a dataset: {lines[0]}") from error
+
+
+def _kind(record: object, where: str) -> str:
+    if isinstance(record, str):
+        return "text"
+    if isinstance(record, list) and record and all(isinstance(m, dict) and "role" in m for m in record):
+        return "chat"
+    raise Refusal(f"{where}: expected text, or a list of messages with a role, found {type(record).__name__}")
+
+
+def _sampled_sha256(rows: Any, column: str) -> str:
+    places = sorted({int(place) for place in np.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows)))})
+    digest = hashlib.sha256(f"{len(rows)}\0{column}\0".encode())
+    for record in rows.select(places)[column]:
+        digest.update(json.dumps(record, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "replace"))
+    return digest.hexdigest()

@@ -1,0 +1,173 @@
+"""One rank's shard into fixed blocks: tokens end to end, EOS between records, what does not fill a block is dropped.
+
+Attention crosses records inside a block unless the trainer asks for the document mask. Same records, tokenizer and
+versions: bit-same files.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, Final
+
+import datasets
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.blocks import START, TOKEN
+from trainer.corpus import Corpus, Shard
+from trainer.manifest import (
+    TOKEN_BYTES,
+    VERSION,
+    Manifest,
+    manifest_file,
+    manifest_text,
+    starts_file,
+    take_samples,
+    token_file,
+)
+from trainer.publish import publish_text, published
+from trainer.refusal import Refusal
+from trainer.tokens import Tokenized, TokenizerFacts, TokenizerPool
+
+NO_IDS: Final = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class PackSettings:
+    """How ids become blocks. All of it stands in the manifest."""
+
+    seq_len: int
+    document_mask: bool
+
+
+class BlockStream:
+    """Cuts a stream of ids into whole blocks, and keeps count of what passed."""
+
+    def __init__(self, seq_len: int) -> None:
+        self.seq_len = seq_len
+        self.rest = NO_IDS
+        self.blocks = self.tokens = self.empty_rows = 0
+        self.min_id, self.max_id = np.iinfo(np.int32).max, -1
+
+    def push(self, batch: Tokenized) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """(ids of the blocks that are full now, places in the whole stream where the batch's records begin)."""
+        starts = self.tokens + np.cumsum(batch.lengths) - batch.lengths
+        self.empty_rows += int(np.count_nonzero(batch.lengths == 0))
+        self.tokens += batch.ids.size
+        ids = np.concatenate((self.rest, batch.ids))
+        full = ids.size // self.seq_len
+        ids, self.rest = ids[: full * self.seq_len], ids[full * self.seq_len :]
+        self.blocks += full
+        if ids.size:
+            self.min_id, self.max_id = min(self.min_id, int(ids.min())), max(self.max_id, int(ids.max()))
+        return ids, starts[batch.lengths > 0]
+
+
+def pack(
+    corpus: Corpus,
+    shard: Shard,
+    settings: PackSettings,
+    facts: TokenizerFacts,
+    pool: TokenizerPool,
+    directory: Path,
+    on_rows: Callable[[int], None],
+) -> Manifest:
+    """Writes the rank's token file, then its manifest; `on_rows` hears of the rows done.
+
+    A file of before stays whole until the new one is, and its manifest goes first: the two never disagree unseen.
+    Raises Refusal: a record that is no text, fewer tokens than a block, no space, not writable.
+    """
+    tokens_path = token_file(str(directory), shard.rank)
+    manifest_path = manifest_file(str(directory), shard.rank)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        stream, digest, starts = BlockStream(settings.seq_len), hashlib.sha256(), 0
+        starts_path = starts_file(str(directory), shard.rank)
+        with (
+            published(starts_path) if settings.document_mask else nullcontext() as starts_out,
+            published(tokens_path) as out,
+        ):
+            for batch in pool.tokenized(_named(corpus, shard)):
+                ids, begins = stream.push(batch)
+                data = ids.astype(TOKEN, copy=False).tobytes()
+                out.write(data)
+                digest.update(data)
+                if starts_out is not None:
+                    starts_out.write(begins.astype(START, copy=False).tobytes())
+                starts += begins.size
+                on_rows(batch.lengths.size)
+            if stream.blocks == 0:
+                raise Refusal(
+                    f"{corpus.source}: rank {shard.rank} of {shard.world}: {shard.row_ids.size:,} rows give "
+                    f"{stream.tokens:,} tokens, less than one block of {settings.seq_len:,}"
+                )
+            Path(manifest_path).unlink(missing_ok=True)
+        if starts_out is None:
+            Path(starts_path).unlink(missing_ok=True)
+        manifest = _manifest(corpus, shard, settings, facts, stream, tokens_path, digest.hexdigest(), starts)
+        publish_text(manifest_path, manifest_text(manifest))
+    except OSError as error:
+        what = "no space left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+        raise Refusal(f"{error.filename or tokens_path}: {what}; nothing of rank {shard.rank} was published") from error
+    return manifest
+
+
+def _named(corpus: Corpus, shard: Shard) -> Any:
+    for begin, records in shard.batches(corpus.column):
+        ids = shard.row_ids[begin : begin + len(records)].tolist()
+        yield records, [f"{corpus.source}: row {row}, column {corpus.column!r}" for row in ids]
+
+
+def _manifest(
+    corpus: Corpus,
+    shard: Shard,
+    settings: PackSettings,
+    facts: TokenizerFacts,
+    stream: BlockStream,
+    path: str,
+    sha256: str,
+    starts: int,
+) -> Manifest:
+    size = stream.blocks * settings.seq_len * TOKEN_BYTES
+    with open(path, "rb") as file:
+        samples = take_samples(lambda offset, length: os.pread(file.fileno(), length, offset), size)
+    return Manifest(
+        v=VERSION,
+        world=shard.world,
+        rank=shard.rank,
+        contiguous=shard.contiguous,
+        corpus_sha256=corpus.sha256,
+        corpus_rows=len(corpus),
+        rows=shard.row_ids.size,
+        first_row=int(shard.row_ids[0]),
+        last_row=int(shard.row_ids[-1]),
+        row_xor=reduce(lambda a, b: a ^ b, shard.row_ids.tolist(), 0),
+        empty_rows=stream.empty_rows,
+        column=corpus.column,
+        kind=corpus.kind,
+        seq_len=settings.seq_len,
+        blocks=stream.blocks,
+        tokens=stream.tokens,
+        dropped_tokens=stream.rest.size,
+        min_token_id=stream.min_id,
+        max_token_id=stream.max_id,
+        vocab_size=facts.vocab_size,
+        tokenizer_sha256=facts.sha256,
+        tokenizer_file_sha256=facts.file_sha256,
+        tokenizer_meaning_sha256=facts.meaning_sha256,
+        template_sha256=facts.template_sha256,
+        eos_id=facts.eos_id,
+        datasets_version=datasets.__version__,
+        tokenizers_version=facts.version,
+        size_bytes=size,
+        sha256=sha256,
+        samples=samples,
+        document_starts=starts if settings.document_mask else None,
+    )
