@@ -127,7 +127,7 @@ def _half_blind(sample: JobSample, progress: ProgressWord | None) -> Verdict:
     if mig:
         why = "MIG is on: utilisation has no value for the whole board, and its power is shared by all slices."
     else:
-        why = f"Of {len(gpus)} boards {no_watts} do not report power and {no_busy} do not report utilisation."
+        why = f"Power is missing on {no_watts} of {len(gpus)} boards, utilisation on {no_busy}."
     return Verdict(
         PowerState.UNKNOWN, 0.3, picture.shape, why,
         "Give the job's progress (a log or a run directory): without power and utilisation only steps can tell.",

@@ -61,7 +61,7 @@ def test_full_utilisation_without_memory_or_process_is_a_ghost() -> None:
 def test_zero_watts_beside_high_utilisation_is_not_readable() -> None:
     verdict = classify(picture([0] * 8, [100] * 8))
     assert verdict.state is PowerState.UNKNOWN
-    assert "8 do not report power" in verdict.why
+    assert "Power is missing on 8 of 8 boards" in verdict.why
 
 
 def test_mig_has_no_utilisation_of_the_whole_board() -> None:
