@@ -33,6 +33,10 @@ HEARTBEAT: Final = "heartbeat"
 SAME_READING_SECONDS: Final = 0.05
 # Sources that changed this much before the freshest one of their kind are left over from an earlier run.
 LEFTOVER_SECONDS: Final = 300.0
+LEAST_LEFTOVER_SECONDS: Final = 30.0
+LEFTOVER_LINES: Final = 6.0
+# Files that changed this close to the freshest one are of the same run.
+TOGETHER_SECONDS: Final = 2.0
 READING: Final = "read "  # how the probe calls its reading of a run directory or of a log's pattern
 
 
@@ -254,6 +258,13 @@ def _is_below(path: str, places: tuple[str, ...]) -> bool:
     return any(path.startswith(place.rstrip("/") + "/") or fnmatch.fnmatchcase(path, place) for place in places)
 
 
+def _leftover_seconds(source: ProgressSample) -> float:
+    """A log whose lines come at a known pace has ended once it misses many of them while another one goes on."""
+    if source.format == HEARTBEAT or source.line_interval_seconds is None:
+        return LEFTOVER_SECONDS
+    return min(LEFTOVER_SECONDS, max(LEAST_LEFTOVER_SECONDS, LEFTOVER_LINES * source.line_interval_seconds))
+
+
 def _of_this_run(sources: tuple[ProgressSample, ...]) -> tuple[ProgressSample, ...]:
     """Without the logs and heartbeats of earlier runs, whose last step may lie ahead: ranks of one run speak together,
     and when they hang they fall silent together."""
@@ -261,10 +272,9 @@ def _of_this_run(sources: tuple[ProgressSample, ...]) -> tuple[ProgressSample, .
     for beats in (True, False):
         kind = [s for s in sources if (s.format == HEARTBEAT) is beats]
         freshest = min((s.age_seconds or 0.0 for s in kind), default=0.0)
-        restart = max((s.restart for s in kind if s.restart is not None), default=None)
-        kept += [
-            s
-            for s in kind
-            if (s.age_seconds or 0.0) <= freshest + LEFTOVER_SECONDS and (s.restart is None or s.restart == restart)
-        ]
+        young = [s for s in kind if (s.age_seconds or 0.0) <= freshest + _leftover_seconds(s)]
+        # A relaunch by hand counts from 0 again: the freshest file's counter is the run's, not the largest one.
+        newest = [s for s in young if (s.age_seconds or 0.0) <= freshest + TOGETHER_SECONDS]
+        restart = max((s.restart for s in newest if s.restart is not None), default=None)
+        kept += [s for s in young if restart is None or s.restart is None or s.restart == restart]
     return tuple(kept)

@@ -17,6 +17,7 @@ FLOOR_SECONDS: Final = 30.0
 CEILING_SECONDS: Final = 900.0
 LEAST_INTERVALS: Final = 2
 KEPT_INTERVALS: Final = 20
+MOVES_BELOW: Final = 2
 
 
 class Pace:
@@ -35,6 +36,8 @@ class Pace:
         self.start_seen = False  # the run was started under our eyes, so what stands is its start
         self.pausing = False  # in this look
         self._disturbed = False
+        self._below: int | None = None  # a step behind the furthest one, and how often that one has moved
+        self._moves = 0
 
     def look(self, look: Look, pausing: bool) -> None:
         """`pausing`: the job saves, evaluates or loads; such an interval teaches nothing about its steps."""
@@ -48,6 +51,9 @@ class Pace:
         self.restarted = self._is_restart(look)
         if self.restarted:
             self._forget()
+        elif self._moves_below(progress.step):
+            self.restarted = True
+            self._forget()
         step = progress.step if self._step is None else max(self._step, progress.step)
         if self._step is None:
             self._stood_seconds = progress.age_seconds or 0.0
@@ -59,6 +65,16 @@ class Pace:
         self.stalled_seconds = self._stood_seconds
         self._disturbed = (self._disturbed or pausing or look.gap) and step == self._step
         self._step = step
+
+    def _moves_below(self, step: int) -> bool:
+        """Steps are counted below the furthest one: another run, in a file of its own. Twice, since one that is read
+        late may move once."""
+        if self._step is None or step >= self._step:
+            self._below, self._moves = None, 0
+            return False
+        self._moves += self._below is not None and step > self._below
+        self._below = step
+        return self._moves >= MOVES_BELOW
 
     def _is_restart(self, look: Look) -> bool:
         """A source counts backwards, or its restart counter changed. That a source is lost is no restart."""
@@ -90,6 +106,7 @@ class Pace:
     def _forget(self) -> None:
         self._step, self._best_seconds_per_step, self._last_seconds_per_step = None, None, None
         self._intervals.clear()
+        self._below, self._moves = None, 0
         self.advances = 0
         self.stalled_seconds = None
         self._disturbed = False

@@ -61,6 +61,9 @@ class Processes:
             del self._ends[node.node][:-50]
             if node.processes is not None:
                 self._look_at_node(node, node.processes)
+        if self.renewed:
+            # Who is missing on another node belongs to the run before: the new one may be smaller, or come up later.
+            self.forget_missing()
 
     def _look_at_node(self, node: NodeState, processes: tuple[ProcessSample, ...]) -> None:
         alive = {(p.pid, p.started_seconds): p for p in processes if p.state not in ENDED}
