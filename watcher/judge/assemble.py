@@ -24,6 +24,7 @@ from collectors.samples import (
     Reason,
 )
 from collectors.ssh.link import NodeLink
+from watcher.judge.boards import short_pci
 from watcher.judge.job_sample import JobProgress, JobSample, JobSpec, NodeState, RankGpu
 
 # A node's boards are part of the picture while its last line is younger than this: one line may be late.
@@ -86,7 +87,9 @@ class JobAssembler:
             if gpu.uuid is not None or gpu.pci_bus_id is not None or gpu.index is not None
         }
         # As many as ever: these are the node's boards, also where one was replaced or another tool names them anew.
-        heard.boards = boards if len(boards) >= len(heard.boards) else {**heard.boards, **boards}
+        heard.boards = (
+            boards if len(boards) >= len(heard.boards) else {**_in_no_other_name(heard.boards, boards), **boards}
+        )
 
     def assemble(self, links: Mapping[str, NodeLink], now: float, wall: float) -> JobSample:
         """The job as it is known at `now` (control host's monotonic clock; `wall` is for people)."""
@@ -144,7 +147,7 @@ class JobAssembler:
         if sample is None or sample.gpus is None or sample.status is not HostStatus.OK:
             return []
         present = {gpu.key for gpu in sample.gpus}
-        told = {m.pci_bus_id for m in sample.missing_gpus} | {m.index for m in sample.missing_gpus} - {None}
+        told = ({m.pci_bus_id for m in sample.missing_gpus} | {m.index for m in sample.missing_gpus}) - {None}
         vanished = [
             MissingGpu(gpu.index, gpu.pci_bus_id, Reason.LOST, f"board {gpu.key} was listed before and is gone")
             for key, gpu in heard.boards.items()
@@ -251,6 +254,23 @@ class JobAssembler:
             # The order of boards tells ranks only as long as every node before this one is known.
             offset = None if offset is None or state.expected_gpus is None else offset + state.expected_gpus
         return tuple(ranked)
+
+
+def _in_no_other_name(known: Mapping[str, GpuSample], now: Mapping[str, GpuSample]) -> dict[str, GpuSample]:
+    """Those known before, without the ones that another board sits in the place of: it was exchanged, or another tool
+    calls it by another name. That is no loss."""
+    new = [gpu for key, gpu in now.items() if key not in known]
+    slots = {short_pci(gpu.pci_bus_id) for gpu in new if gpu.pci_bus_id is not None}
+    indexes = {gpu.index for gpu in new} - {None}
+    slotless = {gpu.index for gpu in new if gpu.pci_bus_id is None} - {None}
+
+    def taken(gpu: GpuSample) -> bool:
+        # The slot tells; where one of the two names none, the driver's index does.
+        if gpu.pci_bus_id is None:
+            return gpu.index in indexes
+        return short_pci(gpu.pci_bus_id) in slots or gpu.index in slotless
+
+    return {key: gpu for key, gpu in known.items() if key in now or not taken(gpu)}
 
 
 def _is_below(path: str, places: tuple[str, ...]) -> bool:

@@ -49,6 +49,7 @@ class Boards:
         self._xids: dict[tuple[str, str], tuple[float, KernelEvent]] = {}
         self._known_lines: set[tuple[str, str]] = set()
         self._since: dict[tuple[str, str], float] = {}
+        self._last: dict[tuple[str, str], BrokenBoard] = {}
         self._places: dict[tuple[str, str], Suspect] = {}  # (node, PCI id) -> index and rank when it last answered
 
     def look(self, look: Look) -> tuple[BrokenBoard, ...]:
@@ -64,11 +65,15 @@ class Boards:
             entry = found.setdefault((suspect.node, key), (suspect, []))
             if words not in entry[1]:
                 entry[1].append(words)
-        self._since = {place: self._since.get(place, look.now) for place in found}
-        return tuple(
-            BrokenBoard(suspect, place[1], tuple(words), self._since[place])
+        # A node whose boards are out of sight takes nothing back: a lost board is lost until the node shows it again.
+        seen = {node.node for node in look.sample.nodes if node.fresh}
+        held = {place: board for place, board in self._last.items() if place[0] not in seen and place not in found}
+        self._since = {place: self._since.get(place, look.now) for place in (*found, *held)}
+        self._last = held | {
+            place: BrokenBoard(suspect, place[1], tuple(words), self._since[place])
             for place, (suspect, words) in found.items()
-        )
+        }
+        return tuple(self._last.values())
 
     def _read_kernel(self, node: NodeState, now: float) -> None:
         for event in node.kernel_events:

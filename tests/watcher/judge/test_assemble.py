@@ -187,3 +187,32 @@ def test_what_the_connection_says_outweighs_the_last_line() -> None:
 
 def test_a_line_of_a_strange_node_is_ignored() -> None:
     assert look(JobAssembler(spec()), 10.0, line("z", 10.0)).gpus == ()
+
+
+def board(i: int, *, uuid: str | None, pci: str | None = None) -> GpuSample:
+    return GpuSample(i, uuid=uuid, pci_bus_id=pci)
+
+
+def test_a_board_in_the_place_of_another_one_is_no_loss() -> None:
+    """Exchanged, or named by another tool; also when a third board is lost at the same time."""
+    before = tuple(board(i, uuid=f"GPU-{i}", pci=f"00000000:1{i}:00.0") for i in range(4))
+    for after in (
+        (*before[:2], board(2, uuid="GPU-new", pci="0000:12:00.0")),  # in short form
+        (*before[:2], board(2, uuid="GPU-new")),  # without a slot
+        tuple(board(i, uuid=None, pci=f"00000000:1{i}:00.0") for i in range(3)),
+        tuple(board(i, uuid=None) for i in range(3)),
+    ):
+        assembler = JobAssembler(spec())
+        look(assembler, 10.0, line("a", 10.0, gpus=before))
+        for second in (11.0, 12.0):
+            missing = look(assembler, second, line("a", second, gpus=after)).nodes[0].missing_gpus
+            assert [m.index for m in missing] == [3]
+
+
+def test_a_board_without_a_slot_is_missed_beside_one_that_the_tool_could_not_open() -> None:
+    before = tuple(board(i, uuid=f"GPU-{i}") for i in range(4))
+    assembler = JobAssembler(spec())
+    look(assembler, 10.0, line("a", 10.0, gpus=before))
+    told = (MissingGpu(2, None, Reason.LOST, "cannot be opened"),)
+    missing = look(assembler, 11.0, line("a", 11.0, gpus=before[:2], missing_gpus=told)).nodes[0].missing_gpus
+    assert [m.index for m in missing] == [2, 3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from collectors.samples import Reason
+from collectors.samples import HostStatus, Reason
 from tests.watcher.judge.scenes import COMPUTE, KILLED, LOST, SPIN, Activity, Job, xid
 from watcher.judge.finding import AlertName
 
@@ -107,3 +107,19 @@ def test_a_slow_query_on_another_node_hides_no_broken_board() -> None:
     for _ in range(3):
         job.play(1, COMPUTE, {2: UNREADABLE}, slow=["node-2"])
     assert [s.gpu for s in job.finding(FAULT).suspects] == [2]
+
+
+def test_a_lost_board_stays_broken_while_its_node_is_silent_or_its_driver_hangs() -> None:
+    job = Job(nodes=2)
+    job.play(60, COMPUTE)
+    job.play(30, SPIN, {3: LOST})
+    start = job.now
+    job.play(6, SPIN, {3: LOST}, silent=["node-1"])
+    job.play(10, SPIN, {3: LOST})
+    job.status["node-1"] = (HostStatus.SAMPLER_TIMEOUT, "nvml has not answered for 6 s")
+    job.play(30, SPIN)
+    told = job.seconds_of(AlertName.GPU_FAULT)
+    assert [second for second in told if second > start] == [start + i for i in range(1, 47)]
+    job.status.clear()
+    job.play(3, COMPUTE)
+    assert AlertName.GPU_FAULT not in {finding.alert for finding in job.findings}
