@@ -16,6 +16,8 @@ DONE: Final = "done"
 ENDED: Final = frozenset("ZXx")  # in /proc/PID/stat: it has ended, and its parent has not asked for it yet
 # Somebody's test on a board of the node comes and goes as well; the job's own ranks stay.
 STRANGER_LOOKS: Final = 10
+# A board whose memory in use fell below this share was given up by whoever filled it, whoever else holds it still.
+GIVEN_UP_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Gone:
     node: str
     process: ProcessSample
     cause: str  # what the kernel log says of its end; "" where it says nothing
+    held_bytes: float | None = None  # the most that was in use on its boards while it lived; None: boards do not say
 
     @property
     def suspect(self) -> Suspect:
@@ -38,6 +41,7 @@ class Known:
 
     process: ProcessSample
     looks: int = 0
+    held_bytes: float | None = None  # as in Gone
     missing: int = 0
     missed_at: int | None = None  # sequence of the last such sample
 
@@ -52,10 +56,16 @@ class Processes:
         self._known: dict[str, dict[Key, Known]] = {}
         self._ends: dict[str, list[KernelEvent]] = {}
         self._ranked = False
+        self._in_use: dict[tuple[str, int], float] = {}  # bytes by node and board, in this look
         self.renewed = False  # in this very look a process came where another had gone: the job was started again
 
     def look(self, look: Look) -> None:
         self.renewed = False
+        self._in_use = {
+            (board.node, board.gpu.index): board.gpu.memory_used_bytes
+            for board in look.sample.gpus
+            if board.gpu.index is not None and board.gpu.memory_used_bytes is not None
+        }
         for node in look.sample.nodes:
             self._ends.setdefault(node.node, []).extend(e for e in node.kernel_events if e.pid is not None)
             del self._ends[node.node][:-50]
@@ -83,6 +93,9 @@ class Processes:
                 if process.gpu_indexes or process.rank is not None:
                     entry.process = process
                 entry.looks, entry.missing = entry.looks + 1, 0
+                in_use = self._bytes_on(node.node, entry.process)
+                if in_use is not None:
+                    entry.held_bytes = max(entry.held_bytes or 0.0, in_use)
         for key, entry in known.items():
             # Without boards in sight nobody can say who holds one: only a rank's pid is looked for then.
             sure = node.fresh or entry.process.rank is not None
@@ -104,9 +117,19 @@ class Processes:
             for entry in known.values():
                 if not entry.missing or (self._ranked and entry.process.rank is None):
                     continue
-                stranger = entry.looks < STRANGER_LOOKS or bool(held.intersection(entry.process.gpu_indexes))
+                others = bool(held.intersection(entry.process.gpu_indexes))
+                stranger = entry.looks < STRANGER_LOOKS or (others and not self._given_up(node, entry))
                 if self._ranked or all_left or not stranger:
                     yield node, entry
+
+    def _bytes_on(self, node: str, process: ProcessSample) -> float | None:
+        told = [self._in_use[node, i] for i in process.gpu_indexes if (node, i) in self._in_use]
+        return sum(told) if told else None
+
+    def _given_up(self, node: str, entry: Known) -> bool:
+        """Its boards are held by others, such as a monitor; but what was in their memory has gone with it."""
+        in_use = self._bytes_on(node, entry.process)
+        return in_use is not None and entry.held_bytes is not None and in_use < GIVEN_UP_SHARE * entry.held_bytes
 
     @property
     def just_gone(self) -> bool:
@@ -114,17 +137,30 @@ class Processes:
         return next(self._missing(), None) is not None
 
     @property
+    def ranked(self) -> bool:
+        """A heartbeat named one of them."""
+        return self._ranked
+
+    @property
     def nobody_left(self) -> bool:
         """Every process of the job that was ever seen is gone."""
-        counted = [e for known in self._known.values() for e in known.values() if e.process.rank is not None]
-        if not self._ranked:
-            counted = [entry for known in self._known.values() for entry in known.values()]
-        return bool(counted) and all(entry.missing for entry in counted)
+        counted = [
+            (node, entry)
+            for node, known in self._known.items()
+            for entry in known.values()
+            if not self._ranked or entry.process.rank is not None
+        ]
+        left = [(node, entry) for node, entry in counted if entry.missing]
+        names = {entry.process.name for _, entry in left}
+        if not left or any(entry.process.name in names for _, entry in counted if not entry.missing):
+            return False
+        # Whoever stays under another name, such as a monitor, is none of the job's if its memory went without them.
+        return len(left) == len(counted) or all(self._given_up(node, entry) for node, entry in left)
 
     def gone(self) -> tuple[Gone, ...]:
         """Those missing on two samples of their node."""
         return tuple(
-            Gone(node, entry.process, self._cause(node, entry.process))
+            Gone(node, entry.process, self._cause(node, entry.process), entry.held_bytes)
             for node, entry in self._missing()
             if entry.missing >= GONE_ROUNDS
         )
@@ -142,7 +178,9 @@ class Processes:
 
 
 def _replaces(new: ProcessSample, gone: ProcessSample) -> bool:
-    """The same rank again, or a process on the same board."""
+    """The same rank again, or a process of the same name on the same board."""
     if new.rank is not None and gone.rank is not None:
         return new.rank == gone.rank
+    if new.name != gone.name:
+        return False
     return not gone.gpu_indexes or bool(set(new.gpu_indexes).intersection(gone.gpu_indexes))

@@ -144,3 +144,46 @@ def test_before_any_process_was_seen_nothing_has_ended() -> None:
     job.play(60, replace(ENDED, phase="load"))
     assert job.alerts == set()
     assert not Processes().nobody_left
+
+
+def test_a_strangers_process_on_a_dead_ranks_board_is_no_restart() -> None:
+    job = playing("log")
+    job.play(5, SPIN, {5: KILLED})
+    stranger = ProcessSample(99, "jupyter", "S", 2000.0, None, (5,))
+    job.change = lambda line: replace(line, processes=(*(line.processes or ()), stranger))
+    job.play(120, SPIN, {5: KILLED})
+    assert job.finding(CRASHED)
+    assert job.alerts == {"JobCrashed"}
+
+
+@pytest.mark.parametrize("boards", [(5,), tuple(range(8))])
+def test_a_monitor_that_holds_the_boards_all_along_hides_no_crash(boards: tuple[int, ...]) -> None:
+    monitor = ProcessSample(99, "dcgm", "S", 20.0, None, boards)
+    for dead in ({5: KILLED}, dict.fromkeys(range(16), KILLED)):
+        job = Changed(nodes=2, progress="log")
+        job.change = lambda line: replace(line, processes=(*(line.processes or ()), monitor))
+        job.play(60, COMPUTE)
+        job.play(60, SPIN, dead)
+        assert job.finding(CRASHED)
+        assert job.alerts == {"JobCrashed"}
+
+
+def test_a_monitor_that_stays_keeps_no_job_from_being_complete() -> None:
+    monitor = ProcessSample(99, "dcgm", "S", 20.0, None, tuple(range(8)))
+    job = Changed(nodes=1, progress="log", step=95, total_steps=100)
+    job.change = lambda line: replace(line, processes=(*(line.processes or ()), monitor))
+    job.play(30, COMPUTE)
+    job.play(200, replace(ENDED, phase="train"))
+    assert job.alerts == {"JobCompleted"}
+
+
+def test_a_monitor_that_is_restarted_is_no_crash() -> None:
+    monitor = ProcessSample(99, "dcgm", "S", 20.0, None, tuple(range(8)))
+    job = Changed(nodes=2, progress="log")
+    job.change = lambda line: replace(line, processes=(*(line.processes or ()), monitor))
+    job.play(60, COMPUTE)
+    job.change = None
+    job.play(30, COMPUTE)
+    job.change = lambda line: replace(line, processes=(*(line.processes or ()), replace(monitor, pid=100)))
+    job.play(60, COMPUTE)
+    assert job.alerts == set()
