@@ -10,24 +10,20 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from collectors.samples import CheckpointEntry
 from watcher.judge import rules
 from watcher.judge.boards import Boards
+from watcher.judge.ending import Ending
 from watcher.judge.finding import AlertName, Finding, JobState
 from watcher.judge.hang import Hang
 from watcher.judge.job_sample import JobSample, JobSpec
 from watcher.judge.look import GAP_INTERVALS, Look
 from watcher.judge.pace import Pace
-from watcher.judge.processes import DONE, Processes
+from watcher.judge.processes import Processes
 from watcher.judge.saving import Saving
 from watcher.judge.sight import Sight
 from watcher.judge.verdict import PowerState, Verdict
 
 STATE_ROUNDS: Final = 2
-GOES_ON_SECONDS: Final = 30.0  # steps that are counted this long after a crash: the job goes on without those ranks
-LEAVING_SECONDS: Final = 120.0  # the last rank may write or upload while the others have left
-DONE_PHASES: Final = frozenset({DONE})
-LISTING_SECONDS: Final = 15.0  # a checkpoint directory is listed each other second, and file servers show late
 AT_ONCE: Final = frozenset({JobState.HUNG, JobState.CRASHED, JobState.COMPLETED})
 PAUSES: Final = frozenset({"save", "eval", "load"})
 QUIET: Final = frozenset({PowerState.IDLE, PowerState.WAITING, PowerState.UNKNOWN})
@@ -55,9 +51,7 @@ class Detector:
         self._sight = Sight()
         self._hang = Hang()
         self._persistent: dict[AlertName, rules.Persisted] = {}
-        self._completed_since: float | None = None
-        self._crashed_since: float | None = None
-        self._gone_since: float | None = None
+        self._ending = Ending()
         self._wasted: dict[str, float] = {}
         self._next_state: JobState | None = None
         self._state_rounds = 0
@@ -76,7 +70,8 @@ class Detector:
         self._saving.look(look)
         self._processes.look(look)
         self._pace.look(look, pausing=bool(PAUSES & look.phases) or self._saving.save is not None)
-        if self._pace.restarted or self._processes.renewed:
+        self._ending.watch(look, self._pace)
+        if self._pace.restarted or self._processes.renewed or self._ending.came_back:
             self._start_again()
             if not self._pace.restarted:
                 self._pace.start_again(look)
@@ -97,14 +92,14 @@ class Detector:
     def _start_again(self) -> None:
         """The job was started again: what was wrong with the run before is history."""
         self._hang.clear()
-        self._completed_since = self._crashed_since = None
+        self._ending.clear()
         for held in self._persistent.values():
             held.clear()
 
     def _findings(self, look: Look) -> tuple[Finding, ...]:
         found: list[Finding] = [*self._sight.look(look, self._pace)]
         found += [rules.gpu_fault(look, board) for board in self._boards.look(look)]
-        ended = self._ended(look)
+        ended = self._ending.look(look, self._pace, self._saving, self._processes)
         if ended is not None:
             return (*found, ended)
         somebody_missing = self._processes.just_gone
@@ -120,44 +115,6 @@ class Detector:
         if overdue is not None:
             found.append(overdue)
         return tuple(found)
-
-    def _ended(self, look: Look) -> Finding | None:
-        """Completion and crash: processes that were there are gone."""
-        crashed_for = 0.0 if self._crashed_since is None else look.now - self._crashed_since
-        if crashed_for > GOES_ON_SECONDS and self._pace.stalled_seconds == 0.0:
-            self._processes.forget_missing()
-            self._crashed_since = None
-        gone = self._processes.gone()
-        leaving = bool(gone) and self._processes.nobody_left
-        final = self._is_final(look)
-        if final and (leaving or look.phases == DONE_PHASES) and self._last_save_open(look) is None:
-            self._completed_since = look.now if self._completed_since is None else self._completed_since
-        if self._completed_since is not None:
-            return rules.completed(look, self._completed_since, self._saving.newest_complete)
-        self._gone_since = (look.now if self._gone_since is None else self._gone_since) if gone else None
-        # After the last step ranks leave one by one, and a checkpoint's mark may be there and not be listed yet.
-        patience = 0.0 if not final else LISTING_SECONDS if leaving else LEAVING_SECONDS
-        if self._gone_since is None or look.now - self._gone_since < patience:
-            return None
-        self._crashed_since = look.now if self._crashed_since is None else self._crashed_since
-        return rules.crashed(look, self._crashed_since, gone, all_gone=leaving)
-
-    def _last_save_open(self, look: Look) -> CheckpointEntry | None:
-        """The save of the last step, where it is not complete: who leaves now leaves it torn."""
-        entry = None if self._saving.save is None else self._saving.save.entry
-        return None if look.phases == DONE_PHASES else entry
-
-    def _is_final(self, look: Look) -> bool:
-        """The planned last step is reached, every rank says done, or the newest checkpoint is of the last step."""
-        progress = look.sample.progress
-        if look.phases == DONE_PHASES:
-            return True
-        if progress.step is None:
-            return False
-        if progress.total_steps is not None:
-            return progress.step >= progress.total_steps
-        newest = self._saving.newest_complete
-        return newest is not None and newest.step is not None and newest.step >= progress.step
 
     def _slow_findings(self, look: Look) -> list[Finding]:
         """Conditions that must persist before they are worth a message."""
@@ -202,7 +159,7 @@ class Detector:
             (AlertName.JOB_CRASHED, JobState.CRASHED),
             (AlertName.CHECKPOINT_STALLED, JobState.CHECKPOINTING),
         ):
-            if alert in found:
+            if alert in found and found[alert].confirmed:
                 return state, found[alert].summary
         hung = found.get(AlertName.JOB_HUNG)
         if hung is not None and hung.confirmed:

@@ -158,6 +158,9 @@ class Hang:
             if not look.alive:
                 return None
             limit = max(limit, FIRST_STEP_SECONDS)
+        if _at_last_step(look):
+            # What is left is to write and to upload, and no step comes any more.
+            limit = max(limit, UNSEEN_LIMIT_SECONDS)
         if "eval" in look.phases:
             limit = max(limit, EVAL_CEILING_SECONDS)
         elif "load" in look.phases:
@@ -242,6 +245,12 @@ class Hang:
             suspects=suspects,
             gpus_idle=boards,
         )
+
+
+def _at_last_step(look: Look) -> bool:
+    progress = look.sample.progress
+    total = progress.total_steps
+    return progress.step is not None and total is not None and progress.step >= total - 1
 
 
 def _of(total: int | None) -> str:

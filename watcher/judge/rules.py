@@ -8,7 +8,7 @@ from typing import Final
 from collectors.samples import CheckpointEntry
 from watcher.judge.advice import ADVICE
 from watcher.judge.boards import BrokenBoard
-from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding
+from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding, Severity
 from watcher.judge.look import Look
 from watcher.judge.processes import Gone
 from watcher.judge.saving import Saving
@@ -119,18 +119,25 @@ def gpu_fault(look: Look, board: BrokenBoard) -> Finding:
     )
 
 
-def crashed(look: Look, since: float, gone: tuple[Gone, ...], *, all_gone: bool) -> Finding:
-    """Processes left without the job being done."""
+def crashed(look: Look, since: float, gone: tuple[Gone, ...], *, all_gone: bool, confirmed: bool = True) -> Finding:
+    """Processes left without the job being done. `gone` is empty where only the boards' memory tells it."""
     named = [g for g in gone if g.cause] or list(gone)
-    first = named[0]
     who = ", ".join(str(g.suspect) for g in named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
     step = look.sample.progress.step
     evidence = [
         f"{len(gone)} of the job's processes are gone"
         + (", none is left" if all_gone else "; the others wait for them"),
-        f"process {first.process.pid} ({first.process.name}) of {first.suspect}: "
-        + (first.cause or "the kernel log says nothing of its end; look into its log"),
+        *(
+            f"process {first.process.pid} ({first.process.name}) of {first.suspect}: "
+            + (first.cause or "the kernel log says nothing of its end; look into its log")
+            for first in named[:1]
+        ),
     ]
+    if not gone:
+        who = "every process has left"
+        evidence = ["all boards have given back their memory; processes cannot be listed here"]
+    if not confirmed:
+        evidence.append("no step of the job has been seen: it may have been a test before its start")
     if step is not None:
         evidence.append(
             f"last step {step:,}"
@@ -139,13 +146,14 @@ def crashed(look: Look, since: float, gone: tuple[Gone, ...], *, all_gone: bool)
     return Finding(
         job=look.spec.name,
         alert=AlertName.JOB_CRASHED,
-        severity=DEFAULT_SEVERITY[AlertName.JOB_CRASHED],
+        severity=DEFAULT_SEVERITY[AlertName.JOB_CRASHED] if confirmed else Severity.WARNING,
         scope="",
-        summary=f"{look.spec.name} crashed: {who}.",
+        summary=f"{look.spec.name} {'crashed' if confirmed else 'may have crashed'}: {who}.",
         evidence=tuple(evidence),
         advice="Read the log of the named rank first: the time-outs of the others follow from it. "
         "Restart from the last checkpoint.",
         since_seconds=since,
+        confirmed=confirmed,
         suspects=tuple(g.suspect for g in named),
         gpus_idle=look.sample.expected_gpus or len(look.sample.gpus),
     )
@@ -154,7 +162,7 @@ def crashed(look: Look, since: float, gone: tuple[Gone, ...], *, all_gone: bool)
 def completed(look: Look, since: float, newest: CheckpointEntry | None) -> Finding:
     """The job is done."""
     step = look.sample.progress.step
-    evidence = ["every rank says that it is done"] if step is None else [f"last step {step:,}"]
+    evidence = ["every process has left"] if step is None else [f"last step {step:,}"]
     if newest is not None:
         evidence.append(f"checkpoint {newest.name} is complete, {newest.bytes / 1e9:.1f} GB")
     return Finding(

@@ -1,0 +1,135 @@
+"""How a job ends: complete, or crashed. Processes that were there are gone; or, where nobody can list processes, the
+memory of all boards is given back."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from collectors.samples import CheckpointEntry
+from watcher.judge import rules
+from watcher.judge.finding import Finding
+from watcher.judge.look import Held, Look
+from watcher.judge.pace import Pace
+from watcher.judge.processes import DONE, Gone, Processes
+from watcher.judge.saving import Saving
+
+GOES_ON_SECONDS: Final = 30.0  # steps that are counted this long after a crash: the job goes on without those ranks
+LEAVING_SECONDS: Final = 120.0  # the last rank may write or upload while the others have left
+LISTING_SECONDS: Final = 15.0  # a checkpoint directory is listed each other second, and file servers show late
+# Without a counter: a checkpoint that was complete this shortly before everybody left was the last one.
+LAST_SAVE_SECONDS: Final = 60.0
+# A log that stands for this long already when it is first read was written by a run before.
+OLD_RUN_SECONDS: Final = 300.0
+# A process that never had so much on its boards is no training job; a bare driver keeps up to 0.6 GB itself.
+LEAST_HELD_BYTES: Final = 1e9
+RELEASED_SECONDS: Final = 15.0
+DONE_PHASES: Final = frozenset({DONE})
+
+
+class Ending:
+    """Follows the end of one job."""
+
+    def __init__(self) -> None:
+        self._completed_since: float | None = None
+        self._crashed_since: float | None = None
+        self._gone_since: float | None = None
+        self._gone_count = 0
+        self._ran = False  # its counter moved, or stood for a short time only
+        self._held = False  # its boards had memory in use
+        self._released = Held()
+        self.came_back = False  # in this very look memory is in use again, where no process can be listed
+
+    def clear(self) -> None:
+        """The job was started again."""
+        self._completed_since = self._crashed_since = self._gone_since = None
+        self._gone_count = 0
+        self._released.clear()
+
+    def watch(self, look: Look, pace: Pace) -> None:
+        """Take note of whether the job runs."""
+        progress = look.sample.progress
+        young = progress.step is not None and (progress.age_seconds or 0.0) < OLD_RUN_SECONDS
+        self._ran = self._ran or young or pace.advances > 0
+        self.came_back = False
+        in_use = [ranked.gpu.memory_used_bytes for ranked in look.sample.gpus]
+        told = [used for used in in_use if used is not None]
+        if look.alive is not None or len(told) < len(in_use) or not look.sample.complete:
+            # Who can list processes needs no guess; half a picture, or a board that does not say, allows none.
+            if look.alive is not None:
+                self._released.clear()
+            return
+        if any(used >= LEAST_HELD_BYTES for used in told):
+            self.came_back = self._is_released
+            self._held = True
+            self._released.clear()
+        elif self._held and told:
+            self._released.look(True, look)
+
+    @property
+    def _is_released(self) -> bool:
+        return self._released.for_at_least(2, RELEASED_SECONDS)
+
+    def look(self, look: Look, pace: Pace, saving: Saving, processes: Processes) -> Finding | None:
+        """Completion or crash, whichever is true now."""
+        crashed_for = 0.0 if self._crashed_since is None else look.now - self._crashed_since
+        if crashed_for > GOES_ON_SECONDS and pace.stalled_seconds == 0.0:
+            processes.forget_missing()
+            self._crashed_since = None
+        gone = processes.gone()
+        if gone and self._is_nobodys(look, gone, processes):
+            processes.forget_missing()
+            gone = ()
+        left = bool(gone) or self._is_released
+        leaving = (bool(gone) and processes.nobody_left) or self._is_released
+        if not left:
+            self._gone_since = None
+        elif self._gone_since is None or len(gone) > self._gone_count:
+            self._gone_since = look.now  # each one that leaves shows that they are still leaving
+        self._gone_count = len(gone)
+        final = self._is_final(look, pace, saving, gone)
+        if final and (leaving or look.phases == DONE_PHASES) and _last_save_open(look, saving) is None:
+            self._completed_since = look.now if self._completed_since is None else self._completed_since
+        if self._completed_since is not None:
+            return rules.completed(look, self._completed_since, saving.newest_complete)
+        # After the last step ranks leave one by one, and a checkpoint's mark may be there and not be listed yet.
+        patience = 0.0 if not final else LISTING_SECONDS if leaving or not pace.known else LEAVING_SECONDS
+        if self._gone_since is None or look.now - self._gone_since < patience:
+            return None
+        self._crashed_since = look.now if self._crashed_since is None else self._crashed_since
+        sure = self._ran or processes.ranked or not _configured(look) or any(g.cause for g in gone)
+        return rules.crashed(look, self._crashed_since, gone, all_gone=leaving, confirmed=sure)
+
+    def _is_nobodys(self, look: Look, gone: tuple[Gone, ...], processes: Processes) -> bool:
+        """Somebody's small test on boards that wait for the job: nothing of the job has been seen, and those who left
+        had next to nothing on their boards."""
+        if processes.ranked or self._ran or any(g.cause for g in gone):
+            return False
+        return all(g.held_bytes is not None and g.held_bytes < LEAST_HELD_BYTES for g in gone)
+
+    def _is_final(self, look: Look, pace: Pace, saving: Saving, gone: tuple[Gone, ...]) -> bool:
+        """The planned last step is reached, every rank says done, or the newest checkpoint is of the last step."""
+        progress, newest = look.sample.progress, saving.newest_complete
+        if look.phases == DONE_PHASES:
+            return True
+        if progress.step is not None and progress.total_steps is not None:
+            # Counted from zero the last step is one less; then its checkpoint must say so.
+            last = progress.total_steps - 1
+            saved = newest is not None and newest.step is not None and newest.step >= last
+            return progress.step >= progress.total_steps or (progress.step >= last and saved)
+        if newest is None or any(g.cause for g in gone):
+            return False
+        if progress.step is not None:
+            return newest.step is not None and newest.step >= progress.step
+        if pace.known or _configured(look) or newest.age_seconds is None or self._gone_since is None:
+            return False
+        return newest.age_seconds - (look.now - self._gone_since) <= LAST_SAVE_SECONDS
+
+
+def _configured(look: Look) -> bool:
+    return look.spec.run_directory is not None or bool(look.spec.logs)
+
+
+def _last_save_open(look: Look, saving: Saving) -> CheckpointEntry | None:
+    """The save of the last step, where it is not complete: who leaves now leaves it torn."""
+    entry = None if saving.save is None else saving.save.entry
+    return None if look.phases == DONE_PHASES else entry
