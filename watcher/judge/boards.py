@@ -21,6 +21,9 @@ UNREADABLE_ROUNDS: Final = 2
 XID_SECONDS: Final = 900.0
 # Lines are sent again after a reconnect; an old one is history.
 NEWS_SECONDS: Final = 120.0
+# The same words once more: sent again if written at that time, a new event if written later than this.
+SAME_LINE_SECONDS: Final = 60.0
+KEPT_LINES: Final = 1000
 PCI: Final = re.compile(r"(?:(?P<domain>[0-9a-f]{1,8}):)?(?P<bus>[0-9a-f]{2}):(?P<device>[0-9a-f]{2})(?:\.[0-9a-f])?")
 
 
@@ -47,7 +50,7 @@ class Boards:
     def __init__(self) -> None:
         self._unreadable: dict[tuple[str, str], Held] = {}
         self._xids: dict[tuple[str, str], tuple[float, KernelEvent]] = {}
-        self._known_lines: set[tuple[str, str]] = set()
+        self._known_lines: dict[tuple[str, str], float] = {}  # (node, text) -> when it was written, on our clock
         self._since: dict[tuple[str, str], float] = {}
         self._last: dict[tuple[str, str], BrokenBoard] = {}
         self._places: dict[tuple[str, str], Suspect] = {}  # (node, PCI id) -> index and rank when it last answered
@@ -77,10 +80,17 @@ class Boards:
 
     def _read_kernel(self, node: NodeState, now: float) -> None:
         for event in node.kernel_events:
-            line = (node.node, event.text)
-            if event.xid not in fatal_xids() or line in self._known_lines:
+            if event.xid not in fatal_xids():
                 continue
-            self._known_lines.add(line)
+            line, written = (node.node, event.text), now - (event.age_seconds or 0.0)
+            before = self._known_lines.pop(line, None)
+            # A line without an age cannot be told from the one that was read before.
+            again = before is not None and (event.age_seconds is None or written - before <= SAME_LINE_SECONDS)
+            self._known_lines[line] = before if again and before is not None else written
+            if len(self._known_lines) > KEPT_LINES:
+                del self._known_lines[next(iter(self._known_lines))]
+            if again:
+                continue
             if event.age_seconds is None or event.age_seconds <= NEWS_SECONDS:
                 self._xids[(node.node, (event.pci_bus_id or "?").lower())] = (now, event)
 

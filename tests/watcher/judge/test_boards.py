@@ -51,9 +51,9 @@ def test_lines_that_are_sent_again_after_a_reconnect_are_no_news() -> None:
 def test_the_same_line_twice_is_one_finding_and_ends_with_its_time() -> None:
     job = training()
     job.kernel["node-1"] = [xid(48, 2)]
-    job.play(300, COMPUTE)
-    job.kernel["node-1"] = [xid(48, 2, age_seconds=100)]
-    job.play(700, COMPUTE)
+    job.play(100, COMPUTE)
+    job.kernel["node-1"] = [xid(48, 2, age_seconds=101)]
+    job.play(810, COMPUTE)
     assert job.findings == ()
 
 
@@ -123,3 +123,17 @@ def test_a_lost_board_stays_broken_while_its_node_is_silent_or_its_driver_hangs(
     job.status.clear()
     job.play(3, COMPUTE)
     assert AlertName.GPU_FAULT not in {finding.alert for finding in job.findings}
+
+
+def test_the_same_words_of_the_kernel_are_news_when_they_were_written_later() -> None:
+    job = Job()
+    job.play(10, COMPUTE)
+    job.kernel["node-1"] = [xid(79, 3)]
+    job.play(930, COMPUTE)
+    assert job.findings == ()
+    job.kernel["node-1"] = [xid(79, 3, age_seconds=932.0)]  # sent again
+    job.play(10, COMPUTE)
+    assert job.findings == ()
+    job.kernel["node-1"] = [xid(79, 3)]
+    job.play(1, COMPUTE)
+    assert job.finding(AlertName.GPU_FAULT)
