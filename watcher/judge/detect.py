@@ -17,6 +17,7 @@ from watcher.judge.finding import AlertName, Finding, JobState
 from watcher.judge.hang import Hang
 from watcher.judge.job_sample import JobSample, JobSpec
 from watcher.judge.look import GAP_INTERVALS, Look
+from watcher.judge.overdue import Overdue
 from watcher.judge.pace import Pace
 from watcher.judge.processes import Processes
 from watcher.judge.saving import Saving
@@ -52,6 +53,7 @@ class Detector:
         self._hang = Hang()
         self._persistent: dict[AlertName, rules.Persisted] = {}
         self._ending = Ending()
+        self._overdue = Overdue()
         self._wasted: dict[str, float] = {}
         self._next_state: JobState | None = None
         self._state_rounds = 0
@@ -93,6 +95,7 @@ class Detector:
         """The job was started again: what was wrong with the run before is history."""
         self._hang.clear()
         self._ending.clear()
+        self._overdue.clear()
         for held in self._persistent.values():
             held.clear()
 
@@ -111,7 +114,7 @@ class Detector:
             found.append(hang)
         else:
             found += self._slow_findings(look)
-        overdue = rules.checkpoint_overdue(look, self._saving)
+        overdue = self._overdue.look(look, self._pace, self._saving)
         if overdue is not None:
             found.append(overdue)
         return tuple(found)

@@ -205,18 +205,18 @@ def checkpoint_stalled(look: Look, saving: Saving) -> Finding | None:
     )
 
 
-def checkpoint_overdue(look: Look, saving: Saving) -> Finding | None:
-    """No complete checkpoint for twice the configured interval."""
-    every, newest = look.spec.checkpoint_every_seconds, saving.newest_complete
-    if every is None or newest is None or newest.age_seconds is None or newest.age_seconds <= 2 * every:
-        return None
+def checkpoint_overdue(look: Look, newest: CheckpointEntry | None, age_seconds: float, every_seconds: float) -> Finding:
+    """The run has gone on for longer than it should without a complete checkpoint."""
+    seen = "none was seen of this run"
+    if newest is not None and newest.age_seconds is not None:
+        seen = f"the newest, {newest.name}, is {newest.age_seconds / 60:.0f} min old"
     return Finding(
         job=look.spec.name,
         alert=AlertName.CHECKPOINT_OVERDUE,
         severity=DEFAULT_SEVERITY[AlertName.CHECKPOINT_OVERDUE],
         scope="",
-        summary=f"{look.spec.name}: the last complete checkpoint is {newest.age_seconds / 60:.0f} min old.",
-        evidence=(f"{newest.name}; one is expected each {every / 60:.0f} min",),
+        summary=f"{look.spec.name}: no complete checkpoint for {age_seconds / 60:.0f} min.",
+        evidence=(f"{seen}; one is expected each {every_seconds / 60:.0f} min",),
         advice="A crash now loses all work since then: look at the job's log for failed saves.",
-        since_seconds=look.now - (newest.age_seconds - every),
+        since_seconds=look.now - (age_seconds - every_seconds),
     )

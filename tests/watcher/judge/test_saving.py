@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.watcher.judge.scenes import AWAIT_SAVE, COMPUTE, SAVE, Job, checkpoint
+from tests.watcher.judge.scenes import AWAIT_SAVE, COMPUTE, KILLED, LOAD, SAVE, SPIN, Job, checkpoint
 from watcher.judge.finding import AlertName, JobState
 
 STALLED = AlertName.CHECKPOINT_STALLED
@@ -120,3 +120,34 @@ def test_a_checkpoint_of_an_earlier_run_that_came_further_is_not_the_newest() ->
     job.entries = (checkpoint(9000, complete=True, age_seconds=90_000), checkpoint(1000, complete=True, age_seconds=60))
     job.play(5, COMPUTE)
     assert job.alerts == set()
+
+
+def test_a_run_that_starts_from_yesterdays_checkpoint_owes_none_yet() -> None:
+    job = Job(checkpoint_every_seconds=600.0)
+    job.entries = (checkpoint(1000, complete=True, age_seconds=72_000),)
+    job.play(30, LOAD)
+    job.play(1100, COMPUTE)
+    assert job.alerts == set()
+    job.play(200, COMPUTE)
+    assert job.finding(AlertName.CHECKPOINT_OVERDUE)
+
+
+def test_boards_that_wait_for_a_job_owe_no_checkpoint() -> None:
+    job = Job(progress="log", checkpoint_every_seconds=600.0)
+    job.entries = (checkpoint(1000, complete=True, age_seconds=72_000),)
+    job.play(60, KILLED)
+    assert job.alerts == set()
+
+
+def test_a_checkpoint_is_overdue_also_where_there_never_was_one() -> None:
+    job = Job(progress="log", checkpoint_every_seconds=600.0)
+    job.play(1100, COMPUTE)
+    assert job.alerts == set()
+    job.play(200, COMPUTE)
+    assert job.finding(AlertName.CHECKPOINT_OVERDUE).evidence[0].startswith("none was seen")
+
+
+def test_a_job_that_hangs_owes_no_checkpoint() -> None:
+    job = training(checkpoint_every_seconds=600.0)
+    job.play(2000, SPIN)
+    assert job.alerts == {"JobHung"}
