@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from watcher.judge.job_sample import JobSample, JobSpec
+from watcher.judge.scene import HELD_BYTES
 from watcher.judge.verdict import Verdict
 
 # A look later than this after the one before is a gap: nothing is known of what lay between.
@@ -31,9 +32,16 @@ class Look:
 
     @property
     def alive(self) -> bool | None:
-        """Whether any process of the job was seen; None where no node could list them."""
+        """Whether any process of the job was seen; None where no node could list them.
+
+        An empty list beside boards that hold memory is no list: in a container, or under another user, the driver
+        names no process although they run.
+        """
         told = [n.processes for n in self.sample.nodes if n.processes is not None]
-        return any(told) if told else None
+        if any(told):
+            return True
+        held = any((g.gpu.memory_used_bytes or 0.0) >= HELD_BYTES for g in self.sample.gpus)
+        return None if held or not told else False
 
     @property
     def readings(self) -> Mapping[str, int]:

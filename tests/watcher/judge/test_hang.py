@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.watcher.judge.scenes import (
@@ -314,3 +316,11 @@ def test_ranks_that_spin_while_they_find_each_other_at_a_restart_are_no_hang() -
     job.first_pid, job.started = 9000, 900.0
     job.play(120, SPIN)
     assert job.alerts == set()
+
+
+def test_a_hang_in_containers_where_the_driver_names_no_process_is_confirmed() -> None:
+    job = Job(nodes=1, progress="log")
+    job.play(60, replace(COMPUTE, process=False))
+    job.play(60, replace(SPIN, process=False), {3: replace(IN_BARRIER, process=False)})
+    assert job.finding(HUNG).confirmed
+    assert [s.rank for s in job.finding(HUNG).suspects] == [3]
