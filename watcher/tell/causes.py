@@ -7,12 +7,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import resources
+from types import MappingProxyType
 from typing import Final
 
 from watcher.judge.finding import AlertName, Finding
-from watcher.tell.episodes import RANK, own_severity
+from watcher.tell.episodes import GRAVE, RANK, name_of, own_severity
 
 Key = tuple[str, str, str]
+
+# A lost node or board stops its job at the next exchange between ranks. A job that went on for longer than this went on
+# without it, and what stops it later is news: it must not be lost behind a cause that people have got used to.
+FOLLOWS_WITHIN_SECONDS: Final = 120.0
 
 
 class Reach(StrEnum):
@@ -47,6 +52,7 @@ def read_causes() -> tuple[Cause, ...]:
 
 
 CAUSES: Final = read_causes()
+NOTHING: Final[Mapping[Key, str]] = MappingProxyType({})
 ORDER: Final = {cause.alert: place for place, cause in enumerate(CAUSES)}
 
 
@@ -55,8 +61,11 @@ def place_of(finding: Finding) -> int:
     return ORDER.get(finding.alert, len(ORDER))
 
 
-def root_causes(findings: Iterable[Finding]) -> Mapping[Key, Finding]:
-    """For each finding that another one explains, the one at the top: that one is told, and speaks for it."""
+def root_causes(findings: Iterable[Finding], explained_before: Mapping[Key, str] = NOTHING) -> Mapping[Key, Finding]:
+    """For each finding that another one explains, the one at the top: that one is told, and speaks for it.
+
+    `explained_before`: by what (`name_of`) those are explained that have been true without a break: they stay so.
+    """
     active = sorted(findings, key=lambda finding: (place_of(finding), finding.key))
     of_job: dict[str, list[Finding]] = {}
     for finding in active:
@@ -67,7 +76,10 @@ def root_causes(findings: Iterable[Finding]) -> Mapping[Key, Finding]:
             break
         cause = CAUSES[ORDER[source.alert]]
         for target in active if cause.reach is Reach.WATCHER else of_job[source.job]:
-            if target.alert in cause.explains and target.key not in found and is_explained(target, source, cause):
+            if target.alert not in cause.explains or target.key in found:
+                continue
+            in_time = began_in_time(target, source) or explained_before.get(target.key) == name_of(source)
+            if in_time and is_explained(target, source, cause):
                 found[target.key] = source
     return {key: top_of(source, found) for key, source in found.items()}
 
@@ -83,13 +95,29 @@ def is_explained(target: Finding, source: Finding, cause: Cause) -> bool:
     """`source` is a finding of the kind `cause`, and `target` one of those it may explain."""
     if not within_reach(target, source, cause.reach):
         return False
+    if source.alert is AlertName.GPU_FAULT and target.alert is AlertName.JOB_CRASHED and not is_on_node(target, source):
+        return False
     # A suspicion never hides something graver than itself.
     return source.confirmed or RANK[own_severity(target)] <= RANK[own_severity(source)]
 
 
+def began_in_time(target: Finding, source: Finding) -> bool:
+    """Whether it can be a consequence by its time. The end of a job is the end of all its troubles."""
+    if target.alert not in GRAVE or source.alert is AlertName.JOB_COMPLETED:
+        return True
+    return target.since_seconds - source.since_seconds <= FOLLOWS_WITHIN_SECONDS
+
+
+def is_on_node(target: Finding, source: Finding) -> bool:
+    """Whether one of the processes that are gone was on the node of the broken board; yes where nobody can say whose."""
+    node = source.scope.partition("/")[0]
+    return not target.suspects or any(suspect.node == node for suspect in target.suspects)
+
+
 def within_reach(target: Finding, source: Finding, reach: Reach) -> bool:
     if reach is Reach.WATCHER:
-        return True
+        # Its other troubles, such as a full disk, have a scope of their own and make it no less able to see.
+        return not source.scope
     if target.job != source.job:
         return False
     if reach is Reach.JOB:

@@ -25,6 +25,9 @@ AGAIN_SECONDS: Final = 600.0
 SETTLE_SECONDS_LEAST: Final = 30.0
 SETTLE_SECONDS_MOST: Final = 1800.0
 
+# What stops a job. It is never kept quiet without a word: whoever was told of its cause is told that it follows.
+GRAVE: Final = frozenset({AlertName.JOB_HUNG, AlertName.JOB_CRASHED, AlertName.CHECKPOINT_STALLED})
+
 RANK: Final = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
 
 
@@ -45,6 +48,7 @@ class Reason(Enum):
     OUTLIVED_CAUSE = "Its cause is over and it remains."
     CONFIRMED = "It was a suspicion before; now it is confirmed."
     GRAVER = "It is more severe than when it was last told."
+    FOLLOWED = "Something critical follows from it since it was last told."
     CONCERNS_MORE = "Something follows from it that concerns you."
     REMINDER_DUE = "It is still open."
     CLEARED = "The condition is no longer there."
@@ -70,6 +74,7 @@ class Told:
     confirmed: bool
     receivers: tuple[str, ...]  # who was told, and hears of the end
     suspects: tuple[Suspect, ...]  # as in the last firing message: the closing one carries the same labels
+    followers: tuple[str, ...] = ()  # the grave ones that were named in any message
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,16 @@ def severity_of(finding: Finding, followers: tuple[Finding, ...] = ()) -> Severi
     return max((own_severity(each) for each in (finding, *followers)), key=RANK.__getitem__)
 
 
+def grave_news(told: Told | None, followers: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """What is critical, follows from an episode, and was named in no message of it yet."""
+    named = () if told is None else told.followers
+    return tuple(
+        each
+        for each in followers
+        if each.alert in GRAVE and own_severity(each) is Severity.CRITICAL and name_of(each) not in named
+    )
+
+
 def settle_seconds(episode: Episode) -> float:
     """How long a restarted watcher must have watched before it may call this episode over."""
     return min(max(SETTLE_SECONDS_LEAST, 2 * episode.detection_seconds), SETTLE_SECONDS_MOST)
@@ -190,6 +205,9 @@ def decide(episode: Episode | None, look: Look, reminder_seconds: float | None =
     if look.finding.confirmed and not episode.told.confirmed:
         # Confirmed at the same severity: people should know that it is no suspicion any more.
         return Decision(Reason.CONFIRMED, Notice.RAISED)
+    if grave_news(episode.told, look.followers):
+        # As severe as before, and still news: the job has stopped, and nobody else will say so.
+        return Decision(Reason.FOLLOWED, Notice.RAISED)
     if look.newly_concerned:
         # A consequence is kept quiet whose receivers have not heard of its cause: they alone are told now.
         return Decision(Reason.CONCERNS_MORE, Notice.RAISED)
@@ -250,6 +268,10 @@ def advance(episode: Episode, look: Look, decision: Decision, receivers: tuple[s
                 confirmed=after.confirmed if firing or before is None else before.confirmed,
                 receivers=tuple(sorted({*receivers, *(() if before is None else before.receivers)})),
                 suspects=after.finding.suspects if firing or before is None else before.suspects,
+                followers=(
+                    *(() if before is None else before.followers),
+                    *(name_of(each) for each in grave_news(before, look.followers)),
+                ),
             ),
         )
     if decision.closes:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from watcher.judge.finding import Severity
+from watcher.judge.finding import Finding, Severity
 from watcher.judge.verdict import Suspect
-from watcher.tell.episodes import Episode, Notice, Reason
+from watcher.tell.episodes import Episode, Notice, Reason, name_of
 
 HEADLINE: Final = {
     Notice.OPENED: "{severity}",
@@ -66,9 +66,18 @@ class Message:
 
 
 def compose(
-    episode: Episode, notice: Notice, reason: Reason, now: float, wall: float, external_url: str | None
+    episode: Episode,
+    notice: Notice,
+    reason: Reason,
+    now: float,
+    wall: float,
+    external_url: str | None,
+    news: tuple[Finding, ...] = (),
 ) -> Message:
-    """The message about this episode as it is after the decision (`Episode.told` is set)."""
+    """The message about this episode as it is after the decision (`Episode.told` is set).
+
+    `news`: other findings that are the reason for it, told in this message and nowhere else.
+    """
     finding = episode.finding
     assert episode.told is not None
     severity = episode.told.severity
@@ -83,7 +92,7 @@ def compose(
         advice=finding.advice,
         cost=cost_of(episode, over),
         timing=timing_of(episode, over, now),
-        reason=reason.value,
+        reason=" ".join((reason.value, *(f"{name_of(each)}: {each.summary}" for each in news))),
         followers=episode.followers,
         link=external_url,
         episode_id=episode.id,

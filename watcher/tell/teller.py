@@ -19,6 +19,7 @@ from watcher.store import Delivery, EpisodeRow, Store, StoreError
 from watcher.tell.causes import Key, lends_severity, place_of, root_causes
 from watcher.tell.episodes import (
     AGAIN_SECONDS,
+    GRAVE,
     Decision,
     Episode,
     Look,
@@ -26,6 +27,7 @@ from watcher.tell.episodes import (
     Reason,
     advance,
     decide,
+    grave_news,
     name_of,
     opened,
     own_severity,
@@ -121,7 +123,7 @@ class Teller:
     ) -> list[tuple[Key, Look]]:
         """What this evaluation says of each key, causes before consequences."""
         active = {key: episode.finding for key, episode in self._open.items() if still_speaks(episode)} | found
-        causes = root_causes(active.values())
+        causes = root_causes(map(self._as_begun, active.values()), self._explained())
         ended = {finding.job for finding in active.values() if finding.alert is AlertName.JOB_COMPLETED}
         keys = [key for key in {**self._open, **found} if key[0] in judged_jobs or key in found]
         keys.sort(key=lambda key: (place_of(found[key] if key in found else self._open[key].finding), key))
@@ -153,6 +155,21 @@ class Teller:
             )
         return looks
 
+    def _as_begun(self, finding: Finding) -> Finding:
+        """A cause began with its episode, whatever a restarted detector makes of it; a stop began when it says so."""
+        episode = self._open.get(finding.key)
+        if episode is None or finding.alert in GRAVE:
+            return finding
+        return replace(finding, since_seconds=min(finding.since_seconds, episode.began_seconds))
+
+    def _explained(self) -> dict[Key, str]:
+        """What was explained at the last look and has been true since, or was before a restart."""
+        return {
+            key: episode.suppressed_by
+            for key, episode in self._open.items()
+            if episode.suppressed_by is not None and (episode.absent_seconds is None or episode.settling)
+        }
+
     def _step(self, episode: Episode | None, look: Look) -> Step | None:
         """Decide one key and carry it out in memory; None where nothing is open and nothing opens."""
         decision = decide(episode, look, self._reminder_seconds)
@@ -168,7 +185,8 @@ class Teller:
         after = advance(episode, look, decision, receivers)
         deliveries: tuple[Delivery, ...] = ()
         if decision.notice is not None:
-            message = compose(after, decision.notice, decision.reason, look.now, look.wall, self._external_url)
+            news = grave_news(episode.told, look.followers)
+            message = compose(after, decision.notice, decision.reason, look.now, look.wall, self._external_url, news)
             deliveries = tuple(self._delivery(name, message, after, look.wall) for name in receivers)
             if decision.notice is Notice.CLOSED:
                 deliveries = tuple(d for d in deliveries if self._receivers[d.receiver].send_resolved)
@@ -185,6 +203,10 @@ class Teller:
         before = set() if episode.told is None else self._receivers.keys() & set(episode.told.receivers)
         if decision.reason is Reason.CONCERNS_MORE:
             return look.newly_concerned
+        if decision.reason is Reason.FOLLOWED:
+            # Those who would have been told of it; where its own alert is routed to nobody, those who know its cause.
+            news = grave_news(episode.told, look.followers)
+            return tuple(sorted(self._concerned_by(news) or before))
         if decision.notice is Notice.CLOSED or look.finding is None:
             return tuple(sorted(before))
         severity = severity_of(look.finding, look.followers)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.watcher.tell.givens import finding
 from watcher.judge.finding import AlertName, Finding
+from watcher.judge.verdict import Suspect
 from watcher.tell.causes import CAUSES, lends_severity, root_causes
 
 NODE_DOWN = finding(AlertName.NODE_UNREACHABLE, "node-02")
@@ -46,7 +47,28 @@ HUNG = finding(AlertName.JOB_HUNG)
         ("a slow job has a straggler", finding(AlertName.JOB_SLOW), finding(AlertName.STRAGGLER, "node-01"), True),
         ("completion ends everything of the job", finding(AlertName.JOB_COMPLETED), NODE_DOWN, True),
         ("completion of another job", finding(AlertName.JOB_COMPLETED, job="qwen"), NODE_DOWN, False),
-        ("a blind watcher knows nothing", finding(AlertName.WATCHER_DEGRADED, job=""), HUNG, True),
+        ("a blind watcher knows nothing of nodes", finding(AlertName.WATCHER_DEGRADED, job=""), NODE_DOWN, True),
+        ("a job that is judged all the same", finding(AlertName.WATCHER_DEGRADED, job=""), HUNG, False),
+        ("a full disk silences no node", finding(AlertName.WATCHER_DEGRADED, "store", job=""), NODE_DOWN, False),
+        ("a hang two minutes after the node went", NODE_DOWN, finding(since=120.0), True),
+        ("a hang of a job that went on without the node", NODE_DOWN, finding(since=121.0), False),
+        ("a crash long after the board broke", BOARD_LOST, finding(AlertName.JOB_CRASHED, since=600.0), False),
+        ("a save long after the board broke", BOARD_LOST, finding(AlertName.CHECKPOINT_STALLED, since=600.0), False),
+        ("a slow job, however long after", BOARD_LOST, finding(AlertName.JOB_SLOW, since=6000.0), True),
+        ("a hang that began before the node went", NODE_DOWN, finding(since=-600.0), True),
+        (
+            "a process killed on the node of the broken board",
+            BOARD_LOST,
+            finding(AlertName.JOB_CRASHED, suspects=(Suspect("node-01", 3, 3), Suspect("node-02", 1, 9))),
+            True,
+        ),
+        (
+            "a process killed on another node",
+            BOARD_LOST,
+            finding(AlertName.JOB_CRASHED, suspects=(Suspect("node-01", 3, 3),)),
+            False,
+        ),
+        ("the end of a job, hours later", finding(AlertName.JOB_COMPLETED), finding(since=9999.0), True),
         ("two of a kind", NODE_DOWN, finding(AlertName.NODE_UNREACHABLE, "node-03"), False),
         ("a suspicion explains a warning", finding(confirmed=False), finding(AlertName.JOB_SLOW), True),
         ("a suspicion hides nothing graver", finding(confirmed=False), finding(AlertName.CHECKPOINT_STALLED), False),
@@ -56,6 +78,13 @@ def test_pair(given: str, cause: Finding, target: Finding, explained: bool) -> N
     expected = {target.key: cause} if explained else {}
     assert root_causes([target, cause]) == expected, given
     assert root_causes([cause, target]) == expected, given
+
+
+def test_what_was_explained_stays_so_while_it_lasts() -> None:
+    """A restarted detector dates a hang anew; the one that is still the same one keeps its cause."""
+    later = finding(since=600.0)
+    assert root_causes([NODE_DOWN, later], {later.key: "NodeUnreachable node-02"}) == {later.key: NODE_DOWN}
+    assert root_causes([NODE_DOWN, later], {later.key: "NodeUnreachable node-03"}) == {}
 
 
 def test_a_chain_is_told_as_its_first_link() -> None:

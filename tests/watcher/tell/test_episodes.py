@@ -72,6 +72,27 @@ def look(found: Finding | None = HUNG, now: float = 200.0, **facts: Any) -> Look
             Reason.UNCHANGED,
             None,
         ),
+        (
+            "something critical follows from what is critical",
+            OPEN,
+            look(finding(AlertName.GPU_FAULT, "n2/a"), followers=(HUNG,)),
+            Reason.FOLLOWED,
+            Notice.RAISED,
+        ),
+        (
+            "the same follows still",
+            replace(OPEN, told=replace(TOLD, followers=("JobHung",))),
+            look(finding(AlertName.GPU_FAULT, "n2/a"), followers=(HUNG,)),
+            Reason.UNCHANGED,
+            None,
+        ),
+        (
+            "a suspicion follows from what is critical",
+            OPEN,
+            look(finding(AlertName.GPU_FAULT, "n2/a"), followers=(SUSPICION,)),
+            Reason.UNCHANGED,
+            None,
+        ),
         ("somebody else is concerned now", OPEN, look(newly_concerned=("pager",)), Reason.CONCERNS_MORE, Notice.RAISED),
         ("quiet, its cause gone a moment ago", QUIET, look(), Reason.CAUSE_JUST_OVER, None),
         (

@@ -139,6 +139,51 @@ def test_a_root_cause_speaks_for_what_follows_and_takes_over_its_severity(watch:
     ]
 
 
+def test_a_job_that_stops_for_its_broken_board_is_told_in_words_and_once(watch: Watch) -> None:
+    lost = finding(AlertName.GPU_FAULT, "node-02/0000:9b:00", since=100.0, gpus_idle=1)
+    watch.look(lost, times=60)
+    assert "follows" not in watch.last()["annotations"]
+    for _ in range(3):
+        watch.look(lost, finding(since=130.0), times=60)
+        watch.look(lost, times=20)
+    assert watch.said() == [("firing", "GpuFault", "critical")] * 2
+    assert "critical follows from it" in watch.last()["annotations"]["reason"]
+    assert "JobHung: No step for 95 s" in watch.last()["annotations"]["reason"]
+
+
+def test_a_job_that_went_on_without_the_board_and_stops_ten_minutes_later_is_told_each_time(watch: Watch) -> None:
+    lost = finding(AlertName.GPU_FAULT, "node-02/0000:9b:00", since=100.0, gpus_idle=1)
+    watch.look(lost, times=600)
+    for _ in range(2):
+        watch.look(lost, finding(since=watch.clock.monotonic()), times=60)
+        watch.look(lost, times=700)
+    assert (
+        watch.said()
+        == [("firing", "GpuFault", "critical")]
+        + [
+            ("firing", "JobHung", "critical"),
+            ("resolved", "JobHung", "critical"),
+        ]
+        * 2
+    )
+
+
+def test_a_cause_that_began_long_before_a_restart_hides_no_new_hang(watch: Watch) -> None:
+    watch.look(replace(NODE_DOWN, since_seconds=100.0), times=300)
+    watch.restart()
+    dated_anew = replace(NODE_DOWN, since_seconds=5.0)
+    watch.look(dated_anew, times=60)
+    watch.look(dated_anew, finding(since=50.0), times=30)
+    assert [alert for _, alert, _ in watch.said()] == ["NodeUnreachable", "JobHung"]
+
+
+def test_what_followed_before_a_restart_is_told_no_more_after_it(watch: Watch) -> None:
+    watch.look(replace(NODE_DOWN, since_seconds=100.0), finding(since=130.0), times=300)
+    watch.restart(away_seconds=600.0)
+    watch.look(replace(NODE_DOWN, since_seconds=5.0), finding(since=6.0), times=60)
+    assert [alert for _, alert, _ in watch.said()] == ["NodeUnreachable"]
+
+
 def test_what_is_kept_quiet_stays_visible(watch: Watch) -> None:
     watch.look(NODE_DOWN, HUNG)
     views = {view.alert: view for view in watch.teller.episodes()}
