@@ -71,7 +71,7 @@ class Detector:
         look = self._look(verdict, job_sample, now)
         self._saving.look(look)
         self._processes.look(look)
-        self._pace.look(look, pausing=bool(PAUSES & look.phases) or self._saving.save is not None)
+        self._pace.look(look, pausing=bool(PAUSES & look.phases) or self._saving.blocks is not None)
         self._ending.watch(look, self._pace)
         if self._pace.restarted or self._processes.renewed or self._ending.came_back:
             self._start_again()
@@ -94,6 +94,7 @@ class Detector:
     def _start_again(self) -> None:
         """The job was started again: what was wrong with the run before is history."""
         self._hang.clear()
+        self._saving.clear()
         self._ending.clear()
         self._overdue.clear()
         for held in self._persistent.values():
@@ -110,6 +111,8 @@ class Detector:
         stalled_save = rules.checkpoint_stalled(look, self._saving)
         if stalled_save is not None:
             found.append(stalled_save)
+        if stalled_save is not None and stalled_save.confirmed:
+            pass  # the boards wait for the save: that is no hang of its own
         elif hang is not None:
             found.append(hang)
         else:
@@ -126,7 +129,7 @@ class Detector:
         rate = progress.tokens_per_second
         loss = progress.loss
         conditions = {
-            AlertName.JOB_STARVING: look.verdict.state is PowerState.STARVATION and self._saving.save is None,
+            AlertName.JOB_STARVING: look.verdict.state is PowerState.STARVATION and self._saving.blocks is None,
             AlertName.JOB_SLOW: floor is not None and rate is not None and rate < floor,
             AlertName.STRAGGLER: look.verdict.state is PowerState.STRAGGLER,
             AlertName.GPU_THROTTLED: look.verdict.state is PowerState.THROTTLE,
@@ -167,8 +170,8 @@ class Detector:
         hung = found.get(AlertName.JOB_HUNG)
         if hung is not None and hung.confirmed:
             return JobState.HUNG, hung.summary
-        if self._saving.save is not None:
-            return JobState.CHECKPOINTING, f"a checkpoint is being written since {self._saving.save.seconds:.0f} s"
+        if self._saving.blocks is not None:
+            return JobState.CHECKPOINTING, f"a checkpoint is being written since {self._saving.blocks.seconds:.0f} s"
         if AlertName.JOB_STARVING in found:
             return JobState.STARVING, found[AlertName.JOB_STARVING].summary
         if not look.sample.gpus and not look.sample.progress.readable:

@@ -102,7 +102,7 @@ class Hang:
         working = works and self._works_before
         self._since_work_seconds = 0.0 if working else self._since_work_seconds + look.seen_seconds
         self._works_before = works
-        if saving.save is not None and saving.save.seconds >= LEAST_SAVE_SECONDS:
+        if saving.blocks is not None and saving.blocks.seconds >= LEAST_SAVE_SECONDS:
             self._worked_since_save = False
         elif works:
             self._worked_since_save = True
@@ -115,7 +115,7 @@ class Hang:
             and not advanced
             and look.sample.complete
             and self._worked >= WORKED_ROUNDS
-            and saving.save is None
+            and saving.blocks is None
             and self._worked_since_save
             and not BUSY_PHASES & look.phases
             and not suppressed
@@ -148,7 +148,7 @@ class Hang:
     def _by_counter(self, look: Look, pace: Pace, saving: Saving) -> Finding | None:
         """The counter stands too long, the processes live, and nothing that takes its time is going on."""
         stalled = pace.stalled_seconds
-        if stalled is None or look.alive is False or saving.within_limit:
+        if stalled is None or look.alive is False or (saving.blocks and saving.within_limit):
             return None
         limit = pace.limit_seconds(look)
         late = not pace.start_seen and look.verdict.state is PowerState.HANG and look.alive
@@ -165,7 +165,7 @@ class Hang:
             limit = max(limit, EVAL_CEILING_SECONDS)
         elif "load" in look.phases:
             limit = max(limit, FIRST_STEP_SECONDS)
-        elif look.verdict.state in WORKING:
+        elif look.verdict.state in WORKING or _may_work(look):
             limit = max(WORKING_FACTOR * limit, WORKING_LEAST_SECONDS)
         elif not pace.pausing:
             stalled = min(stalled, self._since_pause_seconds)
@@ -211,7 +211,7 @@ class Hang:
 
     def _by_endless_save(self, look: Look, pace: Pace, saving: Saving) -> Finding | None:
         """Rank 0 alone low for longer than a save may take, where neither a counter nor files can tell."""
-        save = saving.save
+        save = saving.blocks
         limit = max(saving.limit_seconds, UNSEEN_LIMIT_SECONDS)
         if save is None or save.by_heartbeat or save.entry is not None or save.seconds <= limit:
             return None
@@ -245,6 +245,12 @@ class Hang:
             suspects=suspects,
             gpus_idle=boards,
         )
+
+
+def _may_work(look: Look) -> bool:
+    """Watts are known that tell neither work nor rest: sliced boards, and those without room between the two."""
+    verdict = look.verdict
+    return verdict.state is PowerState.UNKNOWN and not verdict.at_floor and verdict.power_fraction is not None
 
 
 def _at_last_step(look: Look) -> bool:

@@ -43,8 +43,10 @@ class Persisted:
     told: bool = False
 
     def look(self, true: bool, look: Look, enough_seconds: float) -> None:
-        if look.gap:
+        if look.gap and not self.told:
             self.clear()
+        if self.told and (look.gap or not any(node.fresh for node in look.sample.nodes)):
+            return  # out of sight is no sign that it is over
         if not true:
             self.seconds -= 2 * look.seen_seconds
             if self.seconds <= 0:
@@ -178,7 +180,8 @@ def completed(look: Look, since: float, newest: CheckpointEntry | None) -> Findi
 
 
 def checkpoint_stalled(look: Look, saving: Saving) -> Finding | None:
-    """A save that takes longer than its learned limit and whose files do not grow."""
+    """A save that takes longer than its learned limit and whose files do not grow. While steps go on no board waits for
+    it: that is a warning."""
     save = saving.save
     if save is None or saving.within_limit or not (save.by_heartbeat or save.entry is not None):
         return None
@@ -187,6 +190,8 @@ def checkpoint_stalled(look: Look, saving: Saving) -> Finding | None:
         evidence.append(
             f"{save.entry.name}: {save.entry.bytes / 1e9:.1f} GB, no byte for {save.quiet_seconds or 0:.0f} s"
         )
+    if save.background:
+        evidence.append("steps go on meanwhile")
     evidence += [
         f"{node.node}: {call.call} has not returned for {call.age_seconds:.0f} s"
         for node in look.sample.nodes
@@ -195,13 +200,14 @@ def checkpoint_stalled(look: Look, saving: Saving) -> Finding | None:
     return Finding(
         job=look.spec.name,
         alert=AlertName.CHECKPOINT_STALLED,
-        severity=DEFAULT_SEVERITY[AlertName.CHECKPOINT_STALLED],
+        severity=Severity.WARNING if save.background else DEFAULT_SEVERITY[AlertName.CHECKPOINT_STALLED],
         scope="",
         summary=f"{look.spec.name}: the checkpoint does not get finished.",
         evidence=tuple(evidence),
         advice="Look at the file system of the checkpoint directory: space, servers, processes in state D.",
         since_seconds=look.now - save.seconds,
-        gpus_idle=look.sample.expected_gpus or len(look.sample.gpus),
+        confirmed=not save.background,
+        gpus_idle=0 if save.background else look.sample.expected_gpus or len(look.sample.gpus),
     )
 
 
