@@ -14,6 +14,7 @@ from trainer.refusal import Refusal
 # name -> (module, object, one line of help)
 COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "pack": ("trainer.pack_command", "pack_command", "Tokenise records once, into fixed blocks per rank."),
+    "gate": ("trainer.gate_command", "gate_command", "Six checks over all ranks: may this job start?"),
 }
 
 

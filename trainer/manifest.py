@@ -141,5 +141,5 @@ def dealt(corpus_rows: int, world: int, rank: int, contiguous: bool) -> tuple[in
         first = size * rank + min(rank, more)
         rows = size + (rank < more)
         return (rows, first, first + rows - 1) if rows else (0, None, None)
-    rows = len(range(rank, corpus_rows, world))
+    rows = max(0, -((rank - corpus_rows) // world))
     return (rows, rank, rank + (rows - 1) * world) if rows else (0, None, None)

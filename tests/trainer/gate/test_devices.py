@@ -1,0 +1,68 @@
+"""What nvidia-smi says, and what is made of it when it says nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.gate.devices import DevicesProbe, read_devices
+
+GPUS = [
+    "0, GPU-aaaa-1, NVIDIA B300 SXM6 AC, 580.82.07, 275040, 4",
+    "1, GPU-bbbb-2, NVIDIA B300 SXM6 AC, 580.82.07, 275040, 81920",
+]
+
+
+def test_boards_and_the_processes_on_them_are_read() -> None:
+    look = read_devices(GPUS, ["4711, GPU-bbbb-2", "", "12, GPU-elsewhere"], None)
+    assert [(gpu.index, gpu.name, gpu.memory_used_mib) for gpu in look.gpus] == [
+        (0, "NVIDIA B300 SXM6 AC", 4.0),
+        (1, "NVIDIA B300 SXM6 AC", 81920.0),
+    ]
+    assert look.processes == ("pid 4711 on GPU 1",)
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"), [("1", [1]), ("GPU-aaaa", [0]), ("0,1", [0, 1]), ("", []), (None, [0, 1])]
+)
+def test_only_boards_that_the_job_may_use_count(visible: str | None, seen: list[int]) -> None:
+    look = read_devices(GPUS, ["4711, GPU-bbbb-2"], visible)
+    assert [gpu.index for gpu in look.gpus] == seen
+    assert bool(look.processes) == (1 in seen)
+
+
+def test_an_answer_that_is_no_table_is_quoted() -> None:
+    assert read_devices(["No devices were found"], [], None).trouble == (
+        "nvidia-smi said 'No devices were found' where a GPU was expected"
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "trouble"),
+    [
+        ("exec sleep 60", "gave no answer in"),
+        ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "ended with 18: Failed to init"),
+    ],
+)
+def test_a_driver_that_hangs_or_fails_is_said_within_the_deadline(
+    script: str, trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    probe = DevicesProbe()
+    try:
+        look = probe.look(time.monotonic() + (0.3 if "sleep" in script else 30))
+    finally:
+        probe.close()
+    assert look.trouble is not None
+    assert trouble in look.trouble
+
+
+def test_a_node_without_the_tool_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert DevicesProbe().look(0).skipped == "no nvidia-smi on this node"

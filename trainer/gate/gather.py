@@ -1,0 +1,230 @@
+"""One gather over TCP: every gate process sends its report to rank 0's, and gets all of them back.
+
+Lines of JSON. No torch, no store, no pickle: what comes over the network is decoded field by field. A process that
+never comes costs the deadline, and rank 0's judges with those that came.
+
+    member -> {"wattwatch_gate": 1, "key": ...}      member <- {"welcome": {...}}
+    member -> {"report": {...}}                      member <- {"reports": [...]}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from trainer.gate.report import NodeReport
+from trainer.plain import NotPlain, from_plain
+from trainer.refusal import Refusal
+
+PROTOCOL: Final = 1
+MAX_LINE_BYTES: Final = 64 * 1024 * 1024
+MAX_HELLO_BYTES: Final = 4096
+SEND_SECONDS: Final = 5.0
+GRACE_SECONDS: Final = 10.0  # for rank 0's answer, beyond the deadline: it may have begun later than we
+
+
+class GatherTrouble(Exception):
+    """No gather came about for this process; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where rank 0's gate listens, and a key that keeps another job's gate out."""
+
+    host: str
+    port: int
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def listen(rendezvous: Rendezvous) -> socket.socket:
+    """Rank 0's listener. Raises Refusal where the port is taken."""
+    # A name may lead to 127.0.1.1 on its own node, or here by translation only: then, as torch does, all interfaces.
+    host = rendezvous.host if rendezvous.host == "localhost" or _is_address(rendezvous.host) else ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        try:
+            return socket.create_server((host, rendezvous.port), family=family, backlog=1024)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            return socket.create_server(("", rendezvous.port), backlog=1024)
+    except OSError as error:
+        raise Refusal(
+            f"{rendezvous}: rank 0's gate cannot listen there: {error.strerror or error}; name another place with "
+            "--rendezvous on every node"
+        ) from None
+
+
+def _is_address(host: str) -> bool:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            socket.inet_pton(family, host)
+            return True
+    return False
+
+
+@dataclass(slots=True)
+class _Peer:
+    connection: socket.socket
+    buffer: bytearray = field(default_factory=bytearray)
+    welcomed: bool = False
+    report: NodeReport | None = None
+
+
+def host_gather(
+    listener: socket.socket, rendezvous: Rendezvous, welcome: dict[str, Any], own: NodeReport, until: float
+) -> list[NodeReport]:
+    """Rank 0's side: all reports, own first; those that came by `until` where somebody never comes."""
+    peers: dict[socket.socket, _Peer] = {}
+    wanted = set(range(own.settings.world)) - set(own.ranks)
+    with selectors.DefaultSelector() as selector:
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ)
+        try:
+            while wanted and (left := until - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    if key.fileobj is listener:
+                        with contextlib.suppress(OSError):
+                            connection, _ = listener.accept()
+                            connection.settimeout(SEND_SECONDS)
+                            peers[connection] = _Peer(connection)
+                            selector.register(connection, selectors.EVENT_READ)
+                        continue
+                    assert isinstance(key.fileobj, socket.socket)
+                    peer = peers[key.fileobj]
+                    if not _hear(peer, rendezvous, welcome):
+                        selector.unregister(peer.connection)
+                        peer.connection.close()
+                        del peers[peer.connection]
+                    elif peer.report is not None:
+                        wanted -= set(peer.report.ranks)
+                        selector.unregister(peer.connection)
+            reports = [own, *(peer.report for peer in peers.values() if peer.report is not None)]
+            answer = json.dumps({"reports": [asdict(report) for report in reports]}).encode() + b"\n"
+            for peer in peers.values():
+                with contextlib.suppress(OSError):  # gone, or too slow: it will say so itself
+                    peer.connection.sendall(answer if peer.report is not None else _refusal("it came too late"))
+            return reports
+        finally:
+            for peer in peers.values():
+                peer.connection.close()
+
+
+def _hear(peer: _Peer, rendezvous: Rendezvous, welcome: dict[str, Any]) -> bool:
+    """Reads what came from a peer; False where it left, or is none of us."""
+    try:
+        data = peer.connection.recv(1 << 20)
+    except OSError:
+        return False
+    peer.buffer += data
+    if not data or len(peer.buffer) > (MAX_LINE_BYTES if peer.welcomed else MAX_HELLO_BYTES):
+        return False
+    while b"\n" in peer.buffer and peer.report is None:
+        line, _, rest = peer.buffer.partition(b"\n")
+        peer.buffer = rest
+        try:
+            message = json.loads(line)
+            if not peer.welcomed:
+                _check_hello(message, rendezvous)
+                peer.connection.sendall(json.dumps({"welcome": welcome}).encode() + b"\n")
+                peer.welcomed = True
+            else:
+                report = from_plain(NodeReport, message.get("report"), "report")
+                peer.report = replace(report, skew_seconds=time.time() - report.wall)
+        except OSError:
+            return False
+        except (ValueError, AttributeError, RecursionError) as error:
+            with contextlib.suppress(OSError):
+                peer.connection.sendall(_refusal(str(error)))
+            return False
+    return True
+
+
+def _check_hello(message: Any, rendezvous: Rendezvous) -> None:
+    if not isinstance(message, dict) or message.get("wattwatch_gate") != PROTOCOL:
+        raise NotPlain("rank 0 runs another version of wattwatch")
+    if message.get("key") != rendezvous.key:
+        raise NotPlain("the gate that listens there belongs to another job")
+
+
+def _refusal(why: str) -> bytes:
+    return json.dumps({"refused": why}).encode() + b"\n"
+
+
+class Membership:
+    """The other side: come, look with what rank 0 has said, report, hear of all."""
+
+    def __init__(self, rendezvous: Rendezvous, until: float) -> None:
+        """Waits for rank 0 to listen. Raises GatherTrouble at the deadline."""
+        self._rendezvous, self._until = rendezvous, until
+        pause, begun = 0.01, time.monotonic()
+        while True:
+            try:
+                self._connection = socket.create_connection((rendezvous.host, rendezvous.port), timeout=SEND_SECONDS)
+                break
+            except OSError as error:
+                if time.monotonic() + pause > until:
+                    raise GatherTrouble(
+                        f"rank 0 did not answer at {rendezvous} for {time.monotonic() - begun:.0f} s: "
+                        f"{error.strerror or error}"
+                    ) from None
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.25)
+        self._buffer = bytearray()
+
+    def welcome(self) -> dict[str, Any]:
+        self._send({"wattwatch_gate": PROTOCOL, "key": self._rendezvous.key})
+        welcome = self._line().get("welcome")
+        if not isinstance(welcome, dict):
+            raise GatherTrouble(f"what answers at {self._rendezvous} is no gate")
+        return welcome
+
+    def exchange(self, report: NodeReport) -> list[NodeReport]:
+        self._send({"report": asdict(replace(report, wall=time.time()))})
+        try:
+            return [from_plain(NodeReport, item, "report") for item in self._line().get("reports", [])]
+        except NotPlain as error:
+            raise GatherTrouble(f"{self._rendezvous} answered with something else: {error}") from None
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._attempt(lambda: self._connection.sendall(json.dumps(message).encode() + b"\n"))
+
+    def _attempt(self, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except TimeoutError:
+            raise GatherTrouble(f"{self._rendezvous} went silent") from None
+        except OSError as error:
+            raise GatherTrouble(f"{self._rendezvous} broke the connection: {error.strerror or error}") from None
+
+    def _line(self) -> dict[str, Any]:
+        until = self._until + GRACE_SECONDS
+        while b"\n" not in self._buffer:
+            self._connection.settimeout(max(0.01, until - time.monotonic()))
+            data = self._attempt(lambda: self._connection.recv(1 << 20))
+            self._buffer += data
+            if not data or len(self._buffer) > MAX_LINE_BYTES:
+                raise GatherTrouble(f"{self._rendezvous} closed the connection: no gate, or rank 0's was ended")
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise GatherTrouble(f"what answers at {self._rendezvous} is no gate")
+        if "refused" in message:
+            raise GatherTrouble(f"{self._rendezvous} refused this process: {message['refused']}")
+        return message

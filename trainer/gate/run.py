@@ -1,0 +1,265 @@
+"""The gate on one node, in its order: look at everything at once, meet the others, judge, record.
+
+Whatever fails here is put into the report and still reaches the gather: a process that died before it would leave all
+others waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from trainer.gate.child import Child, path_probe
+from trainer.gate.devices import DevicesProbe
+from trainer.gate.gather import GatherTrouble, Membership, Rendezvous, host_gather, listen
+from trainer.gate.judge import judge
+from trainer.gate.report import CheckpointLook, GateSettings, ModelLook, NodeReport, ShardLook
+from trainer.gate.surroundings import code_sha256, environment, versions
+from trainer.gate.verdict import GateVerdict
+from trainer.manifest import manifest_file, read_manifest, starts_file, token_file
+from trainer.plain import NotPlain, from_plain
+
+SCHEMA: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What this process speaks for, and where its things lie."""
+
+    node: str
+    ranks: tuple[int, ...]
+    data: str  # directory of the packed blocks, the node's own
+    run: str  # the run directory, shared
+    model: str | None
+    resume: str | None
+    config: str | None
+    path_seconds: float  # the longest that a path or the driver may keep silent
+
+    @property
+    def checkpoints(self) -> str:
+        return f"{self.run}/checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class GateRun:
+    """How it went. `record` is gate.json."""
+
+    verdict: GateVerdict
+    reports: tuple[NodeReport, ...]
+    record: dict[str, Any]
+    unrecorded: str | None  # why rank 0 could not write gate.json
+
+
+@dataclass(slots=True)
+class _Parts:
+    """Times and troubles of the parts, since this process began its work."""
+
+    begun: float = field(default_factory=time.monotonic)
+    seconds: dict[str, float] = field(default_factory=dict)
+    troubles: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
+            self.troubles.append(f"{name}: {type(error).__name__}: {error}")
+        self.seconds[name] = round(time.monotonic() - self.begun, 4)
+
+
+def run_gate(settings: GateSettings, here: Here, rendezvous: Rendezvous | None, wait_seconds: float) -> GateRun:
+    """All six checks over all ranks; without a rendezvous this process must speak for all of them.
+
+    Raises Refusal where rank 0 cannot listen.
+    """
+    with contextlib.ExitStack() as stack:
+        parts = _Parts()
+        until = parts.begun + wait_seconds
+        is_host = 0 in here.ranks
+        listener = stack.enter_context(listen(rendezvous)) if rendezvous and is_host else None
+        looks = _Looks(here, parts, stack)
+        mark = (f".gate-{secrets.token_hex(8)}", secrets.token_hex(16))
+        note, member = "", None
+        welcome: dict[str, Any] = {"gate_id": secrets.token_hex(6), "mark": None}
+        if is_host:
+            looks.checkpoint(create=True, write=mark, expect=None)
+            if looks.checkpoint_look and not looks.checkpoint_look.trouble:
+                welcome["mark"] = list(mark)
+        elif rendezvous:
+            try:
+                member = stack.enter_context(contextlib.closing(Membership(rendezvous, until)))
+                welcome = member.welcome()
+            except GatherTrouble as trouble:
+                note, member = str(trouble), None
+            parts.seconds["rendezvous"] = round(time.monotonic() - parts.begun, 4)
+            looks.checkpoint(create=False, write=mark, expect=_two_texts(welcome.get("mark")))
+        report = looks.report(settings)
+        reports = [report]
+        if listener and rendezvous:
+            reports = host_gather(listener, rendezvous, welcome, report, until)
+            note = f"waited {time.monotonic() - parts.begun:.0f} s"
+        elif member:
+            try:
+                reports = member.exchange(report)
+            except GatherTrouble as trouble:
+                note = str(trouble)
+        parts.seconds["gather"] = round(time.monotonic() - parts.begun, 4)
+        verdict = judge(reports, note)
+        reports[0] = replace(reports[0], seconds=dict(parts.seconds)) if is_host else reports[0]
+        record = gate_record(str(welcome.get("gate_id", "")), verdict, reports)
+        unrecorded = looks.publish(f"{here.run}/gate.json", record) if is_host else None
+        return GateRun(verdict, tuple(reports), record, unrecorded)
+
+
+def gate_record(gate_id: str, verdict: GateVerdict, reports: list[NodeReport]) -> dict[str, Any]:
+    """gate.json: what was looked at, what was said of it, when, and hashes by which a trainer knows its own gate."""
+    settings, even = reports[0].settings, verdict.evenness
+    manifests = {s.rank: s.manifest.sha256 for r in reports for s in r.shards if s.manifest is not None}
+    config = next((r.model.config_sha256 for r in reports if r.model and r.model.config_sha256), None)
+    inputs = {"settings": asdict(settings), "config_sha256": config, "shards": sorted(manifests.items())}
+    return {
+        "v": SCHEMA,
+        "gate_id": gate_id,
+        "level": verdict.level,
+        "t_wall": time.time(),
+        "seconds": reports[0].seconds.get("gather"),
+        "world": settings.world,
+        "config_sha256": config,
+        "inputs_sha256": hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest(),
+        "global_min_blocks": even.global_min_blocks if even else None,
+        "spread": even.spread if even else None,
+        "steps": even.steps if even else None,
+        "lost_share": even.lost_share if even else None,
+        "blocks": even.blocks if even else None,
+        "checks": [{"name": check.name, "level": check.level, **_fields(check)} for check in verdict.checks],
+        "settings": asdict(settings),
+        "reports": [asdict(report) for report in reports],
+    }
+
+
+def _fields(check: Any) -> dict[str, Any]:
+    return {"summary": check.summary, "problems": [asdict(problem) for problem in check.problems]}
+
+
+def _two_texts(mark: object) -> tuple[str, str] | None:
+    """The mark that rank 0 says it has left: a plain file name and its content."""
+    match mark:
+        case [str(name), str(content)] if name.startswith(".gate-") and "/" not in name:
+            return name, content
+    return None
+
+
+class _Looks:
+    """The children at work on this node, and what they have answered by the deadline."""
+
+    def __init__(self, here: Here, parts: _Parts, stack: contextlib.ExitStack) -> None:
+        self._here, self._parts, self._stack = here, parts, stack
+        self._checkpoint: Child | None = None
+        self.checkpoint_look: CheckpointLook | None = None
+        files = [
+            (rank, token_file(here.data, rank), manifest_file(here.data, rank), starts_file(here.data, rank))
+            for rank in here.ranks
+        ]
+        self._shards = self._start({"kind": "shards", "directory": here.data, "files": files})
+        self._model = None
+        if here.model or here.resume or here.config:
+            model = {"kind": "model", "model": here.model, "resume": here.resume, "config": here.config}
+            self._model = self._start(model)
+        self._devices = stack.enter_context(contextlib.closing(DevicesProbe()))
+
+    def _start(self, request: dict[str, Any]) -> Child:
+        return self._stack.enter_context(contextlib.closing(path_probe(request)))
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._here.path_seconds
+
+    def checkpoint(self, create: bool, write: tuple[str, str], expect: tuple[str, str] | None) -> None:
+        """Rank 0's child stays, with its mark in the directory, until all have looked."""
+        with self._parts.part("checkpoint"):
+            directory = self._here.checkpoints
+            self._checkpoint = self._start(
+                {
+                    "kind": "checkpoint",
+                    "directory": directory,
+                    "create": create,
+                    "write": write[0],
+                    "content": write[1],
+                    "expect": expect,
+                    "hold": create,
+                }
+            )
+            answer = self._answer(self._checkpoint, directory)
+            self.checkpoint_look = from_plain(CheckpointLook, {"directory": directory, **answer})
+
+    def report(self, settings: GateSettings) -> NodeReport:
+        here, parts = self._here, self._parts
+        report = NodeReport(node=here.node, ranks=here.ranks, settings=settings, checkpoint=self.checkpoint_look)
+        with parts.part("surroundings"):
+            report = replace(report, versions=versions(), environment=environment(), code_sha256=code_sha256())
+        with parts.part("shards"):
+            report = replace(report, shards=self._shard_looks())
+        if self._model:
+            with parts.part("model"):
+                named = " or ".join(path for path in (here.model, here.resume, here.config) if path)
+                report = replace(report, model=from_plain(ModelLook, self._answer(self._model, named)))
+        with parts.part("devices"):
+            report = replace(report, devices=self._devices.look(self._deadline()))
+        return replace(report, troubles=tuple(parts.troubles), seconds=dict(parts.seconds), wall=time.time())
+
+    def _shard_looks(self) -> tuple[ShardLook, ...]:
+        until, looks, hung = self._deadline(), [], False
+        for rank in self._here.ranks:
+            path = token_file(self._here.data, rank)
+            line = None if hung else self._shards.line(until)
+            if line is None:
+                trouble = f"not looked at: {self._here.data} hangs" if hung else self._silence(self._shards)
+                looks.append(ShardLook(rank, path, trouble=trouble))
+                hung = True
+            else:
+                looks.append(shard_look(path, json.loads(line)))
+        return tuple(looks)
+
+    def _answer(self, child: Child, named: str) -> dict[str, Any]:
+        line = child.line(self._deadline())
+        if line is None:
+            return {"trouble": f"{named}: {self._silence(child)}"}
+        answer = json.loads(line)
+        assert isinstance(answer, dict)
+        return answer
+
+    def _silence(self, child: Child) -> str:
+        return "the probe ended without an answer" if child.ended else f"no answer in {self._here.path_seconds:g} s"
+
+    def publish(self, path: str, record: dict[str, Any]) -> str | None:
+        """Has the checkpoint's child write `path`; why it could not, or None."""
+        if self._checkpoint is None:
+            return "the checkpoint directory was not looked at"
+        order = {"path": path, "text": json.dumps(record, indent=1) + "\n"}
+        self._checkpoint.send(order, self._deadline())
+        answer = self._answer(self._checkpoint, path)
+        self._checkpoint.close(patience_seconds=1.0)
+        trouble = answer.get("trouble")
+        return None if trouble is None else str(trouble)
+
+
+def shard_look(path: str, answer: dict[str, Any]) -> ShardLook:
+    """A probe's answer, with the manifest decoded or the reason why it cannot be."""
+    text = answer.pop("manifest_text", None)
+    look = from_plain(ShardLook, {"path": path, **answer})
+    if text is None:
+        return look
+    try:
+        return replace(look, manifest=read_manifest(text))
+    except NotPlain as error:
+        return replace(look, trouble=look.trouble or f"its manifest is not one: {error}")
+
+
+def node_name(given: str | None) -> str:
+    return given or socket.gethostname()
