@@ -22,6 +22,7 @@ from watcher.judge.job_sample import JobSample, JobSpec
 from watcher.judge.profiles import Profile
 from watcher.snapshot import DeliveryStats, EpisodeView, JobView, NodeView, Snapshot
 from watcher.timeline import Timeline, point_of
+from watcher.witness import Witness, Witnessing
 
 # A round is judged when every answering node has spoken, or this share of the interval after its first line.
 ROUND_GRACE_INTERVALS: Final = 0.25
@@ -38,7 +39,14 @@ class NodeSource(Protocol):
 class Telling(Protocol):
     """Who is told. Jobs that were not judged in this tick keep their episodes: no news is not good news."""
 
-    def observe(self, findings: Sequence[Finding], judged_jobs: frozenset[str], now: float, wall: float) -> None: ...
+    def observe(
+        self,
+        findings: Sequence[Finding],
+        judged_jobs: frozenset[str],
+        now: float,
+        wall: float,
+        witnesses: Mapping[str, Witness],
+    ) -> None: ...
 
     def episodes(self) -> tuple[EpisodeView, ...]: ...
 
@@ -62,6 +70,7 @@ class JobDesk:
     spoke: set[str] = field(default_factory=set)  # nodes heard since the job was last judged
     first_heard_seconds: float | None = None
     judged_seconds: float | None = None
+    witnessing: Witnessing = field(default_factory=Witnessing)
     view: JobView | None = None
 
     def hear(self, sample: NodeSample, now: float) -> None:
@@ -158,6 +167,7 @@ class Engine:
             return self.snapshot
         findings = [] if blind is None else [blind]
         judged = {""}
+        witnesses: dict[str, Witness] = {}
         delays: list[float] = []
         failures: list[Exception] = []
         for desk in due:
@@ -169,9 +179,10 @@ class Engine:
                 failures.append(error)
                 continue
             judged.add(desk.spec.name)
+            witnesses[desk.spec.name] = desk.witnessing.look(job_sample)
             delays += self._delays(desk.spec.name, found, now)
             findings += found
-        self._telling.observe(findings, frozenset(judged), now, wall)
+        self._telling.observe(findings, frozenset(judged), now, wall, witnesses)
         self.snapshot = self._publish(links, now, wall, late, tuple(delays))
         if failures:
             raise failures[0]

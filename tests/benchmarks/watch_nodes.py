@@ -176,15 +176,23 @@ class OurFleet:
 
     def _engine(self) -> Callable[[], object]:
         """The watcher without receivers: judge, detect, publish."""
-        from collections.abc import Sequence
+        from collections.abc import Mapping, Sequence
 
         from watcher.engine import Engine
         from watcher.judge.finding import Finding
         from watcher.judge.job_sample import JobSpec
         from watcher.snapshot import DeliveryStats, EpisodeView
+        from watcher.witness import Witness
 
         class Silent:
-            def observe(self, findings: Sequence[Finding], jobs: frozenset[str], now: float, wall: float) -> None:
+            def observe(
+                self,
+                findings: Sequence[Finding],
+                judged_jobs: frozenset[str],
+                now: float,
+                wall: float,
+                witnesses: Mapping[str, Witness],
+            ) -> None:
                 pass
 
             def episodes(self) -> tuple[EpisodeView, ...]:

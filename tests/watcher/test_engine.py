@@ -14,6 +14,7 @@ from watcher.judge.finding import AlertName, Finding, JobState
 from watcher.judge.job_sample import JobSpec
 from watcher.judge.verdict import PowerState
 from watcher.snapshot import DeliveryStats, EpisodeView
+from watcher.witness import Witness
 
 
 class HeldTime:
@@ -65,7 +66,15 @@ class Told:
     def __init__(self) -> None:
         self.looks: list[tuple[tuple[Finding, ...], frozenset[str]]] = []
 
-    def observe(self, findings: Sequence[Finding], judged_jobs: frozenset[str], now: float, wall: float) -> None:
+    def observe(
+        self,
+        findings: Sequence[Finding],
+        judged_jobs: frozenset[str],
+        now: float,
+        wall: float,
+        witnesses: Mapping[str, Witness],
+    ) -> None:
+        assert witnesses.keys() == judged_jobs - {""}
         self.looks.append((tuple(findings), judged_jobs))
 
     def episodes(self) -> tuple[EpisodeView, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from watcher.engine import Telling
 from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding
 from watcher.snapshot import DeliveryStats, EpisodeView
+from watcher.witness import Witness
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,15 @@ class TellingOwnTrouble:
         self._teller = teller
         self._trouble = trouble
 
-    def observe(self, findings: Sequence[Finding], judged_jobs: frozenset[str], now: float, wall: float) -> None:
-        self._teller.observe([*findings, *self._trouble.findings(now)], judged_jobs, now, wall)
+    def observe(
+        self,
+        findings: Sequence[Finding],
+        judged_jobs: frozenset[str],
+        now: float,
+        wall: float,
+        witnesses: Mapping[str, Witness],
+    ) -> None:
+        self._teller.observe([*findings, *self._trouble.findings(now)], judged_jobs, now, wall, witnesses)
 
     def episodes(self) -> tuple[EpisodeView, ...]:
         return self._teller.episodes()

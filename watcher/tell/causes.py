@@ -101,6 +101,25 @@ def is_explained(target: Finding, source: Finding, cause: Cause) -> bool:
     return source.confirmed or RANK[own_severity(target)] <= RANK[own_severity(source)]
 
 
+def successors_of(gone: Finding, found: Iterable[Finding]) -> tuple[Finding, ...]:
+    """What has taken the place of a finding that is not there: a crash ends a hang, and a hang hides that it was slow.
+
+    The detector names one state of a job at a time, so the one that goes did not get better. Nothing but its running
+    ends a crash.
+    """
+    if gone.alert is AlertName.JOB_CRASHED:
+        return ()
+    return tuple(
+        each
+        for each in found
+        if each.job == gone.job
+        and each.confirmed
+        and each.alert in GRAVE
+        and each.alert is not gone.alert
+        and (gone.alert in GRAVE or gone.alert in CAUSES[ORDER[each.alert]].explains)
+    )
+
+
 def began_in_time(target: Finding, source: Finding) -> bool:
     """Whether it can be a consequence by its time. The end of a job is the end of all its troubles."""
     if target.alert not in GRAVE or source.alert is AlertName.JOB_COMPLETED:
@@ -109,7 +128,7 @@ def began_in_time(target: Finding, source: Finding) -> bool:
 
 
 def is_on_node(target: Finding, source: Finding) -> bool:
-    """Whether one of the processes that are gone was on the node of the broken board; yes where nobody can say whose."""
+    """Whether a process that is gone was on the node of the broken board; yes where nobody can say whose."""
     node = source.scope.partition("/")[0]
     return not target.suspects or any(suspect.node == node for suspect in target.suspects)
 

@@ -12,21 +12,31 @@ from typing import Final
 
 from watcher.judge.finding import AlertName, Finding, Severity
 from watcher.judge.verdict import Suspect
+from watcher.witness import Witness
 
 # A condition is over when it was missing in this many looks and for this long: one odd sample closes nothing.
 CLEAR_LOOKS: Final = 2
 CLEAR_SECONDS: Final = 2.0
+# What comes back again and again within AGAIN_SECONDS must be missing for longer before it counts as over: a rebooting
+# node, a loss that is NaN at every third step. By how often it came back. What stops a job is seen to end, when steps
+# advance, and each time is another stop: a minute is enough.
+CLEAR_SECONDS_FLAPPING: Final = (CLEAR_SECONDS, 60.0, 600.0)
+CLEAR_SECONDS_GRAVE: Final = (CLEAR_SECONDS, 60.0)
 # What outlived its root cause this long is told on its own. A job needs a moment to move again once its node is back.
 RELEASE_SECONDS: Final = 10.0
 # Opened again within this time: the message says so.
 AGAIN_SECONDS: Final = 600.0
-# After a restart the detector starts from nothing. What it does not see yet may still be true: it gets twice the time
-# that it needed the first time, within these bounds.
+# After a restart the detector starts from nothing. What it does not see yet may still be true: it is over when the
+# opposite is seen (`is_refuted`). Where that takes a judgement over time, the detector gets twice the time that it
+# needed before, within these bounds. What nothing was seen of for the longest of them is closed as not known.
 SETTLE_SECONDS_LEAST: Final = 30.0
 SETTLE_SECONDS_MOST: Final = 1800.0
 
 # What stops a job. It is never kept quiet without a word: whoever was told of its cause is told that it follows.
 GRAVE: Final = frozenset({AlertName.JOB_HUNG, AlertName.JOB_CRASHED, AlertName.CHECKPOINT_STALLED})
+
+# The kernel says it once, and the board may answer all the same.
+XID_SECONDS: Final = 900.0
 
 RANK: Final = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
 
@@ -52,13 +62,15 @@ class Reason(Enum):
     CONCERNS_MORE = "Something follows from it that concerns you."
     REMINDER_DUE = "It is still open."
     CLEARED = "The condition is no longer there."
+    REPLACED = "It did not get better: another alert of the job has taken its place."
+    NOT_KNOWN = "It is not known any more: since the watcher has restarted, nothing was seen that says it is over."
     JOB_ENDED = "The job has completed."
     NOT_WATCHED = "The job is no longer in the configuration; nothing is known of its state."
     UNCHANGED = "It was told and nothing changed."
     SUPPRESSED = "A root cause that is told explains it."
     CAUSE_JUST_OVER = "Its cause has just gone; it may go with it."
     CLEAR_PENDING = "It was not seen in this look, which is too short a time to call it over."
-    SETTLING = "The watcher has restarted and has not watched long enough to call it over."
+    SETTLING = "The watcher has restarted and has not yet seen that it is over."
     CLEARED_UNTOLD = "It is over and nobody had been told of it."
     NEVER_TRUE = "There is nothing and there was nothing."
     ENDED_BEFORE = "It concerns a job that has completed."
@@ -95,6 +107,7 @@ class Episode:
     absent_seconds: float | None = None  # since when it was not seen; None while it is seen
     absent_looks: int = 0
     settling: bool = False  # loaded after a restart and not seen since
+    reopenings: int = 0  # how often in a row it came back within AGAIN_SECONDS
     followers: tuple[str, ...] = ()  # what it keeps quiet, in words
     told: Told | None = None
     closed_wall_seconds: float | None = None
@@ -124,6 +137,14 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """When the same key closed last, and how often it had come back by then."""
+
+    seconds: float
+    reopenings: int
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """What one evaluation says of one key. Only for jobs that were judged: no news is not good news."""
 
@@ -133,7 +154,9 @@ class Look:
     cause: str | None = None  # the root cause that explains it, in words
     followers: tuple[Finding, ...] = ()  # what it explains: these lend it their severity
     job_ended: bool = False
-    closed_before_seconds: float | None = None  # how long ago the same key closed
+    ending: Ending | None = None  # of the last episode of the same key
+    witness: Witness | None = None  # what is positively seen of the job
+    successors: tuple[Finding, ...] = ()  # where it is not there: confirmed findings that have taken its place
     newly_concerned: tuple[str, ...] = ()  # receivers not told yet, to whom its consequences would have been told
 
 
@@ -166,6 +189,38 @@ def grave_news(told: Told | None, followers: tuple[Finding, ...]) -> tuple[Findi
     )
 
 
+def is_again(look: Look) -> bool:
+    """The same thing closed a short while ago."""
+    return look.ending is not None and look.now - look.ending.seconds < AGAIN_SECONDS
+
+
+def clear_seconds(episode: Episode) -> float:
+    """How long it must be missing before it is over."""
+    steady = episode.finding.alert in GRAVE or episode.finding.alert is AlertName.JOB_COMPLETED
+    ladder = CLEAR_SECONDS_GRAVE if steady else CLEAR_SECONDS_FLAPPING
+    return ladder[min(episode.reopenings, len(ladder) - 1)]
+
+
+def is_refuted(episode: Episode, look: Look, missing_seconds: float) -> bool:
+    """Whether the opposite of what an earlier process of the watcher has found is seen now."""
+    alert, node = episode.finding.alert, episode.finding.scope.partition("/")[0]
+    watched_long = missing_seconds >= settle_seconds(episode)
+    if not episode.finding.job:
+        return watched_long  # the watcher's own: it knows itself
+    witness = look.witness
+    if witness is None:
+        return False
+    if alert in GRAVE or alert is AlertName.JOB_COMPLETED:
+        return witness.advancing
+    if alert in (AlertName.NODE_UNREACHABLE, AlertName.PROBE_BLIND):
+        return node in witness.nodes_ok
+    if alert is AlertName.GPU_FAULT:
+        by_kernel = any(fact.startswith("Xid ") for fact in episode.finding.evidence)
+        return node in witness.nodes_ok and (not by_kernel or look.now - episode.began_seconds >= XID_SECONDS)
+    # Slow, starving, hot, overdue: the detector would say so again of a job that runs and that it has watched.
+    return watched_long and witness.advancing and (not node or node in witness.nodes_ok)
+
+
 def settle_seconds(episode: Episode) -> float:
     """How long a restarted watcher must have watched before it may call this episode over."""
     return min(max(SETTLE_SECONDS_LEAST, 2 * episode.detection_seconds), SETTLE_SECONDS_MOST)
@@ -185,7 +240,7 @@ def decide(episode: Episode | None, look: Look, reminder_seconds: float | None =
         if look.cause is not None:
             return Decision(Reason.SUPPRESSED)
         # The same thing closed a short while ago. People are told, and told that it comes and goes.
-        if look.closed_before_seconds is not None and look.closed_before_seconds < AGAIN_SECONDS:
+        if is_again(look):
             return Decision(Reason.OPENED_AGAIN, Notice.OPENED)
         return Decision(Reason.OPENED, Notice.OPENED)
     if look.cause is not None:
@@ -224,13 +279,16 @@ def decide_absent(episode: Episode | None, look: Look) -> Decision:
     if look.job_ended and episode.finding.alert is not AlertName.JOB_COMPLETED:
         return closing(episode, Reason.JOB_ENDED)
     since = look.now if episode.absent_seconds is None else episode.absent_seconds
-    # Not yet judged long enough after a restart. The detector may need this long to see it again.
-    if episode.settling and look.now - since < settle_seconds(episode):
-        return Decision(Reason.SETTLING)
+    # After a restart, and nothing seen that ends it. The detector may need long to see it again, or may never.
+    if episode.settling and not look.successors and not is_refuted(episode, look, look.now - since):
+        # What a completed job has reached stays true until it runs again.
+        if look.now - since < SETTLE_SECONDS_MOST or episode.finding.alert is AlertName.JOB_COMPLETED:
+            return Decision(Reason.SETTLING)
+        return closing(episode, Reason.NOT_KNOWN)
     # One look without it, or looks too close together: a flicker would close it and open the next one.
-    if episode.absent_looks + 1 < CLEAR_LOOKS or look.now - since < CLEAR_SECONDS:
+    if episode.absent_looks + 1 < CLEAR_LOOKS or look.now - since < clear_seconds(episode):
         return Decision(Reason.CLEAR_PENDING)
-    return closing(episode, Reason.CLEARED)
+    return closing(episode, Reason.REPLACED if look.successors else Reason.CLEARED)
 
 
 def closing(episode: Episode, reason: Reason) -> Decision:
@@ -250,6 +308,7 @@ def opened(identifier: str, look: Look, finding: Finding) -> Episode:
         opened_wall_seconds=look.wall,
         detection_seconds=look.now - began,
         counted_seconds=began,
+        reopenings=look.ending.reopenings + 1 if look.ending is not None and is_again(look) else 0,
     )
 
 
@@ -302,8 +361,10 @@ def seen(episode: Episode, look: Look, finding: Finding) -> Episode:
 
 
 def missed(episode: Episode, look: Look) -> Episode:
+    """Not there: that costs nothing, unless it is only that a restarted watcher has not seen it again yet."""
     return replace(
         episode,
+        counted_seconds=episode.counted_seconds if episode.settling else max(look.now, episode.counted_seconds),
         absent_seconds=look.now if episode.absent_seconds is None else episode.absent_seconds,
         absent_looks=episode.absent_looks + 1,
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,11 +17,13 @@ from watcher.config import ReceiverSection, RouteSection
 from watcher.judge.finding import AlertName, Finding
 from watcher.snapshot import DeliveryStats, EpisodeView
 from watcher.store import Delivery, EpisodeRow, Store, StoreError
-from watcher.tell.causes import Key, lends_severity, place_of, root_causes
+from watcher.tell.causes import Key, lends_severity, place_of, root_causes, successors_of
 from watcher.tell.episodes import (
     AGAIN_SECONDS,
+    CLEAR_SECONDS,
     GRAVE,
     Decision,
+    Ending,
     Episode,
     Look,
     Notice,
@@ -38,6 +41,7 @@ from watcher.tell.outbox import Outbox
 from watcher.tell.routing import receivers_for
 from watcher.tell.slack import slack_payload
 from watcher.tell.webhook import webhook_payload
+from watcher.witness import Witness
 
 log = logging.getLogger("wattwatch.tell")
 
@@ -46,6 +50,7 @@ FORGET_EVERY_SECONDS: Final = 3600.0
 # Evidence and cost of an open episode change each second; on disk they may be this old.
 SAVE_EVERY_SECONDS: Final = 60.0
 
+NOBODY: Final[Mapping[str, Witness]] = MappingProxyType({})
 CONTENT: Final = TypeAdapter(Episode)
 
 
@@ -82,7 +87,7 @@ class Teller:
         self._external_url = external_url
         self._open: dict[Key, Episode] = {}
         self._closed: deque[Episode] = deque(maxlen=CLOSED_SHOWN)
-        self._closed_seconds: dict[Key, float] = {}
+        self._endings: dict[Key, Ending] = {}
         self._unsaved: dict[str, Episode] = {}
         self._unsaved_deliveries: list[Delivery] = []
         self._saved_seconds = self._forgot_seconds = clock.monotonic()
@@ -108,10 +113,20 @@ class Teller:
     def stats(self) -> DeliveryStats:
         return self._outbox.stats()
 
-    def observe(self, findings: Iterable[Finding], judged_jobs: Collection[str], now: float, wall: float) -> None:
-        """All findings of one evaluation. Episodes of jobs that were not judged stay as they are."""
+    def observe(
+        self,
+        findings: Iterable[Finding],
+        judged_jobs: Collection[str],
+        now: float,
+        wall: float,
+        witnesses: Mapping[str, Witness] = NOBODY,
+    ) -> None:
+        """All findings of one evaluation. Episodes of jobs that were not judged stay as they are.
+
+        `witnesses`, by job: what is positively seen of it. It ends what was found before the watcher restarted.
+        """
         found = {finding.key: finding for finding in findings}
-        looks = self._looks(found, judged_jobs, now, wall)
+        looks = self._looks(found, judged_jobs, now, wall, witnesses)
         steps = [step for key, look in looks if (step := self._step(self._open.get(key), look)) is not None]
         self._save(steps, now, wall)
         self._outbox.enqueue([delivery for step in steps for delivery in step.deliveries])
@@ -119,10 +134,15 @@ class Teller:
             self._views = self._make_views()
 
     def _looks(
-        self, found: dict[Key, Finding], judged_jobs: Collection[str], now: float, wall: float
+        self,
+        found: dict[Key, Finding],
+        judged_jobs: Collection[str],
+        now: float,
+        wall: float,
+        witnesses: Mapping[str, Witness],
     ) -> list[tuple[Key, Look]]:
         """What this evaluation says of each key, causes before consequences."""
-        active = {key: episode.finding for key, episode in self._open.items() if still_speaks(episode)} | found
+        active = {key: episode.finding for key, episode in self._open.items() if still_speaks(episode, now)} | found
         causes = root_causes(map(self._as_begun, active.values()), self._explained())
         ended = {finding.job for finding in active.values() if finding.alert is AlertName.JOB_COMPLETED}
         keys = [key for key in {**self._open, **found} if key[0] in judged_jobs or key in found]
@@ -134,7 +154,6 @@ class Teller:
             followers: tuple[Finding, ...] = ()
             if finding is not None and lends_severity(finding):
                 followers = tuple(active[other] for other, source in causes.items() if source.key == key)
-            closed = self._closed_seconds.get(key)
             told = self._open[key].told if key in self._open else None
             looks.append(
                 (
@@ -146,7 +165,11 @@ class Teller:
                         cause=None if cause is None else name_of(cause),
                         followers=followers,
                         job_ended=key[0] in ended,
-                        closed_before_seconds=None if closed is None else now - closed,
+                        ending=self._endings.get(key),
+                        witness=witnesses.get(key[0]),
+                        successors=()
+                        if finding is not None
+                        else successors_of(self._open[key].finding, found.values()),
                         newly_concerned=()
                         if told is None
                         else tuple(sorted(self._concerned_by(followers) - set(told.receivers))),
@@ -185,7 +208,7 @@ class Teller:
         after = advance(episode, look, decision, receivers)
         deliveries: tuple[Delivery, ...] = ()
         if decision.notice is not None:
-            news = grave_news(episode.told, look.followers)
+            news = (*grave_news(episode.told, look.followers), *look.successors)
             message = compose(after, decision.notice, decision.reason, look.now, look.wall, self._external_url, news)
             deliveries = tuple(self._delivery(name, message, after, look.wall) for name in receivers)
             if decision.notice is Notice.CLOSED:
@@ -193,7 +216,7 @@ class Teller:
         if decision.closes:
             self._open.pop(after.key, None)
             self._closed.append(after)
-            self._closed_seconds[after.key] = look.now
+            self._endings[after.key] = Ending(look.now, after.reopenings)
         else:
             self._open[after.key] = after
         return Step(after, decision, deliveries)
@@ -260,7 +283,7 @@ class Teller:
 
     def _forget(self, now: float) -> None:
         """Old closings are of no use for telling a flap; what is on disk is pruned by the service's slow task."""
-        self._closed_seconds = {key: at for key, at in self._closed_seconds.items() if now - at < AGAIN_SECONDS}
+        self._endings = {key: end for key, end in self._endings.items() if now - end.seconds < AGAIN_SECONDS}
 
     def _load(self) -> None:
         """Open episodes of an earlier process, on this one's clock. They must be seen again before they can close."""
@@ -272,7 +295,8 @@ class Teller:
             episode = episode_of(row)
             self._closed.append(episode)
             assert episode.closed_wall_seconds is not None
-            self._closed_seconds[episode.key] = now - max(0.0, wall - episode.closed_wall_seconds)
+            ended = now - max(0.0, wall - episode.closed_wall_seconds)
+            self._endings[episode.key] = Ending(ended, episode.reopenings)
 
     def _close_unwatched(self, jobs: frozenset[str]) -> None:
         now, wall = self._clock.monotonic(), self._clock.wall()
@@ -290,12 +314,15 @@ class Teller:
         return tuple(view_of(episode) for episode in (*still, *reversed(self._closed)))
 
 
-def still_speaks(episode: Episode) -> bool:
+def still_speaks(episode: Episode, now: float) -> bool:
     """Whether an open episode may explain others while it is not seen itself.
 
-    After a restart only the end of a job does: what else was true before may have gone, and must hide nothing new.
+    Over a flicker it does. After a restart only the end of a job does: what else was true before may have gone, and
+    must hide nothing new; nor may what is kept open only because it comes and goes.
     """
-    return not episode.settling or episode.finding.alert is AlertName.JOB_COMPLETED
+    if episode.settling:
+        return episode.finding.alert is AlertName.JOB_COMPLETED
+    return episode.absent_seconds is None or now - episode.absent_seconds < CLEAR_SECONDS
 
 
 def is_worth_saving(step: Step) -> bool:

@@ -16,6 +16,7 @@ from collectors.clock import Clock
 from watcher.config import ReceiverSection
 from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding
 from watcher.judge.verdict import Suspect
+from watcher.witness import Witness
 
 WALL = 1_800_000_000.0
 DEADLINE_SECONDS = 20.0
@@ -44,6 +45,10 @@ def finding(
         suspects=suspects,
         gpus_idle=gpus_idle,
     )
+
+
+def witness(*nodes: str, advancing: bool = False, job: str = "llama") -> Witness:
+    return Witness(job, advancing, frozenset(nodes))
 
 
 class HandClock(Clock):

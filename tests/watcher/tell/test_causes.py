@@ -7,7 +7,7 @@ import pytest
 from tests.watcher.tell.givens import finding
 from watcher.judge.finding import AlertName, Finding
 from watcher.judge.verdict import Suspect
-from watcher.tell.causes import CAUSES, lends_severity, root_causes
+from watcher.tell.causes import CAUSES, lends_severity, root_causes, successors_of
 
 NODE_DOWN = finding(AlertName.NODE_UNREACHABLE, "node-02")
 BOARD_LOST = finding(AlertName.GPU_FAULT, "node-02/GPU-a")
@@ -85,6 +85,23 @@ def test_what_was_explained_stays_so_while_it_lasts() -> None:
     later = finding(since=600.0)
     assert root_causes([NODE_DOWN, later], {later.key: "NodeUnreachable node-02"}) == {later.key: NODE_DOWN}
     assert root_causes([NODE_DOWN, later], {later.key: "NodeUnreachable node-03"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "gone", "there", "replaced"),
+    [
+        ("a hang that crashes", HUNG, finding(AlertName.JOB_CRASHED), True),
+        ("a hang that turns out to be a stalled save", HUNG, finding(AlertName.CHECKPOINT_STALLED), True),
+        ("a slow job that hangs", finding(AlertName.JOB_SLOW), HUNG, True),
+        ("a slow job that may hang", finding(AlertName.JOB_SLOW), finding(confirmed=False), False),
+        ("a hang, and another job that crashes", HUNG, finding(AlertName.JOB_CRASHED, job="qwen"), False),
+        ("a hang, and a slow job", HUNG, finding(AlertName.JOB_SLOW), False),
+        ("a crash, and the others wait", finding(AlertName.JOB_CRASHED), HUNG, False),
+        ("a silent node, and a hang", NODE_DOWN, HUNG, False),
+    ],
+)
+def test_successor(given: str, gone: Finding, there: Finding, replaced: bool) -> None:
+    assert successors_of(gone, [there]) == ((there,) if replaced else ()), given
 
 
 def test_a_chain_is_told_as_its_first_link() -> None:

@@ -7,23 +7,28 @@ from typing import Any
 
 import pytest
 
-from tests.watcher.tell.givens import WALL, finding
+from tests.watcher.tell.givens import WALL, finding, witness
 from watcher.judge.finding import AlertName, Finding, Severity
 from watcher.tell.episodes import (
     CLEAR_SECONDS,
     RELEASE_SECONDS,
     SETTLE_SECONDS_LEAST,
     SETTLE_SECONDS_MOST,
+    XID_SECONDS,
+    Ending,
     Episode,
     Look,
     Notice,
     Reason,
     Told,
     advance,
+    clear_seconds,
     decide,
+    is_refuted,
     opened,
     settle_seconds,
 )
+from watcher.witness import Witness
 
 HUNG = finding()
 SUSPICION = finding(confirmed=False)
@@ -38,6 +43,7 @@ OPEN = replace(
 SUSPECTED = replace(OPEN, finding=SUSPICION, told=replace(TOLD, severity=Severity.WARNING, confirmed=False))
 QUIET = replace(OPEN, told=None, suppressed_by="NodeUnreachable node-02")
 GONE = replace(OPEN, absent_seconds=200.0, absent_looks=1)
+LOADED = replace(GONE, settling=True, absent_looks=9)
 
 
 def look(found: Finding | None = HUNG, now: float = 200.0, **facts: Any) -> Look:
@@ -50,8 +56,8 @@ def look(found: Finding | None = HUNG, now: float = 200.0, **facts: Any) -> Look
         ("nothing, before or now", None, look(None), Reason.NEVER_TRUE, None),
         ("a first finding", None, look(), Reason.OPENED, Notice.OPENED),
         ("a finding under a root cause", None, look(cause="NodeUnreachable n2"), Reason.SUPPRESSED, None),
-        ("back after 40 s", None, look(closed_before_seconds=40), Reason.OPENED_AGAIN, Notice.OPENED),
-        ("back after an hour", None, look(closed_before_seconds=3600), Reason.OPENED, Notice.OPENED),
+        ("back after 40 s", None, look(ending=Ending(160.0, 0)), Reason.OPENED_AGAIN, Notice.OPENED),
+        ("back after an hour", None, look(now=3760.0, ending=Ending(160.0, 0)), Reason.OPENED, Notice.OPENED),
         ("found after the job's end", None, look(job_ended=True), Reason.ENDED_BEFORE, None),
         ("told and unchanged", OPEN, look(), Reason.UNCHANGED, None),
         ("told, and now a cause is known", OPEN, look(cause="NodeUnreachable n2"), Reason.SUPPRESSED, None),
@@ -125,11 +131,39 @@ def look(found: Finding | None = HUNG, now: float = 200.0, **facts: Any) -> Look
             Notice.OPENED,
         ),
         (
-            "missing after a restart, for a short time",
-            replace(GONE, settling=True, absent_looks=9),
-            look(None, now=199.0 + SETTLE_SECONDS_LEAST),
+            "missing after a restart, and nobody saw it end",
+            LOADED,
+            look(None, now=199.0 + SETTLE_SECONDS_MOST, witness=witness("node-01", "node-02")),
             Reason.SETTLING,
             None,
+        ),
+        (
+            "missing after a restart for half an hour",
+            LOADED,
+            look(None, now=200.0 + SETTLE_SECONDS_MOST, witness=witness("node-01", "node-02")),
+            Reason.NOT_KNOWN,
+            Notice.CLOSED,
+        ),
+        (
+            "missing after a restart, and steps advance",
+            LOADED,
+            look(None, now=203.0, witness=witness(advancing=True)),
+            Reason.CLEARED,
+            Notice.CLOSED,
+        ),
+        (
+            "a hang that has become a crash",
+            GONE,
+            look(None, now=203.0, successors=(finding(AlertName.JOB_CRASHED),)),
+            Reason.REPLACED,
+            Notice.CLOSED,
+        ),
+        (
+            "a hang that has become a crash while the watcher was away",
+            LOADED,
+            look(None, now=203.0, successors=(finding(AlertName.JOB_CRASHED),)),
+            Reason.REPLACED,
+            Notice.CLOSED,
         ),
     ],
 )
@@ -153,6 +187,60 @@ def test_a_restarted_watcher_waits_twice_as_long_as_the_detection_took() -> None
     assert settle_seconds(replace(OPEN, detection_seconds=1.0)) == SETTLE_SECONDS_LEAST
     assert settle_seconds(replace(OPEN, detection_seconds=120.0)) == 240.0
     assert settle_seconds(replace(OPEN, detection_seconds=86400.0)) == SETTLE_SECONDS_MOST
+
+
+STOPPED = witness("node-01", "node-02")
+RUNNING = witness("node-01", "node-02", advancing=True)
+RUNNING_UNSEEN = witness("node-01", advancing=True)
+XID = replace(finding(AlertName.GPU_FAULT, "node-02/0000:9b:00"), evidence=("Xid 79 (fallen off the bus): ...",))
+
+
+@pytest.mark.parametrize(
+    ("given", "earlier", "seen", "missing_seconds", "refuted"),
+    [
+        ("a hang, all in sight, no step", HUNG, STOPPED, 1800.0, False),
+        ("a hang, and steps advance", HUNG, RUNNING_UNSEEN, 0.0, True),
+        ("a crash, all in sight", finding(AlertName.JOB_CRASHED), STOPPED, 1800.0, False),
+        ("a crash, and the job runs again", finding(AlertName.JOB_CRASHED), RUNNING, 0.0, True),
+        ("a stalled save, all in sight", finding(AlertName.CHECKPOINT_STALLED), STOPPED, 1800.0, False),
+        ("a completed job", finding(AlertName.JOB_COMPLETED), STOPPED, 1800.0, False),
+        ("a completed job that runs again", finding(AlertName.JOB_COMPLETED), RUNNING, 0.0, True),
+        ("a silent node that is silent", finding(AlertName.NODE_UNREACHABLE, "node-02"), RUNNING_UNSEEN, 99.0, False),
+        ("a silent node that answers", finding(AlertName.NODE_UNREACHABLE, "node-02"), STOPPED, 0.0, True),
+        ("a blind node that is blind", finding(AlertName.PROBE_BLIND, "node-02"), RUNNING_UNSEEN, 99.0, False),
+        ("a lost board of a node out of sight", finding(AlertName.GPU_FAULT, "node-02/b"), RUNNING_UNSEEN, 99.0, False),
+        ("a lost board whose node is whole", finding(AlertName.GPU_FAULT, "node-02/b"), STOPPED, 0.0, True),
+        ("a board that an Xid named just now", XID, RUNNING, 99.0, False),
+        ("a slow job that is watched for a moment", finding(AlertName.JOB_SLOW), RUNNING, 9.0, False),
+        ("a slow job that is watched and stands", finding(AlertName.JOB_SLOW), STOPPED, 900.0, False),
+        ("a slow job that is watched and runs", finding(AlertName.JOB_SLOW), RUNNING, 900.0, True),
+        ("a hot board out of sight", finding(AlertName.GPU_THROTTLED, "node-02/b"), RUNNING_UNSEEN, 900.0, False),
+        ("a job of which nothing is seen", HUNG, None, 1800.0, False),
+        ("the watcher's own trouble", finding(AlertName.WATCHER_DEGRADED, job=""), None, 900.0, True),
+    ],
+)
+def test_what_an_earlier_process_found_ends_when_the_opposite_is_seen(
+    given: str, earlier: Finding, seen: Witness | None, missing_seconds: float, refuted: bool
+) -> None:
+    episode = replace(LOADED, finding=earlier, began_seconds=100.0)
+    assert is_refuted(episode, look(None, now=200.0, witness=seen), missing_seconds) is refuted, given
+
+
+def test_a_board_that_an_xid_named_is_believed_again_after_a_quarter_of_an_hour() -> None:
+    episode = replace(LOADED, finding=XID, began_seconds=100.0)
+    assert is_refuted(episode, look(None, now=100.0 + XID_SECONDS, witness=STOPPED), 30.0)
+
+
+def test_what_comes_and_goes_must_be_gone_for_longer_each_time_but_what_stops_a_job_for_a_minute_at_most() -> None:
+    silent = finding(AlertName.NODE_UNREACHABLE, "node-02")
+    assert [clear_seconds(replace(OPEN, finding=silent, reopenings=n)) for n in range(5)] == [2, 60, 600, 600, 600]
+    assert [clear_seconds(replace(OPEN, finding=HUNG, reopenings=n)) for n in range(5)] == [2, 60, 60, 60, 60]
+
+
+def test_reopenings_count_in_a_row() -> None:
+    assert opened("e", look(now=200.0), HUNG).reopenings == 0
+    assert opened("e", look(now=200.0, ending=Ending(100.0, 3)), HUNG).reopenings == 4
+    assert opened("e", look(now=900.0, ending=Ending(100.0, 3)), HUNG).reopenings == 0
 
 
 def test_what_is_seen_again_after_a_restart_closes_at_the_usual_pace() -> None:

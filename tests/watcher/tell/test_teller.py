@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.watcher.tell.givens import HandClock, Hook, finding, hook_on, receiver, wait_until
+from tests.watcher.tell.givens import HandClock, Hook, finding, hook_on, receiver, wait_until, witness
 from watcher.config import ReceiverSection, RouteSection
 from watcher.judge.finding import AlertName, Finding, Severity
 from watcher.store import Store, StoreError
-from watcher.tell.episodes import SETTLE_SECONDS_LEAST
+from watcher.tell.episodes import SETTLE_SECONDS_MOST
 from watcher.tell.teller import Teller
+from watcher.witness import Witness
 
 NODE_DOWN = finding(AlertName.NODE_UNREACHABLE, "node-02", gpus_idle=8)
 HUNG = finding()
@@ -61,10 +62,17 @@ class Watch:
         self.clock.seconds = 5.0
         self.start()
 
-    def look(self, *findings: Finding, times: int = 1, judged: Collection[str] = ("", "llama")) -> None:
+    def look(
+        self,
+        *findings: Finding,
+        times: int = 1,
+        judged: Collection[str] = ("", "llama"),
+        seen: Witness | None = None,
+    ) -> None:
+        witnesses = {} if seen is None else {seen.job: seen}
         for _ in range(times):
             self.clock.advance(1.0)
-            self.teller.observe(findings, frozenset(judged), self.clock.monotonic(), self.clock.wall())
+            self.teller.observe(findings, frozenset(judged), self.clock.monotonic(), self.clock.wall(), witnesses)
 
     def said(self, path: str = "/webhook") -> list[tuple[str, str, str]]:
         """All that a receiver got so far: status, alert, severity."""
@@ -311,15 +319,90 @@ def test_a_restart_tells_nothing_again(watch: Watch) -> None:
     assert {view.id for view in watch.teller.episodes()} == identifiers
 
 
-def test_what_ended_while_the_watcher_was_away_is_closed_once_it_has_watched_long_enough(watch: Watch) -> None:
+def test_what_ended_while_the_watcher_was_away_is_closed_once_its_end_is_seen(watch: Watch) -> None:
     watch.look(finding(since=watch.clock.monotonic()))
     watch.restart(away_seconds=3600.0)
     watch.look(times=300, judged=("",))
-    assert len(watch.said()) == 1, "the job was not judged yet"
-    watch.look(times=int(SETTLE_SECONDS_LEAST) - 1)
-    assert len(watch.said()) == 1
-    watch.look(times=3)
+    watch.look(times=300, seen=witness("node-01", "node-02"))
+    assert len(watch.said()) == 1, "nothing said that the job goes on"
+    watch.look(times=4, seen=witness("node-01", "node-02", advancing=True))
     assert watch.said()[1:] == [("resolved", "JobHung", "critical")]
+    assert watch.last()["annotations"]["reason"] == "The condition is no longer there."
+
+
+def test_what_is_never_seen_again_after_a_restart_is_closed_as_not_known(watch: Watch) -> None:
+    watch.look(HUNG, finding(AlertName.GPU_THROTTLED, "node-01/a"))
+    watch.restart()
+    watch.look(times=int(SETTLE_SECONDS_MOST) - 1)
+    assert len(watch.said()) == 2
+    watch.look(times=4)
+    assert sorted(alert for status, alert, _ in watch.said() if status == "resolved") == ["GpuThrottled", "JobHung"]
+    assert "not known any more" in watch.last()["annotations"]["reason"]
+
+
+def test_a_completed_job_stays_completed_over_restarts_and_its_released_nodes_are_nobodys_page(watch: Watch) -> None:
+    watch.look(finding(AlertName.JOB_COMPLETED, gpus_idle=0))
+    watch.restart(away_seconds=3600.0)
+    watch.look(NODE_DOWN, times=2 * int(SETTLE_SECONDS_MOST))
+    assert watch.said() == [("firing", "JobCompleted", "info")]
+
+
+def test_a_hang_that_ends_in_a_crash_says_so(watch: Watch) -> None:
+    crashed = finding(AlertName.JOB_CRASHED, summary="llama crashed: rank 3.")
+    watch.look(HUNG, times=5)
+    watch.look(crashed, times=5)
+    assert watch.said()[1:] == [("firing", "JobCrashed", "critical"), ("resolved", "JobHung", "critical")]
+    reason = watch.last()["annotations"]["reason"]
+    assert "did not get better" in reason
+    assert "JobCrashed: llama crashed: rank 3." in reason
+
+
+def test_a_hang_that_ends_with_the_job_says_so(watch: Watch) -> None:
+    watch.look(HUNG, times=5)
+    watch.look(finding(AlertName.JOB_COMPLETED, gpus_idle=0), times=5)
+    assert watch.last()["annotations"]["reason"] == "The job has completed."
+
+
+@pytest.mark.parametrize(("there", "away"), [(5, 12), (14, 16), (10, 5), (100, 100)])
+def test_what_comes_and_goes_for_an_hour_is_three_episodes(watch: Watch, there: int, away: int) -> None:
+    for _ in range(3600 // (there + away)):
+        watch.look(NODE_DOWN, times=there)
+        watch.look(times=away)
+    assert [status for status, _, _ in watch.said()] in (
+        ["firing", "resolved"] * 2,
+        ["firing", "resolved"] * 2 + ["firing"],
+        ["firing", "resolved", "firing"],
+    )
+    watch.look(times=700)
+    assert watch.said()[-1][0] == "resolved"
+    watch.look(times=700)
+    watch.look(NODE_DOWN)
+    watch.look(times=5)
+    assert watch.said()[-2:] == [("firing", "NodeUnreachable", "warning"), ("resolved", "NodeUnreachable", "warning")]
+
+
+def test_a_cause_that_is_kept_open_because_it_flaps_hides_nothing_while_it_is_away(watch: Watch) -> None:
+    for _ in range(5):
+        watch.look(NODE_DOWN, times=5)
+        watch.look(times=5)
+    watch.look(finding(since=watch.clock.monotonic()), times=5)
+    assert watch.said()[-1] == ("firing", "JobHung", "critical")
+
+
+def test_each_stop_of_a_job_that_ran_for_minutes_in_between_is_told(watch: Watch) -> None:
+    for _ in range(4):
+        watch.look(HUNG, times=60)
+        watch.look(times=300)
+    assert [status for status, _, _ in watch.said()] == ["firing", "resolved"] * 4
+
+
+def test_what_flaps_costs_nothing_while_it_is_away(watch: Watch) -> None:
+    began = watch.clock.monotonic()
+    for _ in range(20):
+        watch.look(replace(NODE_DOWN, since_seconds=began), times=10)
+        watch.look(times=10)
+    last = watch.teller.episodes()[0]
+    assert last.gpu_hours_lost * 3600 <= 8 * 220
 
 
 def test_what_began_while_the_watcher_was_away_is_told(watch: Watch) -> None:
