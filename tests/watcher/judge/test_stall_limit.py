@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from collectors.samples import HostStatus
+from collectors.samples import HostStatus, Reason
 from tests.watcher.judge.scenes import COMPUTE, SPIN, Activity, Job
 from watcher.judge.finding import AlertName
 
@@ -77,3 +79,18 @@ def test_a_log_line_each_tenth_step_is_no_loss_of_pace() -> None:
         job.since_step = 0
         job.play(1, AT_WORK_WITHOUT_STEPS)
     assert job.detector._pace.lost_share < 0.05
+
+
+def test_boards_whose_watts_or_utilisation_say_nothing_have_the_time_of_an_evaluation() -> None:
+    """A T4 has no room between rest and work; a sliced board tells no utilisation."""
+    sliced = Activity(900, None, steps=True, reasons={"utilization_percent": Reason.MIG})
+    for name, works in (("Tesla T4", Activity(45, 100, steps=True)), ("NVIDIA B300 SXM6 AC", sliced)):
+        job = Job(progress="log", name=name)
+        job.play(60, works)
+        job.play(100, replace(works, steps=False))
+        job.play(120, works)  # until the long pause is no recent step any more
+        assert job.alerts == set(), name
+        job = Job(progress="log", name=name)
+        job.play(60, works)
+        job.play(700, replace(works, steps=False))
+        assert job.finding(HUNG).confirmed, name
