@@ -179,13 +179,21 @@ def severity_of(finding: Finding, followers: tuple[Finding, ...] = ()) -> Severi
     return max((own_severity(each) for each in (finding, *followers)), key=RANK.__getitem__)
 
 
-def grave_news(told: Told | None, followers: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """What is critical, follows from an episode, and was named in no message of it yet."""
+def grave_news(told: Told | None, look: Look) -> tuple[Finding, ...]:
+    """What is critical, follows from an episode, and was said in no message of it yet."""
     named = () if told is None else told.followers
+    source = look.finding
+    # A silent node is critical when its job stands, and says so itself.
+    says_stop = (
+        source is not None and source.alert is AlertName.NODE_UNREACHABLE and own_severity(source) is Severity.CRITICAL
+    )
     return tuple(
         each
-        for each in followers
-        if each.alert in GRAVE and own_severity(each) is Severity.CRITICAL and name_of(each) not in named
+        for each in look.followers
+        if each.alert in GRAVE
+        and own_severity(each) is Severity.CRITICAL
+        and name_of(each) not in named
+        and not (says_stop and each.alert is not AlertName.JOB_CRASHED)
     )
 
 
@@ -260,7 +268,7 @@ def decide(episode: Episode | None, look: Look, reminder_seconds: float | None =
     if look.finding.confirmed and not episode.told.confirmed:
         # Confirmed at the same severity: people should know that it is no suspicion any more.
         return Decision(Reason.CONFIRMED, Notice.RAISED)
-    if grave_news(episode.told, look.followers):
+    if grave_news(episode.told, look):
         # As severe as before, and still news: the job has stopped, and nobody else will say so.
         return Decision(Reason.FOLLOWED, Notice.RAISED)
     if look.newly_concerned:
@@ -329,7 +337,7 @@ def advance(episode: Episode, look: Look, decision: Decision, receivers: tuple[s
                 suspects=after.finding.suspects if firing or before is None else before.suspects,
                 followers=(
                     *(() if before is None else before.followers),
-                    *(name_of(each) for each in grave_news(before, look.followers)),
+                    *(name_of(each) for each in grave_news(before, look)),
                 ),
             ),
         )

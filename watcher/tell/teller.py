@@ -153,7 +153,9 @@ class Teller:
             finding = found.get(key)
             followers: tuple[Finding, ...] = ()
             if finding is not None and lends_severity(finding):
-                followers = tuple(active[other] for other, source in causes.items() if source.key == key)
+                followers = tuple(
+                    found[other] for other, source in causes.items() if source.key == key and other in found
+                )
             told = self._open[key].told if key in self._open else None
             looks.append(
                 (
@@ -208,7 +210,7 @@ class Teller:
         after = advance(episode, look, decision, receivers)
         deliveries: tuple[Delivery, ...] = ()
         if decision.notice is not None:
-            news = (*grave_news(episode.told, look.followers), *look.successors)
+            news = (*grave_news(episode.told, look), *look.successors)
             message = compose(after, decision.notice, decision.reason, look.now, look.wall, self._external_url, news)
             deliveries = tuple(self._delivery(name, message, after, look.wall) for name in receivers)
             if decision.notice is Notice.CLOSED:
@@ -228,7 +230,7 @@ class Teller:
             return look.newly_concerned
         if decision.reason is Reason.FOLLOWED:
             # Those who would have been told of it; where its own alert is routed to nobody, those who know its cause.
-            news = grave_news(episode.told, look.followers)
+            news = grave_news(episode.told, look)
             return tuple(sorted(self._concerned_by(news) or before))
         if decision.notice is Notice.CLOSED or look.finding is None:
             return tuple(sorted(before))

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.watcher.tell.givens import HandClock, finding, receiver
+from tests.watcher.tell.givens import HandClock, finding, receiver, witness
 from watcher.judge.finding import AlertName, Finding
 from watcher.store import Store
 from watcher.tell.teller import Teller
@@ -37,7 +37,8 @@ class History(RuleBasedStateMachine):
         self.directory = tempfile.TemporaryDirectory()
         self.clock = HandClock()
         self.receivers = [receiver(Path(self.directory.name), 1)]
-        self.true: list[Finding] = []
+        self.not_seen_since_restart: set[tuple[str, str, str]] = set()
+        self.looked_seconds = 0.0
         self.open_store()
 
     def open_store(self) -> None:
@@ -49,16 +50,39 @@ class History(RuleBasedStateMachine):
         judged=st.sets(st.sampled_from(["llama", "qwen"])),
         seconds=st.sampled_from([0.3, 1.0, 5.0, 100.0, 4000.0]),
         times=st.integers(1, 4),
+        running=st.sets(st.sampled_from(["llama", "qwen"])),
+        nodes_ok=st.sampled_from([(), ("node-01",), ("node-01", "node-02")]),
     )
-    def watch(self, true: list[Finding], judged: set[str], seconds: float, times: int) -> None:
+    def watch(
+        self,
+        true: list[Finding],
+        judged: set[str],
+        seconds: float,
+        times: int,
+        running: set[str],
+        nodes_ok: tuple[str, ...],
+    ) -> None:
         findings = [each for each in true if each.job in judged]
+        witnesses = {job: witness(*nodes_ok, advancing=job in running, job=job) for job in judged}
+        self.not_seen_since_restart -= {each.key for each in findings}
         for _ in range(times):
             self.clock.advance(seconds)
             before = {view.id for view in self.teller.episodes() if view.closed_wall_seconds is None}
             kept = {view.id for view in self.teller.episodes() if view.job not in judged} & before
-            self.teller.observe(findings, frozenset({"", *judged}), self.clock.monotonic(), self.clock.wall())
+            looked_before = self.looked_seconds
+            self.looked_seconds += seconds
+            self.teller.observe(
+                findings, frozenset({"", *judged}), self.clock.monotonic(), self.clock.wall(), witnesses
+            )
             after = {view.id for view in self.teller.episodes() if view.closed_wall_seconds is None}
             assert kept <= after, "an episode of a job that was not judged was closed"
+            if any(each.alert is AlertName.JOB_COMPLETED for each in true) or looked_before + seconds >= 1800:
+                continue
+            for view in self.teller.episodes():
+                if view.id in before - after and (view.job, view.alert, view.scope) in self.not_seen_since_restart:
+                    ended = view.job in running or view.scope in nodes_ok or any(f.job == view.job for f in findings)
+                    ended = ended or (view.job, "JobCompleted", "") in self.not_seen_since_restart
+                    assert ended, "closed after a restart although nothing was seen to end"
 
     @rule(kind=st.sampled_from(["stop", "kill"]))
     def restart(self, kind: str) -> None:
@@ -68,6 +92,10 @@ class History(RuleBasedStateMachine):
         self.store.close()
         self.clock.seconds = 5.0
         self.open_store()
+        self.looked_seconds = 0.0
+        self.not_seen_since_restart = {
+            (view.job, view.alert, view.scope) for view in self.teller.episodes() if view.closed_wall_seconds is None
+        }
         assert [delivery.key for delivery in self.store.waiting_deliveries()] == waiting
 
     @invariant()

@@ -159,6 +159,18 @@ def test_a_job_that_stops_for_its_broken_board_is_told_in_words_and_once(watch: 
     assert "JobHung: No step for 95 s" in watch.last()["annotations"]["reason"]
 
 
+def test_a_silent_node_that_says_itself_that_the_job_stands_is_not_told_again_for_the_hang(watch: Watch) -> None:
+    stands = replace(NODE_DOWN, severity=Severity.CRITICAL, summary="node-02 does not answer, and llama stands.")
+    watch.look(NODE_DOWN, times=5)
+    watch.look(stands, times=20)
+    watch.look(stands, HUNG, times=60)
+    watch.look(NODE_DOWN, times=60)
+    assert [severity for _, _, severity in watch.said()] == ["warning", "critical"]
+    watch.look(NODE_DOWN, finding(AlertName.JOB_CRASHED, since=110.0), times=60)
+    assert "JobCrashed" in watch.last()["annotations"]["reason"]
+    assert len(watch.said()) == 3
+
+
 def test_a_job_that_went_on_without_the_board_and_stops_ten_minutes_later_is_told_each_time(watch: Watch) -> None:
     lost = finding(AlertName.GPU_FAULT, "node-02/0000:9b:00", since=100.0, gpus_idle=1)
     watch.look(lost, times=600)
