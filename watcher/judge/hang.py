@@ -14,6 +14,7 @@ from typing import Final
 from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding, Severity
 from watcher.judge.look import Held, Look
 from watcher.judge.pace import FLOOR_SECONDS, Pace
+from watcher.judge.patience import WORKING, evaluates, may_work, patience_with
 from watcher.judge.saving import UNSEEN_LIMIT_SECONDS, Saving
 from watcher.judge.scene import members_of
 from watcher.judge.shape import picture_of
@@ -23,11 +24,9 @@ SUSPECT_ROUNDS: Final = 2
 # Without a readable counter.
 BLIND_SUSPECT_SECONDS: Final = 60.0
 BLIND_CONFIRM_SECONDS: Final = 300.0
-# While the boards work at full power a standing counter may be a long evaluation or a log that lags.
-WORKING_FACTOR: Final = 3.0
-WORKING_LEAST_SECONDS: Final = 600.0
-EVAL_CEILING_SECONDS: Final = 1800.0
-FIRST_STEP_SECONDS: Final = 1800.0
+BLIND_CONFIRM_FACTOR: Final = 3.0
+# Steps that end a signature refute it: the next one must last this many times as long before it is told.
+DEMAND_FACTOR: Final = 3.0
 # How far above the floor the boards must have been for the job to count as one that worked.
 WORKED_ROUNDS: Final = 3
 # Steady work varies by a few per cent from one mean to the next.
@@ -36,10 +35,10 @@ FALL_SHARE: Final = 0.85
 LEAST_SAVE_SECONDS: Final = 3.0
 # A signature that flickers off for one round is still there.
 LEAVE_ROUNDS: Final = 2
-WORKING: Final = frozenset({PowerState.COMPUTE, PowerState.COMMUNICATION, PowerState.STARVATION})
 LONE: Final = frozenset({Shape.ONE_LOW_REST_BUSY, Shape.RANK0_LOW_REST_BUSY, Shape.ONE_BUSY_REST_LOW})
 SIGNATURES: Final = frozenset({Shape.ALL_BUSY, Shape.ONE_LOW_REST_BUSY})
-BUSY_PHASES: Final = frozenset({"save", "eval", "load", "done"})
+OTHER_SHAPES: Final = frozenset({Shape.TWO_GROUPS, Shape.ONE_BUSY_REST_LOW, Shape.SCATTER})
+BUSY_PHASES: Final = frozenset({"save", "load", "done"})
 
 
 class Hang:
@@ -47,7 +46,11 @@ class Hang:
 
     def __init__(self) -> None:
         self._signature = Held()
+        self._shape = Shape.UNKNOWN  # of the signature
+        self._demand_seconds: dict[Shape, float] = {}  # by shape: what healthy work of this job looked like
         self._away = Held()
+        self._at_rest = Held()  # at the floor in another shape, where no counter can tell
+        self._rest_seconds = self._longest_rest_seconds = 0.0  # all ranks low since the last step; the most that ended
         self._worked = 0
         self._last_fraction: float | None = None
         self._suspects: tuple[Suspect, ...] = ()
@@ -60,7 +63,10 @@ class Hang:
 
     def clear(self) -> None:
         self._signature.clear()
+        self._demand_seconds.clear()
         self._away.clear()
+        self._at_rest.clear()
+        self._rest_seconds = 0.0
         self._worked = 0
         self._suspects = ()
         self._told = None
@@ -73,11 +79,13 @@ class Hang:
         self._worked += works
         self._follow_excuses(look, pace, saving, works)
         self._follow_signature(look, pace, saving, suppressed)
+        self._follow_rest(look, pace, saving, suppressed)
         self._last_fraction = look.verdict.power_fraction
         found = (
             self._by_counter(look, pace, saving)
             or self._by_signature(look, pace)
             or self._by_endless_save(look, pace, saving)
+            or self._by_endless_rest(look)
         )
         proof = self._proof(look, pace, works)
         if proof is not None and not (found and found.confirmed):
@@ -118,12 +126,13 @@ class Hang:
             and saving.blocks is None
             and self._worked_since_save
             and not BUSY_PHASES & look.phases
+            and not evaluates(look)
             and not suppressed
         )
         if shaped and look.verdict.at_floor:
             self._away.clear()
             self._signature.look(True, look)
-            self._suspects, self._picture = look.verdict.suspects, look.verdict.why
+            self._suspects, self._picture, self._shape = look.verdict.suspects, look.verdict.why, look.verdict.shape
             return
         if shaped and self._falls(look):
             self._signature.clear()
@@ -135,9 +144,24 @@ class Hang:
             return  # half a picture neither holds a suspicion nor withdraws it
         self._away.look(True, look)
         if look.gap or advanced or self._away.rounds >= LEAVE_ROUNDS:
+            if self._signature.rounds >= SUSPECT_ROUNDS and (advanced or self._works_before):
+                needed = DEMAND_FACTOR * self._signature.seconds
+                self._demand_seconds[self._shape] = max(needed, self._demand_seconds.get(self._shape, 0.0))
             self._signature.clear()
             self._away.clear()
             self._suspects = ()
+
+    def _follow_rest(self, look: Look, pace: Pace, saving: Saving, suppressed: bool) -> None:
+        """Pictures that are no signature. All ranks at rest is a pause of any length, where no counter can tell; two
+        groups, or one that waits for all others, are none."""
+        if pace.stalled_seconds == 0.0:
+            self._longest_rest_seconds = max(self._longest_rest_seconds, self._rest_seconds)
+            self._rest_seconds = 0.0
+        elif look.verdict.shape is Shape.ALL_LOW:
+            self._rest_seconds += look.seen_seconds
+        blind = not pace.known and self._worked >= WORKED_ROUNDS and look.sample.complete and look.alive is not False
+        other = look.verdict.at_floor and look.verdict.shape in OTHER_SHAPES and saving.blocks is None
+        self._at_rest.look(blind and other and not suppressed and not look.phases & BUSY_PHASES, look)
 
     def _falls(self, look: Look) -> bool:
         """Power fell within this very round. Watts are means over an interval: the one in which a job stops reads
@@ -150,38 +174,35 @@ class Hang:
         stalled = pace.stalled_seconds
         if stalled is None or look.alive is False or (saving.blocks and saving.within_limit):
             return None
-        limit = pace.limit_seconds(look)
         late = not pace.start_seen and look.verdict.state is PowerState.HANG and look.alive
-        if pace.advances == 0 and not late:
-            # Not one step seen: the first may compile. Or the watcher came late, to a log of a run that has ended;
-            # late to a hang it is only where the picture says so.
-            if not look.alive:
-                return None
-            limit = max(limit, FIRST_STEP_SECONDS)
-        if _at_last_step(look):
-            # What is left is to write and to upload, and no step comes any more.
-            limit = max(limit, UNSEEN_LIMIT_SECONDS)
-        if "eval" in look.phases:
-            limit = max(limit, EVAL_CEILING_SECONDS)
-        elif "load" in look.phases:
-            limit = max(limit, FIRST_STEP_SECONDS)
-        elif look.verdict.state in WORKING or _may_work(look):
-            limit = max(WORKING_FACTOR * limit, WORKING_LEAST_SECONDS)
-        elif not pace.pausing:
-            stalled = min(stalled, self._since_pause_seconds)
-        if stalled <= limit or (
-            look.verdict.state not in WORKING and self._since_work_seconds < min(FLOOR_SECONDS, limit)
-        ):
+        # Not one step seen: the first may compile. Or the watcher came late, to a log of a run that has ended; late to
+        # a hang it is only where the picture says so.
+        first_step = pace.advances == 0 and not late
+        if first_step and not look.alive:
             return None
+        working = may_work(look)
+        if not pace.pausing and not working:
+            stalled = min(stalled, self._since_pause_seconds)
+        patience = patience_with(look, pace, saving, first_step=first_step, rest_seconds=self._longest_rest_seconds)
+        limit = patience.suspect_seconds
+        if stalled <= limit or (not working and self._since_work_seconds < min(FLOOR_SECONDS, limit)):
+            return None
+        confirmed = stalled > patience.confirm_seconds
         step = look.sample.progress.step
         usual = pace.usual_seconds or look.sample.progress.line_interval_seconds
         pace_words = f"; a step usually shows every {usual:.1f} s" if usual is not None else ""
-        evidence = (
-            f"step {step:,} stands for {stalled:.0f} s, longer than the limit of {limit:.0f} s{pace_words}",
+        evidence = [
+            f"step {step:,} stands for {stalled:.0f} s, longer than the limit of "
+            f"{patience.confirm_seconds if confirmed else limit:.0f} s{pace_words}",
             self._picture if self._suspects or self._signature.since is not None else look.verdict.why,
-        )
+        ]
+        if not confirmed:
+            evidence.append(
+                f"a save by all ranks or an evaluation may look the same: a hang after {patience.confirm_seconds:.0f} s"
+            )
         suspects = self._suspects or self._left_behind(look)
-        return self._finding(look, look.now - stalled + (usual or 0.0), evidence, suspects, confirmed=True)
+        since = look.now - stalled + (usual or 0.0)
+        return self._finding(look, since, tuple(evidence), suspects, confirmed=confirmed)
 
     def _left_behind(self, look: Look) -> tuple[Suspect, ...]:
         """Who stands out at the power floor: one rank, or a group of at most a quarter of the boards."""
@@ -195,6 +216,8 @@ class Hang:
     def _by_signature(self, look: Look, pace: Pace) -> Finding | None:
         signature = self._signature
         if signature.since is None or signature.rounds < SUSPECT_ROUNDS:
+            return None
+        if signature.seconds < self._demand_seconds.get(self._shape, 0.0):
             return None
         if pace.stalled_seconds is None:
             if signature.seconds < BLIND_SUSPECT_SECONDS:
@@ -222,7 +245,16 @@ class Hang:
             f"for {save.seconds:.0f} s, longer than the {limit:.0f} s that a save may take; neither the "
             "job's progress nor its checkpoints can be read",
         )
-        return self._finding(look, look.now - save.seconds, evidence, self._left_behind(look), confirmed=False)
+        confirmed = save.seconds > BLIND_CONFIRM_FACTOR * limit
+        return self._finding(look, look.now - save.seconds, evidence, self._left_behind(look), confirmed=confirmed)
+
+    def _by_endless_rest(self, look: Look) -> Finding | None:
+        """At the floor in a shape that is no signature for much longer than a pause, where no counter can tell."""
+        rest = self._at_rest
+        if rest.since is None or not rest.for_at_least(SUSPECT_ROUNDS, BLIND_CONFIRM_SECONDS):
+            return None
+        evidence = (look.verdict.why, f"for {rest.seconds:.0f} s; the job's progress cannot be read")
+        return self._finding(look, rest.since, evidence, self._left_behind(look), confirmed=False)
 
     def _finding(
         self, look: Look, since: float, evidence: tuple[str, ...], suspects: tuple[Suspect, ...], *, confirmed: bool
@@ -245,18 +277,6 @@ class Hang:
             suspects=suspects,
             gpus_idle=boards,
         )
-
-
-def _may_work(look: Look) -> bool:
-    """Watts are known that tell neither work nor rest: sliced boards, and those without room between the two."""
-    verdict = look.verdict
-    return verdict.state is PowerState.UNKNOWN and not verdict.at_floor and verdict.power_fraction is not None
-
-
-def _at_last_step(look: Look) -> bool:
-    progress = look.sample.progress
-    total = progress.total_steps
-    return progress.step is not None and total is not None and progress.step >= total - 1
 
 
 def _of(total: int | None) -> str:

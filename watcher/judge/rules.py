@@ -22,6 +22,9 @@ PERSIST_SECONDS: Final = {
     AlertName.GPU_THROTTLED: (60.0, 60.0),
     AlertName.LOSS_NOT_FINITE: (0.0, 0.0),
 }
+# What makes starvation more than a picture where there is a counter: steps lost against the best pace, or data waits.
+STARVING_LOST_SHARE: Final = 0.1
+STARVING_WAIT_MS: Final = 100.0
 LEAST_LOOKS: Final = 5  # at long intervals a few samples last as long as that
 STATE_ADVICE: Final = {
     AlertName.JOB_STARVING: ADVICE[PowerState.STARVATION],
@@ -74,6 +77,7 @@ def persistent(alert: AlertName, look: Look, held: Persisted, lost_share: float)
     boards = look.sample.expected_gpus or len(look.sample.gpus)
     rate = progress.tokens_per_second
     evidence = [look.verdict.why]
+    confirmed = True
     summary = {
         AlertName.JOB_STARVING: f"{look.spec.name} starves: its boards wait for data.",
         AlertName.STRAGGLER: f"{look.spec.name}: a few boards hold up the rest.",
@@ -89,6 +93,12 @@ def persistent(alert: AlertName, look: Look, held: Persisted, lost_share: float)
         waits = [s.data_wait_ms for s in progress.sources if s.data_wait_ms is not None]
         if waits:
             evidence.append(f"ranks wait up to {max(waits):,.0f} ms a step for data")
+        # A small model may never have looked otherwise: its counter must say that something is lost.
+        witnessed = lost_share >= STARVING_LOST_SHARE or max(waits, default=0.0) >= STARVING_WAIT_MS
+        confirmed = witnessed or not progress.readable
+        if not confirmed:
+            summary = f"{look.spec.name} may starve: its boards are fed unevenly."
+            evidence.append("its steps come no later than before: small models look the same")
     if lost_share >= 0.05 and alert in (AlertName.JOB_STARVING, AlertName.JOB_SLOW):
         evidence.append(f"{lost_share:.0%} slower than the job's own best pace")
     return Finding(
@@ -100,6 +110,7 @@ def persistent(alert: AlertName, look: Look, held: Persisted, lost_share: float)
         evidence=tuple(evidence),
         advice=STATE_ADVICE[alert],
         since_seconds=look.now if held.since is None else held.since,
+        confirmed=confirmed,
         suspects=look.verdict.suspects if alert in (AlertName.STRAGGLER, AlertName.GPU_THROTTLED) else (),
         gpus_idle=round(boards * lost_share) if alert in (AlertName.JOB_STARVING, AlertName.JOB_SLOW) else 0,
     )

@@ -229,7 +229,7 @@ def test_a_counter_that_cannot_be_seen_does_not_stand() -> None:
 @pytest.mark.parametrize("doing", [PAUSE, SPIN])
 def test_a_confirmed_hang_stands_while_its_counter_is_out_of_sight(doing: Activity) -> None:
     job = warmed_up(nodes=2, progress="log")
-    job.play(100, doing)
+    job.play(640, doing)
     assert job.finding(HUNG).confirmed
     job.play(20, doing, silent=["node-1"])
     assert job.finding(HUNG).confirmed

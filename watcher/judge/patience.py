@@ -1,0 +1,90 @@
+"""How long the counter may stand: what takes its time in a healthy job, and how long it may take.
+
+Two answers, since some pictures are those of a hang and of a healthy pause alike: from when on a hang is suspected, and
+from when on it counts as proved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from watcher.judge.look import Look
+from watcher.judge.pace import Pace
+from watcher.judge.saving import UNSEEN_LIMIT_SECONDS, Saving
+from watcher.judge.scene import HIGHEST_FLOOR_FRACTION
+from watcher.judge.verdict import PowerState, Shape
+
+# While the boards work at full power a standing counter may be a long evaluation or a log that lags.
+WORKING_FACTOR: Final = 3.0
+WORKING_LEAST_SECONDS: Final = 600.0
+EVAL_CEILING_SECONDS: Final = 1800.0
+FIRST_STEP_SECONDS: Final = 1800.0
+# All ranks at rest: a save by all of them, the start of an epoch; three times the longest that ended by itself.
+REST_FACTOR: Final = 3.0
+WORKING: Final = frozenset({PowerState.COMPUTE, PowerState.COMMUNICATION, PowerState.STARVATION, PowerState.THROTTLE})
+NO_WORD_OF_WORK: Final = frozenset({PowerState.UNKNOWN, PowerState.GPU_FAULT})
+EVAL: Final = "eval"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds that the counter may stand."""
+
+    suspect_seconds: float
+    confirm_seconds: float
+
+
+def patience_with(look: Look, pace: Pace, saving: Saving, *, first_step: bool, rest_seconds: float) -> Patience:
+    """`first_step`: none was seen yet, it may compile; `rest_seconds`: the longest rest of all ranks that ended."""
+    limit = pace.limit_seconds(look)
+    if first_step:
+        limit = max(limit, FIRST_STEP_SECONDS)
+    if evaluates(look):
+        return _at(max(limit, EVAL_CEILING_SECONDS))
+    if "load" in look.phases:
+        return _at(max(limit, FIRST_STEP_SECONDS))
+    if may_work(look):
+        return _at(max(WORKING_FACTOR * limit, WORKING_LEAST_SECONDS))
+    if _at_last_step(look):
+        return _at(max(limit, UNSEEN_LIMIT_SECONDS))  # the last save and its upload; no step will come
+    if look.verdict.shape is Shape.ALL_LOW:
+        suspect = max(limit, min(EVAL_CEILING_SECONDS, REST_FACTOR * rest_seconds))
+        if look.spec.stall_limit_seconds is not None:
+            return _at(suspect)  # whoever sets it knows how long this job rests
+        return Patience(suspect, max(suspect, saving.limit_seconds))
+    if look.verdict.state is PowerState.UNKNOWN and not look.verdict.at_floor:
+        return Patience(limit, max(limit, WORKING_LEAST_SECONDS))
+    return _at(limit)
+
+
+def _at(seconds: float) -> Patience:
+    return Patience(seconds, seconds)
+
+
+def _at_last_step(look: Look) -> bool:
+    progress = look.sample.progress
+    total = progress.total_steps
+    return progress.step is not None and total is not None and progress.step >= total - 1
+
+
+def may_work(look: Look) -> bool:
+    """The boards work, or draw so much that they may: on a board of unknown floor, or one that reads no utilisation,
+    watts above every floor seen are no sign of a hang."""
+    verdict = look.verdict
+    if verdict.at_floor or verdict.shape is Shape.ALL_LOW:
+        return False
+    if verdict.state in WORKING:
+        return True
+    if verdict.state not in NO_WORD_OF_WORK:
+        return False
+    if verdict.power_fraction is not None:
+        return verdict.power_fraction > HIGHEST_FLOOR_FRACTION
+    return any(ranked.gpu.power_watts for ranked in look.sample.gpus)
+
+
+def evaluates(look: Look) -> bool:
+    """Rank 0 or all ranks say that they evaluate; one that says so alone has lost the others."""
+    phased = [source for source in look.sample.progress.sources if source.phase]
+    in_eval = [source for source in phased if source.phase == EVAL]
+    return bool(in_eval) and (len(in_eval) == len(phased) or any(source.rank in (0, None) for source in in_eval))
