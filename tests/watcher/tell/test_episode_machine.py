@@ -80,7 +80,8 @@ class History(RuleBasedStateMachine):
                 continue
             for view in self.teller.episodes():
                 if view.id in before - after and (view.job, view.alert, view.scope) in self.not_seen_since_restart:
-                    ended = view.job in running or view.scope in nodes_ok or any(f.job == view.job for f in findings)
+                    hung = any(f.job == view.job and f.alert is AlertName.JOB_HUNG and f.confirmed for f in findings)
+                    ended = view.job in running or view.scope in nodes_ok or hung
                     ended = ended or (view.job, "JobCompleted", "") in self.not_seen_since_restart
                     assert ended, "closed after a restart although nothing was seen to end"
 
