@@ -129,7 +129,9 @@ class Detector:
         rate = progress.tokens_per_second
         loss = progress.loss
         conditions = {
-            AlertName.JOB_STARVING: look.verdict.state is PowerState.STARVATION and self._saving.blocks is None,
+            AlertName.JOB_STARVING: look.verdict.state is PowerState.STARVATION
+            and self._saving.blocks is None
+            and not (look.verdict.at_floor and self._pace.stands),
             AlertName.JOB_SLOW: floor is not None and rate is not None and rate < floor,
             AlertName.STRAGGLER: look.verdict.state is PowerState.STRAGGLER,
             AlertName.GPU_THROTTLED: look.verdict.state is PowerState.THROTTLE,
@@ -186,7 +188,7 @@ class Detector:
     def _state_of_power(self, look: Look) -> tuple[JobState, str]:
         state = STATE_OF.get(look.verdict.state)
         usual, stalled = self._pace.usual_seconds, self._pace.stalled_seconds
-        moving = usual is not None and stalled is not None and stalled <= 2 * usual
+        moving = usual is not None and stalled is not None and not self._pace.stands
         if moving and state not in (JobState.COMPUTING, JobState.COMMUNICATING, JobState.STARVING):
             # Light work near the floor, or boards that cannot be read: the counter is the better witness.
             return JobState.COMPUTING, f"steps advance, one change in {usual:.1f} s at most; {look.verdict.why}"

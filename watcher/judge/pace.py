@@ -122,6 +122,12 @@ class Pace:
         """The slowest recent interval between two changes of the counter."""
         return max(self._intervals) if len(self._intervals) >= LEAST_INTERVALS else None
 
+    @property
+    def stands(self) -> bool:
+        """Longer than it usually does, if not yet for longer than it may."""
+        usual = self.usual_seconds
+        return usual is not None and self.stalled_seconds is not None and self.stalled_seconds > 2 * usual
+
     def limit_seconds(self, look: Look) -> float:
         """How long the counter may stand before the job counts as hung."""
         if look.spec.stall_limit_seconds is not None:

@@ -44,6 +44,7 @@ class Persisted:
     seconds: float = 0.0
     looks: int = 0
     told: bool = False
+    proved: bool = False  # another witness than the picture was seen meanwhile
 
     def look(self, true: bool, look: Look, enough_seconds: float) -> None:
         if look.gap and not self.told:
@@ -62,7 +63,7 @@ class Persisted:
         self.told = self.told or (self.seconds >= enough_seconds and (self.looks >= LEAST_LOOKS or not enough_seconds))
 
     def clear(self) -> None:
-        self.since, self.seconds, self.looks, self.told = None, 0.0, 0, False
+        self.since, self.seconds, self.looks, self.told, self.proved = None, 0.0, 0, False, False
 
 
 def persist_seconds(alert: AlertName, readable: bool) -> float:
@@ -94,8 +95,9 @@ def persistent(alert: AlertName, look: Look, held: Persisted, lost_share: float)
         if waits:
             evidence.append(f"ranks wait up to {max(waits):,.0f} ms a step for data")
         # A small model may never have looked otherwise: its counter must say that something is lost.
-        witnessed = lost_share >= STARVING_LOST_SHARE or max(waits, default=0.0) >= STARVING_WAIT_MS
-        confirmed = witnessed or not progress.readable
+        lost = lost_share >= STARVING_LOST_SHARE or max(waits, default=0.0) >= STARVING_WAIT_MS
+        held.proved = held.proved or lost or not progress.readable
+        confirmed = held.proved
         if not confirmed:
             summary = f"{look.spec.name} may starve: its boards are fed unevenly."
             evidence.append("its steps come no later than before: small models look the same")

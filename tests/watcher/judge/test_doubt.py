@@ -173,6 +173,19 @@ def test_scatter_at_the_floor_with_a_standing_counter_is_a_hang_after_the_ordina
     job.play(60, COMPUTE)
     job.play(45, Activity(190, 50))
     assert job.finding(HUNG).confirmed
+    assert job.alerts == {"JobHung"}
+
+
+def test_starvation_that_was_proved_once_stays_proved_while_it_is_told() -> None:
+    job = Job(progress="log")
+    job.play(60, COMPUTE)
+    job.step_seconds = 8
+    fed_unevenly(job, 560.0, 120)
+    began = job.now
+    job.step_seconds = 5
+    fed_unevenly(job, 560.0, 60)
+    assert len(job.seconds_of(STARVING, confirmed=True)) >= 60
+    assert [at for at in job.seconds_of(STARVING, confirmed=False) if at > began] == []
 
 
 # Where no counter can tell.
