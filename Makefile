@@ -20,6 +20,7 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks.watch_nodes
 	$(BIN)/python -m tests.benchmarks.gate
+	$(BIN)/python -m tests.benchmarks.pack
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

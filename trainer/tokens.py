@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -156,7 +157,16 @@ _worker: RecordTokenizer | None = None  # of a process of the pool
 
 def _begin(recipe: Recipe) -> None:
     global _worker
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     _worker = RecordTokenizer(recipe)
+
+
+def _leave_with_parent() -> None:
+    """A pool's process waits for work for ever; where the command was killed, none will come."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _work(records: list[Any], where: list[str]) -> Tokenized:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -242,3 +246,39 @@ def test_ragged_bytes_are_not_rounded_down() -> None:
     assert block_count(4 * 2048 * 30_835, 2048) == 30_835
     with pytest.raises(ValueError, match=r"not a whole number of blocks of 2048"):
         block_count(4 * 2048 * 30_835 + 4, 2048)
+
+
+def test_no_process_outlives_a_pack_that_is_killed(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+    many = tmp_path / "many.jsonl"
+    many.write_text(corpus.read_text() * 500)
+    command = ["pack", many, "-o", tmp_path / "out", "--tokenizer", tokenizer, "--world", "1", "--workers", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer.commands", *map(str, command)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    children: set[str] = set()
+    try:
+        wait_for(lambda: process.poll() is not None or len(children_of(process.pid)) >= 3)  # two, and their tracker
+        children = children_of(process.pid)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    assert not (tmp_path / "out" / "rank-00000.json").exists()
+
+
+def children_of(pid: int) -> set[str]:
+    try:
+        return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    except OSError:
+        return set()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
