@@ -138,7 +138,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """When the same key closed last, and how often it had come back by then."""
+    """When the same key closed last, told, and how often it had come back by then."""
 
     seconds: float
     reopenings: int

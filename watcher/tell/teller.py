@@ -218,7 +218,8 @@ class Teller:
         if decision.closes:
             self._open.pop(after.key, None)
             self._closed.append(after)
-            self._endings[after.key] = Ending(look.now, after.reopenings)
+            if after.told is not None:
+                self._endings[after.key] = Ending(look.now, after.reopenings)
         else:
             self._open[after.key] = after
         return Step(after, decision, deliveries)
@@ -298,7 +299,8 @@ class Teller:
             self._closed.append(episode)
             assert episode.closed_wall_seconds is not None
             ended = now - max(0.0, wall - episode.closed_wall_seconds)
-            self._endings[episode.key] = Ending(ended, episode.reopenings)
+            if episode.told is not None:
+                self._endings[episode.key] = Ending(ended, episode.reopenings)
 
     def _close_unwatched(self, jobs: frozenset[str]) -> None:
         now, wall = self._clock.monotonic(), self._clock.wall()

@@ -401,6 +401,14 @@ def test_a_cause_that_is_kept_open_because_it_flaps_hides_nothing_while_it_is_aw
     assert watch.said()[-1] == ("firing", "JobHung", "critical")
 
 
+def test_what_was_kept_quiet_before_is_new_when_it_is_told_first(watch: Watch) -> None:
+    watch.look(NODE_DOWN, HUNG, times=5)
+    watch.look(NODE_DOWN, times=5)
+    watch.look(times=5)
+    watch.look(HUNG)
+    assert watch.last()["annotations"]["reason"].startswith("It is new.")
+
+
 def test_each_stop_of_a_job_that_ran_for_minutes_in_between_is_told(watch: Watch) -> None:
     for _ in range(4):
         watch.look(HUNG, times=60)
