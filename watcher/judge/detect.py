@@ -138,7 +138,7 @@ class Detector:
             AlertName.LOSS_NOT_FINITE: loss is not None and not math.isfinite(loss),
         }
         return [
-            rules.persistent(alert, look, held, self._pace.lost_share)
+            rules.persistent(alert, look, held, self._pace)
             for alert, true in conditions.items()
             if (held := self._persist(alert, true, look)) is not None
         ]

@@ -95,6 +95,8 @@ class Ending:
         patience = 0.0 if not final else LISTING_SECONDS if leaving or not pace.known else LEAVING_SECONDS
         if self._gone_since is None or look.now - self._gone_since < patience:
             return None
+        if not gone and not self._ran:
+            return None  # memory that is given back, with no process and no counter to tell more: the boards are idle
         self._crashed_since = look.now if self._crashed_since is None else self._crashed_since
         sure = self._ran or processes.ranked or not _configured(look) or any(g.cause for g in gone)
         return rules.crashed(look, self._crashed_since, gone, all_gone=leaving, confirmed=sure)

@@ -18,6 +18,8 @@ CEILING_SECONDS: Final = 900.0
 LEAST_INTERVALS: Final = 2
 KEPT_INTERVALS: Final = 20
 MOVES_BELOW: Final = 2
+# Pace is measured over this many looks: one change is seen up to a look late.
+PACE_LOOKS: Final = 30.0
 
 
 class Pace:
@@ -28,8 +30,10 @@ class Pace:
         self._stood_seconds = 0.0
         self._sources: dict[tuple[str, int | None], tuple[int | None, int | None]] = {}
         self._intervals: deque[float] = deque(maxlen=KEPT_INTERVALS)  # seconds between changes of the counter
+        self._measured_seconds, self._measured_steps = 0.0, 0
         self._best_seconds_per_step: float | None = None
         self._last_seconds_per_step: float | None = None
+        self._out_of_sight = False  # at the look before
         self.stalled_seconds: float | None = None  # how long the counter has been seen to stand; None: no counter
         self.advances = 0  # changes seen
         self.restarted = False  # in this very look
@@ -46,8 +50,9 @@ class Pace:
         self.pausing = pausing
         if progress.step is None:
             # Out of sight: how long it stands is not known, and what lies between teaches nothing.
-            self.stalled_seconds, self._disturbed = None, True
+            self.stalled_seconds, self._disturbed, self._out_of_sight = None, True, True
             return
+        unseen, self._out_of_sight = self._out_of_sight or look.gap, False
         self.restarted = self._is_restart(look)
         if self.restarted:
             self._forget()
@@ -63,7 +68,8 @@ class Pace:
         else:
             self._stood_seconds += look.seen_seconds
         self.stalled_seconds = self._stood_seconds
-        self._disturbed = (self._disturbed or pausing or look.gap) and step == self._step
+        # A change that nobody saw happen begins an interval of unknown length.
+        self._disturbed = (self._disturbed or pausing or look.gap) if step == self._step else unseen
         self._step = step
 
     def _moves_below(self, step: int) -> bool:
@@ -94,8 +100,12 @@ class Pace:
         if self._disturbed or self.pausing or look.gap or self.advances == 1 or interval <= 0:
             return
         self._intervals.append(interval)
-        self._last_seconds_per_step = interval / steps
-        self._best_seconds_per_step = min(self._best_seconds_per_step or math.inf, self._last_seconds_per_step)
+        self._measured_seconds += interval
+        self._measured_steps += steps
+        if self._measured_seconds >= PACE_LOOKS * look.spec.interval_seconds:
+            self._last_seconds_per_step = self._measured_seconds / self._measured_steps
+            self._best_seconds_per_step = min(self._best_seconds_per_step or math.inf, self._last_seconds_per_step)
+            self._measured_seconds, self._measured_steps = 0.0, 0
 
     def start_again(self, look: Look) -> None:
         """New processes run: what the counter still shows is the last step of the run before."""
@@ -106,6 +116,7 @@ class Pace:
     def _forget(self) -> None:
         self._step, self._best_seconds_per_step, self._last_seconds_per_step = None, None, None
         self._intervals.clear()
+        self._measured_seconds, self._measured_steps = 0.0, 0
         self._below, self._moves = None, 0
         self.advances = 0
         self.stalled_seconds = None

@@ -10,6 +10,7 @@ from watcher.judge.advice import ADVICE
 from watcher.judge.boards import BrokenBoard
 from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding, Severity
 from watcher.judge.look import Look
+from watcher.judge.pace import Pace
 from watcher.judge.processes import Gone
 from watcher.judge.saving import Saving
 from watcher.judge.verdict import PowerState
@@ -72,9 +73,9 @@ def persist_seconds(alert: AlertName, readable: bool) -> float:
     return with_counter if readable else without
 
 
-def persistent(alert: AlertName, look: Look, held: Persisted, lost_share: float) -> Finding:
+def persistent(alert: AlertName, look: Look, held: Persisted, pace: Pace) -> Finding:
     """A condition that held long enough."""
-    progress = look.sample.progress
+    progress, lost_share = look.sample.progress, pace.lost_share
     boards = look.sample.expected_gpus or len(look.sample.gpus)
     rate = progress.tokens_per_second
     evidence = [look.verdict.why]
@@ -96,7 +97,7 @@ def persistent(alert: AlertName, look: Look, held: Persisted, lost_share: float)
             evidence.append(f"ranks wait up to {max(waits):,.0f} ms a step for data")
         # A small model may never have looked otherwise: its counter must say that something is lost.
         lost = lost_share >= STARVING_LOST_SHARE or max(waits, default=0.0) >= STARVING_WAIT_MS
-        held.proved = held.proved or lost or not progress.readable
+        held.proved = held.proved or lost or not (progress.readable or pace.known)
         confirmed = held.proved
         if not confirmed:
             summary = f"{look.spec.name} may starve: its boards are fed unevenly."

@@ -160,6 +160,24 @@ def test_a_small_model_at_its_own_pace_starves_unconfirmed_at_most(board: str, w
     assert job.finding(STARVING).gpus_idle == 0
 
 
+def test_a_counter_that_is_out_of_sight_proves_no_starvation() -> None:
+    job = Job(progress="log")
+    fed_unevenly(job, 405.0, 100)
+    job.play(10, COMPUTE, silent=job.nodes)
+    fed_unevenly(job, 405.0, 60)
+    assert job.seconds_of(STARVING, confirmed=True) == []
+
+
+def test_fast_steps_that_are_seen_a_look_late_are_no_loss_of_pace() -> None:
+    job = Job(progress="log")
+    for second in range(200):
+        job.step = 1000 + int(second / 1.3)
+        job.since_step = 0
+        job.play(1, Activity(405, (50, 70, 85)[second % 3]))
+    assert job.detector._pace.lost_share < 0.1
+    assert job.seconds_of(STARVING, confirmed=True) == []
+
+
 def test_starvation_that_costs_steps_is_confirmed() -> None:
     job = Job(progress="log")
     job.play(60, COMPUTE)
@@ -207,3 +225,13 @@ def test_rank_0_alone_low_without_a_counter_is_suspected_after_ten_minutes_and_a
     job.play(1850, SPIN, {0: PAUSE})
     assert 600 <= job.seconds_of(HUNG)[0] - began <= 610
     assert 1800 <= job.seconds_of(HUNG, confirmed=True)[0] - began <= 1810
+
+
+def test_memory_given_back_tells_no_crash_where_neither_processes_nor_a_counter_can_be_read() -> None:
+    """A recording of boards alone: a run ends."""
+    job = Job(progress=None)
+    line = job._line
+    job._line = lambda *a: replace(line(*a), processes=None)  # type: ignore[method-assign]  # a node without a list
+    job.play(60, COMPUTE)
+    job.play(60, KILLED)
+    assert job.alerts == set()
