@@ -118,6 +118,18 @@ def _watch_peer(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
 
 
+class Packetizer(paramiko.packet.Packetizer):
+    """Closes without a word to a gateway that is gone.
+
+    Behind a gateway the socket is a channel, and closing a channel sends a message: where the gateway's connection has
+    ended, that raises in paramiko's own thread, where nobody catches it.
+    """
+
+    def close(self) -> None:
+        with contextlib.suppress(EOFError, OSError, paramiko.SSHException):
+            super().close()
+
+
 def forward(gateway: paramiko.Transport, via: HostRoute, route: HostRoute, attempt: Attempt) -> paramiko.Channel:
     """A connection from the gateway to the node, as ProxyJump makes it."""
     attempt.enter(f"connecting to {route.place} through {via.name}")
@@ -141,7 +153,7 @@ def handshake(sock: socket.socket | paramiko.Channel, route: HostRoute, attempt:
     attempt.enter(f"SSH handshake with {route.place}", 2 * attempt.timeout_seconds)
     began, limit = time.monotonic(), attempt.real_timeout_seconds
     known = known_keys(route)
-    transport = paramiko.Transport(sock)
+    transport = paramiko.Transport(sock, packetizer_class=Packetizer)
     try:
         transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = limit
         transport.clear_to_send_timeout = REKEY_WAIT_SECONDS
