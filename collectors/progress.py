@@ -166,6 +166,8 @@ def summary(
     if whole is None and per_gpu is not None and world:
         whole = per_gpu * world
     phase = latest("phase")
+    if phase is not None and one.phases.get(phase) == "done" and "phase" not in events[-1].groups:
+        phase = None  # a step after the end is of another run
     said = [f"{one.name}: step {last.step}" + (f" of {total}" if total else "")]
     if per_gpu is not None:
         said.append(f"{per_gpu:.0f} tokens/s per GPU" + ("" if whole is not None else ", number of GPUs not known"))

@@ -218,3 +218,13 @@ def test_the_command_says_that_the_file_is_missing(tmp_path: Path) -> None:
         result = CliRunner().invoke(progress_command, [str(path), "--json"])
         assert result.exit_code == 2
         assert str(path) in result.stderr
+
+
+def test_torchtitan_says_that_it_is_done_until_it_starts_again() -> None:
+    stamp = "[rank0]:[titan] 2026-08-20 10:15:00,000 - root - INFO - "
+    steps = "".join(f"{stamp}step: {i}  loss:  1.59  grad_norm:  0.8  tps: 3,311\n" for i in (10, 20))
+    done = f"{stamp}Training completed\n"
+    assert read_progress(steps, "train.log").phase is None
+    assert read_progress(steps + done, "train.log").phase == "done"
+    assert read_progress(steps + done + f"{stamp}Training starts at step 1\n", "train.log").phase == "train"
+    assert read_progress(steps + done + steps, "train.log").phase != "done"

@@ -127,3 +127,13 @@ def test_a_file_that_is_named_and_absent_fails_before_any_node_is_asked(here: Si
     assert answer.exit_code == 2
     assert any("/absent/url" in line["detail"] for line in answer.json if line["part"] == "configuration")
     assert lines(answer.json, "node node") == {}
+
+
+def test_a_state_directory_that_cannot_be_made_is_named(here: Site, shell: Shell) -> None:
+    path = configuration(here, "node")
+    path.write_text(path.read_text().replace(f'"{here.directory}/state"', f'"{path}/state"'))  # below a file
+    answer = shell.run("check", "-c", path, "--json")
+    assert answer.exit_code == 2
+    assert lines(answer.json, "state directory") == {
+        "": (False, f"{path} cannot be written: set watcher.state_directory")
+    }

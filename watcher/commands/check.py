@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,7 @@ def check_command(path: Path, as_json: bool) -> None:
         sys.exit(CRITICAL)
     lines = [
         *(Line("configuration", "", False, problem) for problem in problems_of(config)),
+        *state_lines(config),
         *receiver_lines(config),
     ]
     if not any(line.part == "configuration" for line in lines):
@@ -93,6 +95,15 @@ def node_lines(config: Config) -> list[Line]:
     return [*lines, *(Line("ssh", "not honoured", None, note) for note in notes)]
 
 
+def state_lines(config: Config) -> list[Line]:
+    """Whether episodes and messages can be kept over a restart; nothing is made, a writable parent will do."""
+    directory = config.watcher.state_directory.expanduser()
+    there = next(place for place in (directory, *directory.parents) if place.exists())
+    ok = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    words = f"{directory} can be written" if ok else f"{there} cannot be written: set watcher.state_directory"
+    return [Line("state directory", "", ok, words)]
+
+
 def receiver_lines(config: Config) -> list[Line]:
     lines = []
     for receiver in config.receivers:
@@ -105,7 +116,7 @@ def receiver_lines(config: Config) -> list[Line]:
 
 
 def show(lines: Sequence[Line]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     part = None
     for line in lines:
         if line.part != part:

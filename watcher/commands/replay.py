@@ -80,7 +80,7 @@ def as_object(result: Replay) -> dict[str, Any]:
 
 
 def show(result: Replay) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     console.print(f"[bold]{escape(result.source)}[/]: {result.rounds} rounds over {clock_words(result.seconds)}")
     lines = [(c.at_seconds, f"{c.state.value:<14} {escape(c.reason)}") for c in result.changes]
     for episode in result.episodes:

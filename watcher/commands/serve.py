@@ -30,8 +30,10 @@ def serve_command(path: Path, record: Path | None) -> int:
     config = load_config(path)
     # systemd's journal stamps every line itself.
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    for chatty in ("apscheduler", "httpx", "paramiko", "uvicorn"):
+    for chatty in ("apscheduler", "httpx", "uvicorn"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    # What goes wrong on a connection is told in words by the link's own status; paramiko's are of sockets and threads.
+    logging.getLogger("paramiko").setLevel(logging.CRITICAL)
     try:
         return Service(config, record=record).run(Systemd())
     except CannotServe as refusal:

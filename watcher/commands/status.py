@@ -99,7 +99,7 @@ def _give_up(message: str) -> NoReturn:
 
 
 def _print(jobs: list[dict[str, Any]], alerts: list[dict[str, Any]]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("JOB", "STATE", "STEP", "TOK/S", "WHY"):
         table.add_column(title)

@@ -165,7 +165,7 @@ def gpu_object(ranked: RankGpu) -> dict[str, Any]:
 
 def show(triage: Triage) -> None:
     verdict = triage.verdict
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     colour = COLOURS[exit_code(triage)]
     state = verdict.state.value.replace("_", " ").upper()
     console.print(f"[bold]{escape(triage.source)}[/]: [bold {colour}]{state}[/] (confidence {verdict.confidence:.2f})")

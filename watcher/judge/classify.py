@@ -71,7 +71,7 @@ def _unreadable(sample: JobSample) -> Verdict:
         confidence=0.9 if lost else 0.5,
         shape=Shape.UNKNOWN,
         why="No board could be read. " + "; ".join(told[:4]),
-        advice="The job may be well: look at the node itself. " + ("A driver was replaced or lost." if lost else ""),
+        advice="The job may be well: look at the node itself." + (" A driver was replaced or lost." if lost else ""),
     )
 
 

@@ -230,8 +230,22 @@ class Service:
             if self._engine.snapshot is not before:  # one job failed; the others were judged
                 self._latest.came_round(self._engine.snapshot)
             return
+        if snapshot is not before:
+            self._log_episodes(before, snapshot)
         if snapshot is not before and self._teller.trouble is not None:
             self._note_trouble("store", "The watcher cannot save its state.", self._teller.trouble, "Free disk space.")
+
+    def _log_episodes(self, before: Snapshot, now: Snapshot) -> None:
+        """One line for each alert that opens, is raised or closes: for whoever looks at the terminal or the journal."""
+        known = {e.id: e for e in before.episodes}
+        for episode in now.episodes:
+            last = known.get(episode.id)
+            closed = episode.closed_wall_seconds is not None
+            changed = (
+                last is None or last.severity is not episode.severity or (last.closed_wall_seconds is None) == closed
+            )
+            if not episode.suppressed_by and changed and not (closed and last is None):
+                log.info("%s %s %s", "closed" if closed else episode.severity.value, episode.alert, episode.summary)
 
     def _engine_failed(self, error: Exception) -> None:
         """A bug, in one tick: logged once, counted each time, and told. The next tick is tried as if nothing was."""
