@@ -22,7 +22,6 @@ from collectors.simulated.scenario import TOKENS_PER_STEP, Activity, Scenario
 SHARDS: Final = 13
 SHARD_BYTES: Final = 62 * 10**9 // SHARDS  # about 62 GB in all
 LOG_EVERY_STEPS: Final = 2
-WORLD_OF_PAPER: Final = 16
 
 
 class JobDirectory:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from collectors.nvml import lost_board, throttle_names
-from collectors.samples import NO_REASONS, GpuSample, PowerSource, Reading, Reason
+from collectors.samples import NO_REASONS, GpuSample, PowerSource, Reason
 from collectors.smi.cells import read_number, reason_of_text
 
 Cells = Mapping[str, tuple[str, str]]
@@ -18,7 +18,6 @@ _POWER: Final = (
     ("power_instant", PowerSource.INSTANT),
 )
 _GRAVITY: Final = (Reason.LOST, Reason.RESET_REQUIRED, Reason.UNREADABLE, Reason.UNSUPPORTED)
-_ABSENT: Final = Reading(None, Reason.UNSUPPORTED)
 
 
 def read_board(cells: Cells, power_source: PowerSource | None = None) -> GpuSample:

@@ -16,6 +16,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Final
 
+from collectors.probe.payload import LEASE_RENEWAL_SECONDS
 from collectors.probe.request import ProbeRequest
 from collectors.samples import HostStatus, NodeSample
 from collectors.ssh.link import NodeLink
@@ -25,7 +26,6 @@ from collectors.ssh.stream import Stream
 SILENT_SECONDS: Final = 5.0  # or five intervals: the node counts as not seen
 REPLACE_SECONDS: Final = 10.0  # or ten: the connection is given up
 FIRST_LINE_SECONDS: Final = 30.0
-LEASE_EVERY_SECONDS: Final = 20.0
 PROBE_LEASE_SECONDS: Final = 75.0  # 60 on the node, and some for its own way out
 MOST_PROBES: Final = 2
 MOST_GARBAGE_BYTES: Final = 1 << 20  # without a line between: give the connection up
@@ -112,7 +112,7 @@ class NodeWatch:
                 continue
             if not stream.ended:
                 stream.look_for_end()
-            if not stream.ended and now - stream.lease_seconds >= LEASE_EVERY_SECONDS:
+            if not stream.ended and now - stream.lease_seconds >= LEASE_RENEWAL_SECONDS:
                 stream.renew_lease(now)
             reason = self._reason_to_leave(stream, now)
             if reason is not None:
