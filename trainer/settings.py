@@ -1,0 +1,230 @@
+"""A job as its owner writes it, in TOML: what is trained on what, how, where to. The field's metadata is its help.
+
+Read by the launcher, the gate and every rank from one file, whose hash the gate records: no torch here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import tomllib
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final, get_type_hints
+
+from trainer.plain import NotPlain, from_plain
+from trainer.refusal import Refusal
+
+
+class Evenness(StrEnum):
+    """What becomes of ranks with unequal block counts (PAPER: "evenfix")."""
+
+    MIN = "min"  # all stop at the shortest rank's count
+    PAD = "pad"  # shorter ranks repeat their first blocks, up to the longest rank's count
+    OFF = "off"  # each its own count: deadlocks at the end of the epoch; to reproduce the failure, for nothing else
+
+
+class Precision(StrEnum):
+    BF16 = "bf16"  # computed in bfloat16, reduced and kept in float32
+    FP32 = "fp32"
+
+
+class Via(StrEnum):
+    """How the launcher reaches a node."""
+
+    LOCAL = "local"
+    SSH = "ssh"
+    SRUN = "srun"
+
+
+def described(default: Any, text: str) -> Any:
+    """A dataclass field with its help."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """[train]"""
+
+    epochs: int = described(1, "times over the data")
+    micro_batch: int = described(1, "blocks in a micro-step, on each rank")
+    accumulation: int = described(8, "micro-steps in an optimizer step")
+    learning_rate: float = described(1e-5, "at the top of the schedule")
+    final_learning_rate_share: float = described(0.1, "of learning_rate, where the cosine ends")
+    warmup_steps: int = described(100, "steps from 0 to learning_rate; again after a weights-only resume")
+    weight_decay: float = described(0.1, "of matrices; vectors have none")
+    beta1: float = described(0.9, "AdamW")
+    beta2: float = described(0.95, "AdamW")
+    epsilon: float = described(1e-8, "AdamW")
+    clip_norm: float = described(1.0, "largest norm of the gradient over all ranks; 0: not clipped")
+    seed: int = described(0, "of random weights")
+    random_weights: bool = described(False, "start from the model's config.json only")
+    evenness: str = described("min", "min: stop at the shortest rank; pad: repeat blocks to the longest; off: deadlock")
+    precision: str = described("bf16", "bf16: computed in bfloat16, reduced and kept in float32; fp32")
+    gradient_checkpointing: bool = described(False, "recompute activations: less memory, about 1.6x slower (PAPER)")
+    compile: bool = described(False, "torch.compile each layer")
+    document_mask: bool = described(False, "no attention across records; packed with --document-mask")
+    log_every: int = described(10, "steps between two lines")
+    step_timeout_seconds: float = described(1800.0, "a collective of a step that takes longer ends the job")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSettings:
+    """[checkpoint]"""
+
+    save_every: int = described(500, "steps between two checkpoints; one more at the end of each epoch")
+    keep: int = described(2, "complete checkpoints that stay")
+    optimizer: bool = described(False, "also what an exact resume needs: masters and moments, 12 bytes a parameter")
+    file_gigabytes: float = described(5.0, "size of a weights file; each rank writes whole files")
+    timeout_seconds: float = described(3600.0, "a collective of a save that takes longer ends the job")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSettings:
+    """[launch]"""
+
+    nodes: str = described("localhost", "such as gpu-[01-16]; rank 0 is on the first")
+    ranks_per_node: int = described(1, "processes on each node: one a GPU")
+    via: str = described("local", "local: this host only; ssh; srun: inside a Slurm allocation")
+    address: str = described("", "of the first node for the others; else its name")
+    port: int = described(29500, "of the first node: torch's store; the gate meets on the next one")
+    retries: int = described(3, "new attempts from the last complete checkpoint")
+    retry_wait_seconds: float = described(10.0, "before the first new attempt, doubled for each next")
+    gate_wait_seconds: float = described(60.0, "for all nodes to come to the gate")
+    strict: bool = described(False, "warnings of the gate refuse too")
+    python: str = described("", "interpreter on the nodes; else this one's path")
+    environment: dict[str, str] = field(
+        default_factory=dict, metadata={"help": "variables for the ranks, such as NCCL_SOCKET_IFNAME"}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class JobSettings:
+    """The file. Paths are as the nodes see them."""
+
+    run: str = field(metadata={"help": "run directory, shared by all nodes"})
+    data: str = field(metadata={"help": "packed blocks, on each node's own disk"})
+    model: str = field(metadata={"help": "Hugging Face directory: config.json, tokenizer, weights"})
+    name: str = described("", "of the run in heartbeats and records; else the run directory's")
+    train: TrainSettings = TrainSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    launch: LaunchSettings = LaunchSettings()
+
+    @property
+    def blocks_per_step(self) -> int:
+        """Blocks that one rank consumes between two optimizer steps."""
+        return self.train.micro_batch * self.train.accumulation
+
+
+@dataclass(frozen=True, slots=True)
+class JobFile:
+    """Settings, and the file they come from."""
+
+    path: str
+    sha256: str  # what the gate compares over nodes, and the trainer with the gate's
+    settings: JobSettings
+
+
+CHOICES: Final[dict[str, type[StrEnum]]] = {
+    "train.evenness": Evenness,
+    "train.precision": Precision,
+    "launch.via": Via,
+}
+AT_LEAST_ONE: Final = (
+    *("train.epochs", "train.micro_batch", "train.accumulation", "train.log_every"),
+    *("checkpoint.save_every", "checkpoint.keep", "launch.ranks_per_node"),
+)
+ABOVE_ZERO: Final = (
+    *("train.learning_rate", "train.epsilon", "train.step_timeout_seconds"),
+    *("checkpoint.file_gigabytes", "checkpoint.timeout_seconds", "launch.gate_wait_seconds"),
+)
+NOT_NEGATIVE: Final = (
+    *("train.warmup_steps", "train.weight_decay", "train.clip_norm", "train.seed"),
+    *("launch.retries", "launch.retry_wait_seconds"),
+)
+SHARES: Final = ("train.final_learning_rate_share", "train.beta1", "train.beta2")
+
+
+def read_job(path: str) -> JobFile:
+    """The job in a TOML file. Raises Refusal that names the file, the key and what was expected."""
+    try:
+        data = Path(path).read_bytes()
+        table = tomllib.loads(data.decode())
+    except OSError as error:
+        raise Refusal(f"{path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Refusal(f"{path}: not TOML: {error}") from None
+    return JobFile(path, hashlib.sha256(data).hexdigest(), job_settings(table, path))
+
+
+def job_settings(table: dict[str, Any], where: str) -> JobSettings:
+    """Raises Refusal; all that is wrong with a value or a name is said at once."""
+    problems = _unknown_keys(JobSettings, table)
+    if not problems:
+        try:
+            settings = from_plain(JobSettings, table)
+        except NotPlain as error:
+            problems = [str(error)]
+        else:
+            problems = _bad_values(settings)
+    if problems:
+        raise Refusal(f"{where}: " + "; ".join(problems))
+    return settings
+
+
+def _unknown_keys(kind: type, table: dict[str, Any], prefix: str = "") -> list[str]:
+    hints, problems = get_type_hints(kind), []
+    for key, value in table.items():
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1)
+            problems.append(f"{prefix}{key}: unknown key" + (f", did you mean {near[0]}?" if near else ""))
+        elif is_dataclass(hints[key]) and isinstance(value, dict):
+            problems += _unknown_keys(hints[key], value, f"{prefix}{key}.")
+    return problems
+
+
+def _bad_values(settings: JobSettings) -> list[str]:
+    problems = []
+    for name, choices in CHOICES.items():
+        if _value(settings, name) not in list(choices):
+            wanted = ", ".join(choices)
+            problems.append(f"{name}: expected one of {wanted}, found {_value(settings, name)!r}")
+    for names, fits, wanted in (
+        (AT_LEAST_ONE, lambda number: number >= 1, "at least 1"),
+        (ABOVE_ZERO, lambda number: number > 0, "more than 0"),
+        (NOT_NEGATIVE, lambda number: number >= 0, "0 or more"),
+        (SHARES, lambda number: 0 <= number <= 1, "from 0 to 1"),
+        (("launch.port",), lambda number: 0 < number < 65535, "a port below 65535"),
+    ):
+        for name in names:
+            if not fits(_value(settings, name)):  # NaN fits nowhere
+                problems.append(f"{name}: expected {wanted}, found {_value(settings, name)}")
+    problems += [f"{name}: empty" for name in ("run", "data", "model") if not getattr(settings, name)]
+    return problems
+
+
+def _value(settings: JobSettings, name: str) -> Any:
+    table, _, key = name.partition(".")
+    return getattr(getattr(settings, table), key)
+
+
+def settings_help() -> str:
+    """All keys with their defaults and help, as the TOML that a user starts from."""
+    lines = []
+    for top in fields(JobSettings):
+        kind = get_type_hints(JobSettings)[top.name]
+        if not is_dataclass(kind):
+            default = "" if not isinstance(top.default, str) else top.default
+            lines.append(_help_line(top.name, default, top.metadata["help"]))
+            continue
+        lines.append(f"\n[{top.name}]")
+        for item in fields(kind):
+            default = item.default_factory() if callable(item.default_factory) else item.default
+            lines.append(_help_line(item.name, default, item.metadata["help"]))
+    return "\n".join(lines) + "\n"
+
+
+def _help_line(name: str, default: Any, text: str) -> str:
+    shown = str(default).lower() if isinstance(default, bool) else f'"{default}"' if isinstance(default, str) else default
+    return f"{name} = {shown}  # {text}"
