@@ -6,6 +6,7 @@ import hashlib
 import multiprocessing
 import os
 import threading
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -93,13 +94,14 @@ class RecordTokenizer:
     def __call__(self, records: list[Any], where: list[str]) -> Tokenized:
         """`where` names each record for the error. Raises Refusal for one that is no text or no chat."""
         texts = [self._text(record, place) for record, place in zip(records, where, strict=True)]
-        rows = []
+        joined, lengths = array("i"), []
         for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False):
             ids = encoding.ids
             if ids and not (self.chat and self.recipe.eos_id in ids):
                 ids.append(self.recipe.eos_id)
-            rows.append(np.asarray(ids, dtype=np.int32))
-        return Tokenized(np.concatenate(rows), np.asarray([row.size for row in rows], dtype=np.int64))
+            joined.fromlist(ids)
+            lengths.append(len(ids))
+        return Tokenized(np.frombuffer(joined, dtype=np.int32), np.asarray(lengths, dtype=np.int64))
 
     def _text(self, record: Any, where: str) -> str:
         if not record:
