@@ -1,0 +1,193 @@
+"""A rank whose main thread sleeps in a collective or in a lock still tells its stacks and its flight recorder."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.run_directory import RunDirectory
+from trainer.train.worker_socket import worker_socket
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'wattwatch[trainer]'")
+
+DEADLINE_SECONDS = 60.0
+RANK = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from trainer.run_directory import RunDirectory
+from trainer.train.flight import write_flight_record
+from trainer.train.worker_socket import worker_socket
+
+run, rank, timeout = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+store = f"file://{run}/store"
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=timeout))
+with worker_socket(RunDirectory(run), rank, print):
+    dist.all_reduce(torch.ones(1))
+    try:
+        if rank == 0:
+            dist.barrier()  # as in a save
+        else:
+            dist.all_reduce(torch.ones(2))  # as in the next step
+    except RuntimeError:
+        write_flight_record(RunDirectory(run), rank, print)
+        sys.exit(5)
+"""
+
+
+class UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=DEADLINE_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(DEADLINE_SECONDS)
+        self.sock.connect(str(self._path.resolve()))
+
+
+def ask(path: Path, handler: str) -> str:
+    connection = UnixConnection(path)
+    try:
+        connection.request("POST", f"/handler/{handler}")
+        answer = connection.getresponse()
+        assert answer.status == 200
+        return answer.read().decode()
+    finally:
+        connection.close()
+
+
+def start(run: Path, timeout_seconds: float) -> list[subprocess.Popen[str]]:
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100", "GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(run), str(rank), str(timeout_seconds)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def names_when_stuck(path: Path) -> list[str]:
+    """The recorded collectives, once there are two."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        if path.exists():
+            names = [entry["profiling_name"] for entry in json.loads(ask(path, "fr_trace_json"))["entries"]]
+            if len(names) == 2:
+                return names
+        time.sleep(0.05)
+    raise AssertionError(f"{path} told of no second collective")
+
+
+@pytest.fixture
+def stuck(tmp_path: Path) -> Iterator[Path]:
+    """Two ranks in two different collectives, until killed."""
+    ranks = start(tmp_path, timeout_seconds=600.0)
+    try:
+        yield tmp_path
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_ranks_that_wait_in_different_collectives_tell_which_and_where(stuck: Path) -> None:
+    directory = RunDirectory(stuck)
+    assert names_when_stuck(directory.worker_socket(0)) == ["gloo:all_reduce", "gloo:barrier"]
+    assert names_when_stuck(directory.worker_socket(1)) == ["gloo:all_reduce", "gloo:all_reduce"]
+    assert "in barrier" in ask(directory.worker_socket(0), "dump_traceback")
+    assert "in all_reduce" in ask(directory.worker_socket(1), "dump_traceback")
+    assert (stuck / "worker").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_collective_that_times_out_leaves_its_record(tmp_path: Path) -> None:
+    for process in start(tmp_path, timeout_seconds=2.0):
+        said, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        assert process.returncode == 5
+        assert f"flight recorder: {tmp_path}/flight/rank-0000" in said
+    assert not list((tmp_path / "worker").iterdir())
+    for rank, last in enumerate(("gloo:barrier", "gloo:all_reduce")):
+        with (tmp_path / "flight" / f"rank-{rank:05d}").open("rb") as file:
+            assert pickle.load(file)["entries"][-1]["profiling_name"] == last
+        told = json.loads((tmp_path / "flight" / f"recorder-{rank:05d}.json").read_text())
+        assert told["entries"][-1]["profiling_name"] == last
+
+
+def test_a_main_thread_that_sleeps_tells_its_stack_and_leaves_no_socket(tmp_path: Path) -> None:
+    program = (
+        "import sys, threading; from pathlib import Path; from trainer.run_directory import RunDirectory\n"
+        "from trainer.train.worker_socket import worker_socket\n"
+        "def waits_for_a_lock():\n    print('ready', flush=True); sys.stdin.read()\n"
+        f"with worker_socket(RunDirectory(Path({str(tmp_path)!r})), 3, print): waits_for_a_lock()\n"
+    )
+    rank = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+        path = RunDirectory(tmp_path).worker_socket(3)
+        assert "in waits_for_a_lock" in ask(path, "dump_traceback")
+    finally:
+        rank.communicate(input="")
+    assert rank.returncode == 0
+    assert not path.exists()
+
+
+def serve(run: Path) -> list[str]:
+    """Serve, ask, and end; what was logged."""
+    said: list[str] = []
+    with worker_socket(RunDirectory(run), 3, said.append) as path:
+        if path is not None:
+            assert path.parent.stat().st_mode & 0o777 == 0o700
+            assert ask(RunDirectory(run).worker_socket(3), "ping") == "pong"
+    return said
+
+
+def test_a_run_directory_of_a_long_name_gets_a_link_to_a_private_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    run = tmp_path / ("r" * 100)
+    assert serve(run) == []
+    assert not list((run / "worker").iterdir())
+    assert not list(temporary.iterdir())
+
+
+def test_what_a_killed_attempt_left_is_removed(tmp_path: Path) -> None:
+    link = RunDirectory(tmp_path).worker_socket(3)
+    link.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(link))
+    assert serve(tmp_path) == []
+    link.symlink_to("/nowhere")
+    assert serve(tmp_path) == []
+
+
+def test_a_rank_that_cannot_have_a_socket_says_so_and_trains(tmp_path: Path) -> None:
+    (tmp_path / "worker").write_text("a file where the directory should be")
+    said = serve(tmp_path)
+    assert len(said) == 1
+    assert "no worker socket" in said[0]

@@ -1,0 +1,83 @@
+"""A socket at which a rank tells its stacks and its flight recorder while its main thread hangs in a collective.
+
+Torch's worker server (torch/csrc/distributed/c10d/control_plane): POST /handler/dump_traceback, /handler/fr_trace_json.
+It has no authentication and its socket comes out with mode 0755, so the directory around it is 0700. A unix socket
+answers on its own host only; the run directory's name of it is where to look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from trainer.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import _WorkerServer
+
+LONGEST_PATH_BYTES: Final = 107  # of a unix socket's name: unix(7), 108 with its end
+PRIVATE_PREFIX: Final = "wattwatch-worker-"
+
+
+@contextmanager
+def worker_socket(directory: RunDirectory, rank: int, log: Callable[[str], None]) -> Iterator[Path | None]:
+    """Serves at `directory.worker_socket(rank)` until the block ends; yields the socket's own path.
+
+    Where no socket can be made there (a long path, a file system without sockets), that name is a symbolic link to one
+    in a directory of our own below the temporary directory: resolve it before connecting. None where there is no
+    server: `log` heard why, and the job goes on without.
+    """
+    link = directory.worker_socket(rank)
+    server, path = None, None
+    try:
+        server, path = _open(link)
+    except Exception as error:  # noqa: BLE001 - a rank that cannot be questioned can still train
+        log(f"no worker socket at {link}: {error}; stacks and flight recorder of this rank cannot be asked for")
+    try:
+        yield path
+    finally:
+        if server is not None:
+            server.shutdown()
+            _remove(link)
+
+
+def _open(link: Path) -> tuple[_WorkerServer, Path]:
+    """Raises OSError, or RuntimeError of torch's."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.parent.chmod(0o700)
+    _remove(link)  # of an attempt that was killed: torch refuses a name that exists
+    if len(os.fsencode(link)) <= LONGEST_PATH_BYTES:
+        # RuntimeError: torch's way to say that the file system makes no sockets.
+        with contextlib.suppress(RuntimeError):
+            return _server(link), link
+    private = Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX))  # mode 0700
+    try:
+        path = private / link.name
+        server = _server(path)
+        link.symlink_to(path)
+    except BaseException:
+        shutil.rmtree(private, ignore_errors=True)
+        raise
+    return server, path
+
+
+def _server(path: Path) -> _WorkerServer:
+    from torch._C._distributed_c10d import _WorkerServer
+
+    return _WorkerServer(str(path))
+
+
+def _remove(link: Path) -> None:
+    """The socket, and the private directory of ours that it may stand in."""
+    with contextlib.suppress(OSError):
+        target = Path(os.readlink(link))
+        if target.parent.name.startswith(PRIVATE_PREFIX) and target.parent.stat().st_uid == os.getuid():
+            shutil.rmtree(target.parent, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        link.unlink()
