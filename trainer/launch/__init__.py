@@ -1,0 +1,1 @@
+"""One command for a job on many nodes: gate, ranks, and again from the last complete checkpoint."""

@@ -1,0 +1,73 @@
+"""What launcher and node program say to each other: one order in, words out, a line of JSON each.
+
+The order comes on standard input, which stays open: its end means "end what you run" (the lifeline).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from trainer.plain import NotPlain, from_plain
+
+VERSION: Final = 1
+REPORT_VARIABLE: Final = "WATTWATCH_REPORT_FD"  # a descriptor; what the program writes there comes back when it ends
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The same for all nodes that hear it: each runs its own command."""
+
+    v: int
+    nodes: tuple[str, ...]
+    index: int | None  # of the node; None: it finds itself by its name in Slurm
+    commands: tuple[tuple[str, ...], ...]  # by index
+    environment: dict[str, str] = field(default_factory=dict)
+    log: str | None = None  # file for the output, {node} in it; None: the output comes back as lines
+
+
+class Kind(StrEnum):
+    STARTED = "started"
+    LINE = "line"  # of the program's output
+    ENDED = "ended"
+    TROUBLE = "trouble"  # the program could not be started
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    wattwatch_node: int  # the version; what else stands on standard output has no such field
+    index: int
+    kind: str
+    text: str = ""  # of a line or a trouble; of an end: the program's report
+    code: int | None = None  # of an end: the exit code, or minus the signal
+
+
+def order_line(order: Order) -> bytes:
+    return json.dumps(asdict(order)).encode() + b"\n"
+
+
+def read_order(line: bytes) -> Order:
+    """Raises NotPlain for what is no order, or one of another version."""
+    try:
+        order = from_plain(Order, json.loads(line))
+    except ValueError as error:
+        raise NotPlain(f"no order: {error}") from None
+    if order.v != VERSION:
+        raise NotPlain(f"an order of version {order.v}, this node has {VERSION}: install one version of wattwatch")
+    return order
+
+
+def word_line(word: Word) -> bytes:
+    return json.dumps(asdict(word)).encode() + b"\n"
+
+
+def read_word(line: bytes) -> Word | None:
+    """None for what is no word: a login script's greeting, a library's warning."""
+    try:
+        data = json.loads(line)
+        word = from_plain(Word, data)
+    except (ValueError, RecursionError):
+        return None
+    return word if word.wattwatch_node == VERSION else None
