@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import tomllib
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
@@ -94,6 +95,7 @@ class LaunchSettings:
     gate_wait_seconds: float = described(60.0, "for all nodes to come to the gate")
     strict: bool = described(False, "warnings of the gate refuse too")
     python: str = described("", "interpreter on the nodes; else this one's path")
+    ssh_options: tuple[str, ...] = described((), 'for ssh, such as "-F", "/nfs/ssh_config"')
     environment: dict[str, str] = field(
         default_factory=dict, metadata={"help": "variables for the ranks, such as NCCL_SOCKET_IFNAME"}
     )
@@ -226,5 +228,4 @@ def settings_help() -> str:
 
 
 def _help_line(name: str, default: Any, text: str) -> str:
-    shown = str(default).lower() if isinstance(default, bool) else f'"{default}"' if isinstance(default, str) else default
-    return f"{name} = {shown}  # {text}"
+    return f"{name} = {json.dumps(default)}  # {text}"  # what we have as defaults reads the same in TOML
