@@ -33,7 +33,7 @@ def rank_environment(owner: Mapping[str, str], flight: str) -> dict[str, str]:
     torch reads the new name first: had we set that one, the owner's old one would mean nothing. So a name that the
     owner sets rules its row.
     """
-    found = {}
+    found: dict[str, str] = {}
     for row in variables():
         chosen = next((owner[name] for name in row.names if name in owner), row.value.replace("{flight}", flight))
         found |= dict.fromkeys(row.names, chosen)

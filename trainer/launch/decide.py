@@ -1,0 +1,71 @@
+"""What to do after an attempt: pure. Exit 0 of ranks proves nothing (a rank that ran out of data and exited with 0 lost
+four runs elsewhere, parcae#12): only the last step's complete checkpoint does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from trainer.launch.endings import FAILED, INTERNAL, REFUSED, STOPPED, Cause, Manner
+
+
+class Next(StrEnum):
+    DONE = "done"
+    REFUSED = "refused"
+    STOPPED = "stopped"
+    INTERRUPTED = "interrupted"
+    RETRY = "retry"
+    FAILED = "failed"
+
+
+EXIT_CODES: Final = {Next.DONE: 0, Next.REFUSED: 2, Next.STOPPED: 4, Next.INTERRUPTED: 130, Next.FAILED: 5}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An attempt, as far as it matters for what comes next. Steps are steps done."""
+
+    cause: Cause
+    began_at: int
+    reached: int  # the highest step that any rank has told of
+    saved: int  # of the newest complete checkpoint; 0: none
+    steps: int | None  # of the whole job; None: no rank came far enough to say
+    interrupted: bool  # the user would not wait for the save
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    next: Next
+    why: str
+
+
+def decide(result: Result, retries_left: int) -> Decision:
+    cause = result.cause
+    if result.steps is not None and result.saved >= result.steps:
+        note = "" if cause.manner is Manner.DONE else f"; afterwards {cause.sentence}"
+        return Decision(Next.DONE, f"all {result.steps:,} steps are done and saved{note}")
+    if result.interrupted:
+        return Decision(Next.INTERRUPTED, f"ended at once, as asked; {_saved(result)}")
+    if cause.code == REFUSED:
+        return Decision(Next.REFUSED, f"{cause.sentence}; a new attempt would be refused too")
+    if cause.code == STOPPED and cause.manner is Manner.SAID:
+        return Decision(Next.STOPPED, f"{cause.sentence}; {_saved(result)}")
+    if cause.manner is Manner.DONE:
+        cause = Cause(cause.manner, FAILED, f"{cause.sentence}, and the last step is not saved")
+    elif cause.manner is Manner.SILENT or cause.code == INTERNAL:
+        if max(result.reached, result.saved) <= result.began_at:
+            return Decision(Next.FAILED, f"{cause.sentence}. No step was done: a new attempt would end the same way")
+    if retries_left <= 0:
+        return Decision(Next.FAILED, f"{cause.sentence}; no retries left, {_saved(result)}")
+    return Decision(Next.RETRY, cause.sentence)
+
+
+def _saved(result: Result) -> str:
+    of = "" if result.steps is None else f" of {result.steps:,}"
+    return f"saved up to step {result.saved:,}{of}" if result.saved else "nothing is saved"
+
+
+def wait_seconds(first: float, retry: int) -> float:
+    """Before retry 1, 2, ...: doubled each time, at most ten minutes (or the first, where that is longer)."""
+    return min(first * 2 ** min(retry - 1, 30), max(first, 600.0))

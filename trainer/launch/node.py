@@ -1,0 +1,182 @@
+"""What the launcher starts on every node: runs one program, tells how it ends, and ends it with the lifeline.
+
+`python -m trainer.launch.node`; local, over SSH and under srun alike. It always exits with 0 once it has told of an
+end: under `srun --kill-on-bad-exit` another code would kill the other nodes before they have saved what they know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Final
+
+from trainer.launch.processes import adopt_orphans, kill_descendants
+from trainer.launch.protocol import REPORT_VARIABLE, VERSION, Kind, Order, Word, read_order, word_line
+from trainer.plain import NotPlain
+
+STDIN: Final = 0
+ENDING_SECONDS: Final = 40.0  # torchrun gives its ranks 30 s between SIGTERM and SIGKILL
+LOOK_SECONDS: Final = 0.1
+KILL_SECONDS: Final = 5.0
+NODE_NAMES: Final = ("SLURMD_NODENAME",)
+
+
+class Lifeline:
+    """Standard input: one line, then nothing until it ends. A signal says the same as its end."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+        self.cut = False
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, self._signalled)
+
+    def _signalled(self, number: int, frame: object) -> None:
+        self.cut = True
+
+    def first_line(self) -> bytes | None:
+        while b"\n" not in self._buffer and not self.cut:
+            self.read()
+        return self._buffer.partition(b"\n")[0] if b"\n" in self._buffer else None
+
+    def read(self) -> None:
+        # A signal does not interrupt os.read, so a silent launcher must not hold us in it.
+        if select.select([STDIN], [], [], LOOK_SECONDS)[0]:
+            data = os.read(STDIN, 65536)
+            self._buffer += data
+            self.cut = self.cut or not data
+
+
+class Program:
+    """The program of this node, its output and its report."""
+
+    def __init__(self, order: Order, index: int) -> None:
+        """Raises OSError where it cannot be started."""
+        name = order.nodes[index]
+        self.report_end, report = os.pipe()
+        environment = os.environ | order.environment | {"WATTWATCH_NODE": name, REPORT_VARIABLE: str(report)}
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, report)
+            output: int | IO[bytes] = subprocess.PIPE
+            if order.log is not None:
+                path = Path(order.log.replace("{node}", name))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context(path.open("ab"))
+            self.process = subprocess.Popen(
+                order.commands[index],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # what a terminal or a session sends reaches us, and we decide
+                pass_fds=(report,),
+            )
+
+    def report(self) -> str:
+        """Whatever it wrote; nobody else holds the other end once all have ended."""
+        os.set_blocking(self.report_end, False)
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.report_end, 65536).decode("utf-8", "replace")
+        return ""
+
+
+class Node:
+    """Watches the program and the lifeline until the program has ended."""
+
+    def __init__(self, program: Program, index: int, lifeline: Lifeline) -> None:
+        self._program, self._index, self._lifeline = program, index, lifeline
+        self._buffer = b""
+        self._kill_at: float | None = None
+
+    def run(self) -> None:
+        process = self._program.process
+        tell(Word(VERSION, self._index, Kind.STARTED, str(process.pid)))
+        with selectors.DefaultSelector() as selector:
+            selector.register(STDIN, selectors.EVENT_READ, self._lifeline.read)
+            if process.stdout is not None:
+                os.set_blocking(process.stdout.fileno(), False)
+                selector.register(process.stdout, selectors.EVENT_READ, self._output)
+            while process.poll() is None and not self._over():
+                for key, _ in selector.select(LOOK_SECONDS):
+                    if key.data() and key.fileobj is process.stdout:
+                        selector.unregister(process.stdout)
+                if self._lifeline.cut and self._kill_at is None:
+                    with contextlib.suppress(KeyError):
+                        selector.unregister(STDIN)
+                    process.terminate()
+                    self._kill_at = time.monotonic() + ENDING_SECONDS
+        # torchrun killed by hand leaves its ranks; a rank leaves its loaders
+        if process.poll() is None:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_SECONDS)
+        left = kill_descendants(KILL_SECONDS)
+        self._output()
+        if self._buffer:
+            self._line(self._buffer)
+        if left:
+            tell(Word(VERSION, self._index, Kind.LINE, f"processes {left} do not end: they hang in the kernel"))
+        tell(Word(VERSION, self._index, Kind.ENDED, self._program.report(), process.poll()))
+
+    def _over(self) -> bool:
+        return self._kill_at is not None and time.monotonic() > self._kill_at
+
+    def _output(self) -> bool:
+        """Passes on what has come; True at its end."""
+        stdout = self._program.process.stdout
+        if stdout is None:
+            return True
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(stdout.fileno(), 65536):
+                *lines, self._buffer = (self._buffer + data).split(b"\n")
+                for line in lines:
+                    self._line(line)
+            return True
+        return False
+
+    def _line(self, line: bytes) -> None:
+        tell(Word(VERSION, self._index, Kind.LINE, line.decode("utf-8", "replace")))
+
+
+def tell(word: Word) -> None:
+    """A launcher that has gone hears nothing; its end of the lifeline tells us."""
+    with contextlib.suppress(OSError):
+        sys.stdout.buffer.write(word_line(word))
+        sys.stdout.buffer.flush()
+
+
+def own_index(order: Order) -> int:
+    """Raises NotPlain where Slurm names a node that the launcher did not mean."""
+    if order.index is not None:
+        return order.index
+    name = next((os.environ[key] for key in NODE_NAMES if key in os.environ), "")
+    if name not in order.nodes:
+        raise NotPlain(f"this node is {name!r}, and the job's are {', '.join(order.nodes)}")
+    return order.nodes.index(name)
+
+
+def main() -> None:
+    adopt_orphans()
+    lifeline = Lifeline()
+    line = lifeline.first_line()
+    if line is None:
+        return
+    index = -1
+    try:
+        order = read_order(line)
+        index = own_index(order)
+        program = Program(order, index)
+    except (NotPlain, OSError) as error:
+        tell(Word(VERSION, index, Kind.TROUBLE, str(error)))
+        return
+    Node(program, index, lifeline).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The nodes of a job, how each is reached, and what is run there: pure, from settings and Slurm's variables."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+
+from trainer.refusal import Refusal
+from trainer.settings import JobFile, LaunchSettings, Via
+
+NODE_PROGRAM: Final = "trainer.launch.node"
+LOOPBACK: Final = "127.0.0.1"
+# A node that has gone silently is noticed after a minute; a shared connection would outlive ours, and the job with it.
+SSH_OPTIONS: Final = (
+    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"),
+    *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"),
+    *("-o", "ControlMaster=no", "-o", "ControlPath=none"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Nodes in rank order, and where the first is reached by the others."""
+
+    via: Via
+    nodes: tuple[str, ...]
+    ranks_per_node: int
+    address: str
+    port: int
+
+    @property
+    def world(self) -> int:
+        return len(self.nodes) * self.ranks_per_node
+
+    def node_of(self, rank: int) -> str:
+        return self.nodes[rank // self.ranks_per_node]
+
+    def ranks(self, index: int) -> range:
+        return range(index * self.ranks_per_node, (index + 1) * self.ranks_per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A process that reaches `indices` of the nodes."""
+
+    command: tuple[str, ...]
+    indices: tuple[int, ...]
+    spread: bool  # one order for all of them, each finds itself
+
+
+def places(launch: LaunchSettings, environment: Mapping[str, str]) -> Places:
+    """Raises Refusal where the nodes' names are none, or do not fit how they are reached."""
+    via = Via(launch.via)
+    nodes = expand(launch.nodes)
+    if via is Via.SRUN:
+        allocated = environment.get("SLURM_JOB_NODELIST")
+        if not allocated:
+            raise Refusal('launch.via is "srun", and this is no Slurm allocation: start it with sbatch or salloc')
+        if launch.nodes == LaunchSettings().nodes:
+            nodes = expand(allocated)
+        elif outside := sorted(set(nodes) - set(expand(allocated))):
+            raise Refusal(f"launch.nodes: {', '.join(outside)} not in this allocation, {allocated}")
+    if via is Via.LOCAL and len(nodes) > 1:
+        raise Refusal(f'launch.nodes names {len(nodes)} nodes and launch.via is "local": set it to "ssh" or "srun"')
+    address = launch.address or (LOOPBACK if via is Via.LOCAL else nodes[0])
+    return Places(via, nodes, launch.ranks_per_node, address, launch.port)
+
+
+def expand(text: str) -> tuple[str, ...]:
+    """`gpu-[01-16],old-3`: names in the order written. Raises Refusal."""
+    try:
+        nodes = list(
+            dict.fromkeys(name for part in split_names(text) for name in NodeSet(part, resolver=RESOLVER_NOGROUP))
+        )
+    except NodeSetException as error:
+        raise Refusal(f"launch.nodes: {text!r}: {error}") from None
+    if not nodes:
+        raise Refusal("launch.nodes: empty")
+    if bad := [name for name in nodes if name.startswith("-") or "/" in name or any(c.isspace() for c in name)]:
+        raise Refusal(f"launch.nodes: {bad[0]!r} is no name of a node")
+    return tuple(nodes)
+
+
+def split_names(text: str) -> list[str]:
+    """At commas outside brackets: a NodeSet of all would sort them, and rank 0's node is the first written."""
+    parts, depth, start = [], 0, 0
+    for place, letter in enumerate(text):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            parts.append(text[start:place])
+            start = place + 1
+    return [part.strip() for part in (*parts, text[start:])]
+
+
+def connections(here: Places, launch: LaunchSettings) -> tuple[Connection, ...]:
+    program = (launch.python or sys.executable, "-m", NODE_PROGRAM)
+    if here.via is Via.LOCAL:
+        return (Connection(program, (0,), False),)
+    if here.via is Via.SSH:
+        return tuple(
+            Connection(("ssh", *SSH_OPTIONS, *launch.ssh_options, node, f"exec {shlex.join(program)}"), (index,), False)
+            for index, node in enumerate(here.nodes)
+        )
+    count = len(here.nodes)
+    step = (
+        "srun",
+        f"--nodes={count}",
+        f"--ntasks={count}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(here.nodes)}",
+    )
+    # --overlap: the batch script holds the node's resources; --cpu-bind=none: a task's cores are all of its node's.
+    options = ("--kill-on-bad-exit=1", "--input=all", "--overlap", "--cpu-bind=none", "--job-name=wattwatch-train")
+    return (Connection((*step, *options, *program), tuple(range(count)), True),)
+
+
+def gate_commands(here: Places, job: JobFile, run: str, resume: str | None) -> tuple[tuple[str, ...], ...]:
+    """`wattwatch-train gate` for each node: one process for all its ranks, met one port above torch's."""
+    train, launch = job.settings.train, job.settings.launch
+    common = [
+        *("--run", run, "--data", job.settings.data, "--model", job.settings.model, "--config", job.path),
+        *("--world", str(here.world), "--micro-batch", str(train.micro_batch)),
+        *("--accumulation", str(train.accumulation), "--keep", str(job.settings.checkpoint.keep)),
+        *("--wait", f"{launch.gate_wait_seconds:g}"),
+        *("--rendezvous", joined(here.address, here.port + 1)),
+        *(("--resume", resume) if resume else ()),
+        *(("--strict",) if launch.strict else ()),
+    ]
+    commands = []
+    for index, node in enumerate(here.nodes):
+        ranks = here.ranks(index)
+        own = ("--ranks", f"{ranks[0]}-{ranks[-1]}", "--node", node)
+        commands.append((launch.python or sys.executable, "-m", "trainer.commands", "gate", *common, *own))
+    return tuple(commands)
+
+
+def rank_commands(here: Places, launch: LaunchSettings, program: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """torchrun for each node. `program` is what it starts for each rank, as it would be typed."""
+    head = (launch.python or sys.executable, "-m", "trainer.launch.torchrun", f"--nnodes={len(here.nodes)}")
+    # Restarts are ours: a restart by torchrun passes no gate.
+    common = (
+        *(f"--nproc-per-node={here.ranks_per_node}", "--max-restarts=0", "--rdzv-backend=static"),
+        *(f"--master-addr={here.address}", f"--master-port={here.port}", "--no-python"),
+    )
+    return tuple((*head, f"--node-rank={index}", *common, *program) for index in range(len(here.nodes)))
+
+
+def run_program(job: JobFile, resume: str | None, smoke: str | None) -> tuple[str, ...]:
+    python = job.settings.launch.python or sys.executable
+    options = (*(("--resume", resume) if resume else ()), *(("--smoke", smoke) if smoke else ()))
+    return (python, "-m", "trainer.commands", "run", job.path, *options)
+
+
+def joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

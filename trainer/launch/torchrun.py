@@ -1,0 +1,32 @@
+"""torchrun, whose failures come out as data: torch prints them for people, in a box of equals signs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from trainer.launch.processes import end_with_parent
+from trainer.launch.protocol import REPORT_VARIABLE
+
+
+def main() -> None:
+    end_with_parent()
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    try:
+        run(parse_args(sys.argv[1:]))  # type: ignore[no-untyped-call]  # torch leaves its command line untyped
+    except ChildFailedError as error:
+        failures = [
+            {"rank": rank, "exit_code": failure.exitcode, "pid": failure.pid, "time": failure.timestamp}
+            for rank, failure in error.failures.items()
+        ]
+        sys.stderr.write(f"{error}\n")
+        if (descriptor := os.environ.get(REPORT_VARIABLE)) is not None:
+            os.write(int(descriptor), json.dumps(failures).encode())
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
