@@ -23,6 +23,7 @@ import orjson
 
 from collectors.clock import Clock
 from collectors.simulated.driver import Driver, PhaseBegan, plays_of
+from collectors.simulated.follow import FollowedJob, Follower, nodes_of
 from collectors.simulated.keys import new_private_key, public_line, read_key, read_public_line
 from collectors.simulated.scenario import scenario_of
 from collectors.simulated.ssh_server import NodeServer
@@ -45,15 +46,19 @@ def main() -> None:
     clock = Clock(order["speed"], order["monotonic_origin"], order["wall_origin"])
     scenarios = [scenario_of(row.pop("name"), row) for row in order["scenarios"]]
     client_key = read_public_line(order["client_key"])
-    plays, nodes = plays_of(
-        scenarios, Path(order["live_directory"]), Path(order["directory"]) / "tools", clock, order["preload_pynvml"]
-    )
+    place = (Path(order["live_directory"]), Path(order["directory"]) / "tools", clock, order["preload_pynvml"])
+    plays, nodes = plays_of(scenarios, *place)
+    jobs = [FollowedJob(**{**row, "node_names": tuple(row["node_names"])}) for row in order["followed"]]
+    followed = nodes_of(jobs, *place)
+    follower = Follower(jobs, followed, clock)
+    nodes = {**nodes, **followed}
     servers = {
         name: NodeServer(name, read_key(new_private_key()), client_key, node.directory / "home", node.environment())
         for name, node in nodes.items()
     }
     driver = Driver(plays, clock, lambda name: servers[name].freeze(), report)
     driver.start()
+    follower.start()
     for server in servers.values():
         server.start()
     say("ready", {name: {"port": one.port, "host_key": public_line(one.host_key)} for name, one in servers.items()})
@@ -64,9 +69,10 @@ def main() -> None:
             server.stop()
         left = wait_for_children([child for server in servers.values() for child in server.running()])
         driver.stop()
+        follower.stop()
         for directory in (order["live_directory"], order["directory"]):
             shutil.rmtree(directory, ignore_errors=True)  # the owner may have been killed
-        say("ended", {"latest_seconds": driver.latest_seconds, "left_behind": left})
+        say("ended", {"latest_seconds": max(driver.latest_seconds, follower.latest_seconds), "left_behind": left})
         sys.stdout.flush()
         os._exit(0)  # threads of connections that are just closing are not waited for
 

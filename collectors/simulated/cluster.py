@@ -19,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -27,6 +28,7 @@ import orjson
 
 from collectors.clock import Clock
 from collectors.simulated.driver import PhaseBegan
+from collectors.simulated.follow import FollowedJob
 from collectors.simulated.keys import new_private_key, public_line, read_key, write_private_key
 from collectors.simulated.scenario import Scenario
 
@@ -35,6 +37,7 @@ END_SECONDS: Final = 15.0
 LOGIN: Final = "trainer"
 PREFIX: Final = "wattwatch-simulated-"
 MEMORY_FILES: Final = Path("/dev/shm")
+ON_NODE: Final = resources.files(__package__) / "on_node"
 
 
 class SimulationError(Exception):
@@ -47,6 +50,16 @@ class SimulatedNode:
     port: int
     host_key: str  # "ssh-ed25519 AAAA..."
     directory: Path
+    tools: Path
+
+    def environment(self, with_boards: bool = False) -> dict[str, str]:
+        """For a program that is started beside SSH as if on this node: its host name; `with_boards`: its GPUs too,
+        which a program must not see that would compute on them."""
+        variables = {"PYTHONPATH": str(ON_NODE), "WATTWATCH_NODE_HOSTNAME": self.name}
+        if with_boards:
+            variables["PATH"] = f"{self.tools}:{os.environ.get('PATH', '/usr/bin:/bin')}"
+            variables["WATTWATCH_NODE_STATE"] = str(self.directory / "state.json")
+        return variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +78,18 @@ class SimulatedCluster:
 
     `preload_pynvml`: the nodes' Python has pynvml loaded from its compiled form, so that many nodes on one machine
     start at once; without it, the one that travels with the probe is compiled on each node, as on a real one.
+    `followed`: real jobs whose ranks these nodes pretend to hold, at the speed of life.
     """
 
-    def __init__(self, scenarios: Sequence[Scenario], speed: float = 1.0, preload_pynvml: bool = True) -> None:
+    def __init__(
+        self,
+        scenarios: Sequence[Scenario],
+        speed: float = 1.0,
+        preload_pynvml: bool = True,
+        followed: Sequence[FollowedJob] = (),
+    ) -> None:
         self.scenarios = tuple(scenarios)
+        self.followed = tuple(followed)
         self.clock = Clock(speed)
         self._preload_pynvml = preload_pynvml
         self.directory = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -122,6 +143,7 @@ class SimulatedCluster:
         write_private_key(self.client_key, private_key)
         order = {
             "scenarios": [dataclasses.asdict(scenario) for scenario in self.scenarios],
+            "followed": [dataclasses.asdict(job) for job in self.followed],
             "directory": str(self.directory),
             "live_directory": str(self.live_directory),
             "speed": self.clock.speed,
@@ -238,7 +260,11 @@ class SimulatedCluster:
     def _hear(self, kind: str, content: Any) -> None:
         if kind == "ready":
             self.nodes = tuple(
-                SimulatedNode(name, row["port"], row["host_key"], self.live_directory / "nodes" / name)
+                SimulatedNode(
+                    *(name, row["port"], row["host_key"]),
+                    directory=self.live_directory / "nodes" / name,
+                    tools=self.directory / "tools",
+                )
                 for name, row in content.items()
             )
             self._ready.set()

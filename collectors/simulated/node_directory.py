@@ -11,6 +11,7 @@ Everything that is replaced is replaced by rename: a reader sees the old file or
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -59,6 +60,7 @@ class Moment:
     activity: Activity
     alive: bool  # its process exists
     lost: bool = False  # the board fell off the bus
+    pid: int | None = None  # of a true process on this machine; None: one of the node's own, which is but a file
 
 
 @dataclass(slots=True)
@@ -92,7 +94,7 @@ class NodeDirectory:
         self._preload_pynvml = preload_pynvml
         self._started_ticks = int((clock.monotonic() - 600.0) * TICKS)
         self._kernel_records = 0
-        self._alive: tuple[bool, ...] = ()
+        self._shown_pids: tuple[int | None, ...] = ()
         now = clock.wall()
         # As if the driver had been loaded for a while: no two boards have the same count.
         self._energy = [Energy(4.0e9 + 7.7e7 * place, now) for place in range(gpus)]
@@ -125,13 +127,16 @@ class NodeDirectory:
         now = self._clock.wall()
         rows = [self._board(place, moment, tick, now) for place, moment in enumerate(moments)]
         state = {"wall_seconds": now, "driver": DRIVER_VERSION, "nvml": self.nvml, "smi": self.smi, "gpus": rows}
-        alive = tuple(moment.alive for moment in moments)
-        if alive != self._alive or tick % 8 == 1:
-            self._write_processes(moments)
-            self._alive = alive
+        pids = tuple(self._pid(place, moment) if moment.alive else None for place, moment in enumerate(moments))
+        if pids != self._shown_pids or tick % 8 == 1:
+            self._write_processes(pids, moments)
+            self._shown_pids = pids
         if tick % 8 == 1:
-            self._write_load(sum(alive), tick)
+            self._write_load(len(pids) - pids.count(None), tick)
         replace_bytes(self.directory / "state.json", orjson.dumps(state))
+
+    def _pid(self, place: int, moment: Moment) -> int:
+        return self.pids[place] if moment.pid is None else moment.pid
 
     def _board(self, place: int, moment: Moment, tick: int, now: float) -> Mapping[str, Any]:
         activity = moment.activity
@@ -162,27 +167,35 @@ class NodeDirectory:
             "throttle": 0 if utilization else 1,  # gpu_idle
             "pstate": 0,
             "lost": moment.lost,
-            "pids": [self.pids[place]] if moment.alive and activity.memory == "held" else [],
+            "pids": [self._pid(place, moment)] if moment.alive and activity.memory == "held" else [],
         }
 
-    def _write_processes(self, moments: Sequence[Moment]) -> None:
-        for pid, moment in zip(self.pids, moments, strict=True):
+    def _write_processes(self, pids: Sequence[int | None], moments: Sequence[Moment]) -> None:
+        for pid in {*self._shown_pids, *self.pids} - {*pids, None}:
             folder = self.directory / "proc" / str(pid)
-            if not moment.alive:
-                for file in folder.glob("*"):
-                    file.unlink()
-                if folder.exists():
-                    folder.rmdir()
+            for file in folder.glob("*"):
+                file.unlink()
+            if folder.exists():
+                folder.rmdir()
+        for pid, moment in zip(pids, moments, strict=True):
+            if pid is None:
                 continue
+            folder = self.directory / "proc" / str(pid)
             folder.mkdir(exist_ok=True)
-            ran_ticks = int(self._clock.monotonic() * TICKS) - self._started_ticks
-            # Spinning or computing, a rank's main thread runs; only one whose board is lost sleeps in the driver.
-            state = "D" if moment.lost else "R"
-            fields = [1, pid, pid, 0, -1, 4194304, 9000, 0, 12, 0, ran_ticks, ran_ticks // 20, 0, 0, 20, 0, 212, 0]
-            fields += [self._started_ticks, 311_000_000_000, 5_200_000, *[0] * 28]
-            replace_text(folder / "stat", f"{pid} (python3) {state} {' '.join(map(str, fields))}\n")
-            if not (folder / "comm").exists():
-                replace_text(folder / "comm", "python3\n")
+            if moment.pid is None:
+                self._write_process(folder, pid, moment)
+            else:
+                copy_process(pid, folder)
+
+    def _write_process(self, folder: Path, pid: int, moment: Moment) -> None:
+        ran_ticks = int(self._clock.monotonic() * TICKS) - self._started_ticks
+        # Spinning or computing, a rank's main thread runs; only one whose board is lost sleeps in the driver.
+        state = "D" if moment.lost else "R"
+        fields = [1, pid, pid, 0, -1, 4194304, 9000, 0, 12, 0, ran_ticks, ran_ticks // 20, 0, 0, 20, 0, 212, 0]
+        fields += [self._started_ticks, 311_000_000_000, 5_200_000, *[0] * 28]
+        replace_text(folder / "stat", f"{pid} (python3) {state} {' '.join(map(str, fields))}\n")
+        if not (folder / "comm").exists():
+            replace_text(folder / "comm", "python3\n")
 
     def _write_load(self, running: int, tick: int) -> None:
         load = running + between((0.2, 1.2), f"{self.name}/load/{tick}")
@@ -215,6 +228,13 @@ class NodeDirectory:
         bus = BUS_IDS[place][4:].lower().removesuffix(".0")
         pid = self.pids[place]
         self.log_kernel(4, f"NVRM: Xid (PCI:{bus}): 79, pid={pid}, name=python3, GPU has fallen off the bus.")
+
+
+def copy_process(pid: int, folder: Path) -> None:
+    """A true process as the node's own; one that has just ended stays as it was last seen."""
+    for name in ("stat", "comm"):
+        with contextlib.suppress(OSError):
+            replace_bytes(folder / name, Path(f"/proc/{pid}/{name}").read_bytes())
 
 
 def write_tools(directory: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import socket
 import sys
 import time
 from typing import Any, SupportsIndex
@@ -65,6 +66,10 @@ def load_pynvml_from(path: str) -> None:
         module = sys.modules["pynvml"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
 
+
+if "WATTWATCH_NODE_HOSTNAME" in os.environ:
+    # A real rank on a simulated node: what it calls its host is what a watcher looks for there.
+    socket.gethostname = lambda: os.environ["WATTWATCH_NODE_HOSTNAME"]
 
 if "WATTWATCH_NODE_STATE" in os.environ:
     if os.environ.get("WATTWATCH_NODE_SPEED", "1") != "1":
