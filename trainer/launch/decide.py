@@ -53,9 +53,9 @@ def decide(result: Result, retries_left: int) -> Decision:
         return Decision(Next.STOPPED, f"{cause.sentence}; {_saved(result)}")
     if cause.manner is Manner.DONE:
         cause = Cause(cause.manner, FAILED, f"{cause.sentence}, and the last step is not saved")
-    elif cause.manner is Manner.SILENT or cause.code == INTERNAL:
-        if max(result.reached, result.saved) <= result.began_at:
-            return Decision(Next.FAILED, f"{cause.sentence}. No step was done: a new attempt would end the same way")
+    no_step = max(result.reached, result.saved) <= result.began_at
+    if no_step and (cause.manner is Manner.SILENT or cause.code == INTERNAL):
+        return Decision(Next.FAILED, f"{cause.sentence}. No step was done: a new attempt would end the same way")
     if retries_left <= 0:
         return Decision(Next.FAILED, f"{cause.sentence}; no retries left, {_saved(result)}")
     return Decision(Next.RETRY, cause.sentence)
@@ -68,4 +68,4 @@ def _saved(result: Result) -> str:
 
 def wait_seconds(first: float, retry: int) -> float:
     """Before retry 1, 2, ...: doubled each time, at most ten minutes (or the first, where that is longer)."""
-    return min(first * 2 ** min(retry - 1, 30), max(first, 600.0))
+    return float(min(first * 2 ** min(retry - 1, 30), max(first, 600.0)))

@@ -54,7 +54,7 @@ class Traces:
     endings: Mapping[int, Ending] = field(default_factory=dict)  # by rank
     lost: tuple[Lost, ...] = ()
     beats: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # rank -> (pid, step) of its last heartbeat
-    last_lines: Mapping[int, str] = field(default_factory=dict)  # rank -> last line of the log, of silent ones
+    logs: Mapping[int, str] = field(default_factory=dict)  # rank -> what its log says last, of silent ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,8 @@ def first_cause(traces: Traces, places: Places) -> Cause:
         step = _beaten_step(first, traces)
         sentence = f"{who} was killed by {signal_name(-first.exit_code)}{_after(step)}{others}"
         return Cause(Manner.KILLED, None, sentence)
-    last = traces.last_lines.get(first.rank)
-    tail = f"; the last line of its log: {last}" if last else "; its log is empty"
-    return Cause(
-        Manner.SILENT, first.exit_code, f"{who} ended with exit code {first.exit_code} and gave no reason{tail}"
-    )
+    said = traces.logs.get(first.rank, "its log is empty")
+    return Cause(Manner.SILENT, first.exit_code, f"{who} ended with exit code {first.exit_code}; {said}")
 
 
 def _unseen(traces: Traces) -> list[Failure]:
@@ -145,11 +142,11 @@ def read_failures(report: str) -> tuple[Failure, ...]:
 
 
 def read_traces(
-    run: RunDirectory, attempt: int, world: int, failures: Sequence[Failure], lost: Sequence[Lost]
+    run: RunDirectory, attempt: int, places: Places, failures: Sequence[Failure], lost: Sequence[Lost]
 ) -> tuple[Traces, tuple[str, ...]]:
     """From the run directory, and what could not be read there."""
     endings, complaints = {}, []
-    for rank in range(world):
+    for rank in range(places.world):
         try:
             if (ending := read_ending(run.ending(attempt, rank))) is not None:
                 endings[rank] = ending
@@ -157,9 +154,19 @@ def read_traces(
             complaints.append(str(refusal))
     failed = {failure.rank for failure in failures}
     beats = {rank: beat for rank in failed if (beat := _beat(run.heartbeat(rank))) is not None}
-    silent = failed - set(endings)
-    lines = {rank: line for rank in silent if (line := last_line(run.rank_log(attempt, rank)))}
-    return Traces(tuple(failures), endings, tuple(lost), beats, lines), tuple(complaints)
+    logs = {rank: _last_said(run, attempt, rank, places.node_of(rank)) for rank in failed - set(endings)}
+    return Traces(tuple(failures), endings, tuple(lost), beats, logs), tuple(complaints)
+
+
+def node_log(run: RunDirectory, attempt: int, node: str) -> Path:
+    """What torchrun said there, and its ranks before they had logs of their own."""
+    return run.logs(attempt) / f"node-{node}.log"
+
+
+def _last_said(run: RunDirectory, attempt: int, rank: int, node: str) -> str:
+    if line := last_line(run.rank_log(attempt, rank)):
+        return f"its log ends with: {line}"
+    return f"see {node_log(run, attempt, node)}"
 
 
 def _beat(path: Path) -> tuple[int, int] | None:

@@ -139,12 +139,19 @@ def gate_commands(here: Places, job: JobFile, run: str, resume: str | None) -> t
     return tuple(commands)
 
 
-def rank_commands(here: Places, launch: LaunchSettings, program: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+def rank_commands(
+    here: Places, launch: LaunchSettings, run_id: str, program: tuple[str, ...]
+) -> tuple[tuple[str, ...], ...]:
     """torchrun for each node. `program` is what it starts for each rank, as it would be typed."""
     head = (launch.python or sys.executable, "-m", "trainer.launch.torchrun", f"--nnodes={len(here.nodes)}")
     # Restarts are ours: a restart by torchrun passes no gate.
     common = (
-        *(f"--nproc-per-node={here.ranks_per_node}", "--max-restarts=0", "--rdzv-backend=static"),
+        *(
+            f"--nproc-per-node={here.ranks_per_node}",
+            "--max-restarts=0",
+            "--rdzv-backend=static",
+            f"--rdzv-id={run_id}",
+        ),
         *(f"--master-addr={here.address}", f"--master-port={here.port}", "--no-python"),
     )
     return tuple((*head, f"--node-rank={index}", *common, *program) for index in range(len(here.nodes)))

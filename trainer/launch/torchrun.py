@@ -12,6 +12,7 @@ from trainer.launch.protocol import REPORT_VARIABLE
 
 def main() -> None:
     end_with_parent()
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
@@ -26,6 +27,9 @@ def main() -> None:
         if (descriptor := os.environ.get(REPORT_VARIABLE)) is not None:
             os.write(int(descriptor), json.dumps(failures).encode())
         sys.exit(1)
+    except SignalException as error:
+        sys.stderr.write(f"{error}: its ranks are ended\n")
+        sys.exit(128 + error.sigval)
 
 
 if __name__ == "__main__":

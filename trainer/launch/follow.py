@@ -1,0 +1,29 @@
+"""A log that another process writes, line by line as it grows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class FollowedFile:
+    """The file may come later, or never."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+        self._rest = b""
+
+    def lines(self, end: bool = False) -> list[str]:
+        """Whole lines since the last call; at the `end` what stands without a line end too."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                data = file.read()
+        except OSError:
+            data = b""
+        self._read += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if end and self._rest:
+            lines.append(self._rest)
+            self._rest = b""
+        return [line.decode("utf-8", "replace") for line in lines]

@@ -1,0 +1,210 @@
+"""A launch: attempts until the work is done, or until another would not help.
+
+newest complete checkpoint ──► gate on all nodes ──► ranks on all nodes ──► how did it end? ──► done, or again
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from trainer.checkpoint.complete import Newest, newest_complete
+from trainer.launch.attempt import LOOK_SECONDS, RanksEnd, Say, Surroundings, pass_gate, run_ranks
+from trainer.launch.decide import EXIT_CODES, Decision, Next, Result, decide, wait_seconds
+from trainer.launch.endings import first_cause, read_traces, unsaid
+from trainer.launch.environment import rank_environment
+from trainer.launch.interruptions import Interruptions
+from trainer.launch.places import connections, gate_commands, places, rank_commands, run_program
+from trainer.plain import NotPlain, from_plain
+from trainer.refusal import Refusal
+from trainer.run_directory import RunDirectory, RunRecord
+from trainer.settings import JobFile, read_job
+
+Program = Callable[[JobFile, str | None, str | None], tuple[str, ...]]  # job, resume, smoke -> what a rank runs
+ATTEMPT_NAME: Final = re.compile(r"attempt-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """The command's options."""
+
+    smoke: str | None = None
+    fresh: bool = False  # not from the checkpoints that are there
+    program: Program = run_program
+
+
+class Launch:
+    """One call of the command."""
+
+    def __init__(self, job: JobFile, wishes: Wishes, interruptions: Interruptions, say: Say) -> None:
+        """Raises Refusal for nodes that are none."""
+        self._job, self._wishes, self._say = job, wishes, say
+        launch = job.settings.launch
+        here = places(launch, os.environ)
+        self._run = RunDirectory(Path(job.settings.run))
+        self._here = Surroundings(here, connections(here, launch), self._run, interruptions, say)
+
+    def run(self) -> int:
+        """The exit code: 0 done, 2 refused, 4 stopped, 5 failed, 130 interrupted. Raises Refusal: nothing started."""
+        settings = self._job.settings.launch
+        self._prepare()
+        retry = 0
+        while True:
+            decision = self._attempt(settings.retries - retry, first=retry == 0)
+            self._say(f"launch: {decision.next}: {decision.why}")
+            if decision.next is not Next.RETRY:
+                return EXIT_CODES[decision.next]
+            retry += 1
+            seconds = wait_seconds(settings.retry_wait_seconds, retry)
+            self._say(f"launch: retry {retry} of {settings.retries} in {seconds:g} s")
+            if (unwilling := self._pause(seconds)) is not None:
+                self._say(f"launch: {unwilling.next}: {unwilling.why}")
+                return EXIT_CODES[unwilling.next]
+
+    def _prepare(self) -> None:
+        if self._wishes.smoke and self._run.path.exists():
+            shutil.rmtree(self._run.path)  # of the last smoke test, in a directory of its own
+        try:
+            for directory in (self._run.path, self._run.flight, self._run.path / "logs"):
+                directory.mkdir(parents=True, exist_ok=True)
+            if self._run.stop_file.exists():
+                self._run.stop_file.unlink()
+                self._say(f"launch: removed {self._run.stop_file}, left by an earlier stop")
+        except OSError as error:
+            raise Refusal(f"{error.filename}: {error.strerror or error}; nothing is started") from None
+
+    def _pause(self, seconds: float) -> Decision | None:
+        """Waits; a reason where the user does not want another attempt."""
+        until = time.monotonic() + seconds
+        while True:
+            if self._here.interruptions.count:
+                return Decision(Next.INTERRUPTED, "interrupted between two attempts; nothing runs")
+            if self._run.stop_file.exists():
+                return Decision(Next.STOPPED, f"{self._run.stop_file} is there; nothing runs")
+            if (left := until - time.monotonic()) <= 0:
+                return None
+            time.sleep(min(left, LOOK_SECONDS))
+
+    def _attempt(self, retries_left: int, first: bool) -> Decision:
+        if read_job(self._job.path).sha256 != self._job.sha256:
+            return Decision(Next.REFUSED, f"{self._job.path} has changed since this launch began: launch it anew")
+        attempt = next_attempt(self._run)
+        newest = Newest(None) if self._wishes.smoke else self._newest()
+        if first and self._wishes.fresh:
+            newest = Newest(None)
+        resume = None if newest.directory is None else str(newest.directory)
+        began_at = newest.completion.step if newest.completion else 0
+        self._say(f"launch: attempt {attempt}, " + (f"from {resume}" if resume else "from the start"))
+        environment = self._environment(attempt)
+        gate = pass_gate(
+            self._here, gate_commands(self._here.places, self._job, str(self._run.path), resume), environment
+        )
+        if gate.gate_id is None:
+            if gate.lost and not first and retries_left > 0:
+                return Decision(Next.RETRY, gate.why)  # it was there before, and may come back
+            return Decision(Next.INTERRUPTED if gate.interrupted else Next.REFUSED, gate.why)
+        if first and self._wishes.fresh:
+            self._set_aside(attempt)
+        self._run.logs(attempt).mkdir(parents=True, exist_ok=True)
+        program = self._wishes.program(self._job, resume, self._wishes.smoke)
+        commands = rank_commands(self._here.places, self._job.settings.launch, run_id(self._run, attempt), program)
+        end = run_ranks(self._here, attempt, commands, environment | {"WATTWATCH_GATE_ID": gate.gate_id})
+        return decide(self._result(attempt, began_at, gate.gate_id, end), retries_left)
+
+    def _newest(self) -> Newest:
+        """Every byte is read: a checkpoint whose bytes have changed is found here, and an older one taken."""
+        newest = newest_complete(self._run.checkpoints, deep=True)
+        for reason in newest.skipped:
+            self._say(f"launch: skipped a checkpoint: {reason}")
+        return newest
+
+    def _environment(self, attempt: int) -> dict[str, str]:
+        flight = str(self._run.flight / f"attempt-{attempt:02d}-rank-")
+        return rank_environment(self._job.settings.launch.environment, flight) | {
+            "WATTWATCH_ATTEMPT": str(attempt),
+            "WATTWATCH_NODES": ",".join(self._here.places.nodes),
+            "TORCHELASTIC_RUN_ID": run_id(self._run, attempt),  # the gate's key
+        }
+
+    def _set_aside(self, attempt: int) -> None:
+        """--fresh: old checkpoints must not be what the next attempt resumes from."""
+        if not self._run.checkpoints.exists() or not os.listdir(self._run.checkpoints):
+            return
+        aside = self._run.path / f"checkpoints-before-attempt-{attempt:02d}"
+        self._run.checkpoints.rename(aside)
+        self._run.checkpoints.mkdir()
+        self._say(f"launch: the checkpoints that were there are now in {aside}")
+
+    def _result(self, attempt: int, began_at: int, gate_id: str, end: RanksEnd) -> Result:
+        here = self._here.places
+        traces, complaints = read_traces(self._run, attempt, here, end.failures, end.lost)
+        for line in complaints:
+            self._say(f"launch: {line}")
+        newest = self._newest()
+        completion = newest.completion
+        steps = steps_of(self._run, attempt)
+        if steps is None and completion and completion.gate_id == gate_id:
+            steps = completion.steps
+        cause = first_cause(traces, here)
+        cause = replace(cause, sentence=f"attempt {attempt}: {cause.sentence}")
+        if end.failures and (silent := unsaid(traces, here.world)) and not end.lost:
+            self._say(f"launch: {silent} left no word of their own: ended by torchrun")
+        reached = max((ending.step or 0 for ending in traces.endings.values()), default=0)
+        return Result(cause, began_at, reached, completion.step if completion else 0, steps, end.interrupted)
+
+
+def run_id(run: RunDirectory, attempt: int) -> str:
+    """Keeps processes of another job or attempt, that are somehow still there, out of gate and store."""
+    return f"{run.path.name}-{attempt}"
+
+
+def next_attempt(run: RunDirectory) -> int:
+    """One above what has left logs: an earlier launch's are not written over."""
+    found = [int(match[1]) for match in map(ATTEMPT_NAME.fullmatch, _names(run.path / "logs")) if match]
+    return max(found, default=0) + 1
+
+
+def _names(directory: Path) -> Iterable[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def steps_of(run: RunDirectory, attempt: int) -> int | None:
+    """Of run.json, where this attempt's rank 0 wrote it."""
+    try:
+        record = from_plain(RunRecord, json.loads(run.run_json.read_bytes()))
+    except (OSError, ValueError, NotPlain):
+        return None
+    return record.steps if record.attempt == attempt else None
+
+
+def plan_lines(job: JobFile, wishes: Wishes) -> list[str]:
+    """--print: what would be run, and nothing of it."""
+    launch, run = job.settings.launch, RunDirectory(Path(job.settings.run))
+    here = places(launch, os.environ)
+    newest = Newest(None) if wishes.smoke or wishes.fresh else newest_complete(run.checkpoints)
+    resume = None if newest.directory is None else str(newest.directory)
+    attempt = next_attempt(run)
+    lines = [f"# attempt {attempt}, {'from ' + resume if resume else 'from the start'}"]
+    environment = rank_environment(launch.environment, str(run.flight / f"attempt-{attempt:02d}-rank-"))
+    lines += [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    for connection in connections(here, launch):
+        names = ", ".join(here.nodes[index] for index in connection.indices)
+        lines.append(f"# {names}: {shlex.join(connection.command)}")
+    for title, commands in (
+        ("gate", gate_commands(here, job, str(run.path), resume)),
+        ("ranks", rank_commands(here, launch, run_id(run, attempt), wishes.program(job, resume, wishes.smoke))),
+    ):
+        for index, command in enumerate(commands):
+            lines += [f"# {title} on {here.nodes[index]}", shlex.join(command)]
+    return lines
