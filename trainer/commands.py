@@ -15,7 +15,7 @@ from trainer.refusal import Refusal
 COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "pack": ("trainer.pack_command", "pack_command", "Tokenise records once, into fixed blocks per rank."),
     "gate": ("trainer.gate_command", "gate_command", "Six checks over all ranks: may this job start?"),
-    "launch": ("trainer.launch_command", "launch_command", "A job over its nodes, from the gate to the last checkpoint."),
+    "launch": ("trainer.launch_command", "launch_command", "A job over its nodes, from gate to last checkpoint."),
 }
 
 

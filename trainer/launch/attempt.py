@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from trainer.launch.endings import Failure, node_log, read_failures
+from trainer.launch.endings import REFUSED, Failure, node_log, read_failures
 from trainer.launch.follow import FollowedFile
 from trainer.launch.interruptions import Interruptions
 from trainer.launch.links import END_SECONDS, Links, Lost, NotReached
@@ -84,10 +84,13 @@ def pass_gate(here: Surroundings, commands: tuple[tuple[str, ...], ...], environ
     if lost:
         where = here.places.nodes[lost[0].index]
         return GateEnd(None, f"{where} cannot be reached: {lost[0].why}; nothing was started", tuple(lost))
-    if any(code not in (0, 1) for code in codes.values()):
-        if codes.get(0) in (0, 1) or any(code not in (0, 1, 2) for code in codes.values()):
-            for line in others:
-                here.say(line)
+    broken = [here.places.nodes[index] for index, code in sorted(codes.items()) if code not in (0, 1, REFUSED)]
+    if broken or (REFUSED in codes.values() and codes.get(0) != REFUSED):
+        for line in others:
+            here.say(line)
+    if broken:
+        return GateEnd(None, f"the gate itself broke on {', '.join(broken)}; nothing was started")
+    if REFUSED in codes.values():
         return GateEnd(None, "the gate refused the job; nothing was started")
     gate_id = gate_record(here.run).get("gate_id")
     if not gate_id or gate_id == before:

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Final
 
 from trainer.checkpoint.complete import Newest, newest_complete
-from trainer.launch.attempt import LOOK_SECONDS, RanksEnd, Say, Surroundings, pass_gate, run_ranks
+from trainer.launch.attempt import GRACE_SECONDS, LOOK_SECONDS, RanksEnd, Say, Surroundings, pass_gate, run_ranks
 from trainer.launch.decide import EXIT_CODES, Decision, Next, Result, decide, wait_seconds
 from trainer.launch.endings import first_cause, read_traces, unsaid
 from trainer.launch.environment import rank_environment
 from trainer.launch.interruptions import Interruptions
-from trainer.launch.places import connections, gate_commands, places, rank_commands, run_program
+from trainer.launch.places import TORCHRUN, connections, gate_commands, places, rank_commands, run_program
 from trainer.plain import NotPlain, from_plain
 from trainer.refusal import Refusal
 from trainer.run_directory import RunDirectory, RunRecord
@@ -34,11 +34,13 @@ ATTEMPT_NAME: Final = re.compile(r"attempt-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """The command's options."""
+    """The command's options, and what a test puts in torch's place."""
 
     smoke: str | None = None
     fresh: bool = False  # not from the checkpoints that are there
     program: Program = run_program
+    torchrun: str = TORCHRUN  # the module
+    grace_seconds: float = GRACE_SECONDS
 
 
 class Launch:
@@ -50,7 +52,7 @@ class Launch:
         launch = job.settings.launch
         here = places(launch, os.environ)
         self._run = RunDirectory(Path(job.settings.run))
-        self._here = Surroundings(here, connections(here, launch), self._run, interruptions, say)
+        self._here = Surroundings(here, connections(here, launch), self._run, interruptions, say, wishes.grace_seconds)
 
     def run(self) -> int:
         """The exit code: 0 done, 2 refused, 4 stopped, 5 failed, 130 interrupted. Raises Refusal: nothing started."""
@@ -115,7 +117,9 @@ class Launch:
             self._set_aside(attempt)
         self._run.logs(attempt).mkdir(parents=True, exist_ok=True)
         program = self._wishes.program(self._job, resume, self._wishes.smoke)
-        commands = rank_commands(self._here.places, self._job.settings.launch, run_id(self._run, attempt), program)
+        commands = rank_commands(
+            self._here.places, self._job.settings.launch, run_id(self._run, attempt), program, self._wishes.torchrun
+        )
         end = run_ranks(self._here, attempt, commands, environment | {"WATTWATCH_GATE_ID": gate.gate_id})
         return decide(self._result(attempt, began_at, gate.gate_id, end), retries_left)
 

@@ -14,6 +14,7 @@ from trainer.refusal import Refusal
 from trainer.settings import JobFile, LaunchSettings, Via
 
 NODE_PROGRAM: Final = "trainer.launch.node"
+TORCHRUN: Final = "trainer.launch.torchrun"
 LOOPBACK: Final = "127.0.0.1"
 # A node that has gone silently is noticed after a minute; a shared connection would outlive ours, and the job with it.
 SSH_OPTIONS: Final = (
@@ -140,10 +141,10 @@ def gate_commands(here: Places, job: JobFile, run: str, resume: str | None) -> t
 
 
 def rank_commands(
-    here: Places, launch: LaunchSettings, run_id: str, program: tuple[str, ...]
+    here: Places, launch: LaunchSettings, run_id: str, program: tuple[str, ...], torchrun: str = TORCHRUN
 ) -> tuple[tuple[str, ...], ...]:
     """torchrun for each node. `program` is what it starts for each rank, as it would be typed."""
-    head = (launch.python or sys.executable, "-m", "trainer.launch.torchrun", f"--nnodes={len(here.nodes)}")
+    head = (launch.python or sys.executable, "-m", torchrun, f"--nnodes={len(here.nodes)}")
     # Restarts are ours: a restart by torchrun passes no gate.
     common = (
         *(

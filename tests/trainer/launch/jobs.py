@@ -1,0 +1,110 @@
+"""A job on loopback: packed blocks, a model's files, JOB.toml, and a launch of it with ranks that need no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.trainer.gate.gating import write_job
+from tests.trainer.launch.rank_program import CONFIG, WEIGHTS, Plan
+from trainer.launch.interruptions import Interruptions
+from trainer.launch.loop import Launch, Wishes
+from trainer.launch.places import TORCHRUN
+from trainer.run_directory import RunDirectory
+from trainer.settings import JobFile, read_job
+
+ROOT = Path(__file__).parents[3]
+RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
+QUICK = "tests.trainer.launch.quick_torchrun"
+
+
+def rank_program(job: JobFile, resume: str | None, smoke: str | None) -> tuple[str, ...]:
+    return (sys.executable, str(RANK_PROGRAM), job.path, *(("--resume", resume) if resume else ()))
+
+
+def free_ports() -> int:
+    """The first of two neighbours."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as first:
+            port = int(first.getsockname()[1])
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
+
+
+@dataclass
+class MadeJob:
+    """Settings can be changed until it is launched."""
+
+    directory: Path
+    ranks: int = 2
+    nodes: int = 1
+    blocks: int = 32
+    plan: Plan = field(default_factory=Plan)
+    launch: dict[str, Any] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def run(self) -> RunDirectory:
+        return RunDirectory(self.directory / "run")
+
+    @property
+    def file(self) -> Path:
+        return self.directory / "job.toml"
+
+    def write(self) -> Path:
+        """Blocks, model and JOB.toml."""
+        model = self.directory / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_bytes(CONFIG)
+        (model / "model.safetensors").write_bytes(WEIGHTS)
+        write_job(self.directory / "data", [self.blocks] * (self.ranks * self.nodes))
+        # ranks and node programs import from this checkout, whatever directory they start in
+        environment = {"RANK_PLAN": json.dumps(asdict(self.plan)), "PYTHONPATH": str(ROOT)}
+        table = {"ranks_per_node": self.ranks, "port": free_ports(), "retry_wait_seconds": 0.1, **self.launch}
+        lines = [f"{name} = {json.dumps(str(self.directory / name))}" for name in ("run", "data", "model")]
+        lines += ["[launch]", *(f"{name} = {json.dumps(value)}" for name, value in table.items())]
+        lines += ["[launch.environment]", *(f"{name} = {json.dumps(value)}" for name, value in environment.items())]
+        self.file.write_text("\n".join(lines) + "\n")
+        return self.file
+
+    def start(
+        self, torchrun: str = QUICK, on_line: Callable[[str, Interruptions], None] | None = None, fresh: bool = False
+    ) -> int:
+        """The launch, here; `on_line` hears what is said, as it is said, and may interrupt."""
+        interruptions = Interruptions()
+
+        def say(line: str) -> None:
+            self.said.append(line)
+            if on_line is not None:
+                on_line(line, interruptions)
+
+        wishes = Wishes(None, fresh, rank_program, torchrun, grace_seconds=2.0)
+        return Launch(read_job(str(self.file)), wishes, interruptions, say).run()
+
+    def told(self, *parts: str) -> bool:
+        """Is there a line with all of these?"""
+        return any(all(part in line for part in parts) for line in self.said)
+
+    def left_running(self) -> list[str]:
+        """Command lines of processes that know this directory: whatever a launch started."""
+        return left_running(str(self.directory))
+
+
+def left_running(mark: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if mark.encode() in (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes():
+                    found.append(f"{entry.name} {(entry / 'cmdline').read_bytes()[:80]!r}")
+    return found
+
+
+__all__ = ["QUICK", "TORCHRUN", "MadeJob", "Plan", "left_running"]
