@@ -29,7 +29,12 @@ def main() -> None:
     for rank in range(first, first + local):
         world = {"RANK": str(rank), "WORLD_SIZE": str(options.nnodes * local), "LOCAL_RANK": str(rank - first)}
         ranks[rank] = subprocess.Popen(options.program, env=os.environ | world, start_new_session=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(end(ranks) or 143))
+
+    def left(_number: int, _frame: object) -> None:
+        end(ranks)
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, left)
     while any(process.poll() is None for process in ranks.values()):
         if any(process.poll() for process in ranks.values()):
             break

@@ -69,7 +69,7 @@ def main() -> None:
     if rank == 0:
         gate_id, nodes = gate["gate_id"], tuple(os.environ["WATTWATCH_NODES"].split(","))
         publish_run(run, RunRecord(1, "made", world, nodes, plan.steps, 1, 2, 16, gate_id, attempt, None, time.time()))
-    print(f"node {os.environ['WATTWATCH_NODE']} rank {rank} begins at step {state['step']}", flush=True)
+    say(f"node {os.environ['WATTWATCH_NODE']} rank {rank} begins at step {state['step']}")
     while True:
         beat(run, rank, world, state["step"], plan)
         if (rank, state["step"]) == (plan.rank, plan.at) and attempt <= plan.until_attempt:
@@ -82,9 +82,13 @@ def main() -> None:
         time.sleep(plan.step_seconds)
         state["step"] += 1
         if rank == 0:
-            print(f"step {state['step']}/{plan.steps} loss 1.0", flush=True)
+            say(f"step {state['step']}/{plan.steps} loss 1.0")
         if state["step"] % plan.save_every == 0 or state["step"] == plan.steps:
             save(run, rank, world, state["step"], plan, gate)
+
+
+def say(line: str) -> None:
+    os.write(1, f"{line}\n".encode())
 
 
 def act(plan: Plan, run: RunDirectory, end: Any) -> None:

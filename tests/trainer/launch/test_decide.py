@@ -1,0 +1,142 @@
+"""How attempts end, in words, and what comes next: nothing runs here."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from trainer.launch.decide import EXIT_CODES, Decision, Next, Result, decide, wait_seconds
+from trainer.launch.endings import Cause, Failure, Manner, Traces, first_cause, read_failures
+from trainer.launch.links import Lost
+from trainer.launch.places import Places
+from trainer.run_directory import Ending
+from trainer.settings import Via
+
+PLACES = Places(Via.SSH, ("node-a", "node-b"), 2, "node-a", 29500)
+
+
+def killed(rank: int, time: int = 100, number: int = signal.SIGKILL) -> Failure:
+    return Failure(rank, -number, 1000 + rank, time)
+
+
+def test_a_killed_rank_is_named_with_its_signal_and_step_and_the_others_follow() -> None:
+    traces = Traces((killed(3),), {0: Ending(5, "peer closed", 17)}, beats={3: (1003, 17)})
+    assert first_cause(traces, PLACES).sentence == (
+        "rank 3 on node-b was killed by SIGKILL after step 17; the others followed"
+    )
+
+
+def test_a_heartbeat_of_another_process_says_nothing_of_the_killed_one() -> None:
+    traces = Traces((killed(3),), {0: Ending(5, "peer closed", 9)}, beats={3: (77, 500)})
+    assert "after step 9" in first_cause(traces, PLACES).sentence
+
+
+def test_a_peer_that_failed_a_second_earlier_by_its_clock_is_not_taken_for_the_cause() -> None:
+    traces = Traces((Failure(0, 5, 1, 99), killed(3, 100)), {0: Ending(5, "connection closed by peer", 17)})
+    assert first_cause(traces, PLACES).manner is Manner.KILLED
+
+
+def test_the_earliest_of_ranks_with_reasons_is_the_cause() -> None:
+    endings = {1: Ending(5, "No space left on device", 20), 2: Ending(5, "collective timed out", 20)}
+    cause = first_cause(Traces((Failure(2, 5, 1, 1900), Failure(1, 5, 1, 100)), endings), PLACES)
+    assert cause.sentence == (
+        "rank 1 on node-a ended with code 5 after step 20: No space left on device; the others followed"
+    )
+
+
+def test_a_lost_node_explains_all_that_its_peers_say() -> None:
+    traces = Traces((Failure(0, 5, 1, 100),), {0: Ending(5, "peer closed", 17)}, (Lost(1, "ssh ended: timeout"),))
+    assert first_cause(traces, PLACES).sentence == "node-b was lost: ssh ended: timeout"
+
+
+def test_a_rank_that_torchrun_asked_to_leave_is_not_the_cause() -> None:
+    endings = {0: Ending(4, "SIGTERM", 7)}
+    cause = first_cause(Traces((Failure(0, 4, 1, 100), killed(1, 101)), endings), PLACES)
+    assert cause.manner is Manner.KILLED
+    assert first_cause(Traces((killed(0, 100, signal.SIGTERM), killed(1, 101)), {}), PLACES).sentence.startswith(
+        "rank 1"
+    )
+
+
+def test_all_stopped_on_request_is_a_stop() -> None:
+    endings = {rank: Ending(4, "stop file", 12) for rank in range(4)}
+    cause = first_cause(Traces((), endings), PLACES)
+    assert (cause.code, cause.sentence) == (4, "stopped on request after step 12: stop file")
+
+
+def test_a_silent_rank_is_shown_by_the_end_of_its_log() -> None:
+    traces = Traces((Failure(1, 1, 1, 100),), {}, logs={1: "its log ends with: ImportError: x"})
+    assert (
+        first_cause(traces, PLACES).sentence
+        == "rank 1 on node-a ended with exit code 1; its log ends with: ImportError: x"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[", "{}", "[1]", '[{"rank": "0"}]'])
+def test_a_report_that_is_cut_is_none(text: str) -> None:
+    assert read_failures(text) == ()
+
+
+def decided(
+    cause: Cause, retries: int = 3, began: int = 0, reached: int = 0, saved: int = 0, steps: int | None = 100,
+    interrupted: bool = False,
+) -> Decision:  # fmt: skip
+    return decide(Result(cause, began, reached, saved, steps, interrupted), retries)
+
+
+KILLED = Cause(Manner.KILLED, None, "killed")
+DONE = Cause(Manner.DONE, 0, "all ranks ended with exit code 0")
+
+
+def said(code: int) -> Cause:
+    return Cause(Manner.SAID, code, "said")
+
+
+def test_only_the_last_steps_checkpoint_is_done() -> None:
+    assert decided(DONE, saved=100).next is Next.DONE
+    assert decided(DONE, saved=99, retries=0).next is Next.FAILED
+    assert "the last step is not saved" in decided(DONE, saved=99, retries=0).why
+
+
+def test_exit_0_of_ranks_that_ran_out_of_data_is_a_failure_that_is_tried_again() -> None:
+    assert decided(DONE, saved=0, reached=50).next is Next.RETRY
+    assert decided(DONE, saved=0, steps=None).next is Next.RETRY
+
+
+def test_a_rank_that_crashes_after_the_last_save_does_not_undo_the_work() -> None:
+    decision = decided(KILLED, saved=100)
+    assert decision.next is Next.DONE
+    assert "afterwards killed" in decision.why
+
+
+@pytest.mark.parametrize("cause", [KILLED, said(5), Cause(Manner.NODE_LOST, None, "lost")])
+def test_what_may_pass_is_tried_again_and_counts_down(cause: Cause) -> None:
+    assert decided(cause, retries=1).next is Next.RETRY
+    assert decided(cause, retries=0).next is Next.FAILED
+
+
+def test_refused_and_stopped_are_not_tried_again() -> None:
+    assert decided(said(2)).next is Next.REFUSED
+    assert decided(Cause(Manner.SILENT, 2, "usage")).next is Next.REFUSED
+    assert decided(said(4)).next is Next.STOPPED
+
+
+def test_an_error_of_the_program_is_tried_again_only_where_it_made_a_step() -> None:
+    for cause in (said(3), Cause(Manner.SILENT, 1, "silent")):
+        assert decided(cause, began=10, reached=10, saved=10).next is Next.FAILED
+        assert decided(cause, began=10, reached=11, saved=10).next is Next.RETRY
+
+
+def test_who_asks_twice_does_not_get_another_attempt() -> None:
+    assert decided(KILLED, interrupted=True).next is Next.INTERRUPTED
+
+
+def test_exit_codes_tell_endings_apart() -> None:
+    assert EXIT_CODES == {Next.DONE: 0, Next.REFUSED: 2, Next.STOPPED: 4, Next.INTERRUPTED: 130, Next.FAILED: 5}
+
+
+def test_waiting_doubles_to_ten_minutes() -> None:
+    assert [wait_seconds(10, retry) for retry in (1, 2, 3, 7, 1000)] == [10, 20, 40, 600, 600]
+    assert wait_seconds(3600, 2) == 3600
+    assert wait_seconds(0, 5) == 0

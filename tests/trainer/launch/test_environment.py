@@ -1,0 +1,80 @@
+"""What a rank finds in its environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.launch.environment import rank_environment, variables
+from trainer.launch.places import connections, gate_commands, places
+from trainer.settings import JobFile, JobSettings, LaunchSettings
+
+
+def test_renamed_variables_are_set_by_old_and_new_name() -> None:
+    found = rank_environment({}, "/run/flight/attempt-01-rank-")
+    assert found["TORCH_FR_BUFFER_SIZE"] == found["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        assert found[name] == "/run/flight/attempt-01-rank-"
+    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert float(found["TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"]) > 0
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_a_name_that_the_owner_sets_rules_its_other_name_too(name: str) -> None:
+    found = rank_environment({name: "20000"}, "x")
+    assert found["TORCH_FR_BUFFER_SIZE"] == found["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "20000"
+
+
+def test_what_the_owner_sets_beyond_the_table_is_passed_on() -> None:
+    assert rank_environment({"NCCL_SOCKET_IFNAME": "ib0"}, "x")["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+def test_every_row_says_why_and_where_that_comes_from() -> None:
+    rows = variables()
+    assert all(row.why and row.source and row.names for row in rows)
+    names = [name for row in rows for name in row.names]
+    assert len(names) == len(set(names))
+
+
+def job(**launch: object) -> JobFile:
+    settings = JobSettings("/nfs/run", "/local/data", "/nfs/model", launch=LaunchSettings(**launch))  # type: ignore[arg-type]  # keyword sets
+    return JobFile("/nfs/job.toml", "0" * 64, settings)
+
+
+def test_the_gate_is_asked_of_what_the_job_says() -> None:
+    made = job(nodes="gpu-[1-2]", ranks_per_node=8, via="ssh", strict=True, port=29500, python="/opt/python")
+    here = places(made.settings.launch, {})
+    first, second = gate_commands(here, made, "/nfs/run", "/nfs/run/checkpoints/step-00000500")
+    text = " ".join(first)
+    assert text.startswith("/opt/python -m trainer.commands gate ")
+    for part in (
+        *("--run /nfs/run", "--data /local/data", "--model /nfs/model", "--config /nfs/job.toml", "--world 16"),
+        *("--micro-batch 1", "--accumulation 8", "--keep 2", "--rendezvous gpu-1:29501", "--strict"),
+        *("--resume /nfs/run/checkpoints/step-00000500", "--ranks 0-7", "--node gpu-1"),
+    ):
+        assert part in text
+    assert "--ranks 8-15" in " ".join(second)
+    assert "--node gpu-2" in " ".join(second)
+
+
+def test_nothing_is_resumed_and_nothing_strict_unless_asked() -> None:
+    made = job()
+    (command,) = gate_commands(places(made.settings.launch, {}), made, "/nfs/run", None)
+    assert "--resume" not in command
+    assert "--strict" not in command
+
+
+def test_the_gate_knows_every_option_that_it_is_given(tmp_path: Path) -> None:
+    from trainer.gate_command import gate_command
+
+    known = {name for option in gate_command.params for name in option.opts}
+    made = job(nodes="a,b", via="ssh", strict=True)
+    for command in gate_commands(places(made.settings.launch, {}), made, "/run", "/run/x"):
+        assert {part for part in command if part.startswith("--")} <= known
+
+
+def test_every_connection_carries_the_interpreter_of_the_nodes() -> None:
+    made = job(nodes="a,b", via="ssh", python="/opt/my python")
+    for connection in connections(places(made.settings.launch, {}), made.settings.launch):
+        assert connection.command[-1] == "exec '/opt/my python' -m trainer.launch.node"
