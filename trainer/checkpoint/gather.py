@@ -1,0 +1,84 @@
+"""A sharded model's tensors, whole, one after the other, on the one rank that writes them.
+
+Every rank issues the same all_gathers in the same order, on the save's own group, whatever happens to its files. It
+is not DTensor.full_tensor: that would use the training group, whose order of collectives a save must not touch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from trainer.checkpoint.tensors_file import TensorFact
+from trainer.refusal import Refusal
+
+SAVED_DTYPE: Final = torch.bfloat16
+SCRATCH_BYTES: Final = 256 << 20  # received at once, on the device
+
+
+def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, each once however many names it has, and the buffers that belong to the model's state."""
+    state = set(model.state_dict(keep_vars=True))  # first: it also puts parameters back that a forward left unsharded
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    found |= {name: buffer for name, buffer in model.named_buffers() if name in state}
+    return found
+
+
+def tensor_facts(tensors: dict[str, torch.Tensor]) -> list[TensorFact]:
+    """As they will be saved. Raises Refusal for a tensor that is sharded in a way that `Gathering` does not undo."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and tuple(tensor.placements) != (Shard(0),):
+            raise Refusal(f"{name} is laid out as {tensor.placements}, only shards of the first dimension can be saved")
+    return [TensorFact(name, tuple(tensor.shape), _saved_dtype(tensor)) for name, tensor in tensors.items()]
+
+
+def _saved_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Parameters in bfloat16; buffers as they are, since a model reads them in their own precision."""
+    is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    return SAVED_DTYPE if is_weight else tensor.dtype
+
+
+class Gathering:
+    """Brings tensors together through two scratch tensors of bounded size."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch_bytes: int) -> None:
+        """Allocates, at most SCRATCH_BYTES; raises RuntimeError where the device has no room."""
+        self.group = group
+        self.world = group.size()
+        self.piece = max(1, min(scratch_bytes, SCRATCH_BYTES) // SAVED_DTYPE.itemsize // self.world)
+        self.sent = torch.zeros(self.piece, dtype=SAVED_DTYPE, device=device)
+        self.received = torch.empty(self.piece * self.world, dtype=SAVED_DTYPE, device=device)
+
+    @torch.no_grad()
+    def gather(self, tensor: torch.Tensor, into: torch.Tensor | None) -> None:
+        """The whole of `tensor`, flat and cast, into `into` on the host; None on ranks that only take part."""
+        if not isinstance(tensor, DTensor):
+            if into is not None:
+                into.copy_(tensor.detach().reshape(-1))
+            return
+        local = tensor.to_local().reshape(-1)
+        # torch.chunk's rule: all shards have ceil(rows / world) rows but the last ones, which have fewer or none. So
+        # the whole is the shards end to end, each padded to `span`, cut at the end.
+        rows = math.ceil(tensor.shape[0] / self.world)
+        span = rows * math.prod(tensor.shape[1:])
+        for begin in range(0, span, self.piece):
+            count = min(self.piece, span - begin)
+            part = local[begin : begin + count]
+            sent, received = self.sent[:count], self.received[: count * self.world]
+            sent[: part.numel()].copy_(part)
+            dist.all_gather_into_tensor(received, sent, group=self.group)
+            if into is not None:
+                self._place(received, into, begin, count, span)
+
+    def _place(self, received: torch.Tensor, into: torch.Tensor, begin: int, count: int, span: int) -> None:
+        if count == span:  # in one piece: what came is already in order
+            into.copy_(received[: into.numel()])
+            return
+        for rank in range(self.world):
+            target = into[rank * span + begin : rank * span + begin + count]
+            target.copy_(received[rank * count : rank * count + target.numel()])

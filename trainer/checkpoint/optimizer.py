@@ -1,0 +1,119 @@
+"""What an exact resume needs of a rank: its shards of the float32 masters and of the optimizer's state, bit for bit.
+
+One file a rank, without a collective, so that it belongs to one world size. Names in the file: what it is, a dot, the
+parameter: `master.lm_head.weight`, `exp_avg.lm_head.weight`, `step.lm_head.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.checkpoint.complete import optimizer_file, read_completion
+from trainer.checkpoint.tensors_file import TensorFact, layout, raw_bytes
+from trainer.refusal import Refusal
+
+MASTER: Final = "master"
+
+
+def optimizer_pieces(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int
+) -> Iterator[bytes | memoryview]:
+    """The bytes of the file of `rank`, one tensor after the other: each is copied to the host when its turn comes."""
+    tensors = _local_tensors(model, optimizer)
+    facts = [TensorFact(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    content = layout(facts, {"format": "pt", "rank": str(rank), "world": str(world)})
+    yield content.header
+    for tensor in content.tensors:
+        yield raw_bytes(tensors[tensor.name])
+
+
+@torch.no_grad()
+def load_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
+    """Puts masters and state of `rank` back as they were when `directory` was saved. No collective.
+
+    `model` is sharded already, over the same world. Raises Refusal for another world or another model, and for a
+    checkpoint without optimizer; model and optimizer are then untouched.
+    """
+    completion = read_completion(directory)
+    advice = "resume with weights only, or as it was saved"
+    if not completion.optimizer:
+        raise Refusal(f"{directory}: saved without the optimizer; resume with weights only")
+    if completion.world != world:
+        raise Refusal(f"{directory}: saved by {completion.world} ranks, this job has {world}; {advice}")
+    path = directory / optimizer_file(rank)
+    saved = _read(path)
+    shards = {name: _local(parameter) for name, parameter in model.named_parameters()}
+    if wrong := _misfit(saved, shards):
+        raise Refusal(f"{path}: {wrong}; {advice}")
+    for name, shard in shards.items():
+        shard.copy_(saved.pop(f"{MASTER}.{name}"))
+    parameters = dict(model.named_parameters())
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    optimizer.state.clear()
+    for key, tensor in saved.items():
+        kind, _, name = key.partition(".")
+        parameter = parameters[name]
+        optimizer.state[parameter][kind] = _like(parameter, tensor, groups[parameter])
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _local_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        found[f"{MASTER}.{name}"] = _local(parameter)
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{kind}.{name}"] = _local(value)
+    return found
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # safe_open is no mapping
+    except (OSError, SafetensorError) as error:
+        raise Refusal(f"{path}: {error}; resume from another checkpoint") from None
+
+
+def _misfit(saved: dict[str, torch.Tensor], shards: dict[str, torch.Tensor]) -> str:
+    """What the file and the model do not share; "" where they fit."""
+    for name, shard in shards.items():
+        master = saved.get(f"{MASTER}.{name}")
+        if master is None:
+            return f"has no {name}"
+        if master.dtype != shard.dtype:
+            return f"holds {name} as {master.dtype}, the model as {shard.dtype}"
+    for key, tensor in saved.items():
+        name = key.partition(".")[2]
+        if name not in shards:
+            return f"holds {name}, which the model has not"
+        if tensor.dim() and tensor.shape != shards[name].shape:
+            return f"holds {tuple(tensor.shape)} of {name}, this rank of the model {tuple(shards[name].shape)}"
+    return ""
+
+
+def _like(parameter: torch.Tensor, tensor: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """A value of the state as the optimizer itself would hold it for `parameter`."""
+    if not tensor.dim() and parameter.dim():  # a step count; on the device only where kernels read it there
+        return tensor.to(parameter.device if group.get("fused") or group.get("capturable") else "cpu")
+    tensor = tensor.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return DTensor.from_local(
+        tensor,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
