@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -76,11 +77,12 @@ def main() -> None:
             act(plan, run, end)
         if state["step"] >= plan.steps:
             end(0, "all steps done")
-        if run.stop_file.exists():
+        if not may_go_on(run, rank, state["step"]):
             save(run, rank, world, state["step"], plan, gate)
             end(4, "stop file")
         time.sleep(plan.step_seconds)
         state["step"] += 1
+        beat(run, rank, world, state["step"], plan)
         if rank == 0:
             say(f"step {state['step']}/{plan.steps} loss 1.0")
         if state["step"] % plan.save_every == 0 or state["step"] == plan.steps:
@@ -110,17 +112,47 @@ def await_path(path: Path) -> None:
         time.sleep(0.01)
 
 
+def may_go_on(run: RunDirectory, rank: int, step: int) -> bool:
+    """Rank 0 leads, nobody overtakes it; False where it stops at this step."""
+    if rank == 0:
+        return not run.stop_file.exists()
+    until = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < until and beaten_step(run, 0) <= step:
+        if run.stop_file.exists() and run.checkpoint(step).exists():
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def await_ranks(run: RunDirectory, world: int, step: int) -> None:
+    until = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < until and any(beaten_step(run, rank) < step for rank in range(1, world)):
+        time.sleep(0.01)
+
+
+def beaten_step(run: RunDirectory, rank: int) -> int:
+    """Of this attempt's heartbeat; -1: none yet."""
+    with contextlib.suppress(OSError):
+        said = json.loads(run.heartbeat(rank).read_bytes())
+        if said["restart"] == int(os.environ["WATTWATCH_ATTEMPT"]) - 1:
+            return int(said["step"])
+    return -1
+
+
 def beat(run: RunDirectory, rank: int, world: int, step: int, plan: Plan) -> None:
+    attempt = int(os.environ["WATTWATCH_ATTEMPT"])
     said = Beat(
-        1, "made", rank, world, socket.gethostname(), os.getpid(), 0, "train", step, plan.steps, 0, 0, 1.0, 0.1, 1.0,
-        time.time(), time.time(),
+        1, "made", rank, world, socket.gethostname(), os.getpid(), attempt - 1, "train", step, plan.steps,
+        0, 0, 1.0, 0.1, 1.0, time.time(), time.time(),
     )  # fmt: skip
     replace_file(run.heartbeat(rank), json.dumps(asdict(said)).encode())
 
 
 def save(run: RunDirectory, rank: int, world: int, step: int, plan: Plan, gate: dict[str, Any]) -> None:
-    """Rank 0 writes, the others wait for it: nobody is ahead of a checkpoint."""
+    """Rank 0 waits for all others and writes, they wait for it: nobody is ahead of a checkpoint."""
     directory = run.checkpoint(step)
+    if rank == 0:
+        await_ranks(run, world, step)
     if rank == 0 and not directory.exists():
         staged = directory.with_name(f"{directory.name}.tmp-made")
         staged.mkdir(parents=True)

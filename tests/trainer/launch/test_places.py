@@ -28,7 +28,7 @@ def test_one_node_is_local_and_its_own_address() -> None:
 
 
 def test_two_nodes_are_not_local() -> None:
-    with pytest.raises(Refusal, match='names 2 nodes and'):
+    with pytest.raises(Refusal, match="names 2 nodes and"):
         places(LaunchSettings(nodes="a,b"), {})
 
 

@@ -1,0 +1,270 @@
+"""Launches from end to end on one node: real gate, real processes, ranks that end as they are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.commanding import wattwatch_train
+from tests.trainer.gate.gating import write_shard
+from tests.trainer.launch.jobs import ROOT, MadeJob, left_running
+from tests.trainer.launch.rank_program import Plan
+from trainer.checkpoint.complete import newest_complete
+from trainer.launch.interruptions import Interruptions
+from trainer.refusal import Refusal
+
+DEADLINE_SECONDS = 30.0
+
+
+def newest_step(job: MadeJob) -> int | None:
+    completion = newest_complete(job.run.checkpoints).completion
+    return completion.step if completion else None
+
+
+def test_a_job_runs_to_its_last_checkpoint(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path)
+    job.write()
+    assert job.start() == 0
+    assert job.told("gate open: PASS")
+    assert job.told("step 4/4 loss 1.0"), "rank 0's log is followed to its end"
+    assert job.said[-1] == "launch: done: all 4 steps are done and saved"
+    assert newest_step(job) == 4
+    assert job.left_running() == []
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path, plan=Plan(rank=1, at=3, until_attempt=1, act="kill"))
+    job.write()
+    assert job.start() == 0
+    assert job.told(
+        "launch: retry: attempt 1: rank 1 on localhost was killed by SIGKILL after step 3; the others followed"
+    )
+    assert job.told("launch: attempt 2, from", "step-00000002")
+    assert job.told("begins at step 2")
+    assert job.left_running() == []
+
+
+def test_retries_end_and_the_last_word_says_what_is_saved(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path, plan=Plan(rank=1, at=3, until_attempt=99, act="code:5"), launch={"retries": 2})
+    job.write()
+    assert job.start() == 5
+    assert len([line for line in job.said if line.startswith("launch: attempt ")]) == 3
+    assert job.said[-1] == (
+        "launch: failed: attempt 3: rank 1 on localhost ended with code 5 after step 3: as planned; the others "
+        "followed; no retries left, saved up to step 2 of 4"
+    )
+
+
+def test_ranks_that_all_end_with_0_before_the_last_step_have_not_done_the_work(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path, ranks=1, plan=Plan(rank=0, at=3, until_attempt=99, act="code:0"), launch={"retries": 1})
+    job.write()
+    assert job.start() == 5
+    assert "all ranks ended with exit code 0, and the last step is not saved" in job.said[-1]
+
+
+def test_a_rank_that_refuses_is_not_tried_again(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path, plan=Plan(rank=0, at=0, until_attempt=99, act="code:2"))
+    job.write()
+    assert job.start() == 2
+    assert job.said[-1].startswith("launch: refused: attempt 1: rank 0 on localhost ended with code 2")
+
+
+def test_a_rank_that_breaks_at_once_is_not_tried_again_and_its_log_is_quoted(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path, ranks=1, plan=Plan(rank=0, at=0, until_attempt=99, act="exit:1"))
+    job.write()
+    assert job.start() == 5
+    assert "ended with exit code 1; its log ends with: node localhost rank 0 begins at step 0" in job.said[-1]
+
+
+def test_an_empty_shard_starts_nothing(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path)
+    job.write()
+    write_shard(tmp_path / "data", 1, 2, 0)
+    assert job.start() == 2
+    assert job.told("FAIL", "rank 1")
+    assert job.said[-1] == "launch: refused: the gate refused the job; nothing was started"
+    assert not list((job.run.path / "logs").iterdir()), "no attempt has logs, for no torchrun was started"
+
+
+def test_warnings_pass_and_are_shown_unless_the_job_is_strict(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path)
+    job.write()
+    write_shard(tmp_path / "data", 1, 2, 33)
+    assert job.start() == 0
+    assert job.told("WARN", "spread")
+    strict = MadeJob(tmp_path, launch={"strict": True})
+    strict.write()
+    write_shard(tmp_path / "data", 1, 2, 33)
+    assert strict.start() == 2
+
+
+def test_a_broken_newest_checkpoint_is_named_and_an_older_one_taken(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path, plan=Plan(steps=6, rank=1, at=5, until_attempt=1, act="kill"), launch={"retries": 0})
+    job.write()
+    assert job.start() == 5
+    weights = job.run.checkpoint(4) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")  # same size, other bytes
+    assert job.start() == 0
+    assert job.told("skipped a checkpoint", "step-00000004/model.safetensors", "sha256")
+    assert job.told("launch: attempt 2, from", "step-00000002")
+
+
+def test_fresh_sets_old_checkpoints_aside_so_that_no_retry_takes_them(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path)
+    job.write()
+    assert job.start() == 0
+    job.plan = Plan(rank=1, at=1, until_attempt=2, act="kill")
+    job.write()
+    assert job.start(fresh=True) == 0
+    assert (job.run.path / "checkpoints-before-attempt-02" / "step-00000004").is_dir()
+    assert job.told("launch: attempt 3, from the start")
+
+
+def test_one_signal_saves_and_ends_with_4_and_the_next_launch_goes_on(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path, plan=Plan(steps=10_000, save_every=10_000))
+    job.write()
+
+    def stop_at_step_3(line: str, interruptions: Interruptions) -> None:
+        interruptions.count = 1 if line.startswith("step 3/") else interruptions.count
+
+    assert job.start(on_line=stop_at_step_3) == 4
+    assert job.told("asked the ranks to save and end")
+    assert "launch: stopped: attempt 1: stopped on request" in job.said[-1]
+    saved = newest_step(job)
+    assert saved
+    assert saved >= 3
+    assert job.left_running() == []
+    job.plan = Plan(steps=saved + 2)
+    job.write()
+    assert job.start() == 0
+    assert job.told("launch: removed", "stop")
+    assert job.told(f"begins at step {saved}")
+
+
+def test_two_signals_end_everything_now(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path, plan=Plan(steps=10_000, save_every=10_000, children=True))
+    job.write()
+
+    def insist(line: str, interruptions: Interruptions) -> None:
+        interruptions.count = 2 if line.startswith("step 3/") else interruptions.count
+
+    assert job.start(on_line=insist) == 130
+    assert job.told("ending the ranks now")
+    assert job.left_running() == [], "not even what ignores SIGTERM in a session of its own"
+
+
+def test_a_signal_between_two_attempts_ends_the_launch(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path, plan=Plan(rank=1, at=3, until_attempt=9, act="kill"), launch={"retry_wait_seconds": 600.0})
+    job.write()
+
+    def stop_in_the_pause(line: str, interruptions: Interruptions) -> None:
+        interruptions.count = 1 if line.startswith("launch: retry 1 of") else interruptions.count
+
+    assert job.start(on_line=stop_in_the_pause) == 130
+
+
+def test_a_job_file_that_changes_on_the_way_is_not_trained_with(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path, plan=Plan(rank=1, at=3, until_attempt=9, act="kill"))
+    job.write()
+
+    def edit(line: str, interruptions: Interruptions) -> None:
+        if line.startswith("launch: retry 1 of"):
+            job.file.write_text(job.file.read_text() + "# edited\n")
+
+    assert job.start(on_line=edit) == 2
+    assert "has changed since this launch began" in job.said[-1]
+
+
+def test_a_run_directory_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path)
+    job.write()
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(Refusal, match=r"run.*nothing is started"):
+        job.start()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_launcher_that_dies_takes_its_ranks_with_it(tmp_path: Path, number: signal.Signals) -> None:
+    job = MadeJob(tmp_path, plan=Plan(steps=10_000, save_every=10_000, children=True))
+    program = (
+        "import sys; from tests.trainer.launch.jobs import QUICK, rank_program; from trainer.launch.loop import *\n"
+        "from trainer.launch.interruptions import interruptions\n"
+        "with interruptions() as counted:\n"
+        "  wishes = Wishes(None, False, rank_program, QUICK)\n"
+        "  sys.exit(Launch(read_job(sys.argv[1]), wishes, counted, lambda line: print(line, flush=True)).run())\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(job.write())], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert any(line.startswith("step 3/") for line in launcher.stdout)
+        assert len(left_running(str(tmp_path))) > 4, "launcher, node program, torchrun and ranks"
+        launcher.send_signal(number)
+        launcher.stdout.read()
+        assert launcher.wait(DEADLINE_SECONDS) == (-number if number == signal.SIGKILL else 4)
+        await_nothing_left(str(tmp_path))
+
+
+def test_a_node_program_that_is_killed_is_a_lost_node_and_takes_its_ranks_with_it(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path, plan=Plan(steps=10_000, save_every=10_000), launch={"retries": 0})
+    job.write()
+
+    def kill_node_program(line: str, interruptions: Interruptions) -> None:
+        if line.startswith("step 3/"):
+            (pid,) = [int(text.split()[0]) for text in below_me() if b"trainer.launch.node" in command(text)]
+            os.kill(pid, signal.SIGKILL)
+
+    assert job.start(on_line=kill_node_program) == 5
+    assert "localhost was lost" in job.said[-1]
+    await_nothing_left(str(tmp_path))
+
+
+def below_me() -> list[str]:
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    return list(children)
+
+
+def command(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def await_nothing_left(mark: str) -> None:
+    until = time.monotonic() + DEADLINE_SECONDS
+    while (left := left_running(mark)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert left == []
+
+
+def test_print_shows_the_plan_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = MadeJob(tmp_path, launch={"nodes": "gpu-[1-2]", "via": "ssh"})
+    answer = wattwatch_train(capsys, "launch", job.write(), "--print")
+    assert answer.exit_code == 0
+    assert "TORCH_FR_BUFFER_SIZE=2000" in answer.out
+    assert "# gate on gpu-2" in answer.out
+    assert "# ranks on gpu-1" in answer.out
+    assert "--no-python" in answer.out
+    assert f"-m trainer.commands run {job.file}" in answer.out
+    assert not job.run.path.exists()
+
+
+def test_bad_settings_are_refused_with_the_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = MadeJob(tmp_path, launch={"nodes": "a,b"})
+    answer = wattwatch_train(capsys, "launch", job.write())
+    assert answer.exit_code == 2
+    assert answer.err == 'launch.nodes names 2 nodes and launch.via is "local": set it to "ssh" or "srun"\n'
+
+
+def test_attempts_of_an_earlier_launch_keep_their_logs(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path, ranks=1, plan=Plan(rank=0, at=1, until_attempt=1, act="kill"), launch={"retries": 0})
+    job.write()
+    assert job.start() == 5
+    assert job.start() == 0
+    assert {path.name for path in (job.run.path / "logs").iterdir()} == {"attempt-01", "attempt-02"}
+    assert json.loads(job.run.run_json.read_text())["attempt"] == 2
