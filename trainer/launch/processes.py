@@ -29,8 +29,8 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def descendants() -> list[int]:
-    """Pids below this process that still run; zombies do not."""
+def below(pid: int) -> list[int]:
+    """Pids of its children, theirs, and so on, that still run; zombies do not."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -39,18 +39,18 @@ def descendants() -> list[int]:
                     state, parent = file.read().rpartition(")")[2].split()[:2]
                 if state not in "ZX":
                     children.setdefault(int(parent), []).append(int(name))
-    found, frontier = [], [os.getpid()]
+    found, frontier = [], [pid]
     while frontier:
-        below = children.get(frontier.pop(), [])
-        found += below
-        frontier += below
+        nearest = children.get(frontier.pop(), [])
+        found += nearest
+        frontier += nearest
     return found
 
 
 def kill_descendants(patience_seconds: float) -> list[int]:
     """SIGKILL to all, again and again while they fork; those that still run at the end (state D) are returned."""
     until = time.monotonic() + patience_seconds
-    while (left := descendants()) and time.monotonic() < until:
+    while (left := below(os.getpid())) and time.monotonic() < until:
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

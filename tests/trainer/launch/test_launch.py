@@ -18,6 +18,7 @@ from tests.trainer.launch.jobs import ROOT, MadeJob, left_running
 from tests.trainer.launch.rank_program import Plan
 from trainer.checkpoint.complete import newest_complete
 from trainer.launch.interruptions import Interruptions
+from trainer.launch.processes import below
 from trainer.refusal import Refusal
 
 DEADLINE_SECONDS = 30.0
@@ -218,7 +219,7 @@ def test_a_node_program_that_is_killed_is_a_lost_node_and_takes_its_ranks_with_i
 
     def kill_node_program(line: str, interruptions: Interruptions) -> None:
         if line.startswith("step 3/"):
-            (pid,) = [int(text.split()[0]) for text in below_me() if b"trainer.launch.node" in command(text)]
+            (pid,) = [pid for pid in below(os.getpid()) if b"trainer.launch.node" in command(pid)]
             os.kill(pid, signal.SIGKILL)
 
     assert job.start(on_line=kill_node_program) == 5
@@ -226,12 +227,7 @@ def test_a_node_program_that_is_killed_is_a_lost_node_and_takes_its_ranks_with_i
     await_nothing_left(str(tmp_path))
 
 
-def below_me() -> list[str]:
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    return list(children)
-
-
-def command(pid: str) -> bytes:
+def command(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
