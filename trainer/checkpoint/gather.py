@@ -71,7 +71,7 @@ class Gathering:
             part = local[begin : begin + count]
             sent, received = self.sent[:count], self.received[: count * self.world]
             sent[: part.numel()].copy_(part)
-            dist.all_gather_into_tensor(received, sent, group=self.group)
+            dist.all_gather_single(received, sent, group=self.group)
             if into is not None:
                 self._place(received, into, begin, count, span)
 
