@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import reduce
 from typing import Final
@@ -143,3 +143,8 @@ def dealt(corpus_rows: int, world: int, rank: int, contiguous: bool) -> tuple[in
         return (rows, first, first + rows - 1) if rows else (0, None, None)
     rows = max(0, -((rank - corpus_rows) // world))
     return (rows, rank, rank + (rows - 1) * world) if rows else (0, None, None)
+
+
+def blocks_sha256(by_rank: Mapping[int, str]) -> str:
+    """Of the data that a job's steps count through: each rank's token file, by its sha256."""
+    return hashlib.sha256("".join(f"{rank} {by_rank[rank]}\n" for rank in sorted(by_rank)).encode()).hexdigest()

@@ -8,8 +8,10 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import tomllib
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, get_type_hints
@@ -146,6 +148,13 @@ NOT_NEGATIVE: Final = (
     *("launch.retries", "launch.retry_wait_seconds"),
 )
 SHARES: Final = ("train.final_learning_rate_share", "train.beta1", "train.beta2")
+RANGES: Final[tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...]] = (
+    (AT_LEAST_ONE, lambda number: number >= 1, "at least 1"),
+    (ABOVE_ZERO, lambda number: 0 < number < math.inf, "more than 0"),
+    (NOT_NEGATIVE, lambda number: 0 <= number < math.inf, "0 or more"),
+    (SHARES, lambda number: 0 <= number <= 1, "from 0 to 1"),
+    (("launch.port",), lambda number: 0 < number < 65535, "a port below 65535"),
+)
 
 
 def read_job(path: str) -> JobFile:
@@ -189,19 +198,11 @@ def _unknown_keys(kind: type, table: dict[str, Any], prefix: str = "") -> list[s
 def _bad_values(settings: JobSettings) -> list[str]:
     problems = []
     for name, choices in CHOICES.items():
-        if _value(settings, name) not in list(choices):
-            wanted = ", ".join(choices)
-            problems.append(f"{name}: expected one of {wanted}, found {_value(settings, name)!r}")
-    for names, fits, wanted in (
-        (AT_LEAST_ONE, lambda number: number >= 1, "at least 1"),
-        (ABOVE_ZERO, lambda number: number > 0, "more than 0"),
-        (NOT_NEGATIVE, lambda number: number >= 0, "0 or more"),
-        (SHARES, lambda number: 0 <= number <= 1, "from 0 to 1"),
-        (("launch.port",), lambda number: 0 < number < 65535, "a port below 65535"),
-    ):
-        for name in names:
-            if not fits(_value(settings, name)):  # NaN fits nowhere
-                problems.append(f"{name}: expected {wanted}, found {_value(settings, name)}")
+        if (value := _value(settings, name)) not in list(choices):
+            problems.append(f"{name}: expected one of {', '.join(choices)}, found {value!r}")
+    for names, fits, wanted in RANGES:
+        off = [name for name in names if not fits(_value(settings, name))]  # NaN fits nowhere
+        problems += [f"{name}: expected {wanted}, found {_value(settings, name)}" for name in off]
     problems += [f"{name}: empty" for name in ("run", "data", "model") if not getattr(settings, name)]
     return problems
 
@@ -217,15 +218,33 @@ def settings_help() -> str:
     for top in fields(JobSettings):
         kind = get_type_hints(JobSettings)[top.name]
         if not is_dataclass(kind):
-            default = "" if not isinstance(top.default, str) else top.default
-            lines.append(_help_line(top.name, default, top.metadata["help"]))
+            lines.append(_help_line(top.name, "" if top.default is MISSING else top.default, top.metadata["help"]))
             continue
         lines.append(f"\n[{top.name}]")
         for item in fields(kind):
-            default = item.default_factory() if callable(item.default_factory) else item.default
+            default = {} if item.default is MISSING else item.default
             lines.append(_help_line(item.name, default, item.metadata["help"]))
     return "\n".join(lines) + "\n"
 
 
 def _help_line(name: str, default: Any, text: str) -> str:
     return f"{name} = {json.dumps(default)}  # {text}"  # what we have as defaults reads the same in TOML
+
+
+def smoke_job(job: JobFile) -> JobFile:
+    """The last two steps and the save at the end of the epoch, on the real shards, in a directory of their own.
+
+    Whatever hangs or breaks at that boundary breaks there, hours before the job would reach it; a run of the first
+    steps says nothing of it.
+    """
+    settings = job.settings
+    return replace(
+        job,
+        settings=replace(
+            settings,
+            run=f"{settings.run}/smoke",
+            train=replace(settings.train, epochs=1),
+            checkpoint=replace(settings.checkpoint, keep=1),
+            launch=replace(settings.launch, retries=0),
+        ),
+    )

@@ -137,27 +137,27 @@ def test_a_saved_dataset_packs_like_the_jsonl_it_came_from(
     assert "neither a column 'text' nor 'messages'; there are body, n" in answer.err
 
 
-def test_a_block_is_found_by_step_and_micro_step_alone(
+def test_any_block_is_found_without_those_before_it(
     corpus: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packed(
         capsys, corpus, "-o", tmp_path, "--tokenizer", tokenizer, "--world", "1", "--workers", "1", "--document-mask"
     )
-    blocks = Blocks(tmp_path, 0, blocks_per_step=8)
+    blocks = Blocks(tmp_path, 0)
     stored = np.fromfile(tmp_path / "rank-00000.i32", dtype="<i4").reshape(-1, SEQ_LEN)
-    assert blocks.steps == len(stored) // 8
-    for step, micro in ((0, 0), (0, 7), (3, 2), (blocks.steps - 1, 7)):
-        assert blocks.block(step, micro).dtype == np.int32
-        assert blocks.block(step, micro).tolist() == stored[step * 8 + micro].tolist()
-        starts = blocks.document_starts(step, micro).tolist()
-        after_eos = (np.flatnonzero(stored[step * 8 + micro] == 0) + 1).tolist()
+    assert blocks.count == len(stored)
+    for index in (0, 7, 26, blocks.count - 1):
+        assert blocks.ids(index).dtype == np.int32
+        assert blocks.ids(index).tolist() == stored[index].tolist()
+        starts = blocks.document_starts(index).tolist()
+        after_eos = (np.flatnonzero(stored[index] == 0) + 1).tolist()
         assert starts == sorted({0, *(place for place in after_eos if place < SEQ_LEN)})
-        positions = blocks.position_ids(step, micro)
+        positions = blocks.positions(index)
         assert np.flatnonzero(positions == 0).tolist() == starts
         assert set(np.diff(positions)[np.diff(positions) != 1]) <= {-p for p in range(SEQ_LEN)}
-    for step, micro in ((blocks.steps, 0), (0, 8), (-1, 0)):
+    for index in (blocks.count, -1):
         with pytest.raises(IndexError):
-            blocks.block(step, micro)
+            blocks.ids(index)
 
 
 @pytest.mark.parametrize(

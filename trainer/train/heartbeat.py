@@ -93,6 +93,7 @@ class Heartbeat:
     ) -> None:
         """`attempt` counts from 1. `write` puts a file in its place; it may raise OSError and take for ever."""
         now = time.time()
+        self.run = run
         self.problem = ""
         self._path = directory.heartbeat(rank)
         self._interval_seconds = interval_seconds
@@ -123,6 +124,11 @@ class Heartbeat:
         self._writer = threading.Thread(target=self._write_all, name="heartbeat", daemon=True)
         with contextlib.suppress(RuntimeError):  # no more threads on this machine: training matters more
             self._writer.start()
+
+    @property
+    def step(self) -> int:
+        """Steps done, as last said."""
+        return self._beat.step
 
     def __enter__(self) -> Heartbeat:
         return self

@@ -1,0 +1,73 @@
+"""A function run on real ranks: processes of their own, gloo between them, on loopback."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+DEADLINE_SECONDS: Final = 100.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`function(*arguments)` in each of `world` processes, with what torchrun sets; what each returned, by rank.
+
+    It must be importable, and return what pickles. Raises RuntimeError with the traceback of a rank that raised.
+    """
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    processes, ends = [], []
+    for rank in range(world):
+        ours, theirs = context.Pipe()
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        process = context.Process(target=_child, args=(theirs, environment, function, arguments))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        ends.append(ours)
+    try:
+        answers = [_answer(rank, end) for rank, end in enumerate(ends)]
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+            process.join()
+    return answers
+
+
+def _answer(rank: int, end: Connection) -> Any:
+    if not end.poll(DEADLINE_SECONDS):
+        raise RuntimeError(f"rank {rank} gave no answer in {DEADLINE_SECONDS:.0f} s")
+    try:
+        good, value = end.recv()
+    except EOFError:
+        raise RuntimeError(f"rank {rank} ended without an answer") from None
+    if not good:
+        raise RuntimeError(f"rank {rank}:\n{value}")
+    return value
+
+
+def _child(end: Connection, environment: dict[str, str], function: Callable[..., Any], arguments: Any) -> None:
+    os.environ.update(environment)
+    try:
+        answer = (True, function(*arguments))
+    except BaseException:  # noqa: BLE001 - the test process shows it
+        answer = (False, traceback.format_exc())
+    end.send(answer)

@@ -1,0 +1,162 @@
+"""`wattwatch-train run`: one rank. The launcher starts it through torchrun, once for every GPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import traceback
+from dataclasses import asdict, replace
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import click
+
+from trainer.publish import publish_text
+from trainer.refusal import Refusal
+from trainer.run_directory import Ending, RunDirectory
+from trainer.settings import JobFile, read_job, smoke_job
+
+if TYPE_CHECKING:
+    from trainer.train.heartbeat import Heartbeat
+    from trainer.train.process_groups import Place
+    from trainer.train.start import Attempt
+
+DONE: Final = 0
+REFUSED: Final = 2
+BROKEN: Final = 3
+STOPPED: Final = 4
+FAILED: Final = 5
+
+log = logging.getLogger("wattwatch.train")
+
+
+@click.command()
+@click.argument("job")
+@click.option("--resume", help="Checkpoint directory to go on from; it must be complete.")
+@click.option("--smoke", type=click.Choice(["boundary"]), help="Only the last two steps and the save at their end.")
+def run_command(job: str, resume: str | None, smoke: str | None) -> None:
+    """One rank of the job in the file JOB, started by the launcher.
+
+    Exit code: 0 all steps are done and saved, 2 refused, 3 a bug, 4 stopped on request before the end, 5 failed: a new
+    attempt from the last complete checkpoint may help.
+    """
+    job_file = read_job(job)
+    if smoke:
+        job_file = smoke_job(job_file)
+    number = int(os.environ.get("WATTWATCH_ATTEMPT") or 0)
+    rank = int(os.environ.get("RANK") or 0)
+    directory = RunDirectory(Path(job_file.settings.run))
+    if number:
+        send_output_to(directory.rank_log(number, rank))
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format=f"%(asctime)s [rank {rank}] %(message)s")
+    ending = run_rank(job_file, number or 1, Path(resume) if resume else None, smoke is not None)
+    (log.info if ending.code == DONE else log.error)("%s", ending.why)
+    if number:
+        leave_ending(directory.ending(number, rank), ending)
+    leave(ending.code)
+
+
+def run_rank(job: JobFile, number: int, resume: Path | None, smoke: bool) -> Ending:
+    """The whole life of a rank, and how it ended, in words for people."""
+    from trainer.train.heartbeat import Heartbeat
+    from trainer.train.process_groups import Place
+    from trainer.train.start import Attempt
+
+    attempt = Attempt(number, os.environ.get("WATTWATCH_GATE_ID"), resume, smoke)
+    directory = RunDirectory(Path(job.settings.run))
+    name = job.settings.name or directory.path.name
+    try:
+        place = Place.of_environment()
+    except Refusal as error:
+        return Ending(REFUSED, str(error))
+    with Heartbeat(directory, run=name, rank=place.rank, world=place.world, attempt=number) as heartbeat:
+        try:
+            return train_rank(job, attempt, place, directory, heartbeat)
+        except Refusal as error:
+            return Ending(REFUSED, str(error))
+        except Exception as error:  # noqa: BLE001 - the launcher and its user must hear of whatever it is
+            return replace(failure(error), step=heartbeat.step)
+
+
+def train_rank(job: JobFile, attempt: Attempt, place: Place, directory: RunDirectory, heartbeat: Heartbeat) -> Ending:
+    """Raises Refusal, and whatever ends a rank that is at work."""
+    from trainer.train.flight import write_flight_record
+    from trainer.train.heartbeat import Phase
+    from trainer.train.loop import Stopped, train
+    from trainer.train.process_groups import joined
+    from trainer.train.start import prepare
+    from trainer.train.stopping import Stopping
+    from trainer.train.worker_socket import worker_socket
+
+    def cannot_leave() -> None:
+        why = "asked to leave, and still in a collective: another rank does not come"
+        leave_ending(directory.ending(attempt.number, place.rank), Ending(FAILED, why, heartbeat.step))
+        os._exit(FAILED)
+
+    stop_file = directory.stop_file if place.rank == 0 else None
+    with (
+        Stopping(stop_file, cannot_leave) as stopping,
+        worker_socket(directory, place.rank, log.info),
+        joined(place, job.settings.train.step_timeout_seconds) as (mesh, device),
+    ):
+        ready = prepare(job, attempt, place, mesh, device, heartbeat, stopping)
+        try:
+            done = train(ready)
+        except Stopped as stop:
+            return Ending(STOPPED, str(stop), heartbeat.step)
+        except RuntimeError:
+            write_flight_record(directory, place.rank, log.info)
+            raise
+        heartbeat.beat(Phase.DONE, done)
+        return Ending(DONE, f"all {done:,} steps are done and saved", done)
+
+
+def failure(error: Exception) -> Ending:
+    """What a rank that was at work says of its end; the traceback goes into its log, for developers."""
+    import torch
+    import torch.distributed as dist
+
+    from trainer.checkpoint.agreement import SaveFailed
+    from trainer.train.loop import NotFinite
+
+    if isinstance(error, SaveFailed | NotFinite):
+        return Ending(FAILED, str(error))
+    traceback.print_exc()
+    first_line = str(error).strip().partition("\n")[0]
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return Ending(FAILED, f"out of memory: {first_line}; lower train.micro_batch or use gradient_checkpointing")
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+        return Ending(FAILED, f"a collective failed, another rank has gone or does not come: {first_line}")
+    if isinstance(error, OSError):
+        return Ending(FAILED, f"{error.filename or 'a file'}: {error.strerror or error}")
+    return Ending(BROKEN, f"an internal error, please report it: {type(error).__name__}: {first_line}")
+
+
+def send_output_to(path: Path) -> None:
+    """Standard output and error, of native code too. Raises Refusal where there can be no log."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise Refusal(f"{path}: {error.strerror or error}") from None
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+
+
+def leave_ending(path: Path, ending: Ending) -> None:
+    try:
+        publish_text(str(path), dumps(asdict(ending)) + "\n")
+    except OSError as error:
+        log.error("%s: %s", path, error)
+
+
+def leave(code: int) -> NoReturn:
+    """Without the interpreter's tidying up, in which a thread of a process group that lost its peers may hang."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,61 @@
+"""A rank's blocks as the model takes them: ids, the ids to predict, and positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from trainer.blocks import Blocks
+from trainer.train.evenfix import StepPlan
+
+NOT_PREDICTED: Final = -100  # what torch's cross entropy leaves out
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """int64 tensors of micro_batch x seq_len. `targets[i, t]` is the id after `ids[i, t]`, or NOT_PREDICTED."""
+
+    ids: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor
+    predicted: int  # how many targets count
+
+
+class Batches:
+    """Micro-batch = f(step, micro): resuming at a step reads nothing before it."""
+
+    def __init__(self, blocks: Blocks, plan: StepPlan, micro_batch: int, document_mask: bool) -> None:
+        self._blocks, self._plan, self._micro_batch = blocks, plan, micro_batch
+        self._document_mask = document_mask
+        self.accumulation = plan.blocks_per_step // micro_batch
+
+    def block_indices(self, step: int, micro: int) -> list[int]:
+        first = micro * self._micro_batch
+        return [self._plan.index(step, first + row) for row in range(self._micro_batch)]
+
+    def read(self, step: int, micro: int) -> MicroBatch:
+        """The micro-batch on the CPU. Raises Refusal for an id below 0: the file has been written over."""
+        indices = self.block_indices(step, micro)
+        ids = torch.from_numpy(np.stack([self._blocks.ids(index) for index in indices]).astype(np.int64))
+        positions = torch.from_numpy(np.stack([self._positions(index) for index in indices]))
+        targets = torch.full_like(ids, NOT_PREDICTED)
+        # The first id of a record follows another record's last: nothing there tells it, so it does not count.
+        targets[:, :-1] = torch.where(positions[:, 1:] > 0, ids[:, 1:], NOT_PREDICTED)
+        return MicroBatch(ids, targets, positions, int((targets != NOT_PREDICTED).sum()))
+
+    def predicted(self, step: int) -> int:
+        """Targets of this rank in a step."""
+        if not self._document_mask:
+            return self._plan.blocks_per_step * (self._blocks.manifest.seq_len - 1)
+        seq_len, predicted = self._blocks.manifest.seq_len, 0
+        for place in range(self._plan.blocks_per_step):
+            predicted += seq_len - self._blocks.document_starts(self._plan.index(step, place)).size
+        return predicted
+
+    def _positions(self, index: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        if self._document_mask:
+            return self._blocks.positions(index)
+        return np.arange(self._blocks.manifest.seq_len)

@@ -1,0 +1,118 @@
+"""The loop: steps, lines, saves, stops. Every decision in it is the same on all ranks, or they part and hang."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer.settings import JobSettings
+from trainer.train.batches import Batches
+from trainer.train.evenfix import StepPlan
+from trainer.train.heartbeat import Heartbeat, Phase
+from trainer.train.meter import Meter
+from trainer.train.process_groups import Place, barrier
+from trainer.train.schedule import learning_rate
+from trainer.train.step import StepResult, is_finite, run_step
+from trainer.train.stopping import Request, Stopping
+
+log = logging.getLogger("wattwatch.train")
+
+
+class Stopped(Exception):
+    """Ended on request, before the work was done; the text says whose, and what was saved."""
+
+
+class NotFinite(Exception):
+    """A loss or a gradient that is no number: nothing was changed by it, and nothing is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything that the loop works with, ready."""
+
+    settings: JobSettings
+    place: Place
+    device: torch.device
+    plan: StepPlan
+    model: Any
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+    meter: Meter
+    heartbeat: Heartbeat
+    stopping: Stopping
+    save: Callable[[int], None]  # with the steps done, on all ranks together
+    tokens_per_step: int  # over all ranks
+    first_step: int = 0  # steps done before
+    warm_from: int = 0  # where the optimizer's moments began
+
+
+def train(job: Job) -> int:
+    """From `first_step` to the end; steps done. Raises Stopped, NotFinite, and what a collective or a save raises."""
+    plan, every = job.plan, job.settings.checkpoint.save_every
+    for step in range(job.first_step, plan.steps):
+        rate = learning_rate(job.settings.train, step, plan.steps, job.warm_from)
+        for group in job.optimizer.param_groups:
+            group["lr"] = rate
+        result = take_step(job, step)
+        done = step + 1
+        if done % job.settings.train.log_every == 0 or done in (job.first_step + 1, plan.steps):
+            tell(job, done, result, rate)
+        saves = done % every == 0 or plan.ends_epoch(done)
+        if saves or result.request is Request.SAVE:
+            save(job, done)
+        if result.request and done < plan.steps:
+            kept = (
+                "its state is saved"
+                if saves or result.request is Request.SAVE
+                else "steps since the last save are lost"
+            )
+            raise Stopped(f"asked to stop ({job.stopping.why or 'another rank was'}); step {done:,} is done, {kept}")
+    return plan.steps
+
+
+def take_step(job: Job, step: int) -> StepResult:
+    """One step and its heartbeats. Raises NotFinite on all ranks alike: loss and norm are sums over all."""
+    job.heartbeat.beat(Phase.TRAIN, step, micro=0, blocks_left=(job.plan.steps - step) * job.plan.blocks_per_step)
+    result = run_step(
+        job.model, job.optimizer, job.batches, step, job.settings.train.clip_norm,
+        job.stopping.request, job.device, on_micro=_micro_beat(job.heartbeat),
+    )  # fmt: skip
+    left = (job.plan.steps - step - 1) * job.plan.blocks_per_step
+    job.heartbeat.beat(step=step + 1, loss=result.loss, blocks_left=left, micro=0)
+    job.meter.step(job.tokens_per_step, result.data_wait_seconds)
+    if not is_finite(result.loss, result.grad_norm):
+        raise NotFinite(
+            f"step {step + 1:,}: loss {result.loss}, norm of the gradient {result.grad_norm}; nothing was saved of it. "
+            "Look at its blocks, or lower learning_rate"
+        )
+    return result
+
+
+def _micro_beat(heartbeat: Heartbeat) -> Callable[[int], None]:
+    return lambda done: heartbeat.beat(micro=done)
+
+
+def tell(job: Job, done: int, result: StepResult, rate: float) -> None:
+    """The line of a step; the pace goes into the heartbeat too."""
+    pace = job.meter.pace()
+    line = f"step {done}/{job.plan.steps} loss {result.loss:.4f} grad_norm {result.grad_norm:.3f} lr {rate:.2e}"
+    if pace:
+        job.heartbeat.beat(tokens_per_second=pace.tokens_per_second, data_wait_ms=pace.data_wait_ms)
+        line += f" tok/s {pace.tokens_per_second:.0f}"
+        line += "" if pace.mfu is None else f" mfu {pace.mfu:.1%}"
+        line += f" data_wait {pace.data_wait_ms:.1f}ms"
+    if job.place.rank == 0:
+        log.info("%s", line)
+
+
+def save(job: Job, done: int) -> None:
+    """All ranks leave the step under its own short timeout; then they save under the long one."""
+    job.heartbeat.beat(Phase.BARRIER, done)
+    barrier(job.device)
+    job.heartbeat.beat(Phase.SAVE, done)
+    job.save(done)
+    job.meter.restart()
