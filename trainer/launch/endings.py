@@ -16,6 +16,7 @@ from typing import Final
 
 from trainer.launch.links import Lost
 from trainer.launch.places import Places
+from trainer.launch.processes import signal_name
 from trainer.plain import NotPlain, from_plain
 from trainer.ranks import ranks_in_words
 from trainer.refusal import Refusal
@@ -71,7 +72,9 @@ def first_cause(traces: Traces, places: Places) -> Cause:
     themselves. A rank that was asked to leave (SIGTERM, code 4) is never the cause while there is another."""
     if traces.lost:
         nodes = ", ".join(places.nodes[lost.index] for lost in traces.lost)
-        return Cause(Manner.NODE_LOST, None, f"{nodes} was lost: {traces.lost[0].why}")
+        return Cause(
+            Manner.NODE_LOST, None, f"{nodes} {'was' if len(traces.lost) == 1 else 'were'} lost: {traces.lost[0].why}"
+        )
     failures = [*traces.failures, *_unseen(traces)]
     if not failures:
         return Cause(Manner.DONE, 0, "all ranks ended with exit code 0")
@@ -123,13 +126,6 @@ def _beaten_step(failure: Failure, traces: Traces) -> int | None:
 
 def _after(step: int | None) -> str:
     return "" if step is None else f" after step {step}"
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def read_failures(report: str) -> tuple[Failure, ...]:

@@ -13,6 +13,7 @@ from typing import IO, Final
 
 from trainer.launch.node import ENDING_SECONDS, KILL_SECONDS
 from trainer.launch.places import Connection
+from trainer.launch.processes import signal_name
 from trainer.launch.protocol import Kind, Order, Word, order_line, read_word
 
 END_SECONDS: Final = ENDING_SECONDS + 2 * KILL_SECONDS + 5.0  # a node program keeps within the first three
@@ -115,9 +116,7 @@ class Links:
         """Both streams have ended: whoever has not told its end never will."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             link.process.wait(KILL_SECONDS)
-        lines = link.complaint.decode("utf-8", "replace").strip().splitlines()
-        how = f"{link.connection.command[0]} ended with exit code {link.process.poll()}"
-        why = f"{how}: {lines[-1].strip()}" if lines else how
+        why = ending_of(link.connection.command[0], link.process.poll(), link.complaint.decode("utf-8", "replace"))
         lost: list[Word | Lost] = [Lost(index, why) for index in sorted(link.waiting)]
         link.waiting.clear()
         return lost
@@ -145,6 +144,14 @@ class Links:
                 assert stream is not None
                 stream.close()
         self._selector.close()
+
+
+def ending_of(program: str, code: int | None, complaint: str) -> str:
+    """`ssh ended with exit code 255: Connection refused`; what it complained of before a signal came is no reason."""
+    if code is not None and code < 0:
+        return f"{program} was killed by {signal_name(-code)}"
+    lines = complaint.strip().splitlines()
+    return f"{program} ended with exit code {code}" + (f": {lines[-1].strip()}" if lines else "")
 
 
 class NotReached(Exception):

@@ -20,12 +20,15 @@ from typing import IO, Final
 from trainer.launch.processes import adopt_orphans, kill_descendants
 from trainer.launch.protocol import REPORT_VARIABLE, VERSION, Kind, Order, Word, read_order, word_line
 from trainer.plain import NotPlain
+from trainer.ranks import RANK_VARIABLES, WORLD_VARIABLES
 
 STDIN: Final = 0
 ENDING_SECONDS: Final = 40.0  # torchrun gives its ranks 30 s between SIGTERM and SIGKILL
 LOOK_SECONDS: Final = 0.1
 KILL_SECONDS: Final = 5.0
 NODE_NAMES: Final = ("SLURMD_NODENAME",)
+# srun counts node programs, not ranks: what it says of them must not be taken for a rank and a world.
+OTHERS_RANKS: Final = (*WORLD_VARIABLES, *RANK_VARIABLES, "LOCAL_RANK", "SLURM_LOCALID")
 
 
 class Lifeline:
@@ -60,7 +63,8 @@ class Program:
         """Raises OSError where it cannot be started."""
         name = order.nodes[index]
         self.report_end, report = os.pipe()
-        environment = os.environ | order.environment | {"WATTWATCH_NODE": name, REPORT_VARIABLE: str(report)}
+        inherited = {key: value for key, value in os.environ.items() if key not in OTHERS_RANKS}
+        environment = inherited | order.environment | {"WATTWATCH_NODE": name, REPORT_VARIABLE: str(report)}
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, report)
             output: int | IO[bytes] = subprocess.PIPE

@@ -121,16 +121,12 @@ def connections(here: Places, launch: LaunchSettings) -> tuple[Connection, ...]:
 
 
 def gate_commands(here: Places, job: JobFile, run: str, resume: str | None) -> tuple[tuple[str, ...], ...]:
-    """`wattwatch-train gate` for each node: one process for all its ranks, met one port above torch's."""
-    train, launch = job.settings.train, job.settings.launch
+    """`wattwatch-train gate` for each node: one process for all its ranks, met one port above torch's. `run` is the
+    job's own, or a smoke test's below it."""
+    launch = job.settings.launch
     common = [
-        *("--run", run, "--data", job.settings.data, "--model", job.settings.model, "--config", job.path),
-        *("--world", str(here.world), "--micro-batch", str(train.micro_batch)),
-        *("--accumulation", str(train.accumulation), "--keep", str(job.settings.checkpoint.keep)),
-        *("--wait", f"{launch.gate_wait_seconds:g}"),
-        *("--rendezvous", joined(here.address, here.port + 1)),
+        *("--job", job.path, "--run", run, "--rendezvous", joined(here.address, here.port + 1)),
         *(("--resume", resume) if resume else ()),
-        *(("--strict",) if launch.strict else ()),
     ]
     commands = []
     for index, node in enumerate(here.nodes):

@@ -8,7 +8,7 @@ import pytest
 
 from trainer.launch.decide import EXIT_CODES, Decision, Next, Result, decide, wait_seconds
 from trainer.launch.endings import Cause, Failure, Manner, Traces, first_cause, read_failures
-from trainer.launch.links import Lost
+from trainer.launch.links import Lost, ending_of
 from trainer.launch.places import Places
 from trainer.run_directory import Ending
 from trainer.settings import Via
@@ -140,3 +140,11 @@ def test_waiting_doubles_to_ten_minutes() -> None:
     assert [wait_seconds(10, retry) for retry in (1, 2, 3, 7, 1000)] == [10, 20, 40, 600, 600]
     assert wait_seconds(3600, 2) == 3600
     assert wait_seconds(0, 5) == 0
+
+
+def test_what_ssh_complains_of_is_the_reason_and_what_came_before_a_signal_is_not() -> None:
+    assert (
+        ending_of("ssh", 255, "Warning: x\nConnection refused\n") == "ssh ended with exit code 255: Connection refused"
+    )
+    assert ending_of("srun", -9, "srun: a warning\n") == "srun was killed by SIGKILL"
+    assert ending_of("ssh", 1, "") == "ssh ended with exit code 1"

@@ -129,7 +129,7 @@ def test_fresh_sets_old_checkpoints_aside_so_that_no_retry_takes_them(tmp_path: 
 
 
 def test_one_signal_saves_and_ends_with_4_and_the_next_launch_goes_on(tmp_path: Path) -> None:
-    job = MadeJob(tmp_path, plan=Plan(steps=10_000, save_every=10_000))
+    job = MadeJob(tmp_path, blocks=8 * 1000, plan=Plan(steps=10_000, save_every=10_000))
     job.write()
 
     def stop_at_step_3(line: str, interruptions: Interruptions) -> None:
