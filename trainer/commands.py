@@ -16,6 +16,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "pack": ("trainer.pack_command", "pack_command", "Tokenise records once, into fixed blocks per rank."),
     "gate": ("trainer.gate_command", "gate_command", "Six checks over all ranks: may this job start?"),
     "launch": ("trainer.launch_command", "launch_command", "A job over its nodes, from gate to last checkpoint."),
+    "run": ("trainer.run_command", "run_command", "One rank of a job; the launcher starts it."),
 }
 
 
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> Any:
     except Refusal as error:
         return _fail(str(error), 2)
     except ModuleNotFoundError as error:
-        if error.name not in ("datasets", "transformers", "tokenizers", "numpy"):
+        if error.name not in ("datasets", "transformers", "tokenizers", "numpy", "safetensors", "torch"):
             raise
         return _fail(f"{error.name} is not installed: pip install 'wattwatch[trainer]'", 2)
     except Exception as error:
