@@ -84,7 +84,7 @@ def first_cause(traces: Traces, places: Places) -> Cause:
     others = "; the others followed" if places.world > 1 else ""
     if ending is not None:
         if ending.code == STOPPED:
-            return Cause(Manner.SAID, STOPPED, f"stopped on request{_after(ending.step)}: {ending.why}")
+            return Cause(Manner.SAID, STOPPED, f"stopped on request: {ending.why}")
         return Cause(
             Manner.SAID, ending.code, f"{who} ended with code {ending.code}{_after(ending.step)}: {ending.why}{others}"
         )

@@ -29,6 +29,7 @@ from trainer.run_directory import RunDirectory, RunRecord
 from trainer.settings import JobFile, read_job
 
 Program = Callable[[JobFile, str | None, str | None], tuple[str, ...]]  # job, resume, smoke -> what a rank runs
+SAID_BYTES: Final = 1e9  # a checkpoint that takes a while to read
 ATTEMPT_NAME: Final = re.compile(r"attempt-(\d+)")
 
 
@@ -121,11 +122,18 @@ class Launch:
             self._here.places, self._job.settings.launch, run_id(self._run, attempt), program, self._wishes.torchrun
         )
         end = run_ranks(self._here, attempt, commands, environment | {"WATTWATCH_GATE_ID": gate.gate_id})
-        return decide(self._result(attempt, began_at, gate.gate_id, end), retries_left)
+        decision = decide(self._result(attempt, began_at, gate.gate_id, end), retries_left)
+        if self._wishes.smoke and decision.next is Next.DONE:
+            return Decision(Next.DONE, f"the last steps and the save after them went well; {self._run.path} can go")
+        return decision
 
-    def _newest(self) -> Newest:
-        """Every byte is read: a checkpoint whose bytes have changed is found here, and an older one taken."""
-        newest = newest_complete(self._run.checkpoints, deep=True)
+    def _newest(self, deep: bool = True) -> Newest:
+        """`deep` reads every byte: a checkpoint whose bytes have changed is found so, and an older one taken."""
+        newest = newest_complete(self._run.checkpoints)
+        if deep and newest.completion:
+            if (size := sum(fact.bytes for fact in newest.completion.files.values())) > SAID_BYTES:
+                self._say(f"launch: reading {newest.directory}, {size / 1e9:.1f} GB, against its checksums")
+            newest = newest_complete(self._run.checkpoints, deep=True)
         for reason in newest.skipped:
             self._say(f"launch: skipped a checkpoint: {reason}")
         return newest
@@ -152,11 +160,11 @@ class Launch:
         traces, complaints = read_traces(self._run, attempt, here, end.failures, end.lost)
         for line in complaints:
             self._say(f"launch: {line}")
-        newest = self._newest()
-        completion = newest.completion
-        steps = steps_of(self._run, attempt)
+        steps, completion = steps_of(self._run, attempt), self._newest(deep=False).completion
         if steps is None and completion and completion.gate_id == gate_id:
             steps = completion.steps
+        if completion and steps and completion.step >= steps:
+            completion = self._newest().completion  # before anybody says that the work is done
         cause = first_cause(traces, here)
         cause = replace(cause, sentence=f"attempt {attempt}: {cause.sentence}")
         if end.failures and (silent := unsaid(traces, here.world)) and not end.lost:

@@ -62,7 +62,7 @@ def test_a_rank_that_torchrun_asked_to_leave_is_not_the_cause() -> None:
 def test_all_stopped_on_request_is_a_stop() -> None:
     endings = {rank: Ending(4, "stop file", 12) for rank in range(4)}
     cause = first_cause(Traces((), endings), PLACES)
-    assert (cause.code, cause.sentence) == (4, "stopped on request after step 12: stop file")
+    assert (cause.code, cause.sentence) == (4, "stopped on request: stop file")
 
 
 def test_a_silent_rank_is_shown_by_the_end_of_its_log() -> None:
