@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.complete import optimizer_file, read_completion
-from trainer.checkpoint.tensors_file import TensorFact, layout, raw_bytes
+from trainer.checkpoint.tensors_file import DTYPE_NAMES, TensorFact, layout, raw_bytes
 from trainer.refusal import Refusal
 
 MASTER: Final = "master"
@@ -48,19 +48,27 @@ def load_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Opt
     if completion.world != world:
         raise Refusal(f"{directory}: saved by {completion.world} ranks, this job has {world}; {advice}")
     path = directory / optimizer_file(rank)
-    saved = _read(path)
-    shards = {name: _local(parameter) for name, parameter in model.named_parameters()}
-    if wrong := _misfit(saved, shards):
-        raise Refusal(f"{path}: {wrong}; {advice}")
-    for name, shard in shards.items():
-        shard.copy_(saved.pop(f"{MASTER}.{name}"))
     parameters = dict(model.named_parameters())
+    try:
+        with safe_open(path, framework="pt") as file:
+            if wrong := _misfit(file, {name: _local(parameter) for name, parameter in parameters.items()}):
+                raise Refusal(f"{path}: {wrong}; {advice}")
+            _put_back(file, parameters, optimizer)
+    except (OSError, SafetensorError) as error:
+        raise Refusal(f"{path}: {error}; resume from another checkpoint") from None
+
+
+def _put_back(file: Any, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """One tensor after the other, so that the host never holds the file."""
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()
-    for key, tensor in saved.items():
+    for key in file.keys():  # noqa: SIM118  # safe_open is no mapping
         kind, _, name = key.partition(".")
         parameter = parameters[name]
-        optimizer.state[parameter][kind] = _like(parameter, tensor, groups[parameter])
+        if kind == MASTER:
+            _local(parameter).copy_(file.get_tensor(key))
+        else:
+            optimizer.state[parameter][kind] = _like(parameter, file.get_tensor(key), groups[parameter])
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,34 +79,27 @@ def _local_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         found[f"{MASTER}.{name}"] = _local(parameter)
-        for kind, value in optimizer.state.get(parameter, {}).items():
+        for kind, value in sorted(optimizer.state.get(parameter, {}).items()):  # the order in memory follows history
             if isinstance(value, torch.Tensor):
                 found[f"{kind}.{name}"] = _local(value)
     return found
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # safe_open is no mapping
-    except (OSError, SafetensorError) as error:
-        raise Refusal(f"{path}: {error}; resume from another checkpoint") from None
-
-
-def _misfit(saved: dict[str, torch.Tensor], shards: dict[str, torch.Tensor]) -> str:
-    """What the file and the model do not share; "" where they fit."""
-    for name, shard in shards.items():
-        master = saved.get(f"{MASTER}.{name}")
-        if master is None:
-            return f"has no {name}"
-        if master.dtype != shard.dtype:
-            return f"holds {name} as {master.dtype}, the model as {shard.dtype}"
-    for key, tensor in saved.items():
-        name = key.partition(".")[2]
+def _misfit(file: Any, shards: dict[str, torch.Tensor]) -> str:
+    """What the file and the model do not share, from the header alone; "" where they fit."""
+    keys = set(file.keys())
+    if absent := [name for name in shards if f"{MASTER}.{name}" not in keys]:
+        return f"has no {absent[0]}"
+    for key in sorted(keys):
+        kind, _, name = key.partition(".")
         if name not in shards:
             return f"holds {name}, which the model has not"
-        if tensor.dim() and tensor.shape != shards[name].shape:
-            return f"holds {tuple(tensor.shape)} of {name}, this rank of the model {tuple(shards[name].shape)}"
+        saved, shard = file.get_slice(key), shards[name]
+        shape = tuple(saved.get_shape())
+        if shape != tuple(shard.shape) and (shape or kind == MASTER):  # a count of steps has no shape
+            return f"holds {shape} of {name}, this rank of the model {tuple(shard.shape)}"
+        if kind == MASTER and saved.get_dtype() != DTYPE_NAMES[shard.dtype]:
+            return f"holds {name} as {saved.get_dtype()}, the model as {DTYPE_NAMES[shard.dtype]}"
     return ""
 
 

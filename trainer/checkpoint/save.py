@@ -1,7 +1,7 @@
-"""A checkpoint, from the barrier to the new name: what the training loop calls.
+"""A checkpoint, from the staged directory to the new name: what the training loop calls after its barrier.
 
-barrier ─► stage ─► agree ─► gather, write ─► agree ─► mark, sync, rename ─► agree ─► latest, prune
-  all      rank 0    all      all ranks        all       rank 0               all      rank 0
+stage ─► agree ─► gather, write ─► agree ─► mark, sync, rename ─► agree ─► latest, prune
+rank 0    all      all ranks        all       rank 0               all      rank 0
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ class Saver:
         Raises SaveFailed on all ranks, the staged directory removed; where a rank has died, on those that are left, and
         the next Saver removes it. Raises Refusal for a model that cannot be saved.
         """
-        dist.barrier()  # the default group's, with the timeout of a step: all have left the step
         begun = time.monotonic()
         tensors = saved_tensors(model)
         files = weights_files(tensor_facts(tensors), self.file_bytes, self.world, self.ranks_per_node)
