@@ -51,7 +51,7 @@ def run_command(job: str, resume: str | None, smoke: str | None) -> None:
     directory = RunDirectory(Path(job_file.settings.run))
     if number:
         send_output_to(directory.rank_log(number, rank))
-    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format=f"%(asctime)s [rank {rank}] %(message)s")
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format=f"%(asctime)s rank={rank} %(message)s")
     ending = run_rank(job_file, number or 1, Path(resume) if resume else None, smoke is not None)
     (log.info if ending.code == DONE else log.error)("%s", ending.why)
     if number:

@@ -170,6 +170,6 @@ def test_smoke_boundary_runs_the_last_steps_and_their_save_and_leaves_the_job_al
     command = [sys.executable, "-m", "trainer.commands", "launch", str(job), "--smoke", "boundary"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"step {STEPS}/{STEPS}" in done.stdout
+    assert f"step={STEPS}/{STEPS} " in done.stdout
     assert f"step {STEPS - 2} of {STEPS}, to see the end of the epoch and its save" in done.stdout
     assert not (tmp_path / "run" / "checkpoints").exists()

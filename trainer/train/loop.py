@@ -99,12 +99,12 @@ def _micro_beat(heartbeat: Heartbeat) -> Callable[[int], None]:
 def tell(job: Job, done: int, result: StepResult, rate: float) -> None:
     """The line of a step; the pace goes into the heartbeat too."""
     pace = job.meter.pace()
-    line = f"step {done}/{job.plan.steps} loss {result.loss:.4f} grad_norm {result.grad_norm:.3f} lr {rate:.2e}"
+    line = f"step={done}/{job.plan.steps} loss={result.loss:.4f} grad_norm={result.grad_norm:.3f} lr={rate:.2e}"
     if pace:
         job.heartbeat.beat(tokens_per_second=pace.tokens_per_second, data_wait_ms=pace.data_wait_ms)
-        line += f" tok/s {pace.tokens_per_second:.0f}"
-        line += "" if pace.mfu is None else f" mfu {pace.mfu:.1%}"
-        line += f" data_wait {pace.data_wait_ms:.1f}ms"
+        line += f" tok_s={pace.tokens_per_second:.0f}"
+        line += "" if pace.mfu is None else f" mfu={pace.mfu:.1%}"
+        line += f" data_wait_ms={pace.data_wait_ms:.1f}"
     if job.place.rank == 0:
         log.info("%s", line)
 
