@@ -53,9 +53,10 @@ def run_command(job: str, resume: str | None, smoke: str | None) -> None:
         send_output_to(directory.rank_log(number, rank))
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format=f"%(asctime)s rank={rank} %(message)s")
     ending = run_rank(job_file, number or 1, Path(resume) if resume else None, smoke is not None)
-    (log.info if ending.code == DONE else log.error)("%s", ending.why)
     if number:
         leave_ending(directory.ending(number, rank), ending)
+    # Last: where a full disk took the ending, the launcher reads the end of the log.
+    (log.info if ending.code == DONE else log.error)("%s", ending.why)
     leave(ending.code)
 
 
