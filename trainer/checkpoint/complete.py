@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -21,6 +22,7 @@ from trainer.plain import NotPlain, from_plain
 from trainer.refusal import Refusal
 
 VERSION: Final = 1
+HASHED_AT_ONCE: Final = 8
 MARKER: Final = "COMPLETE.json"
 INDEX: Final = "model.safetensors.index.json"
 ONE_FILE: Final = "model.safetensors"
@@ -100,8 +102,7 @@ def incomplete(directory: Path, deep: bool = False) -> str | None:
             _check_size(directory / name, fact)
         _check_weights(directory, completion)
         if deep:
-            for name, fact in completion.files.items():
-                _check_bytes(directory / name, fact)
+            _check_bytes(directory, completion)
     except _Broken as error:
         return str(error)
     except OSError as error:
@@ -214,7 +215,14 @@ def _check_index(path: Path, weights: Mapping[str, frozenset[str]]) -> None:
         raise _Broken(f"{path}: does not name {tensor} of {name}")
 
 
-def _check_bytes(path: Path, fact: FileFact) -> None:
+def _check_bytes(directory: Path, completion: Completion) -> None:
+    with ThreadPoolExecutor(HASHED_AT_ONCE) as threads:  # hashlib lets go of the interpreter
+        digests = threads.map(_sha256, [directory / name for name in completion.files])
+        for (name, fact), digest in zip(completion.files.items(), digests, strict=True):
+            if digest != fact.sha256:
+                raise _Broken(f"{directory / name}: other bytes than were written, its sha256 differs")
+
+
+def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != fact.sha256:
-            raise _Broken(f"{path}: other bytes than were written, its sha256 differs")
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -42,9 +42,15 @@ def publish(run: RunDirectory, staged: Path, completion: Completion) -> Path:
     for directory in {(staged / name).parent for name in completion.files} | {staged}:
         sync_directory(str(directory))
     target = run.checkpoint(completion.step)
-    if os.path.lexists(target):
-        os.rename(target, run.checkpoints / f"{target.name}.tmp-{secrets.token_hex(4)}")
-    os.rename(staged, target)
+    replaced = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}") if os.path.lexists(target) else None
+    if replaced:
+        os.rename(target, replaced)
+    try:
+        os.rename(staged, target)
+    except OSError:
+        if replaced:
+            os.rename(replaced, target)
+        raise
     sync_directory(str(run.checkpoints))
     return target
 

@@ -34,6 +34,7 @@ class Harm:
     event: str
     text: str
     errno: int | None = None  # None: kill -9
+    pipe: Path | None = None  # hangs instead, until somebody opens this named pipe
 
 
 def config(tied: bool, hidden: int = 32) -> Qwen3Config:
@@ -77,7 +78,9 @@ def suffer(harm: Harm | None, rank: int) -> None:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if left and event == harm.event and harm.text in str(arguments[0]):
             left.clear()
-            if harm.errno is None:
+            if harm.pipe is not None:
+                harm.pipe.read_bytes()
+            elif harm.errno is None:
                 os.kill(os.getpid(), signal.SIGKILL)
             else:
                 raise OSError(harm.errno, os.strerror(harm.errno), str(arguments[0]))
@@ -85,9 +88,14 @@ def suffer(harm: Harm | None, rank: int) -> None:
     sys.addaudithook(hook)
 
 
-def saver_of(run: Path, model: Path, keep: int = 2, file_bytes: int = 20_000, ranks_per_node: int = 2) -> Saver:
+def saver_of(run: Path, model: Path, keep: int = 2, file_bytes: int = 20_000, timeout_seconds: float = 30.0) -> Saver:
     return Saver(
-        RunDirectory(run), model, keep=keep, file_bytes=file_bytes, timeout_seconds=30, ranks_per_node=ranks_per_node
+        RunDirectory(run),
+        model,
+        keep=keep,
+        file_bytes=file_bytes,
+        timeout_seconds=timeout_seconds,
+        ranks_per_node=2,
     )
 
 
@@ -119,6 +127,8 @@ def saves(
         except SaveFailed as error:
             answers.append(str(error))
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    if harm and harm.pipe and harm.rank != rank:
+        harm.pipe.write_bytes(b"go on")
     return answers
 
 

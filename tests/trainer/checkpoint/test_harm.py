@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 from pathlib import Path
 
@@ -44,6 +45,17 @@ def test_a_rank_killed_while_saving_leaves_nothing_that_looks_complete(
     (report,) = again.value
     assert incomplete(report.directory, deep=True) is None
     assert not staged[0].exists()
+
+
+def test_a_write_that_hangs_ends_the_save_by_the_saves_own_timeout(tmp_path: Path, model: Path) -> None:
+    """As a file system does that has stopped to answer; the default group's timeout is of half an hour."""
+    os.mkfifo(tmp_path / "pipe")
+    harm = Harm(1, "open", "model-00002-of", pipe=tmp_path / "pipe")
+    ended = run_ranks(2, saves, run=tmp_path / "run", model=model, harm=harm, timeout_seconds=1.0)
+    assert [rank.exit_code for rank in ended] == [0, 0]
+    for number, rank in enumerate(ended):
+        assert f"rank {number}: the save of step 500 broke off" in rank.value[0]
+    assert newest_complete(tmp_path / "run" / "checkpoints").directory is None
 
 
 def test_killed_between_the_name_and_latest_it_is_complete(tmp_path: Path, model: Path) -> None:
