@@ -70,7 +70,7 @@ def keeping(model: Any) -> Any:
         kept: Arrays
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nobody passes a closure
-            self.kept = {name: p.grad.full_tensor().numpy().copy() for name, p in model.named_parameters()}
+            self.kept = {name: p.grad.full_tensor().cpu().numpy().copy() for name, p in model.named_parameters()}
 
     return Keeping(model.parameters(), lr=0.0)
 
