@@ -5,20 +5,37 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from trainer.gate.gather import Rendezvous
 from trainer.gate.report import GateSettings
 from trainer.gate.run import Here, node_name, run_gate
-from trainer.ranks import WORLD_VARIABLES, Ranks, chosen_ranks
+from trainer.ranks import RANK_VARIABLES, WORLD_VARIABLES, Ranks, chosen_ranks
 from trainer.refusal import Refusal
 
+if TYPE_CHECKING:
+    from trainer.settings import JobFile
+
+NODE_VARIABLES: Final = ("WATTWATCH_NODE", "SLURMD_NODENAME")
 KEY_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
 
+def read_defaults(ctx: click.Context, _: click.Parameter, path: str | None) -> JobFile | None:
+    """The job's values become the defaults of the options. Imported here: a gate without a job file stays quick."""
+    if path is None:
+        return None
+    from trainer.gate.job import option_defaults
+    from trainer.settings import read_job
+
+    job = read_job(path)
+    ctx.default_map = option_defaults(job)
+    return job
+
+
 @click.command()
+@click.option("--job", is_eager=True, callback=read_defaults, help="The job's TOML: all of the below but --resume.")
 @click.option("--run", required=True, help="The run directory, shared by all nodes: gate.json, checkpoints/.")
 @click.option("--data", required=True, help="Directory of the packed blocks on this node.")
 @click.option("--world", type=click.IntRange(1), envvar=WORLD_VARIABLES, required=True, help="Ranks of the job.")
@@ -33,7 +50,7 @@ KEY_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 @click.option("--resume", help="Checkpoint directory to resume from: it must be complete.")
 @click.option("--keep", type=click.IntRange(1), default=2, show_default=True, help="Checkpoints that stay on disk.")
 @click.option("--checkpoint-gigabytes", type=click.FloatRange(0, min_open=True), help="Of one; else the model's.")
-@click.option("--node", envvar="SLURMD_NODENAME", help="Name of this node in what is said. [default: its host name]")
+@click.option("--node", envvar=NODE_VARIABLES, help="Name of this node in what is said. [default: its host name]")
 @click.option("--wait", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds for ranks to come.")
 @click.option(
     "--path-deadline", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Seconds for a path."
@@ -41,6 +58,7 @@ KEY_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 @click.option("--strict", is_flag=True, help="Warnings refuse the job too.")
 @click.option("--json", "as_json", is_flag=True, help="Print gate.json, from every process.")
 def gate_command(
+    job: JobFile | None,
     run: str,
     data: str,
     world: int,
@@ -66,9 +84,16 @@ def gate_command(
     Start it on every node at the same time; rank 0's process prints the verdict and writes RUN/gate.json. Exit code:
     0 pass, 1 warnings, 2 refused, 3 the gate itself broke.
     """
+    more = {}
+    if job:
+        from trainer.gate.job import more_settings, ranks_on
+
+        more = more_settings(job)
+        if ranks is None and not any(os.environ.get(name) for name in RANK_VARIABLES):
+            ranks = ranks_on(job, node_name(node))
     ranks = chosen_ranks(world, ranks)
     size = None if checkpoint_gigabytes is None else round(checkpoint_gigabytes * 1e9)
-    settings = GateSettings(world, micro_batch, accumulation, keep, seq_len, vocab_size, size)
+    settings = GateSettings(world, micro_batch, accumulation, keep, seq_len, vocab_size, size, **more)
     here = Here(node_name(node), ranks, data, run, model, resume, config, path_deadline)
     meeting = None if ranks == tuple(range(world)) else meeting_place(rendezvous)
     gate = run_gate(settings, here, meeting, wait)

@@ -3,56 +3,87 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import shutil
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from trainer.gate.child import Child
 from trainer.gate.report import DevicesLook, Gpu
 
 GPU_FIELDS: Final = "index,uuid,name,driver_version,memory.total,memory.used"
+HEALTH_FIELDS: Final = (
+    "ecc.errors.uncorrected.volatile.total,temperature.gpu,power.draw,power.limit,retired_pages.pending"
+)
 PROCESS_FIELDS: Final = "pid,gpu_uuid"
+ROW_FIELDS: Final = "gpu_uuid,remapped_rows.pending"
+UNKNOWN_FIELD: Final = "not a valid field"
 
 
 class DevicesProbe:
-    """Two questions to nvidia-smi, asked at once, answered later."""
+    """Questions to nvidia-smi, asked at once, answered later. An older one does not know all of them."""
 
     def __init__(self) -> None:
         self._path = shutil.which("nvidia-smi")
+        self._begun = time.monotonic()
         self._children: list[Child] = []
         if self._path:
-            for query in (f"--query-gpu={GPU_FIELDS}", f"--query-compute-apps={PROCESS_FIELDS}"):
-                self._children.append(Child([self._path, query, "--format=csv,noheader,nounits"]))
+            self._gpus = self._ask(f"--query-gpu={GPU_FIELDS},{HEALTH_FIELDS}")
+            self._processes = self._ask(f"--query-compute-apps={PROCESS_FIELDS}")
+            self._row_remaps = self._ask(f"--query-remapped-rows={ROW_FIELDS}")
+
+    def _ask(self, query: str) -> Child:
+        assert self._path is not None
+        child = Child([self._path, query, "--format=csv,noheader,nounits"])
+        self._children.append(child)
+        return child
 
     def look(self, until: float) -> DevicesLook:
-        if not self._children:
+        if not self._path:
             return DevicesLook(skipped="no nvidia-smi on this node")
-        begun = time.monotonic()
-        answers = []
-        for child in self._children:
-            lines = child.lines(until)
-            if not child.ended:
-                waited = time.monotonic() - begun
-                return DevicesLook(trouble=f"{self._path} gave no answer in {waited:.1f} s: the driver hangs")
-            if code := child.exit_code():
-                return DevicesLook(trouble=f"{self._path} ended with {code}: {' '.join(lines)[:200]}")
-            answers.append(lines)
-        return read_devices(answers[0], answers[1], os.environ.get("CUDA_VISIBLE_DEVICES"))
+        try:
+            code, gpus = self._answer(self._gpus, until)
+            if code and UNKNOWN_FIELD in " ".join(gpus):  # one unknown field, and it answers none
+                code, gpus = self._answer(self._ask(f"--query-gpu={GPU_FIELDS}"), until)
+            processes_code, processes = self._answer(self._processes, until)
+            rows_code, rows = self._answer(self._row_remaps, until)
+        except TimeoutError as error:
+            return DevicesLook(trouble=str(error))
+        if code or processes_code:
+            words = " ".join(gpus if code else processes)[:200]
+            return DevicesLook(trouble=f"{self._path} ended with {code or processes_code}: {words}")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return read_devices(gpus, processes, visible, [] if rows_code else rows)
+
+    def _answer(self, child: Child, until: float) -> tuple[int | None, list[str]]:
+        """(exit code, lines). Raises TimeoutError."""
+        lines = child.lines(until)
+        if not child.ended:
+            raise TimeoutError(
+                f"{self._path} gave no answer in {time.monotonic() - self._begun:.1f} s: the driver hangs"
+            )
+        return child.exit_code(), lines
 
     def close(self) -> None:
         for child in self._children:
             child.close()
 
 
-def read_devices(gpu_lines: list[str], process_lines: list[str], visible: str | None) -> DevicesLook:
+def read_devices(
+    gpu_lines: list[str], process_lines: list[str], visible: str | None, row_lines: Sequence[str] = ()
+) -> DevicesLook:
     """The boards that CUDA_VISIBLE_DEVICES lets the job see, and the compute processes on those."""
     gpus = []
+    pending = {row[0]: _yes(row[1]) for row in _rows(row_lines) if len(row) == 2}
     for row in _rows(gpu_lines):
         try:
-            index, uuid, name, driver, total, used = row
-            gpus.append(Gpu(int(index), uuid, name, driver, float(total), float(used)))
-        except ValueError:
+            index, uuid, name, driver, total, used, *health = row
+            gpu = Gpu(int(index), uuid, name, driver, float(total), float(used), rows_pending=pending.get(uuid))
+            gpus.append(_with_health(gpu, *health) if health else gpu)
+        except (ValueError, TypeError):
             return DevicesLook(trouble=f"nvidia-smi said {', '.join(row)[:120]!r} where a GPU was expected")
     if visible is not None:
         wanted = [part.strip() for part in visible.split(",")]
@@ -68,5 +99,31 @@ def read_devices(gpu_lines: list[str], process_lines: list[str], visible: str | 
     return DevicesLook(gpus=tuple(gpus), processes=processes)
 
 
-def _rows(lines: list[str]) -> list[list[str]]:
+def _with_health(gpu: Gpu, errors: str, celsius: str, watts: str, limit: str, pages: str) -> Gpu:
+    count = _number(errors)
+    return replace(
+        gpu,
+        uncorrected_errors=None if count is None else int(count),
+        temperature_celsius=_number(celsius),
+        power_watts=_number(watts),
+        power_limit_watts=_number(limit),
+        pages_pending=_yes(pages),
+    )
+
+
+def _number(text: str) -> float | None:
+    """None for [N/A], [Unknown Error] and the like."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _yes(text: str) -> bool | None:
+    """Drivers say Yes or 1, No or 0."""
+    return {"yes": True, "1": True, "no": False, "0": False}.get(text.strip().lower())
+
+
+def _rows(lines: Sequence[str]) -> list[list[str]]:
     return [row for row in csv.reader(lines, skipinitialspace=True) if row]

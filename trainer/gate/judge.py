@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainer.gate.judge_checkpoint import judge_checkpoint
 from trainer.gate.judge_data import count_blocks, judge_blocks, judge_evenness, judge_shards
-from trainer.gate.judge_nodes import judge_checkpoint, judge_devices, judge_world
+from trainer.gate.judge_nodes import judge_devices, judge_world
 from trainer.gate.report import NodeReport
 from trainer.gate.verdict import GateVerdict
 
@@ -24,7 +25,7 @@ def judge(reports: Sequence[NodeReport], note: str = "") -> GateVerdict:
         judge_blocks(settings, shards),
         judge_shards(reports, shards),
         judge_evenness(reports, shards, evenness),
-        judge_checkpoint(reports),
+        judge_checkpoint(reports, evenness),
         judge_devices(reports),
     )
     return GateVerdict(checks, evenness)

@@ -17,6 +17,11 @@ NETWORK_FILESYSTEMS: Final = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "glusterfs", "fuse.glusterfs"}
     | {"9p", "virtiofs", "wekafs", "afs", "fuse.sshfs", "fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"}
 )
+SPREAD: Final = {
+    "min": "all ranks must stop at the minimum",
+    "pad": "the shorter ones repeat their first blocks",
+    "off": 'train.evenness is "off": the job will hang where the shortest one ends',
+}
 SAME_IN_ALL_MANIFESTS: Final = (
     ("corpus_sha256", "corpus"),
     ("corpus_rows", "number of rows in the corpus"),
@@ -62,6 +67,8 @@ def block_troubles(settings: GateSettings, look: ShardLook) -> list[str]:
         out.append(f"the bytes at {look.differing_offsets[0]:,} are not those that were packed")
     elif tuple((sample.offset, sample.bytes) for sample in said.samples) != sample_places(said.size_bytes):
         out.append("its manifest has no hashes to compare with")
+    if settings.document_mask and said.document_starts is None:
+        out.append("packed without --document-mask, which train.document_mask needs: pack again with it")
     if said.document_starts is not None and look.starts_bytes != said.document_starts * 8:
         out.append("the file of document starts is missing or torn")
     return out
@@ -137,8 +144,9 @@ def count_blocks(settings: GateSettings, shards: dict[int, ShardLook]) -> Evenne
             return None
         counts[rank] = look.size_bytes // TOKEN_BYTES // seq_len
     shortest, longest = min(counts, key=lambda r: (counts[r], r)), max(counts, key=lambda r: (counts[r], -r))
-    steps, total = counts[shortest] // settings.blocks_per_step, sum(counts.values())
-    lost = 1 - steps * settings.blocks_per_step * settings.world / total if total else 0.0
+    steps = counts[longest if settings.evenness == "pad" else shortest] // settings.blocks_per_step
+    taken, total = steps * settings.blocks_per_step, sum(counts.values())
+    lost = 1 - sum(min(taken, count) for count in counts.values()) / total if total else 0.0
     by_rank = {str(rank): count for rank, count in counts.items()}
     return Evenness(counts[shortest], counts[longest], shortest, longest, steps, lost, by_rank)
 
@@ -153,14 +161,14 @@ def judge_evenness(reports: Sequence[NodeReport], shards: dict[int, ShardLook], 
         problems.append(
             fail(
                 f"rank {even.shortest_rank} has {even.global_min_blocks:,} blocks, a step takes "
-                f"{settings.blocks_per_step:,}: no step at all"
+                f"{settings.blocks_per_step:,}: no step at all; pack more data, or set a smaller accumulation"
             )
         )
     elif even.spread:
         problems.append(
             warn(
                 f"spread {even.spread:,}: rank {even.shortest_rank} has {even.global_min_blocks:,} blocks, rank "
-                f"{even.longest_rank} has {even.max_blocks:,}; all ranks must stop at the minimum"
+                f"{even.longest_rank} has {even.max_blocks:,}; {SPREAD.get(settings.evenness, SPREAD['min'])}"
             )
         )
     if even and even.steps and even.lost_share > MAX_LOST_SHARE:

@@ -1,18 +1,20 @@
-"""World, checkpoint, devices: are all ranks there, alike, with one place to save to and boards of their own?"""
+"""World and devices: are all ranks there, alike, with sound boards of their own?"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from trainer.gate.report import NodeReport
-from trainer.gate.saying import differing, fail, size_in_words, some, warn
+from trainer.gate.report import Gpu, NodeReport
+from trainer.gate.saying import differing, fail, some, warn
 from trainer.gate.verdict import Check, Level, Problem
 from trainer.ranks import ranks_in_words
 
 MAX_SKEW_SECONDS: Final = 1.0
 MAX_USED_MEMORY_SHARE: Final = 0.05
+MAX_IDLE_CELSIUS: Final = 60.0  # idle boards are at 25 to 45; one that has just lost a job cools within seconds
+MAX_IDLE_POWER_SHARE: Final = 0.3  # of the limit; idle ones draw 0.1 to 0.2
 NODES_OWN: Final = ("_IFNAME", "_HCA", "NCCL_HOSTID", "NCCL_TOPO_FILE")  # names of a node's own wires may differ
 
 
@@ -48,37 +50,6 @@ def judge_world(reports: Sequence[NodeReport], note: str) -> Check:
     return Check("world", tuple(problems), summary)
 
 
-def judge_checkpoint(reports: Sequence[NodeReport]) -> Check:
-    """One directory, seen and writable by all, with room; and a resumed checkpoint that is whole."""
-    settings, problems = reports[0].settings, []
-    for report in reports:
-        look = report.checkpoint
-        if look is None:
-            problems.append(fail(f"{report.node}: the checkpoint directory was not looked at"))
-            continue
-        if look.trouble:
-            problems.append(fail(f"{report.node}: {look.directory}: cannot be written: {look.trouble}"))
-        elif look.sees_rank_0 is False:
-            problems.append(
-                fail(f"{report.node}: {look.directory}: not the directory that {reports[0].node} writes to: not shared")
-            )
-        if report.model and report.model.resume_trouble:
-            problems.append(fail(f"{report.node}: cannot resume: {report.model.resume_trouble}"))
-        if report.model and report.model.trouble:
-            problems.append(fail(f"{report.node}: {report.model.trouble}"))
-    sizes = [settings.checkpoint_bytes, *(r.model.weights_bytes for r in reports if r.model)]
-    one = next((size for size in sizes if size), None)
-    looks = [report.checkpoint for report in reports if report.checkpoint]
-    free = min((look.free_bytes for look in looks if look.free_bytes is not None), default=None)
-    if one and free is not None and free < (settings.keep + 1) * one:
-        short = free < settings.keep * one
-        what = f"{settings.keep} checkpoints of {size_in_words(one)}{'' if short else ' and one being written'}"
-        problem = f"{looks[0].directory}: {size_in_words(free)} free, too little for {what}"
-        problems.append(fail(problem) if short else warn(problem))
-    words = f"free={size_in_words(free)} keep={settings.keep} size={size_in_words(one) if one else 'unknown'}"
-    return Check("checkpoint", tuple(problems), words)
-
-
 def judge_devices(reports: Sequence[NodeReport]) -> Check:
     """The same boards on every node, enough of them, and nobody else on them."""
     problems = []
@@ -93,6 +64,11 @@ def judge_devices(reports: Sequence[NodeReport]) -> Check:
             warn(f"{report.node}: GPU {gpu.index} has {gpu.memory_used_mib:,.0f} MiB in use by nobody that is seen")
             for gpu in look.gpus
             if gpu.memory_used_mib > MAX_USED_MEMORY_SHARE * gpu.memory_total_mib and str(gpu.index) not in busy
+        ]
+        problems += [
+            warn(f"{report.node}: GPU {gpu.index} {text}")
+            for gpu in look.gpus
+            for text in _illness(gpu, str(gpu.index) in busy)
         ]
     skipped = [report.node for report, look in looks if look.skipped]
     seen = [(report, look) for report, look in looks if not look.skipped and not look.trouble]
@@ -112,6 +88,19 @@ def judge_devices(reports: Sequence[NodeReport]) -> Check:
         return Check("devices", tuple(problems), f"skipped: {looks[0][1].skipped}")
     models = some({gpu.name for _, look in seen for gpu in look.gpus}) or "none"
     return Check("devices", tuple(problems), f"gpus={sum(len(look.gpus) for _, look in seen)} model={models}")
+
+
+def _illness(gpu: Gpu, busy: bool) -> Iterator[str]:
+    if gpu.uncorrected_errors:
+        yield f"has had {gpu.uncorrected_errors:,} uncorrected ECC errors since its driver came up; reset or drain it"
+    if gpu.rows_pending or gpu.pages_pending:
+        yield f"has memory {'rows to remap' if gpu.rows_pending else 'pages to retire'} at its next reset; reset it"
+    if busy:
+        return
+    if gpu.temperature_celsius is not None and gpu.temperature_celsius > MAX_IDLE_CELSIUS:
+        yield f"has {gpu.temperature_celsius:.0f} C with nobody on it, over {MAX_IDLE_CELSIUS:.0f}: see to its cooling"
+    if gpu.power_watts and gpu.power_limit_watts and gpu.power_watts > MAX_IDLE_POWER_SHARE * gpu.power_limit_watts:
+        yield f"draws {gpu.power_watts:.0f} W of {gpu.power_limit_watts:.0f} W with nobody on it that is seen"
 
 
 def _one_gpu_each(report: NodeReport, gpus: Sequence[object]) -> bool:

@@ -10,9 +10,13 @@ import hashlib
 import json
 import os
 import sys
+import time
 from array import array
 from collections.abc import Iterator
 from typing import Any, Final
+
+from trainer.gate.beats import beats_in
+from trainer.gate.weights import Shapes, first_difference, parameters, shapes_in
 
 EDGE_BYTES: Final = 64 * 1024
 MAX_PIECES: Final = 64
@@ -99,9 +103,11 @@ def pieces(path: str, manifest_text: str) -> Answer:
 def checkpoint(request: Answer) -> Iterator[Answer]:
     """Writes as a save would: beside, synced, renamed. Holds rank 0's mark until standard input ends.
 
-    `write` is a name to leave for the others, `expect` the name and content that rank 0 has left.
+    `write` is a name to leave for the others, `expect` the name and content that rank 0 has left; `rate_bytes` are
+    written and timed, where they are not 0; `beats` is a directory of heartbeats, or "".
     """
     directory, name = request["directory"], request["write"]
+    rate_file = f"{directory}/{name}.rate"
     answer: Answer = {}
     written = None
     try:
@@ -114,8 +120,13 @@ def checkpoint(request: Answer) -> Iterator[Answer]:
             answer["sees_rank_0"] = sees(directory, *request["expect"])
         write_through(f"{directory}/{name}", request["content"])
         written = f"{directory}/{name}"
+        if request["rate_bytes"]:
+            answer["write_bytes_per_second"] = write_rate(rate_file, request["rate_bytes"])
     except OSError as error:
         answer["trouble"] = why(error)
+    if request["beats"]:
+        with contextlib.suppress(OSError):  # a directory that cannot be read is told of above, or is nobody's
+            answer["beats"] = beats_in(request["beats"])
     if not request["hold"] and written:
         os.unlink(written)
         written = None
@@ -143,6 +154,21 @@ def sees(directory: str, name: str, content: str) -> bool:
         return False
 
 
+def write_rate(path: str, count: int) -> float:
+    """Bytes a second of one file, synced as a checkpoint's are. Raises OSError."""
+    data = memoryview(os.urandom(count))  # nothing that a file system could compress
+    begun = time.monotonic()
+    try:
+        with open(path, "wb", buffering=0) as file:
+            while data:
+                data = data[file.write(data) :]
+            os.fsync(file.fileno())
+        return count / max(time.monotonic() - begun, 1e-6)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
 def write_through(path: str, text: str) -> None:
     from trainer.publish import publish_text
 
@@ -150,33 +176,60 @@ def write_through(path: str, text: str) -> None:
 
 
 def model(request: Answer) -> Iterator[Answer]:
-    """Configuration, tokenizer and size of the model; the checkpoint to resume from."""
-    answer: Answer = {"resume": request["resume"]}
+    """Configuration, tokenizer and weights of the model; the checkpoint to resume from."""
+    answer: Answer = {}
+    config: Answer = {}
+    shapes: Shapes = {}
     try:
         if request["config"]:
             with open(request["config"], "rb") as file:
                 answer["config_sha256"] = hashlib.sha256(file.read(MAX_TEXT_BYTES)).hexdigest()
         if request["model"]:
-            answer |= model_files(request["model"])
+            config = model_config(request["model"])
+            answer |= model_files(request["model"], config)
+            if request["weights"]:
+                shapes = shapes_in(request["model"])
+                answer["parameters"] = parameters(shapes)
     except (OSError, ValueError) as error:
-        answer["trouble"] = why(error)
+        answer["trouble"] = why(error) if isinstance(error, OSError) else str(error)
     if request["resume"]:
-        try:
-            incomplete(request["resume"])
-        except (OSError, ValueError) as error:
-            answer["resume_trouble"] = why(error) if isinstance(error, OSError) else str(error)
+        answer["resume"] = resumed(request["resume"], shapes, config)
     yield answer
 
 
-def model_files(directory: str) -> Answer:
+def resumed(directory: str, model_shapes: Shapes, config: Answer) -> Answer:
+    """What a ResumeLook holds."""
+    from pathlib import Path  # both are slow to import, and seldom needed
+
+    from trainer.checkpoint.complete import incomplete, read_completion
+
+    if trouble := incomplete(Path(directory)):
+        return {"directory": directory, "trouble": trouble}
+    said = read_completion(Path(directory))
+    try:
+        other_shape = first_difference(shapes_in(directory), model_shapes, config)
+    except (OSError, ValueError) as error:
+        return {"directory": directory, "trouble": why(error) if isinstance(error, OSError) else str(error)}
+    facts = {name: getattr(said, name) for name in ("step", "tokens", "world", "optimizer", "blocks_sha256")}
+    return {"directory": directory, "other_shape": other_shape, **facts}
+
+
+def model_config(directory: str) -> Answer:
+    try:
+        with open(f"{directory}/config.json", encoding="utf-8") as file:
+            config = json.load(file)
+    except ValueError as error:
+        raise ValueError(f"{directory}/config.json: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{directory}/config.json: not an object")
+    text = config.get("text_config")
+    return {**text, **config} if isinstance(text, dict) else config
+
+
+def model_files(directory: str, config: Answer) -> Answer:
     from trainer.manifest import meaning_sha256
 
-    with open(f"{directory}/config.json", encoding="utf-8") as file:
-        config = json.load(file)
-    if not isinstance(config, dict):
-        raise ValueError(f"{directory}/config.json is not an object")
-    text_config = config.get("text_config")
-    vocab_size = config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
+    vocab_size = config.get("vocab_size")
     answer: Answer = {"vocab_size": vocab_size if type(vocab_size) is int else None}
     if os.path.exists(f"{directory}/tokenizer.json"):
         with open(f"{directory}/tokenizer.json", "rb") as binary:
@@ -186,36 +239,6 @@ def model_files(directory: str) -> Answer:
     weights = [entry.stat().st_size for entry in os.scandir(directory) if entry.name.endswith(".safetensors")]
     answer["weights_bytes"] = sum(weights) or None
     return answer
-
-
-def incomplete(directory: str) -> None:
-    """Raises OSError or ValueError with the reason why a checkpoint cannot be resumed from.
-
-    A safetensors file states its own length: eight bytes, the header, the end of the last tensor.
-    """
-    if not os.path.exists(f"{directory}/COMPLETE.json"):
-        raise ValueError(f"{directory}: no COMPLETE.json, the save did not end")
-    names = {name for name in os.listdir(directory) if name.endswith(".safetensors")}
-    index = f"{directory}/model.safetensors.index.json"
-    if os.path.exists(index):
-        with open(index, encoding="utf-8") as file:
-            named = json.load(file)
-        if not isinstance(named, dict) or not isinstance(named.get("weight_map"), dict):
-            raise ValueError(f"{index}: no weight_map")
-        names |= set(named["weight_map"].values())
-    if not names:
-        raise ValueError(f"{directory}: no safetensors file")
-    for name in sorted(names):
-        path = f"{directory}/{name}"
-        with open(path, "rb") as binary:
-            size = os.fstat(binary.fileno()).st_size
-            length = int.from_bytes(binary.read(8), "little")
-            if not 0 < length <= size - 8:
-                raise ValueError(f"{path}: {size:,} bytes, cut off in its header")
-            header = json.loads(binary.read(length))
-        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-        if size != 8 + length + max(ends, default=0):
-            raise ValueError(f"{path}: {size:,} bytes, its header says {8 + length + max(ends, default=0):,}")
 
 
 KINDS: Final = {"shards": shards, "checkpoint": checkpoint, "model": model}

@@ -20,7 +20,14 @@ class GateSettings:
     keep: int  # checkpoints that stay
     seq_len: int | None = None  # None: what the manifests say
     vocab_size: int | None = None  # None: the model's, else the tokenizer's
-    checkpoint_bytes: int | None = None  # None: the model's weights, else unknown
+    checkpoint_bytes: int | None = None  # None: from the model's parameters, else unknown
+    epochs: int = 1
+    evenness: str = "min"  # trainer.settings.Evenness: who rules when ranks have unequal block counts
+    document_mask: bool = False  # blocks must have been packed with places where records begin
+    optimizer: bool = False  # checkpoints hold masters and moments too, and a resume wants them
+    random_weights: bool | None = None  # None: nobody said whether the model must have weights
+    file_bytes: int | None = None  # of a weights file; a rank writes whole files
+    save_timeout_seconds: float | None = None  # None: how fast the directory takes a write is not measured
 
     @property
     def blocks_per_step(self) -> int:
@@ -45,14 +52,42 @@ class ShardLook:
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """A rank's heartbeat that somebody may still stand behind."""
+
+    run: str
+    rank: int
+    host: str
+    pid: int
+    age_seconds: float  # by the clock of the node that read it
+    alive: bool | None  # None: a process of another host
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointLook:
-    """The shared directory: can this node write there, and is it the one that rank 0 writes to?"""
+    """The shared directory: can this node write there, is it rank 0's, and does another job live in it?"""
 
     directory: str
     trouble: str | None = None
     sees_rank_0: bool | None = None  # None: this is rank 0's node, or rank 0 wrote nothing
     free_bytes: int | None = None
     filesystem: str = ""
+    write_bytes_per_second: float | None = None  # one small file, synced, while all nodes write theirs
+    beats: tuple[Beat, ...] = ()  # of rank 0's run directory
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeLook:
+    """The checkpoint to resume from: why it cannot be, or what COMPLETE.json says of it."""
+
+    directory: str
+    trouble: str | None = None
+    step: int | None = None  # steps done
+    tokens: int | None = None  # taken in them, by all ranks
+    world: int | None = None
+    optimizer: bool | None = None
+    blocks_sha256: str | None = None
+    other_shape: str | None = None  # the first tensor that is not as the model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +99,9 @@ class ModelLook:
     tokenizer_file_sha256: str | None = None
     tokenizer_meaning_sha256: str | None = None
     weights_bytes: int | None = None
+    parameters: int | None = None  # in those weights; None: there are none, or they cannot be read
     config_sha256: str | None = None  # of the job's configuration file
-    resume_trouble: str | None = None
-    resume: str | None = None
+    resume: ResumeLook | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +112,12 @@ class Gpu:
     driver: str
     memory_total_mib: float
     memory_used_mib: float
+    uncorrected_errors: int | None = None  # ECC, since the driver was loaded
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    pages_pending: bool | None = None  # memory to be retired at the next reset; before Ampere
+    rows_pending: bool | None = None  # memory rows to be remapped at the next reset
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import secrets
 import socket
 import time
@@ -23,10 +24,12 @@ from trainer.gate.judge import judge
 from trainer.gate.report import CheckpointLook, GateSettings, ModelLook, NodeReport, ShardLook
 from trainer.gate.surroundings import code_sha256, environment, versions
 from trainer.gate.verdict import GateVerdict
-from trainer.manifest import manifest_file, read_manifest, starts_file, token_file
+from trainer.manifest import blocks_sha256, manifest_file, read_manifest, starts_file, token_file
 from trainer.plain import NotPlain, from_plain
 
 SCHEMA: Final = 1
+RATE_BYTES: Final = 4 * 1024 * 1024  # written to measure, where there is a timeout to compare with
+LOCAL_RANK_VARIABLES: Final = ("LOCAL_RANK", "SLURM_LOCALID")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,12 @@ class Here:
     @property
     def checkpoints(self) -> str:
         return f"{self.run}/checkpoints"
+
+    @property
+    def heartbeats(self) -> str:
+        """To be read by one process a node: there is a file for each rank of the world. "" for the others."""
+        place = next((os.environ[name] for name in LOCAL_RANK_VARIABLES if os.environ.get(name)), "0")
+        return f"{self.run}/heartbeat" if place == "0" else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,7 @@ def run_gate(settings: GateSettings, here: Here, rendezvous: Rendezvous | None, 
         until = parts.begun + wait_seconds
         is_host = 0 in here.ranks
         listener = stack.enter_context(listen(rendezvous)) if rendezvous and is_host else None
-        looks = _Looks(here, parts, stack)
+        looks = _Looks(here, settings, parts, stack)
         mark = (f".gate-{secrets.token_hex(8)}", secrets.token_hex(16))
         note, member = "", None
         welcome: dict[str, Any] = {"gate_id": secrets.token_hex(6), "mark": None}
@@ -100,7 +109,7 @@ def run_gate(settings: GateSettings, here: Here, rendezvous: Rendezvous | None, 
                 note, member = str(trouble), None
             parts.seconds["rendezvous"] = round(time.monotonic() - parts.begun, 4)
             looks.checkpoint(create=False, write=mark, expect=_two_texts(welcome.get("mark")))
-        report = looks.report(settings)
+        report = looks.report()
         reports = [report]
         if listener and rendezvous:
             reports = host_gather(listener, rendezvous, welcome, report, until)
@@ -132,6 +141,7 @@ def gate_record(gate_id: str, verdict: GateVerdict, reports: list[NodeReport]) -
         "seconds": reports[0].seconds.get("gather"),
         "world": settings.world,
         "config_sha256": config,
+        "blocks_sha256": blocks_sha256(manifests) if len(manifests) == settings.world else None,
         "inputs_sha256": hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest(),
         "global_min_blocks": even.global_min_blocks if even else None,
         "spread": even.spread if even else None,
@@ -159,8 +169,8 @@ def _two_texts(mark: object) -> tuple[str, str] | None:
 class _Looks:
     """The children at work on this node, and what they have answered by the deadline."""
 
-    def __init__(self, here: Here, parts: _Parts, stack: contextlib.ExitStack) -> None:
-        self._here, self._parts, self._stack = here, parts, stack
+    def __init__(self, here: Here, settings: GateSettings, parts: _Parts, stack: contextlib.ExitStack) -> None:
+        self._here, self._settings, self._parts, self._stack = here, settings, parts, stack
         self._checkpoint: Child | None = None
         self.checkpoint_look: CheckpointLook | None = None
         files = [
@@ -170,8 +180,8 @@ class _Looks:
         self._shards = self._start({"kind": "shards", "directory": here.data, "files": files})
         self._model = None
         if here.model or here.resume or here.config:
-            model = {"kind": "model", "model": here.model, "resume": here.resume, "config": here.config}
-            self._model = self._start(model)
+            paths = {"model": here.model, "resume": here.resume, "config": here.config}
+            self._model = self._start({"kind": "model", "weights": not settings.random_weights, **paths})
         self._devices = stack.enter_context(contextlib.closing(DevicesProbe()))
 
     def _start(self, request: dict[str, Any]) -> Child:
@@ -193,13 +203,15 @@ class _Looks:
                     "content": write[1],
                     "expect": expect,
                     "hold": create,
+                    "rate_bytes": 0 if self._settings.save_timeout_seconds is None else RATE_BYTES,
+                    "beats": self._here.heartbeats,
                 }
             )
             answer = self._answer(self._checkpoint, directory)
             self.checkpoint_look = from_plain(CheckpointLook, {"directory": directory, **answer})
 
-    def report(self, settings: GateSettings) -> NodeReport:
-        here, parts = self._here, self._parts
+    def report(self) -> NodeReport:
+        here, settings, parts = self._here, self._settings, self._parts
         report = NodeReport(node=here.node, ranks=here.ranks, settings=settings, checkpoint=self.checkpoint_look)
         with parts.part("surroundings"):
             report = replace(report, versions=versions(), environment=environment(), code_sha256=code_sha256())

@@ -36,13 +36,14 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Evenness:
-    """Block counts over ranks. Every rank stops after `steps`: the shortest rank decides, or the job hangs."""
+    """Block counts over ranks. Every rank stops after `steps`: the shortest rank decides (or, where shorter ones are
+    padded, the longest), or the job hangs."""
 
     global_min_blocks: int
     max_blocks: int
     shortest_rank: int
     longest_rank: int
-    steps: int  # whole optimizer steps of the shortest rank
+    steps: int  # whole optimizer steps of an epoch, the same on every rank
     lost_share: float  # of all blocks, those that no step reaches
     blocks: dict[str, int] = field(default_factory=dict)  # by rank
 

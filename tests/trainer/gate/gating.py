@@ -74,7 +74,10 @@ class Gates:
             self.port = free.getsockname()[1]
 
     def start(self, data: Path, *arguments: object, **environment: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "trainer.commands", "gate", "--data", data, "--run", self.run, *arguments]
+        return self.command("--data", data, "--run", self.run, *arguments, **environment)
+
+    def command(self, *arguments: object, **environment: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "trainer.commands", "gate", *arguments]
         keep = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "SLURM", "RANK"))}
         process = subprocess.Popen(
             [str(part) for part in command],

@@ -34,6 +34,33 @@ def test_only_boards_that_the_job_may_use_count(visible: str | None, seen: list[
     assert bool(look.processes) == (1 in seen)
 
 
+def test_what_a_board_says_of_its_health_is_read_and_what_it_does_not_say_is_unknown() -> None:
+    lines = [f"{GPUS[0]}, 3, 31, 184.20, 1100.00, No", f"{GPUS[1]}, [N/A], [N/A], [Unknown Error], [N/A], [N/A]"]
+    well, unknown = read_devices(lines, [], None, ["GPU-aaaa-1, Yes", "GPU-bbbb-2, [N/A]"]).gpus
+    assert (well.uncorrected_errors, well.temperature_celsius, well.power_watts) == (3, 31.0, 184.2)
+    assert (well.pages_pending, well.rows_pending) == (False, True)
+    assert (unknown.uncorrected_errors, unknown.power_watts, unknown.rows_pending) == (None, None, None)
+
+
+def test_an_older_tool_that_knows_not_all_fields_is_asked_for_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\ncase $1 in *retired*) echo 'Field \"power.limit\" is not a valid field to query.'; exit 2;;\n"
+        f"*remapped*) echo 'Option is not recognized'; exit 1;; --query-gpu*) echo '{GPUS[0]}';; esac\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    probe = DevicesProbe()
+    try:
+        look = probe.look(time.monotonic() + 30)
+    finally:
+        probe.close()
+    assert (look.trouble, [gpu.index for gpu in look.gpus]) == (None, [0])
+
+
 def test_an_answer_that_is_no_table_is_quoted() -> None:
     assert read_devices(["No devices were found"], [], None).trouble == (
         "nvidia-smi said 'No devices were found' where a GPU was expected"

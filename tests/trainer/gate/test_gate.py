@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from tests.trainer.gate.gating import Gates, change_manifest, said, write_job, write_shard
+from trainer.checkpoint.complete import MARKER, Completion, FileFact, completion_text
+from trainer.manifest import blocks_sha256
 
 
 @pytest.fixture
@@ -100,7 +103,8 @@ def test_another_directory_under_the_same_name_is_not_shared(gates: Gates, tmp_p
     first = said(gates.member(data, "0", 2))
     assert first.exit_code == 2
     assert first.problems == [
-        f"FAIL  b: {tmp_path}/own/checkpoints: not the directory that node-0 writes to: not shared"
+        f"FAIL  b: {tmp_path}/own/checkpoints: not the directory that node-0 writes to: not shared; "
+        "name a directory of a shared file system as run directory"
     ]
     assert said(second).exit_code == 2
 
@@ -171,20 +175,33 @@ def test_a_directory_that_cannot_be_written_refuses_the_job_and_the_record_is_mi
     assert answer.err == f"{gates.run}/gate.json is not written: {gates.run}/gate.json.tmp: Not a directory\n"
 
 
+def complete(step: Path) -> None:
+    """Marks what lies there as a whole checkpoint of two ranks, after one step of 8 blocks of 16."""
+    files = {path.name: FileFact(path.stat().st_size, "") for path in step.iterdir() if path.name != MARKER}
+    hashes = {rank: sha256_of(step.parent / "data" / f"rank-{rank:05d}.i32") for rank in range(2)}
+    done = Completion(1, "r", 1, 2, 1, 2 * 8 * 16, 2, "g", blocks_sha256(hashes), False, 0.0, files)
+    (step / MARKER).write_text(completion_text(done))
+
+
+def sha256_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def safetensors(path: Path, tensor_bytes: int) -> None:
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [tensor_bytes // 2], "data_offsets": [0, tensor_bytes]}})
+    header = json.dumps({path.stem: {"dtype": "BF16", "shape": [tensor_bytes // 2], "data_offsets": [0, tensor_bytes]}})
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(tensor_bytes))
 
 
 @pytest.mark.parametrize("damage", [None, "no mark", "truncated", "missing file", "no weights"])
 def test_a_checkpoint_to_resume_from_must_be_whole(damage: str | None, gates: Gates, tmp_path: Path) -> None:
-    data, step = write_job(tmp_path / "data", [16, 16]), tmp_path / "step-00000500"
+    data, step = write_job(tmp_path / "data", [16, 16]), tmp_path / "step-00000001"
     step.mkdir()
     for name in ("a", "b"):
         safetensors(step / f"{name}.safetensors", 64)
-    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    index = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
     (step / "model.safetensors.index.json").write_text(json.dumps(index))
-    (step / "COMPLETE.json").write_text("{}")
+    (step / "config.json").write_text("{}")
+    complete(step)
     match damage:
         case "no mark":
             (step / "COMPLETE.json").unlink()
@@ -199,6 +216,66 @@ def test_a_checkpoint_to_resume_from_must_be_whole(damage: str | None, gates: Ga
     assert answer.exit_code == (0 if damage is None else 2), answer.out
     if damage:
         assert any("cannot resume: " in line and str(step) in line for line in answer.problems)
+
+
+def test_a_checkpoint_of_another_model_is_told_by_its_first_tensor(gates: Gates, tmp_path: Path) -> None:
+    data = write_job(tmp_path / "data", [16, 16])
+    step, model = tmp_path / "step-00000001", tmp_path / "model"
+    for directory, size in ((step, 64), (model, 128)):
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+        safetensors(directory / "model.safetensors", size)
+    complete(step)
+    answer = gates.alone(data, 2, "--model", model, "--resume", step)
+    assert answer.exit_code == 2
+    assert f"{step}: model is [32] there and [64] in the model: it is of another model" in answer.out
+
+
+def test_a_job_that_still_runs_there_is_told_and_one_that_has_ended_is_not(gates: Gates, tmp_path: Path) -> None:
+    data = write_job(tmp_path / "data", [16, 16])
+    beat = {"run": "other", "rank": 3, "host": os.uname().nodename, "pid": os.getpid(), "phase": "train"}
+    path = gates.run / "heartbeat" / "rank-00003.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(beat | {"t_wall": time.time()}))
+    answer = gates.alone(data, 2)
+    assert answer.exit_code == 2
+    assert f"rank 3 of run 'other' still lives in this run directory: pid {os.getpid()} on " in answer.out
+    for ended in ({"phase": "done"}, {"t_wall": 1.0}, {"pid": 2**22 + 1}, {"host": "elsewhere", "t_wall": 1.0}):
+        path.write_text(json.dumps(beat | {"t_wall": time.time()} | ended))
+        assert gates.alone(data, 2).exit_code == 0, ended
+
+
+def write_toml(tmp_path: Path, data: Path, more: str = "") -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    safetensors(model / "model.safetensors", 64)
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'run = "{tmp_path}/run"\ndata = "{data}"\nmodel = "{model}"\n{more}\n[train]\naccumulation = 4\nepochs = 3\n'
+        "[launch]\nranks_per_node = 2\n"
+    )
+    return job
+
+
+def test_a_job_file_says_all_and_flags_win(gates: Gates, tmp_path: Path) -> None:
+    job = write_toml(tmp_path, write_job(tmp_path / "data", [16, 16]))
+    for more, accumulation in (((), 4), (("--accumulation", "2"), 2)):
+        answer = said(gates.command("--job", job, *more))
+        assert answer.exit_code == 0, answer.out + answer.err
+        settings = gates.record["settings"]
+        assert (settings["world"], settings["accumulation"], settings["epochs"]) == (2, accumulation, 3)
+    assert gates.record["config_sha256"] == sha256_of(job)
+    assert gates.record["reports"][0]["checkpoint"]["write_bytes_per_second"] > 0
+    assert os.listdir(gates.run / "checkpoints") == []
+
+
+def test_a_job_file_that_is_none_or_of_another_world_is_wrong_use(gates: Gates, tmp_path: Path) -> None:
+    job = write_toml(tmp_path, write_job(tmp_path / "data", [16, 16]))
+    answer = said(gates.command("--job", job, WORLD_SIZE="8"))
+    assert (answer.exit_code, answer.err.startswith(f"{job}: 1 nodes of 2 ranks are a world of 2, ")) == (2, True)
+    answer = said(gates.command("--job", tmp_path / "none.toml"))
+    assert (answer.exit_code, answer.err) == (2, f"{tmp_path}/none.toml: No such file or directory\n")
 
 
 def test_the_models_own_files_are_the_measure_of_vocabulary_and_tokenizer(gates: Gates, tmp_path: Path) -> None:

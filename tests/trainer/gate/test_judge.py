@@ -19,10 +19,10 @@ from tests.trainer.gate.reports import (
     with_shard,
 )
 from trainer.gate.judge import judge
-from trainer.gate.report import CheckpointLook, DevicesLook, ModelLook, NodeReport
+from trainer.gate.report import Beat, CheckpointLook, DevicesLook, ModelLook, NodeReport, ResumeLook
 from trainer.gate.run import shard_look
 from trainer.gate.verdict import Level
-from trainer.manifest import Manifest, manifest_text
+from trainer.manifest import Manifest, blocks_sha256, manifest_text
 
 LOOK = CheckpointLook("/nfs/run/checkpoints", free_bytes=10**12, sees_rank_0=True)
 
@@ -94,7 +94,10 @@ def test_what_is_wrong_with_one_ranks_data_is_said_with_the_rank(
 
 def test_a_rank_with_less_than_a_step_refuses_the_job() -> None:
     level, text = said(judge(job((40, 40, 7, 40))), "evenness")
-    assert (level, text) == (Level.FAIL, "rank 2 has 7 blocks, a step takes 8: no step at all")
+    assert (level, text) == (
+        Level.FAIL,
+        "rank 2 has 7 blocks, a step takes 8: no step at all; pack more data, or set a smaller accumulation",
+    )
 
 
 def test_much_lost_is_a_warning_of_its_own() -> None:
@@ -142,7 +145,7 @@ def test_a_node_that_is_not_like_the_other_is_named(changes: dict[str, Any], lev
         ({"checkpoint": replace(LOOK, free_bytes=100 * 10**9)}, "FAIL",
          "100.0 GB free, too little for 2 checkpoints of 62.0 GB"),
         ({"checkpoint": replace(LOOK, free_bytes=150 * 10**9)}, "WARN", "62.0 GB and one being written"),
-        ({"model": ModelLook(resume="x", resume_trouble="x: no COMPLETE.json")}, "FAIL", "cannot resume: x: no"),
+        ({"model": ModelLook(resume=ResumeLook("x", trouble="x: no COMPLETE.json"))}, "FAIL", "cannot resume: x: no"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_directory_that_cannot_take_a_save_is_named(
@@ -188,6 +191,103 @@ def test_ids_are_measured_by_the_models_vocabulary_where_it_is_known() -> None:
     level, text = said(judge(other), "shards")
     assert level is Level.FAIL
     assert "node-b: ranks 8-15 packed with another tokenizer than the model's" in text
+
+
+RESUME = ResumeLook(
+    "/nfs/step-00000500", step=500, tokens=500 * 8 * 16 * SEQ_LEN, world=16, optimizer=True,
+    blocks_sha256=blocks_sha256({rank: f"{rank:064x}" for rank in range(16)}),
+)  # fmt: skip
+
+
+def resuming(settings: dict[str, Any], **changes: Any) -> list[NodeReport]:
+    model = ModelLook(resume=replace(RESUME, **changes))
+    return [replace(report, model=model, settings=replace(report.settings, **settings)) for report in job()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "level", "words"),
+    [
+        ({"optimizer": True}, {}, "PASS", ""),
+        ({}, {"world": 8}, "PASS", ""),
+        ({"optimizer": True}, {"world": 8}, "FAIL", "its optimizer state is of 8 ranks, the job has 16; use as many"),
+        ({"optimizer": True}, {"optimizer": False}, "WARN", "holds no optimizer state"),
+        ({}, {"blocks_sha256": "9" * 64}, "FAIL", "it was trained on other blocks than these"),
+        ({}, {"tokens": 7}, "FAIL", "it took 7 tokens in 500 steps, this job takes 262,144 a step"),
+        ({}, {"step": 3_854, "tokens": None}, "WARN", "all 3,854 steps are done"),
+        ({}, {"step": 3_855, "tokens": None}, "FAIL", "it has done 3,855 steps, the job has 3,854"),
+        ({"epochs": 2}, {"step": 3_855, "tokens": None}, "PASS", ""),
+        ({}, {"other_shape": "a.weight is [2] there and [3] in the model"}, "FAIL", "a.weight is [2] there and [3]"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_other_data_shapes_or_ranks_is_not_resumed_from(
+    settings: dict[str, Any], changes: dict[str, Any], level: str, words: str
+) -> None:
+    found, text = said(judge(resuming(settings, **changes)), "checkpoint")
+    assert (found, words in text) == (level, True), text
+    if level == "FAIL":
+        assert text.startswith("node-a, node-b: cannot resume: /nfs/step-00000500: ")
+
+
+def living(alive: tuple[bool | None, bool | None]) -> list[NodeReport]:
+    beats = [(Beat("other", 3, "host-b", 77, 4.0, one),) for one in alive]
+    return [replace(r, checkpoint=replace(LOOK, beats=beat)) for r, beat in zip(job(), beats, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("alive", "level"),
+    [((None, None), "FAIL"), ((None, True), "FAIL"), ((None, False), "PASS"), ((False, None), "PASS")],
+)
+def test_a_rank_that_still_lives_in_the_run_directory_refuses_the_job(
+    alive: tuple[bool | None, bool | None], level: str
+) -> None:
+    found, text = said(judge(living(alive)), "checkpoint")
+    assert found == level
+    assert ("rank 3 of run 'other' still lives in this run directory: pid 77 on host-b, heartbeat 4 s old" in text) == (
+        level == "FAIL"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rate", "level", "seconds"), [(2e9, "PASS", ""), (1e7, "WARN", "about 3,100 s of the 3,600 s")]
+)
+def test_a_directory_too_slow_for_a_save_is_a_warning(rate: float, level: str, seconds: str) -> None:
+    reports = [
+        replace(
+            report,
+            checkpoint=replace(LOOK, write_bytes_per_second=rate),
+            settings=replace(report.settings, save_timeout_seconds=3600.0),
+        )
+        for report in job()
+    ]
+    found, text = said(judge(reports), "checkpoint")
+    assert (found, seconds in text) == (level, True), text
+
+
+@pytest.mark.parametrize(
+    ("health", "words"),
+    [
+        ({"uncorrected_errors": 2}, "GPU 7 has had 2 uncorrected ECC errors"),
+        ({"rows_pending": True}, "GPU 7 has memory rows to remap"),
+        ({"pages_pending": True}, "GPU 7 has memory pages to retire"),
+        ({"temperature_celsius": 71.0}, "GPU 7 has 71 C with nobody on it"),
+        ({"power_watts": 600.0, "power_limit_watts": 1100.0}, "GPU 7 draws 600 W of 1100 W"),
+    ],
+)
+def test_a_board_that_is_not_well_is_a_warning(health: dict[str, Any], words: str) -> None:
+    devices = DevicesLook(gpus=(*(gpu(n) for n in range(7)), gpu(7, **health)))
+    found, text = said(judge(with_node(job(), 1, devices=devices)), "devices")
+    assert (found, f"node-b: {words}" in text) == (Level.WARN, True), text
+
+
+@pytest.mark.parametrize(
+    ("evenness", "steps", "words"),
+    [("pad", 3_861, "the shorter ones repeat their first blocks"), ("off", 3_854, "the job will hang")],
+)
+def test_the_steps_are_those_that_the_ranks_will_agree_on(evenness: str, steps: int, words: str) -> None:
+    verdict = judge([replace(r, settings=replace(r.settings, evenness=evenness)) for r in job()])
+    assert verdict.evenness is not None
+    assert verdict.evenness.steps == steps
+    assert words in said(verdict, "evenness")[1]
 
 
 def test_sixteen_lines_of_a_check_are_enough_for_a_terminal() -> None:
