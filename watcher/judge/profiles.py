@@ -7,6 +7,7 @@ import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class Profile:
     light: tuple[Band, ...]  # where healthy training of this board was seen below its compute plateau
     certain: float  # 0..1: how far a verdict may rest on these numbers alone
     source: str
+    bands_from: str = ""  # the bands are those of this board, scaled; "": its own, or none
+    bands_certain: float = 1.0  # 0..1: how far a verdict may rest on the bands
 
     def matches(self, name: str) -> bool:
         return re.search(self.match, name) is not None
@@ -62,8 +65,36 @@ class Profile:
 
 @cache
 def shipped_profiles() -> tuple[Profile, ...]:
-    """The table of profiles.toml, in order; the last one matches every board."""
+    """The table of profiles.toml, in order; the last one matches every board. Boards whose bands nobody has measured
+    get those of `bands_from`, scaled."""
     table = tomllib.loads(resources.files(__package__).joinpath("profiles.toml").read_text("utf-8"))
+    rows = _rows(table["profile"])
+    scaled = table["scaled"]
+    measured = next(row for row in rows if row.name == scaled["bands_from"])
+    measured = replace(measured, communication=Band(*scaled["communication_watts"]))
+    return tuple(row if row.communication else with_bands_of(measured, row, float(scaled["certain"])) for row in rows)
+
+
+def with_bands_of(measured: Profile, board: Profile, certain: float) -> Profile:
+    """`board` with the bands of `measured`: each lies at the same share of the way from floor to limit."""
+
+    def move(watts: float) -> float:
+        share = (watts - measured.floor_watts) / (measured.limit_watts - measured.floor_watts)
+        return board.floor_watts + share * (board.limit_watts - board.floor_watts)
+
+    def band(old: Band | None) -> Band | None:
+        return None if old is None else Band(move(old.low_watts), move(old.high_watts))
+
+    return replace(
+        board,
+        communication=band(measured.communication),
+        starvation=board.starvation or band(measured.starvation),
+        bands_from=measured.name,
+        bands_certain=certain,
+    )
+
+
+def _rows(rows: list[dict[str, Any]]) -> tuple[Profile, ...]:
     return tuple(
         Profile(
             name=row["name"],
@@ -78,7 +109,7 @@ def shipped_profiles() -> tuple[Profile, ...]:
             certain=float(row["certain"]),
             source=row["source"],
         )
-        for row in table["profile"]
+        for row in rows
     )
 
 
@@ -97,10 +128,16 @@ def profile_for(name: str | None, limit_watts: float | None) -> Profile:
     if limit_watts is None:
         return generic
     share = limit_watts / generic.limit_watts
+
+    def band(old: Band | None) -> Band | None:
+        return None if old is None else Band(old.low_watts * share, old.high_watts * share)
+
     return replace(
         generic,
         limit_watts=limit_watts,
         idle_watts=generic.idle_watts * share,
         floor_watts=generic.floor_watts * share,
         compute_watts=generic.compute_watts * share,
+        communication=band(generic.communication),
+        starvation=band(generic.starvation),
     )

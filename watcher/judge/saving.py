@@ -13,7 +13,7 @@ from typing import Final
 
 from collectors.samples import CheckpointEntry
 from watcher.judge.look import Look
-from watcher.judge.verdict import PowerState
+from watcher.judge.verdict import PowerState, Shape
 
 UNSEEN_LIMIT_SECONDS: Final = 600.0
 FACTOR: Final = 3.0
@@ -93,7 +93,8 @@ class Saving:
             self._end()
         growing = entry is not None and self._grows(entry, look)
         by_heartbeat = SAVE in look.phases
-        pictured = look.verdict.state is PowerState.CHECKPOINT
+        # All ranks at rest right after work is said to be a save too, but is no picture of one to count time by.
+        pictured = look.verdict.state is PowerState.CHECKPOINT and look.verdict.shape is Shape.RANK0_LOW_REST_BUSY
         if not (by_heartbeat or growing or pictured or (self.save is not None and self.save.entry and entry)):
             if self.save is not None and not self.within_limit and not look.sample.complete and not moved:
                 return  # a save that does not end has not ended because nobody can see it

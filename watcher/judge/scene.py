@@ -20,8 +20,11 @@ from watcher.judge.shape import BUSY_PERCENT, LOW_PERCENT, Picture, picture_of
 
 # A context holds some hundred MiB; a driver alone 0 to 20 MiB, a display or a daemon a little more.
 HELD_BYTES: Final = 300 * 1024**2
+# A bare context with the buffers of a collective library takes 0.4 to 1.5 GB: no model is loaded, nothing can be saved.
+BARE_CONTEXT_BYTES: Final = 1.5 * 1024**3
 # A floor is learned or shipped from a few boards; single ones lie a little above it.
 NEAR_FLOOR: Final = 1.15
+MEDIAN_NEAR_FLOOR: Final = 1.03
 # Spinning against idling with a context in one picture; the share matters on small boards, where 35 W is all there is.
 SPIN_ABOVE_LOW_WATTS: Final = 35.0
 SPIN_ABOVE_LOW_SHARE: Final = 1.35
@@ -87,11 +90,11 @@ def scene_of(
     watts = [w for g in members if (w := watts_of(g.gpu)) is not None]
     median = statistics.median(watts)
     fraction = fraction_of(members)
-    shown = shown_floor(members)
+    shown = shown_floor(members, board.floor_watts if known else None)
     by_profile = (
         known
         and board.certain >= CERTAIN_ENOUGH
-        and median <= board.floor_watts
+        and median <= MEDIAN_NEAR_FLOOR * board.floor_watts
         and max(watts) <= NEAR_FLOOR * board.floor_watts
     )
     by_picture = shown is not None and max(watts) <= shown
@@ -126,14 +129,24 @@ def _holds(gpu: GpuSample) -> bool | None:
     return None if gpu.memory_used_bytes is None else gpu.memory_used_bytes >= HELD_BYTES
 
 
+def bare(gpus: Sequence[RankGpu]) -> bool:
+    """Whether no board holds more than a context: memory is known on all of them, and no model is loaded."""
+    held = [g.gpu.memory_used_bytes for g in gpus]
+    return all(each is not None and each <= BARE_CONTEXT_BYTES for each in held)
+
+
 def _busy(gpu: GpuSample) -> bool:
     return (gpu.utilization_percent or 0.0) > LOW_PERCENT
 
 
-def shown_floor(gpus: Sequence[RankGpu]) -> float | None:
-    """The most that a spinning board may draw, by what the low boards of the same picture draw; None without any."""
+def shown_floor(gpus: Sequence[RankGpu], floor_watts: float | None = None) -> float | None:
+    """The most that a spinning board may draw, by what the low boards of the same picture draw; None without any.
+
+    `floor_watts`: of the profile. Where resting draws a large share of the limit (T4, K80), a low board that draws no
+    more than it is at rest all the same; but then only a busy board that draws hardly more spins.
+    """
     low: list[float] = []
-    spinning = False
+    spinning = high = False
     for each in gpus:
         watts, percent, limit = watts_of(each.gpu), each.gpu.utilization_percent, each.gpu.power_limit_watts
         if watts is None or percent is None:
@@ -141,12 +154,14 @@ def shown_floor(gpus: Sequence[RankGpu]) -> float | None:
         spinning = spinning or percent >= BUSY_PERCENT
         if percent <= LOW_PERCENT and watts > 0:
             if watts > (HIGHEST_FLOOR_WATTS if limit is None else HIGHEST_FLOOR_FRACTION * limit):
-                return None
+                if floor_watts is None or watts > MEDIAN_NEAR_FLOOR * floor_watts:
+                    return None
+                high = True
             low.append(watts)
     if not low or not spinning:
         return None
     idle = statistics.median(low)
-    return min(idle + SPIN_ABOVE_LOW_WATTS, SPIN_ABOVE_LOW_SHARE * idle)
+    return NEAR_FLOOR * idle if high else min(idle + SPIN_ABOVE_LOW_WATTS, SPIN_ABOVE_LOW_SHARE * idle)
 
 
 def _words(

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from watcher.judge.job_sample import RankGpu
-from watcher.judge.verdict import Shape
+from watcher.judge.verdict import Shape as Shape
 
 # Spinning reads 90 to 100 % (nccl#2353: 96 %), so "busy" is not == 100; a rank in a barrier reads 0 to 5 %.
 BUSY_PERCENT: Final = 90.0
 LOW_PERCENT: Final = 10.0
+# Shapes in which one rank stands out.
+LONE: Final = frozenset({Shape.ONE_LOW_REST_BUSY, Shape.RANK0_LOW_REST_BUSY, Shape.ONE_BUSY_REST_LOW})
 
 
 @dataclass(frozen=True, slots=True)

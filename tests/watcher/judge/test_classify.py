@@ -49,7 +49,9 @@ def test_steps_that_stand_decide_and_the_shape_says_who(utilization: list[float]
 def test_all_boards_at_zero_with_memory_held_is_never_a_hang_by_itself() -> None:
     verdict = classify(picture([189] * 8, [0] * 8))
     assert verdict.state is PowerState.IDLE
-    assert verdict.confidence <= 0.5
+    assert verdict.confidence <= 0.6
+    assert verdict.alternative is not None
+    assert verdict.alternative.state is PowerState.HANG
 
 
 def test_full_utilisation_without_memory_or_process_is_a_ghost() -> None:

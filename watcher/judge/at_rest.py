@@ -1,0 +1,134 @@
+"""Boards that draw no more than idling with a context or spinning does, and boards that hold no context at all.
+
+Idle with a context, a checkpoint and a deadlock draw the same here. Shape separates them, and what the low rank does:
+a rank that saves copies its tensors off the board, which shows as a few per cent (3 to 7 % in all public windows of a
+rank-0 save on H100), while one that is not in the collective shows 0 (all public hangs of that shape).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from watcher.judge.conclude import conclude, left_behind
+from watcher.judge.job_sample import NodeState
+from watcher.judge.profiles import generic_profile
+from watcher.judge.scene import ProgressWord, Scene, bare
+from watcher.judge.shape import Shape
+from watcher.judge.verdict import PowerState, Verdict
+
+# Nothing on the boards, and the host's processes were listed and are none of the job's.
+EMPTY: Final = 0.95
+# Nothing on the boards, and nobody says what runs on the host: a launch that stands before it reaches the boards looks
+# the same. Of ten such public pictures two were that.
+SEEMS_EMPTY: Final = 0.58
+# Memory held at 0 %: start-up, a server without requests, or a job that is dead. In public pictures half and half.
+LOADED_AT_REST: Final = 0.55
+# A rank that stays out of a collective can only be told from rank 0's part in a save if there are others to see.
+FEW_BOARDS: Final = 3
+
+
+def nobody_listed(nodes: Iterable[NodeState]) -> bool:
+    """Processes were listed on every node, and there is none."""
+    listed = [node.processes for node in nodes]
+    return bool(listed) and all(each is not None and not each for each in listed)
+
+
+def nobody_home(scene: Scene, nodes: Iterable[NodeState]) -> Verdict:
+    """No memory held: nothing runs, whatever utilisation says. An idle board that is woken by the query itself reads
+    100 % with 0 MiB (persistence off), and so does one left behind by a kill."""
+    if scene.progress is ProgressWord.STALLED:
+        why = "Steps stand and no board holds a context: the job stands before it reaches the boards, or has left them"
+        return conclude(scene, PowerState.HANG, 0.55, why, (PowerState.IDLE, 0.4))
+    empty = nobody_listed(nodes)
+    if scene.picture.shape is not Shape.ALL_LOW:
+        why = "No board holds a context; utilisation without memory or process is a ghost"
+        return conclude(scene, PowerState.IDLE, 0.8 if empty else 0.75, why)
+    if empty:
+        return conclude(scene, PowerState.IDLE, EMPTY, "No board holds a context and no process runs")
+    why = "No board holds a context; a job that stands before it reaches the boards looks the same"
+    return conclude(scene, PowerState.IDLE, SEEMS_EMPTY, why, (PowerState.HANG, 0.3))
+
+
+def stalled(scene: Scene) -> Verdict | None:
+    """The steps stand: that decides. Power and shape only say how sure, and who."""
+    if scene.progress is not ProgressWord.STALLED:
+        return None
+    who = left_behind(scene)
+    if scene.picture.shape is Shape.RANK0_LOW_REST_BUSY and scene.at_floor:
+        why = "Steps stand and rank 0 alone is low at the power floor: a save that does not end, or a deadlock in it"
+        return conclude(scene, PowerState.HANG, 0.75, why, (PowerState.CHECKPOINT, 0.25), who)
+    confidence = 0.95 if scene.at_floor else 0.8
+    why = "Steps stand at the power floor" if scene.at_floor else "Steps stand although power is above the floor"
+    return conclude(scene, PowerState.HANG, confidence, why, (PowerState.WAITING, 0.1), who)
+
+
+def at_rest(scene: Scene) -> Verdict | None:
+    if not scene.at_floor:
+        return None
+    shape, sure = scene.picture.shape, scene.certain
+    rank_0 = shape is Shape.RANK0_LOW_REST_BUSY
+    # A step counted some seconds ago does not outweigh what is seen now; somebody who says that they advance does.
+    if scene.told and scene.progress is ProgressWord.ADVANCING and not rank_0:
+        return _slowly_moving(scene)
+    if rank_0:
+        return _rank_0_low(scene)
+    if shape is Shape.ONE_LOW_REST_BUSY:
+        if len(scene.gpus) < FEW_BOARDS:
+            why = "One of two boards is low and the other spins at the power floor"
+            return conclude(scene, PowerState.HANG, 0.55 * sure, why, (PowerState.CHECKPOINT, 0.4), left_behind(scene))
+        why = "One rank is low and all others spin at the power floor: it is not in the collective that they wait in"
+        return conclude(scene, PowerState.HANG, 0.85 * sure, why, (PowerState.CHECKPOINT, 0.15), left_behind(scene))
+    if shape is Shape.ALL_BUSY:
+        return _all_spin(scene)
+    if shape is Shape.ALL_LOW:
+        held = "memory is held" if scene.held else "memory is unknown"
+        why = f"No board works and {held}: start-up, a pause between phases, or processes that no longer feed them"
+        return conclude(scene, PowerState.IDLE, LOADED_AT_REST, why, (PowerState.HANG, 0.35))
+    # Shapes other than rank 0 alone never lasted 10 s in 13.9 h of healthy public logs.
+    if shape is Shape.ONE_BUSY_REST_LOW:
+        why = "One board spins at the power floor, the rest is low: it waits in a collective that the others are not in"
+        return conclude(scene, PowerState.HANG, 0.8 * sure, why, (PowerState.WAITING, 0.15), left_behind(scene))
+    if shape is Shape.TWO_GROUPS:
+        why = "Two groups at the power floor: some ranks spin in a collective that the others are not in"
+        return conclude(scene, PowerState.HANG, 0.8 * sure, why, (PowerState.WAITING, 0.15), scene.picture.standing_out)
+    why = "Utilisation scatters near the power floor: boards are fed now and then"
+    return conclude(scene, PowerState.STARVATION, 0.45, why, (PowerState.HANG, 0.3))
+
+
+def _rank_0_low(scene: Scene) -> Verdict:
+    """Rank 0 gathers and writes, or prepares something alone, or is not in the collective."""
+    sure, low = scene.certain, scene.picture.standing_out[0].gpu
+    if bare(scene.gpus):
+        why = "Rank 0 alone is low and the rest spins, with bare contexts on the boards: no model is there to be saved"
+        return conclude(scene, PowerState.HANG, 0.55 * sure, why, (PowerState.WAITING, 0.35), left_behind(scene))
+    few = len(scene.gpus) < FEW_BOARDS
+    if (low.utilization_percent or 0.0) > 0 or (low.memory_utilization_percent or 0.0) > 0:
+        why = "Rank 0 alone is low and moves a little, the rest spins at the power floor: rank 0 gathers and writes"
+        confidence, other = (0.75, 0.2) if few else (0.97, 0.1)
+    else:
+        why = "Rank 0 alone is low and the rest spins at the power floor: rank 0 gathers and writes"
+        confidence, other = (0.5, 0.4) if few else (0.6, 0.35)
+    return conclude(scene, PowerState.CHECKPOINT, confidence * sure, why, (PowerState.HANG, other))
+
+
+def _all_spin(scene: Scene) -> Verdict:
+    """Light kernels read 100 % near the floor too; ranks that wait for each other are the commoner cause."""
+    if len(scene.gpus) > 1:
+        why = "All boards read busy and none draws more than spinning does"
+        return conclude(scene, PowerState.HANG, 0.8 * scene.certain, why, (PowerState.WAITING, 0.15))
+    if scene.profile.name == generic_profile().name:
+        # A small kernel in a loop on a single board (60 of 260 W in a public burn test) has nobody to wait for.
+        why = "One board reads busy near what spinning draws, and its own floor is not known: light work, or a wait"
+        return conclude(scene, PowerState.UNKNOWN, 0.35, why, (PowerState.HANG, 0.35))
+    why = "The board reads busy and draws no more than spinning does; the ranks that it may wait for are not in sight"
+    return conclude(scene, PowerState.HANG, 0.55 * scene.certain, why, (PowerState.WAITING, 0.3))
+
+
+def _slowly_moving(scene: Scene) -> Verdict:
+    """Steps advance at the floor: busy boards wait for each other, boards that rest wait for data."""
+    if scene.picture.shape in (Shape.ALL_LOW, Shape.SCATTER):
+        why = "Steps advance while the boards rest most of the time near the power floor: they wait for data"
+        return conclude(scene, PowerState.STARVATION, 0.6, why, (PowerState.COMMUNICATION, 0.2))
+    why = "Steps advance although power is near the floor: light work, or a poor link"
+    return conclude(scene, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.3))

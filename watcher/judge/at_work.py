@@ -1,0 +1,137 @@
+"""Boards that draw more than spinning does: work of some kind. In no band is an answer.
+
+Bands are measured on one board (B300) and scaled between floor and limit to the others: said with less confidence
+there, and only of the shape that the band was measured with. Healthy work spans 0.37 to 1.0 of the limit and
+communication 0.27 to 0.53 over all boards, so between floor and plateau two readings always stand.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from watcher.judge.conclude import conclude, floor_known, left_behind
+from watcher.judge.scene import HIGHEST_FLOOR_WATTS, NEAR_FLOOR, ProgressWord, Scene, bare, watts_of
+from watcher.judge.shape import LOW_PERCENT, Shape
+from watcher.judge.verdict import PowerState, Verdict
+
+BARELY: Final = 1 / 3  # of the way from floor to plateau: moving jobs over poor links lie here (0.26 of the limit)
+# Healthy steps read 84 to 97 % from board to board at the power of work; ranks that wait for data, 10 to 100.
+EVEN_PERCENT: Final = 75.0
+EVEN_SPREAD: Final = 15.0
+
+
+def at_work(scene: Scene) -> Verdict:
+    shape = scene.picture.shape
+    if not floor_known(scene) and shape is not Shape.ALL_LOW and scene.watts < _surely_work(scene):
+        return _nothing_to_measure_by(scene)
+    if shape is Shape.ALL_BUSY:
+        return _evenly_busy(scene)
+    if shape is Shape.SCATTER:
+        return _unevenly_busy(scene)
+    if shape is Shape.ALL_LOW:
+        return _resting(scene)
+    if scene.watts >= scene.profile.compute_watts:
+        why = "Most boards draw the power of plain compute; some read low at this moment"
+        return conclude(scene, PowerState.COMPUTE, 0.55, why, (PowerState.STARVATION, 0.3), left_behind(scene))
+    why = "Some boards are low while others work and draw more than spinning does: in no band"
+    return conclude(scene, PowerState.UNKNOWN, 0.35, why, (PowerState.HANG, 0.3), left_behind(scene))
+
+
+def _surely_work(scene: Scene) -> float:
+    """Watts that no board draws without working: by the profile, or above every floor ever seen."""
+    return scene.profile.compute_watts if scene.known else HIGHEST_FLOOR_WATTS
+
+
+def _nothing_to_measure_by(scene: Scene) -> Verdict:
+    """A board without name and limit, or one whose spinning and working draw the same."""
+    lack = "spinning and working draw nearly the same on this board" if scene.known else "this board's floor is unknown"
+    if scene.progress is ProgressWord.ADVANCING:
+        state = PowerState.COMMUNICATION if scene.known else PowerState.COMPUTE
+        return conclude(scene, state, 0.5, f"Steps advance; {lack}", (PowerState.COMPUTE, 0.3))
+    why = f"Boards are busy and {lack}: watts cannot tell work from waiting"
+    return conclude(scene, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3), left_behind(scene))
+
+
+def _evenly_busy(scene: Scene) -> Verdict:
+    profile, watts = scene.profile, scene.watts
+    if profile.communication is not None and watts in profile.communication:
+        whose = f"scaled from {profile.bands_from} to this board" if profile.bands_from else "of this board"
+        why = f"All ranks are evenly busy in the band of communication {whose}"
+        confidence = 0.75 * profile.bands_certain
+        return conclude(scene, PowerState.COMMUNICATION, confidence, why, (PowerState.COMPUTE, 0.95 - confidence))
+    if watts >= profile.compute_watts:
+        return _plain_compute(scene)
+    light = any(watts in band for band in profile.light)
+    barely = watts < profile.floor_watts + BARELY * (profile.compute_watts - profile.floor_watts)
+    advancing = scene.progress is ProgressWord.ADVANCING
+    if advancing and barely and not light:
+        why = "Steps advance, and all ranks are evenly busy at little more than what spinning draws"
+        return conclude(scene, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.35))
+    if advancing or light:
+        why = "All ranks are evenly busy below the compute plateau, as light healthy training of this board is"
+        return conclude(scene, PowerState.COMPUTE, 0.7 if advancing else 0.45, why, (PowerState.COMMUNICATION, 0.3))
+    if watts <= profile.floor_watts:
+        why = "Some boards spin at the floor, some do not"
+        return conclude(scene, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3))
+    if barely:
+        why = "All ranks are evenly busy at little more than what spinning draws"
+        return conclude(scene, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.35))
+    why = "All ranks are evenly busy, well above the floor and below the compute plateau"
+    return conclude(scene, PowerState.COMMUNICATION, 0.45, why, (PowerState.COMPUTE, 0.4))
+
+
+def _plain_compute(scene: Scene) -> Verdict:
+    """At or above the plateau. Below the band of communication the plateau was seen, but the band is only scaled."""
+    band = scene.profile.communication
+    confidence = 0.9 if scene.known else 0.6
+    if band is not None and scene.watts < band.low_watts:
+        why = "All ranks are busy at the lower end of plain compute"
+        return conclude(scene, PowerState.COMPUTE, min(confidence, 0.7), why, (PowerState.COMMUNICATION, 0.25))
+    return conclude(scene, PowerState.COMPUTE, confidence, "All ranks are busy at the power of plain compute")
+
+
+def _unevenly_busy(scene: Scene) -> Verdict:
+    profile, watts = scene.profile, scene.watts
+    if watts >= profile.compute_watts and _even(scene):
+        why = "All ranks are about evenly busy at the power of plain compute"
+        return conclude(scene, PowerState.COMPUTE, 0.9 if scene.known else 0.6, why, (PowerState.STARVATION, 0.1))
+    if profile.starvation is not None and watts in profile.starvation:
+        why = (
+            "Utilisation scatters over the ranks in the band of starvation: the bottleneck lies upstream of the boards"
+        )
+        confidence = 0.75 * profile.bands_certain
+        return conclude(scene, PowerState.STARVATION, max(0.5, confidence), why, (PowerState.COMPUTE, 0.25))
+    if watts >= profile.compute_watts:
+        why = "Power of plain compute; utilisation dips on some ranks"
+        return conclude(scene, PowerState.COMPUTE, 0.65, why, (PowerState.STARVATION, 0.25))
+    working = [watts_of(g.gpu) or 0.0 for g in scene.gpus if (g.gpu.utilization_percent or 0.0) > LOW_PERCENT]
+    if len(scene.gpus) > len(working) and min(working) >= profile.compute_watts:
+        # Boards that starve are fed by nobody; here those that have work draw all that work draws.
+        why = "The boards that work draw the power of plain compute, others rest: they take turns, as pipelines do"
+        return conclude(scene, PowerState.COMPUTE, 0.45, why, (PowerState.STARVATION, 0.35))
+    why = "Utilisation scatters over the ranks at middling power: the bottleneck lies upstream of the boards"
+    waits = any(
+        (g.gpu.utilization_percent or 0.0) <= LOW_PERCENT
+        and (watts_of(g.gpu) or 0.0) <= NEAR_FLOOR * profile.floor_watts
+        for g in scene.gpus
+    )
+    other = (PowerState.HANG, 0.3) if waits else (PowerState.COMPUTE, 0.25)
+    return conclude(scene, PowerState.STARVATION, 0.5 if waits else 0.55, why, other)
+
+
+def _even(scene: Scene) -> bool:
+    busy = [g.gpu.utilization_percent or 0.0 for g in scene.gpus]
+    return min(busy) >= EVEN_PERCENT and max(busy) - min(busy) <= EVEN_SPREAD
+
+
+def _resting(scene: Scene) -> Verdict:
+    """0 % says that no kernel runs; clocks that are still up, or a mean over the last second, explain the watts."""
+    if scene.watts >= scene.profile.compute_watts:
+        why = "Utilisation reads low at the power of plain compute: a moment between two kernels"
+        return conclude(scene, PowerState.UNKNOWN, 0.3, why, (PowerState.COMPUTE, 0.3))
+    worked = floor_known(scene) and scene.watts > NEAR_FLOOR * scene.profile.floor_watts
+    if worked and scene.held and not bare(scene.gpus):
+        why = "No kernel runs, but the boards draw more than at rest: they worked a moment ago, and pause as for a save"
+        return conclude(scene, PowerState.CHECKPOINT, 0.45, why, (PowerState.IDLE, 0.3))
+    why = "No kernel runs although clocks are up: start-up, or a pause between phases"
+    return conclude(scene, PowerState.IDLE, 0.45, why, (PowerState.HANG, 0.3))
