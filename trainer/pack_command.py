@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from trainer.manifest import Manifest
+from trainer.pack.manifest import Manifest
 from trainer.ranks import WORLD_VARIABLES, Ranks, chosen_ranks
 
 
@@ -49,9 +49,9 @@ def pack_command(
     bit-same output. Exit code 2: refused, and the rank it names was not published.
     """
     ranks = chosen_ranks(world, ranks)
-    from trainer.corpus import deal, read_corpus
-    from trainer.pack import PackSettings, pack
-    from trainer.tokens import TokenizerPool, read_tokenizer
+    from trainer.pack.corpus import deal, read_corpus
+    from trainer.pack.packing import PackSettings, pack
+    from trainer.pack.tokens import TokenizerPool, read_tokenizer
 
     corpus = read_corpus(source, split, column)
     recipe, facts = read_tokenizer(tokenizer, corpus.kind)

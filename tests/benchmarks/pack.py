@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Final
 
 # A process of the pool imports this module anew, as it does `wattwatch-train`: neither may cost it anything.
 if TYPE_CHECKING:
-    from trainer.corpus import Corpus
-    from trainer.tokens import Recipe, TokenizerFacts
+    from trainer.pack.corpus import Corpus
+    from trainer.pack.tokens import Recipe, TokenizerFacts
 
 TARGET_RATIO: Final = 1.5
 WORDS: Final = 300  # a record
@@ -50,7 +50,7 @@ def measured() -> Iterator[Cost]:
 def one_process(corpus: Corpus, recipe: Recipe) -> Cost:
     from tokenizers import Tokenizer
 
-    from trainer.corpus import deal
+    from trainer.pack.corpus import deal
 
     with measured() as cost:
         tokenizer, tokens = Tokenizer.from_str(recipe.backend), 0
@@ -63,9 +63,9 @@ def one_process(corpus: Corpus, recipe: Recipe) -> Cost:
 
 
 def packed(corpus: Corpus, recipe: Recipe, facts: TokenizerFacts, directory: Path, workers: int) -> Cost:
-    from trainer.corpus import deal
-    from trainer.pack import PackSettings, pack
-    from trainer.tokens import TokenizerPool
+    from trainer.pack.corpus import deal
+    from trainer.pack.packing import PackSettings, pack
+    from trainer.pack.tokens import TokenizerPool
 
     with measured() as cost, TokenizerPool(recipe, workers) as pool:
         pack(corpus, deal(corpus, 1, 0, True), PackSettings(2048, False), facts, pool, directory, lambda rows: None)
@@ -91,8 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tests.trainer.conftest import make_tokenizer, words, write_jsonl
-    from trainer.corpus import read_corpus
-    from trainer.tokens import read_tokenizer
+    from trainer.pack.corpus import read_corpus
+    from trainer.pack.tokens import read_tokenizer
 
     workers = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="pack-bench-") as name:

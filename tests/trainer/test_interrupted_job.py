@@ -160,16 +160,3 @@ def test_the_stop_file_saves_and_a_broken_checkpoint_is_passed_over(
     assert code == 0, said
     assert f"{weights}: cut short" in said
     assert hashes(tmp_path) == undisturbed
-
-
-def test_smoke_boundary_runs_the_last_steps_and_their_save_and_leaves_the_job_alone(
-    inputs: Path, tmp_path: Path
-) -> None:
-    job = tmp_path / "job.toml"
-    job.write_text(JOB.format(directory=tmp_path, inputs=inputs, port=free_port()))
-    command = [sys.executable, "-m", "trainer.commands", "launch", str(job), "--smoke", "boundary"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"step={STEPS}/{STEPS} " in done.stdout
-    assert f"step {STEPS - 2} of {STEPS}, to see the end of the epoch and its save" in done.stdout
-    assert not (tmp_path / "run" / "checkpoints").exists()

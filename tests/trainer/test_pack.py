@@ -16,8 +16,8 @@ import pytest
 
 from tests.trainer.commanding import Answer, wattwatch_train
 from tests.trainer.conftest import make_tokenizer, words, write_jsonl
-from trainer.blocks import Blocks, block_count
-from trainer.manifest import Manifest, dealt, read_manifest, xor_below
+from trainer.pack.blocks import Blocks, block_count
+from trainer.pack.manifest import Manifest, dealt, read_manifest, xor_below
 from trainer.refusal import Refusal
 
 SEQ_LEN = 32

@@ -10,7 +10,7 @@ from typing import Final
 from trainer.gate.report import GateSettings, NodeReport, ResumeLook
 from trainer.gate.saying import fail, size_in_words, some, warn
 from trainer.gate.verdict import Check, Evenness, Problem
-from trainer.manifest import blocks_sha256
+from trainer.pack.manifest import blocks_sha256
 
 WEIGHT_BYTES: Final = 2  # of a parameter, bf16
 OPTIMIZER_BYTES: Final = 12  # master and two moments, float32

@@ -8,7 +8,7 @@ from typing import Final
 from trainer.gate.report import GateSettings, NodeReport, ShardLook
 from trainer.gate.saying import differing, fail, some, warn
 from trainer.gate.verdict import Check, Evenness, Level, Problem
-from trainer.manifest import TOKEN_BYTES, Manifest, dealt, sample_places, xor_below
+from trainer.pack.manifest import TOKEN_BYTES, Manifest, dealt, sample_places, xor_below
 from trainer.ranks import ranks_in_words
 
 MAX_EMPTY_SHARE: Final = 0.001

@@ -227,7 +227,7 @@ def model_config(directory: str) -> Answer:
 
 
 def model_files(directory: str, config: Answer) -> Answer:
-    from trainer.manifest import meaning_sha256
+    from trainer.pack.manifest import meaning_sha256
 
     vocab_size = config.get("vocab_size")
     answer: Answer = {"vocab_size": vocab_size if type(vocab_size) is int else None}

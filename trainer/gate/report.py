@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer.manifest import Manifest
+from trainer.pack.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from trainer.gate.judge import judge
 from trainer.gate.report import CheckpointLook, GateSettings, ModelLook, NodeReport, ShardLook
 from trainer.gate.surroundings import code_sha256, environment, versions
 from trainer.gate.verdict import GateVerdict
-from trainer.manifest import blocks_sha256, manifest_file, read_manifest, starts_file, token_file
+from trainer.pack.manifest import blocks_sha256, manifest_file, read_manifest, starts_file, token_file
 from trainer.plain import NotPlain, from_plain
 
 SCHEMA: Final = 1

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from trainer.blocks import Blocks
+from trainer.pack.blocks import Blocks
 from trainer.train.evenfix import StepPlan
 
 NOT_PREDICTED: Final = -100  # what torch's cross entropy leaves out

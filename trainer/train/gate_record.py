@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.manifest import Manifest, blocks_sha256
+from trainer.pack.manifest import Manifest, blocks_sha256
 from trainer.refusal import Refusal
 from trainer.run_directory import RunDirectory
 from trainer.settings import Evenness, JobFile

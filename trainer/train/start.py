@@ -17,10 +17,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig
 
-from trainer.blocks import Blocks
 from trainer.checkpoint.complete import Completion, incomplete, read_completion
 from trainer.checkpoint.optimizer import load_optimizer
 from trainer.checkpoint.save import Moment, Saver
+from trainer.pack.blocks import Blocks
 from trainer.refusal import Refusal
 from trainer.run_directory import VERSION, RunDirectory, RunRecord, publish_run
 from trainer.settings import Evenness, JobFile, JobSettings, TrainSettings

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.trainer.gate.reports import manifest
-from trainer.manifest import manifest_file, manifest_text, take_samples, token_file
+from trainer.pack.manifest import manifest_file, manifest_text, take_samples, token_file
 
 SEQ_LEN = 16
 DEADLINE_SECONDS = 60.0

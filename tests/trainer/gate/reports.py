@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from trainer.gate.report import CheckpointLook, DevicesLook, GateSettings, Gpu, NodeReport, ShardLook
 from trainer.gate.verdict import GateVerdict, Level
-from trainer.manifest import Manifest, Sample, dealt, sample_places
+from trainer.pack.manifest import Manifest, Sample, dealt, sample_places
 
 SEQ_LEN: Final = 2048
 CORPUS_ROWS: Final = 160_003

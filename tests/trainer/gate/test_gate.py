@@ -15,7 +15,7 @@ import pytest
 
 from tests.trainer.gate.gating import Gates, change_manifest, said, write_job, write_shard
 from trainer.checkpoint.complete import MARKER, Completion, FileFact, completion_text
-from trainer.manifest import blocks_sha256
+from trainer.pack.manifest import blocks_sha256
 
 
 @pytest.fixture

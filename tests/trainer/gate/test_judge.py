@@ -22,7 +22,7 @@ from trainer.gate.judge import judge
 from trainer.gate.report import Beat, CheckpointLook, DevicesLook, ModelLook, NodeReport, ResumeLook
 from trainer.gate.run import shard_look
 from trainer.gate.verdict import Level
-from trainer.manifest import Manifest, blocks_sha256, manifest_text
+from trainer.pack.manifest import Manifest, blocks_sha256, manifest_text
 
 LOOK = CheckpointLook("/nfs/run/checkpoints", free_bytes=10**12, sees_rank_0=True)
 

@@ -161,8 +161,11 @@ def save(run: RunDirectory, rank: int, world: int, step: int, plan: Plan, gate: 
             (staged / name).write_bytes(data)
         facts = {name: FileFact(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
         blocks = gate.get("blocks_sha256") or ""
+        tokens = (
+            step * world * gate["settings"]["accumulation"] * gate["reports"][0]["shards"][0]["manifest"]["seq_len"]
+        )
         said = Completion(
-            1, "made", step, plan.steps, 0, step, world, gate["gate_id"], blocks, False, time.time(), facts
+            1, "made", step, plan.steps, 0, tokens, world, gate["gate_id"], blocks, False, time.time(), facts
         )
         (staged / "COMPLETE.json").write_text(completion_text(said))
         staged.rename(directory)

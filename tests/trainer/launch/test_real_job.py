@@ -35,7 +35,7 @@ def test_a_smoke_test_of_the_boundary_leaves_nothing_that_training_would_resume_
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 17/17" in done.stdout
+    assert "step=17/17 " in done.stdout
     assert "launch: done: the last steps and the save after them went well" in done.stdout
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"smoke"}
     assert left_running(str(tmp_path)) == []

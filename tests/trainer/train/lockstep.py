@@ -32,7 +32,7 @@ def lockstep(model_directory: str, data: str, settings: TrainSettings, steps: in
     """The gradients of step 0, and then `steps` steps from the start with the schedule and AdamW."""
     import torch
 
-    from trainer.blocks import Blocks
+    from trainer.pack.blocks import Blocks
     from trainer.train.batches import Batches
     from trainer.train.evenfix import agree_on_blocks
     from trainer.train.model import empty_model

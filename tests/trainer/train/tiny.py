@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.manifest import (
+from trainer.pack.manifest import (
     VERSION,
     Manifest,
     dealt,
@@ -46,7 +47,7 @@ def write_model(directory: Path, tied: bool = True) -> Path:
     return directory
 
 
-def write_blocks(directory: Path, counts: list[int]) -> Path:
+def write_blocks(directory: Path, counts: list[int], seq_len: int = SEQ_LEN, vocabulary: int = VOCABULARY) -> Path:
     """`counts[rank]` blocks of seeded ids for each rank, as `wattwatch-train pack --document-mask` would leave them.
 
     Ids walk a pattern with noise, so that there is something to learn; records are of 5 to 39 ids.
@@ -54,13 +55,14 @@ def write_blocks(directory: Path, counts: list[int]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for rank, count in enumerate(counts):
         dice = np.random.default_rng(rank)
-        size = count * SEQ_LEN
-        ids = (np.arange(size) * 7 + dice.integers(0, 3, size)) % (VOCABULARY - 1) + 1
+        size = count * seq_len
+        ids = (np.arange(size) * 7 + dice.integers(0, 3, size)) % (vocabulary - 1) + 1
         starts = np.concatenate(([0], np.cumsum(dice.integers(5, 40, size // 5))))
         data, path = ids.astype("<i4").tobytes(), str(directory)
         Path(token_file(path, rank)).write_bytes(data)
         Path(starts_file(path, rank)).write_bytes(starts[starts < size].astype("<i8").tobytes())
         manifest = _manifest(rank, len(counts), data, ids, int((starts < size).sum()))
+        manifest = replace(manifest, seq_len=seq_len, blocks=count, vocab_size=vocabulary)
         Path(manifest_file(path, rank)).write_text(manifest_text(manifest))
     return directory
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.manifest import meaning_sha256
+from trainer.pack.manifest import meaning_sha256
 from trainer.refusal import Refusal
 
 AHEAD: Final = 4  # batches in flight per process: enough to keep it busy, and bounded in memory

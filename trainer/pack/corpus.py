@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.manifest import dealt
+from trainer.pack.manifest import dealt
 from trainer.refusal import Refusal
 
 ROW_ID: Final = "__row_id__"

@@ -20,9 +20,9 @@ import datasets
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.blocks import START, TOKEN
-from trainer.corpus import Corpus, Shard
-from trainer.manifest import (
+from trainer.pack.blocks import START, TOKEN
+from trainer.pack.corpus import Corpus, Shard
+from trainer.pack.manifest import (
     TOKEN_BYTES,
     VERSION,
     Manifest,
@@ -32,9 +32,9 @@ from trainer.manifest import (
     take_samples,
     token_file,
 )
+from trainer.pack.tokens import Tokenized, TokenizerFacts, TokenizerPool
 from trainer.publish import publish_text, published
 from trainer.refusal import Refusal
-from trainer.tokens import Tokenized, TokenizerFacts, TokenizerPool
 
 NO_IDS: Final = np.empty(0, dtype=np.int32)
 

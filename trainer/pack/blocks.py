@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.manifest import TOKEN_BYTES, Manifest, manifest_file, read_manifest, starts_file, token_file
+from trainer.pack.manifest import TOKEN_BYTES, Manifest, manifest_file, read_manifest, starts_file, token_file
 from trainer.plain import NotPlain
 from trainer.refusal import Refusal
 
