@@ -19,6 +19,7 @@ from watcher.judge.at_rest import EMPTY, SEEMS_EMPTY, at_rest, nobody_home, nobo
 from watcher.judge.at_work import at_work
 from watcher.judge.conclude import conclude, floor_known
 from watcher.judge.job_sample import JobSample
+from watcher.judge.learned import JobLearned
 from watcher.judge.profiles import Profile
 from watcher.judge.scene import HELD_BYTES, Scene, fraction_of, scene_of, watts_of
 from watcher.judge.scene import ProgressWord as ProgressWord
@@ -35,8 +36,14 @@ UNREADABLE_STATES: Final = {
 }
 
 
-def classify(sample: JobSample, profile: Profile | None = None, progress: ProgressWord | None = None) -> Verdict:
-    """What this picture says. `profile` overrides the board's own; `progress` is what is known of the steps."""
+def classify(
+    sample: JobSample,
+    profile: Profile | None = None,
+    progress: ProgressWord | None = None,
+    learned: JobLearned | None = None,
+) -> Verdict:
+    """What this picture says. `profile` overrides the board's own, `learned` both; `progress` is what is known of the
+    steps."""
     if not sample.gpus and not any(node.missing_gpus for node in sample.nodes):
         return _unreadable(sample)
     broken = _broken(sample)
@@ -45,7 +52,7 @@ def classify(sample: JobSample, profile: Profile | None = None, progress: Progre
     sighted = tuple(g for g in sample.gpus if watts_of(g.gpu) is not None and g.gpu.utilization_percent is not None)
     if len(sighted) < max(1, (len(sample.gpus) + 1) // 2):
         return _half_blind(sample, progress)
-    scene = scene_of(sample, sighted, profile, progress)
+    scene = scene_of(sample, sighted, profile, progress, learned)
     if scene.held is False and not any(node.processes for node in sample.nodes):
         return nobody_home(scene, sample.nodes)
     return stalled(scene) or _one_holds_up_the_rest(scene) or _slowed_down(scene) or at_rest(scene) or at_work(scene)

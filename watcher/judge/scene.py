@@ -2,7 +2,8 @@
 
 Three sources tell the floor, nearest first. A board that is low while others spin shows it in the picture itself: on
 every board with both figures a spinning rank draws what an idle one with a context draws, and at most 35 W more. Else
-the profile of the board. A board of which neither name nor limit is known has none: then watts say nothing here.
+what was learned of these very boards, else their profile. A board of which neither name nor limit is known has none:
+then watts say nothing here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Final
 
 from collectors.samples import GpuSample
 from watcher.judge.job_sample import JobSample, RankGpu
+from watcher.judge.learned import JobLearned
 from watcher.judge.profiles import Profile, generic_profile, profile_for
 from watcher.judge.shape import BUSY_PERCENT, LOW_PERCENT, Picture, picture_of
 
@@ -25,6 +27,7 @@ BARE_CONTEXT_BYTES: Final = 1.5 * 1024**3
 # A floor is learned or shipped from a few boards; single ones lie a little above it.
 NEAR_FLOOR: Final = 1.15
 MEDIAN_NEAR_FLOOR: Final = 1.03
+ROOM_BELOW_LIMIT: Final = 0.75
 # Spinning against idling with a context in one picture; the share matters on small boards, where 35 W is all there is.
 SPIN_ABOVE_LOW_WATTS: Final = 35.0
 SPIN_ABOVE_LOW_SHARE: Final = 1.35
@@ -78,7 +81,11 @@ def fraction_of(gpus: Sequence[RankGpu]) -> float | None:
 
 
 def scene_of(
-    sample: JobSample, gpus: tuple[RankGpu, ...], profile: Profile | None, progress: ProgressWord | None
+    sample: JobSample,
+    gpus: tuple[RankGpu, ...],
+    profile: Profile | None,
+    progress: ProgressWord | None,
+    learned: JobLearned | None = None,
 ) -> Scene:
     """`gpus`: those of the sample with watts and utilisation; at least one."""
     members = members_of(gpus)
@@ -87,6 +94,8 @@ def scene_of(
     limit = statistics.median(limits) if limits else None
     board = profile.scaled(limit) if profile is not None else profile_for(name, limit)
     known = profile is not None or limit is not None or board.name != generic_profile().name
+    if learned is not None:
+        board, known = learned.profile, known or bool(learned.floor_words)
     watts = [w for g in members if (w := watts_of(g.gpu)) is not None]
     median = statistics.median(watts)
     fraction = fraction_of(members)
@@ -94,8 +103,9 @@ def scene_of(
     by_profile = (
         known
         and board.certain >= CERTAIN_ENOUGH
-        and median <= MEDIAN_NEAR_FLOOR * board.floor_watts
-        and max(watts) <= NEAR_FLOOR * board.floor_watts
+        # A cap that leaves no room above the floor: work draws no more than spinning there.
+        and (limit is None or board.floor_watts <= ROOM_BELOW_LIMIT * limit)
+        and _near_floor(members, board, watts, median, learned)
     )
     by_picture = shown is not None and max(watts) <= shown
     certain = board.certain if by_profile or not by_picture else SHOWN
@@ -110,10 +120,23 @@ def scene_of(
         at_floor=by_profile or by_picture,
         certain=certain,
         held=None if not memory else sum(m >= HELD_BYTES for m in memory) > len(memory) / 2,
-        words=_words(members, len(gpus) - len(members), board, known, shown, fraction),
+        words=_words(members, len(gpus) - len(members), _floor_words(board, known, learned), shown, fraction),
         progress=progress or _own_word(sample),
         told=progress is not None,
     )
+
+
+def _near_floor(
+    members: Sequence[RankGpu], board: Profile, watts: Sequence[float], median: float, learned: JobLearned | None
+) -> bool:
+    """Every board draws about its floor at most: its own where that was learned, else the profile's."""
+    if learned is None or not learned.floors:
+        return median <= MEDIAN_NEAR_FLOOR * board.floor_watts and max(watts) <= NEAR_FLOOR * board.floor_watts
+    floors = learned.floors
+    shares = [
+        w / floors.get((g.node, g.gpu.key), board.floor_watts) for g in members if (w := watts_of(g.gpu)) is not None
+    ]
+    return statistics.median(shares) <= MEDIAN_NEAR_FLOOR and max(shares) <= NEAR_FLOOR
 
 
 def members_of(gpus: tuple[RankGpu, ...]) -> tuple[RankGpu, ...]:
@@ -164,15 +187,25 @@ def shown_floor(gpus: Sequence[RankGpu], floor_watts: float | None = None) -> fl
     return NEAR_FLOOR * idle if high else min(idle + SPIN_ABOVE_LOW_WATTS, SPIN_ABOVE_LOW_SHARE * idle)
 
 
+def _floor_words(board: Profile, known: bool, learned: JobLearned | None) -> list[str]:
+    if not known:
+        return []
+    words = [f"floor {board.floor_watts:.0f} W by profile {board.name}"]
+    if learned is not None and learned.floor_words:
+        words = [learned.floor_words]
+    if learned is not None and learned.plateau_watts is not None:
+        words.append(f"plateau {learned.plateau_watts:.0f} W learned from its steps")
+    return words
+
+
 def _words(
-    gpus: Sequence[RankGpu], left_out: int, board: Profile, known: bool, shown: float | None, fraction: float | None
+    gpus: Sequence[RankGpu], left_out: int, floors: list[str], shown: float | None, fraction: float | None
 ) -> str:
     watts = [w for g in gpus if (w := watts_of(g.gpu)) is not None]
     busy = [g.gpu.utilization_percent for g in gpus if g.gpu.utilization_percent is not None]
     share = "" if fraction is None else f", {fraction:.2f} of the limit"
-    floors = [f"floor {board.floor_watts:.0f} W by profile {board.name}"] if known else []
     if shown is not None:
-        floors.append(f"{shown:.0f} W by the low boards here")
+        floors = [*floors, f"{shown:.0f} W by the low boards here"]
     words = (
         f"{len(gpus)} board{'s' if len(gpus) > 1 else ''} at {_range(watts)} W (median {statistics.median(watts):.0f} W"
         f"{share}; {', '.join(floors) or 'no floor known: neither name nor limit'}), utilisation {_range(busy)} %"

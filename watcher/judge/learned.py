@@ -1,0 +1,134 @@
+"""What was learned of boards, each value with where it came from. Data only: learner.py learns.
+
+A value belongs to one board of one host: idle and floor differ by up to 60 W between sites of one model. The plateau
+belongs to one job on it as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from watcher.judge.profiles import Profile
+
+Board = tuple[str, str]  # node and GpuSample.key
+MOST_WATTS = 10_000.0
+
+
+class Kind(StrEnum):
+    IDLE = "idle"  # nobody on the board: no process, no memory but the driver's, 0 %
+    CONTEXT = "context"  # memory held, 0 %: before the first kernel, or at rest between two steps
+    PLATEAU = "plateau"  # busy while steps advance
+
+
+class Phase(StrEnum):
+    """When the samples were taken."""
+
+    EMPTY = "with nothing running"
+    START_UP = "at start-up"
+    BETWEEN_STEPS = "at rest between steps"
+    ADVANCING = "while steps advanced"
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """One value and its grounds."""
+
+    node: str
+    board: str
+    kind: Kind
+    job: str  # whose samples: for a plateau the job that it is of
+    watts: float  # median of the samples
+    samples: int
+    phase: Phase
+    wall_seconds: float  # when the last sample was taken
+    name: str | None = None  # of the board, then
+    limit_watts: float | None = None
+    energy_joules: float | None = None  # its counter then: a smaller one means that the driver was loaded anew
+
+    @property
+    def key(self) -> str:
+        """One value of a kind a board; of a plateau one a job."""
+        return orjson.dumps([self.node, self.board, self.kind, self.job if self.kind is Kind.PLATEAU else ""]).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class JobLearned:
+    """What holds for the boards of one job, at their limits: a scene takes it instead of the board's profile."""
+
+    profile: Profile  # idle, floor and plateau replaced by what was learned
+    floors: Mapping[Board, float]  # at most this when spinning or waiting; boards that are not in it: the profile's
+    floor_words: str  # "floor 221 W learned on this host from 240 samples at start-up"; "" where none was learned
+    plateau_watts: float | None = None
+
+
+class Knowledge:
+    """All values, by board. Remembers what changed since it was last kept."""
+
+    def __init__(self, values: Iterable[Learned] = ()) -> None:
+        self._boards: dict[Board, dict[str, Learned]] = {}
+        self._unkept: dict[str, Learned | None] = {}
+        self.version = 0  # changes with each change
+        for value in values:
+            self._boards.setdefault((value.node, value.board), {})[value.key] = value
+
+    def of_board(self, board: Board) -> tuple[Learned, ...]:
+        return tuple(self._boards.get(board, {}).values())
+
+    def get(self, board: Board, kind: Kind, job: str = "") -> Learned | None:
+        """`job` counts for a plateau alone."""
+        for value in self._boards.get(board, {}).values():
+            if value.kind is kind and (kind is not Kind.PLATEAU or value.job == job):
+                return value
+        return None
+
+    def values(self) -> tuple[Learned, ...]:
+        return tuple(value for board in self._boards.values() for value in board.values())
+
+    def put(self, value: Learned) -> None:
+        self._boards.setdefault((value.node, value.board), {})[value.key] = value
+        self._unkept[value.key] = value
+        self.version += 1
+
+    def drop(self, value: Learned) -> None:
+        """It holds no longer and is learned anew."""
+        if self._boards.get((value.node, value.board), {}).pop(value.key, None) is not None:
+            self._unkept[value.key] = None
+            self.version += 1
+
+    def unkept(self) -> Mapping[str, bytes | None]:
+        """What changed since `kept`, as rows for the store; None: the row goes."""
+        return {key: None if value is None else orjson.dumps(value) for key, value in self._unkept.items()}
+
+    def kept(self) -> None:
+        self._unkept.clear()
+
+
+VALUE = TypeAdapter(Learned)
+
+
+def read_rows(rows: Mapping[str, bytes]) -> tuple[tuple[Learned, ...], tuple[str, ...]]:
+    """Values of rows that were kept, and one sentence for each row that is none: it is left out."""
+    values, warnings = [], []
+    for key, content in rows.items():
+        try:
+            value = VALUE.validate_json(content)
+        except (ValidationError, TypeError) as error:
+            first = str(error).splitlines()[0]
+            warnings.append(f"a learned value cannot be read and is learned anew ({key[:100]}): {first}")
+            continue
+        if value.key != key or not 0 < value.watts < MOST_WATTS or value.samples < 1 or not _finite(value):
+            warnings.append(f"a learned value makes no sense and is learned anew ({key[:100]}): {value.watts:.0f} W")
+            continue
+        values.append(value)
+    return tuple(values), tuple(warnings)
+
+
+def _finite(value: Learned) -> bool:
+    told = (value.wall_seconds, value.limit_watts, value.energy_joules)
+    return all(math.isfinite(number) for number in told if number is not None)
