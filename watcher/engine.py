@@ -7,6 +7,7 @@ demo and tests run this same code with other sources and clocks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -19,13 +20,20 @@ from watcher.judge.classify import classify
 from watcher.judge.detect import Detector
 from watcher.judge.finding import Finding
 from watcher.judge.job_sample import JobSample, JobSpec
+from watcher.judge.learned import Knowledge, read_rows
+from watcher.judge.learner import JobLearner
 from watcher.judge.profiles import Profile
 from watcher.snapshot import DeliveryStats, EpisodeView, JobView, NodeView, Snapshot
+from watcher.store import StoreError
 from watcher.timeline import Timeline, point_of
 from watcher.witness import Witness, Witnessing
 
 # A round is judged when every answering node has spoken, or this share of the interval after its first line.
 ROUND_GRACE_INTERVALS: Final = 0.25
+KEEP_EVERY_SECONDS: Final = 60.0
+MOST_WARNINGS: Final = 5
+
+log = logging.getLogger("wattwatch.engine")
 
 
 class NodeSource(Protocol):
@@ -53,6 +61,14 @@ class Telling(Protocol):
     def stats(self) -> DeliveryStats: ...
 
 
+class Memory(Protocol):
+    """Where what was learned of boards outlives a restart. Raises StoreError."""
+
+    def learned_rows(self) -> Mapping[str, bytes]: ...
+
+    def keep_learned(self, rows: Mapping[str, bytes | None]) -> None: ...
+
+
 class Time(Protocol):
     def monotonic(self) -> float: ...
 
@@ -66,6 +82,7 @@ class JobDesk:
     spec: JobSpec
     assembler: JobAssembler
     detector: Detector
+    learner: JobLearner
     timeline: Timeline = field(default_factory=Timeline)
     spoke: set[str] = field(default_factory=set)  # nodes heard since the job was last judged
     first_heard_seconds: float | None = None
@@ -97,10 +114,13 @@ class JobDesk:
         self.first_heard_seconds = None
         self.judged_seconds = now
 
-    def judge(self, sample: JobSample, profile: Profile | None, now: float) -> tuple[Finding, ...]:
-        """Classify, detect, and renew the view."""
-        verdict = classify(sample, profile)
+    def judge(
+        self, sample: JobSample, profile: Profile | None, now: float, said: Mapping[str, NodeSample]
+    ) -> tuple[Finding, ...]:
+        """Classify, detect, learn, and renew the view. `said`: the last word of every node."""
+        verdict = classify(sample, profile, learned=self.learner.learned(sample))
         findings = self.detector.observe(verdict, sample, now)
+        self.learner.look(sample, verdict, findings, self.detector.state, now, said)
         self.skip(now)
         self.timeline.add(point_of(sample, self.detector.state))
         self.view = JobView(
@@ -127,12 +147,22 @@ class Engine:
         telling: Telling,
         clock: Time,
         profiles: Sequence[Profile] = (),
+        memory: Memory | None = None,
     ) -> None:
+        """`profiles`: the user's own; `memory`: what was learned is read from it and kept in it."""
         self._source = source
         self._telling = telling
         self._clock = clock
         self._profiles = tuple(profiles)
-        self._desks = {spec.name: JobDesk(spec, JobAssembler(spec), Detector(spec)) for spec in specs}
+        self._memory = memory
+        self._knowledge = Knowledge() if memory is None else remembered(memory, clock.wall())
+        self._keep_from = clock.monotonic() + KEEP_EVERY_SECONDS
+        self._desks = {
+            spec.name: JobDesk(
+                spec, JobAssembler(spec), Detector(spec), JobLearner(spec, self._knowledge, self._profiles)
+            )
+            for spec in specs
+        }
         self._jobs_of_node: dict[str, tuple[str, ...]] = {}
         for spec in specs:
             for node in spec.nodes:
@@ -173,7 +203,7 @@ class Engine:
         for desk in due:
             try:
                 job_sample = desk.assembler.assemble(links, now, wall)
-                found = desk.judge(job_sample, self._profile_of(job_sample), now)
+                found = desk.judge(job_sample, self._profile_of(job_sample), now, self._last_samples)
             except Exception as error:  # noqa: BLE001 - raised below: one job's trouble must not leave the others unjudged
                 desk.skip(now)
                 failures.append(error)
@@ -183,10 +213,26 @@ class Engine:
             delays += self._delays(desk.spec.name, found, now)
             findings += found
         self._telling.observe(findings, frozenset(judged), now, wall, witnesses)
+        self._keep_learned(now)
         self.snapshot = self._publish(links, now, wall, late, tuple(delays))
         if failures:
             raise failures[0]
         return self.snapshot
+
+    def _keep_learned(self, now: float) -> None:
+        """At most once in a while, and only what changed. A full disk costs what was learned, and no verdict."""
+        if self._memory is None or now < self._keep_from:
+            return
+        self._keep_from = now + KEEP_EVERY_SECONDS
+        changed = self._knowledge.unkept()
+        if not changed:
+            return
+        try:
+            self._memory.keep_learned(changed)
+        except StoreError as error:
+            log.warning("what was learned of boards is not kept: %s", error)
+            return
+        self._knowledge.kept()
 
     def _profile_of(self, sample: JobSample) -> Profile | None:
         """The user's own profile for this board, if one matches; else the judge picks from the shipped ones."""
@@ -221,3 +267,17 @@ class Engine:
             ticks_overrun=self._blindness.starved_looks,
             detection_delays_seconds=delays,
         )
+
+
+def remembered(memory: Memory, wall_seconds: float) -> Knowledge:
+    """What was learned before; rows that are no values are named in the log and left out."""
+    try:
+        knowledge, warnings = read_rows(memory.learned_rows(), wall_seconds)
+    except StoreError as error:
+        log.warning("what was learned of boards cannot be read, and is learned anew: %s", error)
+        return Knowledge()
+    for warning in warnings[:MOST_WARNINGS]:
+        log.warning("%s", warning)
+    if len(warnings) > MOST_WARNINGS:
+        log.warning("%d more learned values cannot be read", len(warnings) - MOST_WARNINGS)
+    return knowledge

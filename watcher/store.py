@@ -1,4 +1,5 @@
-"""What outlives a restart: episodes and the messages that wait for their receivers, in one SQLite file.
+"""What outlives a restart: episodes, the messages that wait for their receivers, and what was learned of boards, in one
+SQLite file.
 
 An episode's change and the messages it causes are one commit, so that kill -9 leaves both or neither. The file is
 written by one process only (a lock beside it says so), with WAL and synchronous=FULL: what `record` has returned from
@@ -11,7 +12,7 @@ import fcntl
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,12 @@ MIGRATIONS: Final = (
     );
     CREATE INDEX waiting_deliveries ON deliveries (number) WHERE settled_wall_seconds IS NULL;
     CREATE INDEX settled_deliveries ON deliveries (settled_wall_seconds) WHERE settled_wall_seconds IS NOT NULL;
+    """,
+    """
+    CREATE TABLE learned (
+        key TEXT PRIMARY KEY,
+        content BLOB NOT NULL
+    );
     """,
 )
 
@@ -143,6 +150,23 @@ class Store:
                 "UPDATE deliveries SET settled_wall_seconds = ?, outcome = ?, payload = x''"
                 " WHERE receiver = ? AND key = ?",
                 (wall_seconds, outcome, delivery.receiver, delivery.key),
+            )
+
+    def learned_rows(self) -> dict[str, bytes]:
+        """What was kept of boards, in the judge's own encoding. What is no row of ours comes as an empty one."""
+        with self._statements() as connection:
+            rows = connection.execute("SELECT key, content FROM learned").fetchall()
+        return {str(key): content if isinstance(content, bytes) else b"" for key, content in rows}
+
+    def keep_learned(self, rows: Mapping[str, bytes | None]) -> None:
+        """Put these rows in place of those with the same key; None: the row goes. One commit."""
+        with self._statements() as connection:
+            connection.executemany(
+                "INSERT INTO learned VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET content = excluded.content",
+                [(key, content) for key, content in rows.items() if content is not None],
+            )
+            connection.executemany(
+                "DELETE FROM learned WHERE key = ?", [(key,) for key, content in rows.items() if content is None]
             )
 
     def prune(self, before_wall_seconds: float) -> None:

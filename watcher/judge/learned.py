@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
@@ -17,7 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 from watcher.judge.profiles import Profile
 
 Board = tuple[str, str]  # node and GpuSample.key
-MOST_WATTS = 10_000.0
+MOST_WATTS: Final = 10_000.0
+# Fans, dust and rooms change: what was learned so long ago says little.
+OLD_SECONDS: Final = 180 * 86400.0
 
 
 class Kind(StrEnum):
@@ -70,9 +73,10 @@ class JobLearned:
 class Knowledge:
     """All values, by board. Remembers what changed since it was last kept."""
 
-    def __init__(self, values: Iterable[Learned] = ()) -> None:
+    def __init__(self, values: Iterable[Learned] = (), useless_rows: Iterable[str] = ()) -> None:
+        """`useless_rows`: keys of kept rows that are no values; they go."""
         self._boards: dict[Board, dict[str, Learned]] = {}
-        self._unkept: dict[str, Learned | None] = {}
+        self._unkept: dict[str, Learned | None] = dict.fromkeys(useless_rows)
         self.version = 0  # changes with each change
         for value in values:
             self._boards.setdefault((value.node, value.board), {})[value.key] = value
@@ -112,21 +116,28 @@ class Knowledge:
 VALUE = TypeAdapter(Learned)
 
 
-def read_rows(rows: Mapping[str, bytes]) -> tuple[tuple[Learned, ...], tuple[str, ...]]:
-    """Values of rows that were kept, and one sentence for each row that is none: it is left out."""
-    values, warnings = [], []
+def read_rows(rows: Mapping[str, bytes], wall_seconds: float) -> tuple[Knowledge, tuple[str, ...]]:
+    """What was kept, and one sentence for each row that is no value: it is left out, and learned anew. So is, without a
+    word, what is OLD_SECONDS old at `wall_seconds`."""
+    values: list[Learned] = []
+    useless: list[str] = []
+    warnings: list[str] = []
     for key, content in rows.items():
         try:
             value = VALUE.validate_json(content)
         except (ValidationError, TypeError) as error:
             first = str(error).splitlines()[0]
             warnings.append(f"a learned value cannot be read and is learned anew ({key[:100]}): {first}")
+            useless.append(key)
             continue
         if value.key != key or not 0 < value.watts < MOST_WATTS or value.samples < 1 or not _finite(value):
             warnings.append(f"a learned value makes no sense and is learned anew ({key[:100]}): {value.watts:.0f} W")
-            continue
-        values.append(value)
-    return tuple(values), tuple(warnings)
+            useless.append(key)
+        elif value.wall_seconds < wall_seconds - OLD_SECONDS:
+            useless.append(key)
+        else:
+            values.append(value)
+    return Knowledge(values, useless), tuple(warnings)
 
 
 def _finite(value: Learned) -> bool:

@@ -132,6 +132,7 @@ class Service:
             TellingOwnTrouble(self._teller, self._trouble),
             self._clock,
             tuple(profile_of(profile) for profile in self._config.profiles),
+            self._store,
         )
         self._latest = Latest(self._engine.snapshot, self._clock, self._interval)
         self._web = WebServer(create_app(self._latest, self._own, self._hub, token_of(section)), listener, self._hub)
