@@ -176,3 +176,35 @@ def test_after_close_a_write_is_an_error_of_ours(path: Path) -> None:
     store.close()
     with pytest.raises(StoreError):
         store.record([episode(1)], [])
+
+
+def test_learned_rows_are_replaced_and_go(path: Path, store: Store) -> None:
+    store.keep_learned({"a": b"1", "b": b"2"})
+    store.keep_learned({"a": b"3", "b": None, "c": None})
+    store.close()
+    again = Store(path)
+    assert again.learned_rows() == {"a": b"3"}
+    again.close()
+
+
+def test_a_row_of_another_kind_comes_as_an_empty_one(path: Path) -> None:
+    Store(path).close()
+    other = sqlite3.connect(path)
+    other.execute("INSERT INTO learned VALUES ('a', 12), ('b', 'text')")
+    other.commit()
+    other.close()
+    store = Store(path)
+    assert store.learned_rows() == {"a": b"", "b": b""}
+    store.close()
+
+
+def test_a_file_of_the_version_before_is_brought_to_this_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("watcher.store.MIGRATIONS", MIGRATIONS[:1])
+    old = Store(path)
+    old.record([episode(1)], [])
+    old.close()
+    monkeypatch.undo()
+    store = Store(path)
+    assert store.open_episodes() == [episode(1)]
+    assert store.learned_rows() == {}
+    store.close()

@@ -1,0 +1,72 @@
+"""A job of scenes.py whose boards are learned as it plays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from collectors.samples import NodeSample, ProcessSample
+from tests.watcher.judge.scenes import BARE, COMPUTE, Activity, Job
+from watcher.judge.classify import classify
+from watcher.judge.learned import Kind, Knowledge, Learned
+from watcher.judge.learner import JobLearner
+from watcher.judge.verdict import Verdict
+
+EMPTY = Activity(139, 0, held_bytes=BARE, process=False, phase="")
+START_UP = Activity(186, 0, phase="load")
+FIRST_KERNEL = replace(COMPUTE, steps=False)
+
+
+class LearningJob(Job):
+    """`limit`: other than the board's own; `strangers`: processes of somebody else on the first node."""
+
+    def __init__(self, knowledge: Knowledge | None = None, **settings: object) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type]  # as Job's: a wrong name fails at once
+        self.knowledge = Knowledge() if knowledge is None else knowledge
+        self.learner = JobLearner(self.spec, self.knowledge)
+        self.limit: float | None = None
+        self.energy: float | None = None
+        self.strangers: tuple[ProcessSample, ...] = ()
+        self.said: dict[str, NodeSample] = {}
+
+    def _line(self, place: int, node: str, activity: Activity, ranks: Mapping[int, Activity]) -> NodeSample:
+        line = super()._line(place, node, activity, ranks)
+        if line.gpus is not None:
+            changes: dict[str, object] = {} if self.limit is None else {"power_limit_watts": self.limit}
+            changes |= {} if self.energy is None else {"energy_joules": self.energy}
+            line = replace(line, gpus=tuple(replace(gpu, **changes) for gpu in line.gpus))  # type: ignore[arg-type]  # fields of GpuSample
+        if place == 0:
+            line = replace(line, processes=(*(line.processes or ()), *self.strangers))
+        self.said[node] = line
+        return line
+
+    def _second(
+        self, activity: Activity, ranks: Mapping[int, Activity], silent: Sequence[str], slow: Sequence[str]
+    ) -> None:
+        super()._second(activity, ranks, silent, slow)
+        told = self.told[-1]
+        assert self.sample is not None
+        self.learner.look(self.sample, told.verdict, told.findings, told.state, self.now, self.said)
+
+    def known(self, kind: Kind, board: int = 0) -> Learned | None:
+        return self.knowledge.get(("node-1", f"GPU-0-{board}"), kind, self.spec.name)
+
+    def watts(self, kind: Kind) -> float | None:
+        value = self.known(kind)
+        return None if value is None else value.watts
+
+    @property
+    def verdict_as_learned(self) -> Verdict:
+        """What the last picture says by what was learned."""
+        assert self.sample is not None
+        return classify(self.sample, learned=self.learner.learned(self.sample))
+
+
+def a_job_at_work(knowledge: Knowledge | None = None, **settings: object) -> LearningJob:
+    """From empty boards over a start-up to two steady minutes and more."""
+    job = LearningJob(knowledge, step=0, **settings)
+    job.play(90, EMPTY)
+    job.play(60, START_UP)
+    job.play(10, FIRST_KERNEL)
+    job.play(180, COMPUTE)
+    return job

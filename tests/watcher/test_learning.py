@@ -1,0 +1,123 @@
+"""What was learned of boards, through the engine and over a restart of the watcher."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from collectors.samples import GpuSample
+from tests.watcher.test_engine import HeldTime, Nodes, Told, working
+from watcher.engine import KEEP_EVERY_SECONDS, Engine
+from watcher.judge.job_sample import JobSpec
+from watcher.store import Store, StoreError
+
+SPEC = JobSpec("single", ("c",))
+
+
+def empty(watts: float = 165.0) -> tuple[GpuSample, ...]:
+    return tuple(replace(gpu, power_watts=watts, utilization_percent=0.0, memory_used_bytes=8e6) for gpu in working())
+
+
+def starting(watts: float = 250.0) -> tuple[GpuSample, ...]:
+    return tuple(replace(gpu, power_watts=watts, utilization_percent=0.0) for gpu in working())
+
+
+class Keeping:
+    """A memory that counts its writes, and may be full."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, bytes] = {}
+        self.writes: list[int] = []
+        self.full = False
+
+    def learned_rows(self) -> Mapping[str, bytes]:
+        return self.rows
+
+    def keep_learned(self, rows: Mapping[str, bytes | None]) -> None:
+        if self.full:
+            raise StoreError("state.db: database or disk is full")
+        self.writes.append(len(rows))
+        for key, content in rows.items():
+            if content is None:
+                self.rows.pop(key, None)
+            else:
+                self.rows[key] = content
+
+
+class Watch:
+    def __init__(self, memory: Keeping | Store, time: HeldTime | None = None) -> None:
+        self.time = HeldTime() if time is None else time
+        self.nodes = Nodes(self.time, SPEC.nodes)
+        self.engine = Engine([SPEC], self.nodes, Told(), self.time, memory=memory)
+
+    def play(self, seconds: int, gpus: tuple[GpuSample, ...]) -> None:
+        for _ in range(seconds):
+            self.time.now += 1.0
+            self.nodes.say("c", gpus=gpus)
+            self.engine.tick()
+
+    def start_and_work(self) -> None:
+        self.play(80, empty())
+        self.play(60, starting())
+        self.play(90, working())
+
+    @property
+    def why(self) -> str:
+        view = self.engine.snapshot.jobs["single"]
+        assert view.verdict is not None
+        return view.verdict.why
+
+
+def test_it_is_written_rarely_and_only_what_changed() -> None:
+    memory = Keeping()
+    watch = Watch(memory)
+    watch.start_and_work()
+    assert memory.writes == [8, 8]  # idle floors, then those with a context
+    watch.play(3 * int(KEEP_EVERY_SECONDS), working())
+    assert memory.writes == [8, 8]
+
+
+def test_a_watcher_that_starts_again_knows_what_it_knew(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state.db")
+    watch = Watch(store)
+    watch.start_and_work()
+    store.close()
+    store = Store(tmp_path / "state.db")
+    again = Watch(store, watch.time)
+    again.play(5, working(260.0))
+    assert "floor 285 W learned on this host from 55 samples a board at start-up" in again.why
+    store.close()
+
+
+def test_garbage_in_the_table_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Store(tmp_path / "state.db").close()
+    other = sqlite3.connect(tmp_path / "state.db")
+    other.executemany("INSERT INTO learned VALUES (?, ?)", [(f"row {i}", b"\x00garbage") for i in range(20)])
+    other.commit()
+    other.close()
+    store = Store(tmp_path / "state.db")
+    with caplog.at_level(logging.WARNING):
+        watch = Watch(store)
+    assert len(caplog.records) == 6
+    assert "cannot be read and is learned anew" in caplog.text
+    watch.play(int(KEEP_EVERY_SECONDS) + 5, working())
+    assert "floor 235 W by profile b300" in watch.why
+    assert store.learned_rows() == {}
+    store.close()
+
+
+def test_a_full_disk_costs_no_verdict(caplog: pytest.LogCaptureFixture) -> None:
+    memory = Keeping()
+    memory.full = True
+    watch = Watch(memory)
+    watch.start_and_work()
+    assert "what was learned of boards is not kept" in caplog.text
+    assert watch.engine.snapshot.jobs["single"].verdict is not None
+    memory.full = False
+    watch.play(int(KEEP_EVERY_SECONDS) + 5, working())
+    assert memory.writes == [16]
