@@ -55,7 +55,8 @@ class SimulatedNode:
     def environment(self, with_boards: bool = False) -> dict[str, str]:
         """For a program that is started beside SSH as if on this node: its host name; `with_boards`: its GPUs too,
         which a program must not see that would compute on them."""
-        variables = {"PYTHONPATH": str(ON_NODE), "WATTWATCH_NODE_HOSTNAME": self.name}
+        paths = [str(ON_NODE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {"PYTHONPATH": os.pathsep.join(paths), "WATTWATCH_NODE_HOSTNAME": self.name}
         if with_boards:
             variables["PATH"] = f"{self.tools}:{os.environ.get('PATH', '/usr/bin:/bin')}"
             variables["WATTWATCH_NODE_STATE"] = str(self.directory / "state.json")

@@ -1,7 +1,7 @@
 """`wattwatch demo`: a simulated cluster behind real SSH, the real watcher on it, what was injected and what was said.
 
 Exit code 0 only if every injected fault was named and nothing else was said; 1 otherwise, with what was missing or
-one too many.
+one too many. With --real the fault is not injected: a real job really deadlocks; 2 where its packages are missing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,17 @@ from collectors.simulated.cluster import SimulationError
 from collectors.simulated.scenario import SCENARIOS
 from watcher.config import ConfigError
 from watcher.demo.play import DemoError, play
+from watcher.demo.real.data import RANKS_PER_NODE, Shape
+from watcher.demo.real.job import missing_packages
+from watcher.demo.real.play import NAME as REAL_SCENARIO
+from watcher.demo.real.play import play_for_real
+from watcher.demo.real.screen import RealScreen
+from watcher.demo.real.screen import summary as real_summary
 from watcher.demo.screen import TerminalScreen, summary
 
 DEFAULT_SPEED: Final = 5.0
 PLAIN_WIDTH: Final = 140  # where there is no terminal to ask
+INSTALL: Final = "pip install 'wattwatch[trainer]'"
 
 
 @click.command("demo")
@@ -40,15 +47,30 @@ PLAIN_WIDTH: Final = 140  # where there is no terminal to ask
     show_default=True,
     help="Where the page is served; 0: any port.",
 )
+@click.option("--real", is_flag=True, help=f"Only with --scenario {REAL_SCENARIO}: a real job on CPU that deadlocks.")
+@click.option(
+    "--ranks-per-node",
+    default=RANKS_PER_NODE,
+    show_default=True,
+    type=click.IntRange(2, 8),
+    help="Of the real job's two nodes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON and nothing else.")
-def demo_command(names: tuple[str, ...], listing: bool, speed: float, listen: str, as_json: bool) -> int:
+def demo_command(
+    names: tuple[str, ...], listing: bool, speed: float, listen: str, real: bool, ranks_per_node: int, as_json: bool
+) -> int:
     """A simulated cluster, the real watcher, and what it says.
 
-    Plays all scenarios side by side in compressed time, or only those that are named.
+    Plays all scenarios side by side in compressed time, or only those that are named. With --real, a real training
+    job on CPU: its ranks part at the end of the epoch and hang; then the same data with the gate and evenfix.
     """
     if listing:
         list_scenarios(as_json)
         return 0
+    if real or REAL_SCENARIO in names:
+        if not real or names not in ((), (REAL_SCENARIO,)):
+            raise click.UsageError(f"{REAL_SCENARIO} is played alone and for real: --scenario {REAL_SCENARIO} --real")
+        return play_real(Shape(ranks_per_node=ranks_per_node), listen, as_json)
     unknown = [name for name in names if name not in SCENARIOS]
     if unknown:
         raise click.BadParameter(
@@ -64,6 +86,22 @@ def demo_command(names: tuple[str, ...], listing: bool, speed: float, listen: st
         click.echo(orjson.dumps(summary(outcome, speed), option=orjson.OPT_INDENT_2))
     else:
         screen.sum_up(outcome, scenarios)
+    return 0 if outcome.good else 1
+
+
+def play_real(shape: Shape, listen: str, as_json: bool) -> int:
+    missing = missing_packages()
+    if missing:
+        raise click.UsageError(f"{', '.join(missing)} not installed, which a real job needs: {INSTALL}")
+    screen = RealScreen(console(quiet=as_json))
+    try:
+        outcome = play_for_real(shape, listen, screen)
+    except (DemoError, SimulationError, ConfigError) as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(orjson.dumps(real_summary(outcome), option=orjson.OPT_INDENT_2))
+    else:
+        screen.sum_up(outcome)
     return 0 if outcome.good else 1
 
 

@@ -10,6 +10,7 @@ from typing import Final
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 
 from collectors.simulated.cluster import SimulatedCluster, SimulatedJob
+from collectors.simulated.follow import FollowedJob
 from watcher.demo.receiver import SLACK_PATH, WEBHOOK_PATH
 
 INTERVAL_SECONDS: Final = 1.0
@@ -25,6 +26,7 @@ def write_configuration(cluster: SimulatedCluster, receiver_address: str, listen
         table("[watcher]", listen=listen, state_directory=str(directory / "state"), interval=f"{INTERVAL_SECONDS:g}s"),
         table("[ssh]", config_file=str(cluster.ssh_config)),
         *(job_table(job) for job in cluster.jobs),
+        *(followed_table(job) for job in cluster.followed),
     ]
     for name in ("webhook", "slack"):
         tables.append(table("[[receivers]]", name=name, type=name, url_file=str(directory / f"{name}_url")))
@@ -34,9 +36,19 @@ def write_configuration(cluster: SimulatedCluster, receiver_address: str, listen
     return path
 
 
+def followed_table(job: FollowedJob) -> str:
+    """With a stall limit of half the least that would be learned: nobody waits longer for a demo than it needs."""
+    nodes = node_list(job.node_names)
+    return table("[[jobs]]", name=job.name, nodes=nodes, run_directory=job.run_directory, stall_limit="15s")
+
+
+def node_list(names: Sequence[str]) -> str:
+    return str(NodeSet.fromlist(list(names), resolver=RESOLVER_NOGROUP))
+
+
 def job_table(job: SimulatedJob) -> str:
     scenario = job.scenario
-    nodes = str(NodeSet.fromlist(list(scenario.node_names), resolver=RESOLVER_NOGROUP))
+    nodes = node_list(scenario.node_names)
     if job.run_directory is not None:
         return table("[[jobs]]", name=scenario.name, nodes=nodes, run_directory=str(job.run_directory))
     return table(

@@ -21,6 +21,14 @@ from typing import Any, SupportsIndex
 LIBRARY = "libnvidia-ml.so.1"
 
 
+def call_host(name: str) -> None:
+    """A real rank on a simulated node: what it calls its host is what a watcher, or a gate, looks for there."""
+    system, _, *others = os.uname()
+    named = os.uname_result((system, name, *others))
+    socket.gethostname = lambda: name
+    os.uname = lambda: named
+
+
 def run_clock_faster(speed: float, monotonic_origin: float, wall_origin: float) -> None:
     """Replace the clocks and the sleep of the module `time`. Real time-outs (selectors, locks) stay real."""
     real_monotonic, real_time, real_sleep = time.monotonic, time.time, time.sleep
@@ -68,8 +76,7 @@ def load_pynvml_from(path: str) -> None:
 
 
 if "WATTWATCH_NODE_HOSTNAME" in os.environ:
-    # A real rank on a simulated node: what it calls its host is what a watcher looks for there.
-    socket.gethostname = lambda: os.environ["WATTWATCH_NODE_HOSTNAME"]
+    call_host(os.environ["WATTWATCH_NODE_HOSTNAME"])
 
 if "WATTWATCH_NODE_STATE" in os.environ:
     if os.environ.get("WATTWATCH_NODE_SPEED", "1") != "1":
