@@ -21,6 +21,8 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks.watch_nodes
 	$(BIN)/python -m tests.benchmarks.gate
 	$(BIN)/python -m tests.benchmarks.pack
+	$(BIN)/python -m tests.benchmarks.train
+	$(BIN)/python -m tests.benchmarks.checkpoint
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
