@@ -10,7 +10,14 @@ import click
 
 from trainer.launch.interruptions import interruptions
 from trainer.launch.loop import Launch, Wishes, plan_lines
-from trainer.settings import JobFile, read_job, smoke_job
+from trainer.settings import JobFile, read_job, settings_help, smoke_job
+
+
+def print_keys(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """Every key with its default and what it means, as a file to start from."""
+    if wanted:
+        click.echo(settings_help(), nl=False)
+        ctx.exit()
 
 
 @click.command()
@@ -18,6 +25,9 @@ from trainer.settings import JobFile, read_job, smoke_job
 @click.option("--smoke", type=click.Choice(["boundary"]), help="Only the last two steps and the save after them.")
 @click.option("--fresh", is_flag=True, help="From the start: checkpoints that are there are set aside.")
 @click.option("--print", "only_print", is_flag=True, help="Print what would be run, run nothing.")
+@click.option(
+    "--keys", is_flag=True, is_eager=True, expose_value=False, callback=print_keys, help="Print all keys of JOB.toml."
+)
 def launch_command(job: str, smoke: str | None, fresh: bool, only_print: bool) -> None:
     """Runs the job on all its nodes: gate, then ranks, and again from the last complete checkpoint when they fail.
 

@@ -52,7 +52,12 @@ def _directory(reports: Sequence[NodeReport]) -> list[Problem]:
         if look is None:
             problems.append(fail(f"{report.node}: the checkpoint directory was not looked at"))
         elif look.trouble:
-            problems.append(fail(f"{report.node}: {look.directory}: cannot be written: {look.trouble}"))
+            problems.append(
+                fail(
+                    f"{report.node}: {look.directory}: cannot be written: {look.trouble}; "
+                    "name a run directory that the job's user can write to"
+                )
+            )
         elif look.sees_rank_0 is False:
             problems.append(
                 fail(

@@ -22,6 +22,7 @@ SPREAD: Final = {
     "pad": "the shorter ones repeat their first blocks",
     "off": 'train.evenness is "off": the job will hang where the shortest one ends',
 }
+ALIKE: Final = "; pack all ranks again, from the same, with the same"
 SAME_IN_ALL_MANIFESTS: Final = (
     ("corpus_sha256", "corpus"),
     ("corpus_rows", "number of rows in the corpus"),
@@ -56,21 +57,27 @@ def block_troubles(settings: GateSettings, look: ShardLook) -> list[str]:
     said, out = look.manifest, []
     seq_len = settings.seq_len or said.seq_len
     if said.seq_len != seq_len or said.seq_len < 1:
-        out.append(f"packed in blocks of {said.seq_len}, the job wants {seq_len}")
+        out.append(f"packed in blocks of {said.seq_len}, the job wants {seq_len}: pack again with it")
     if said.rank != look.rank:
-        out.append(f"its manifest is that of rank {said.rank}")
+        out.append(f"its manifest is that of rank {said.rank}: pack again")
     if seq_len >= 1 and look.size_bytes % (TOKEN_BYTES * seq_len):
-        out.append(f"{look.size_bytes:,} bytes are not a whole number of blocks of {seq_len} int32 ids: torn")
+        out.append(
+            f"{look.size_bytes:,} bytes are not a whole number of blocks of {seq_len} int32 ids: torn; pack again"
+        )
     if look.size_bytes != said.size_bytes or said.size_bytes != said.blocks * said.seq_len * TOKEN_BYTES:
-        out.append(f"{look.size_bytes:,} bytes, its manifest says {said.size_bytes:,} in {said.blocks:,} blocks")
+        out.append(
+            f"{look.size_bytes:,} bytes, its manifest says {said.size_bytes:,} in {said.blocks:,} blocks: pack again"
+        )
     elif look.differing_offsets:
-        out.append(f"the bytes at {look.differing_offsets[0]:,} are not those that were packed")
-    elif tuple((sample.offset, sample.bytes) for sample in said.samples) != sample_places(said.size_bytes):
-        out.append("its manifest has no hashes to compare with")
+        out.append(f"the bytes at {look.differing_offsets[0]:,} are not those that were packed: pack again")
+    elif said.blocks and tuple((sample.offset, sample.bytes) for sample in said.samples) != sample_places(
+        said.size_bytes
+    ):
+        out.append("its manifest has no hashes to compare with: pack again")
     if settings.document_mask and said.document_starts is None:
         out.append("packed without --document-mask, which train.document_mask needs: pack again with it")
     if said.document_starts is not None and look.starts_bytes != said.document_starts * 8:
-        out.append("the file of document starts is missing or torn")
+        out.append("the file of document starts is missing or torn; pack again with --document-mask")
     return out
 
 
@@ -82,9 +89,9 @@ def judge_shards(reports: Sequence[NodeReport], shards: dict[int, ShardLook]) ->
     for rank, manifest in said.items():
         problems += [fail(f"rank {rank}: {text}") for text in _row_troubles(world, manifest)]
     for name, words in SAME_IN_ALL_MANIFESTS:
-        problems += differing(words, [(f"rank {rank}", getattr(m, name)) for rank, m in said.items()])
+        problems += differing(words, [(f"rank {rank}", getattr(m, name)) for rank, m in said.items()], then=ALIKE)
     masks = [(f"rank {rank}", manifest.document_starts is not None) for rank, manifest in said.items()]
-    problems += differing("document mask", masks)
+    problems += differing("document mask", masks, then=ALIKE)
     versions = [(f"rank {rank}", manifest.tokenizers_version) for rank, manifest in said.items()]
     problems += differing("tokenizers version", versions, Level.WARN)
     rows, corpus_rows = sum(m.rows for m in said.values()), max((m.corpus_rows for m in said.values()), default=0)
@@ -93,7 +100,7 @@ def judge_shards(reports: Sequence[NodeReport], shards: dict[int, ShardLook]) ->
         for manifest in said.values():
             xor ^= manifest.row_xor
         if rows != corpus_rows or xor != xor_below(corpus_rows):
-            problems.append(fail(f"the ranks hold {rows:,} rows of {corpus_rows:,}, or not each of them once"))
+            problems.append(fail(f"the ranks hold {rows:,} rows of {corpus_rows:,}, or not each of them once{ALIKE}"))
     empty = sum(m.empty_rows for m in said.values())
     if rows and empty / rows > MAX_EMPTY_SHARE:
         problems.append(warn(f"{empty:,} of {rows:,} rows gave no token"))
@@ -104,7 +111,7 @@ def judge_shards(reports: Sequence[NodeReport], shards: dict[int, ShardLook]) ->
 
 def _row_troubles(world: int, said: Manifest) -> list[str]:
     if said.rows == 0:
-        return ["an empty shard: no row"]
+        return ["an empty shard, no row: pack more records, or fewer ranks"]
     if said.world != world:
         return [f"packed for a world of {said.world}, the job has {world}: pack again"]
     if not 0 <= said.rank < world:
@@ -131,7 +138,12 @@ def _other_tokenizer(report: NodeReport, said: dict[int, Manifest]) -> list[Prob
     ]
     if not other:
         return []
-    return [fail(f"{report.node}: {ranks_in_words(other)} packed with another tokenizer than the model's")]
+    return [
+        fail(
+            f"{report.node}: {ranks_in_words(other)} packed with another tokenizer than the model's: "
+            "pack with the model's"
+        )
+    ]
 
 
 def count_blocks(settings: GateSettings, shards: dict[int, ShardLook]) -> Evenness | None:
@@ -192,7 +204,7 @@ def _id_troubles(settings: GateSettings, look: ShardLook, model_sizes: list[int]
     if low < 0:
         out.append(f"token id {low} is negative")
     if vocabulary and high >= vocabulary:
-        out.append(f"token id {high:,} is outside the vocabulary of {vocabulary:,}")
+        out.append(f"token id {high:,} is outside the vocabulary of {vocabulary:,}: pack with the model's tokenizer")
     if look.min_id is not None and look.min_id == look.max_id:
         out.append(f"every id looked at is {look.min_id}")
     return out

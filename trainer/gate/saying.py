@@ -16,15 +16,21 @@ def warn(text: str) -> Problem:
     return Problem(Level.WARN, text)
 
 
-def differing(what: str, values: Iterable[tuple[str, object]], level: Level = Level.FAIL) -> list[Problem]:
-    """A problem where `values`, pairs of (who, what it says), are not all the same: the odd ones are named."""
+def differing(
+    what: str, values: Iterable[tuple[str, object]], level: Level = Level.FAIL, then: str = ""
+) -> list[Problem]:
+    """A problem where `values`, pairs of (who, what it says), are not all the same: the odd ones are named.
+
+    `then` says what to do.
+    """
     by_value: dict[str, list[str]] = defaultdict(list)
     for who, value in values:
         by_value[shortly(value)].append(who)
     if len(by_value) < 2:
         return []
     groups = sorted(by_value.items(), key=lambda item: -len(item[1]))
-    return [Problem(level, f"{what} differs: " + "; ".join(f"{value} on {some(who)}" for value, who in groups[:4]))]
+    said = "; ".join(f"{value} on {some(who)}" for value, who in groups[:4])
+    return [Problem(level, f"{what} differs: {said}{then}")]
 
 
 def shortly(value: object) -> str:

@@ -78,12 +78,15 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def shard(model: Any, layers: list[nn.Module], mesh: DeviceMesh, precision: str) -> None:
-    """FULL_SHARD: each layer is gathered for its own computing and freed after it, forward and backward."""
+    """FULL_SHARD: each layer is gathered for its own computing and freed after it, forward and backward.
+
+    The last one stays between the two: it is the first that backward needs.
+    """
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == Precision.BF16 else None, reduce_dtype=torch.float32
     )
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=layer is not layers[-1])
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None and head.weight is not embedding.weight:  # tied ones stay together, in the root
         fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

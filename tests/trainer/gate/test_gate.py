@@ -135,7 +135,7 @@ def high_id(data: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "arguments", "words"),
     [
-        (empty_shard, (), ("rank 1: an empty shard: no row", "rank 1 has 0 blocks, a step takes 8")),
+        (empty_shard, (), ("rank 1: an empty shard, no row: pack more records", "rank 1 has 0 blocks, a step takes 8")),
         (ragged, (), ("rank-00001.i32: 1,027 bytes are not a whole number of blocks of 16",)),
         (high_id, (), ("token id 100 is outside the vocabulary of 100", "at 0 are not those that were packed")),
         (lambda data: None, ("--vocab-size", "50"), ("rank 1: ", "token id 99 is outside the vocabulary of 50")),
