@@ -15,6 +15,11 @@ from watcher.config import ConfigError
 COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "demo": ("watcher.commands.demo", "demo_command", "A simulated cluster, the real watcher, and what it says."),
     "triage": ("watcher.commands.triage", "triage_command", "One verdict now: hosts, pasted nvidia-smi output, logs."),
+    "calibrate": (
+        "watcher.commands.calibrate",
+        "calibrate_command",
+        "Learn what boards draw here; write a profile.",
+    ),
     "check": ("watcher.commands.check", "check_command", "Configuration, SSH, tools, paths, receivers: what to fix."),
     "serve": ("watcher.commands.serve", "serve_command", "Watch the configured jobs: alerts, page, API, metrics."),
     "status": ("watcher.commands.status", "status_command", "What a running watcher says of its jobs, once."),

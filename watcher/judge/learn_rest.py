@@ -23,12 +23,13 @@ SETTLE_SECONDS: Final = 5.0
 START_UP_SECONDS: Final = 300.0
 # Between two steps the mean of the last second still holds work at first.
 REST_SECONDS: Final = 4.0
+LEAST_SECONDS: Final = 20.0  # where samples come faster than one a second
 LEAST_START_UP: Final = 20
 LEAST_IDLE: Final = 30
 LEAST_BETWEEN: Final = 60
 MOST_BETWEEN_PENDING: Final = 120
 # What a board idles at changes with the air around it, slowly.
-IDLE_AGAIN_SECONDS: Final = 900.0
+IDLE_AGAIN_SECONDS: Final = 60.0
 # States in which clocks are up; a board that rests in a lower one draws far less than one that spins.
 CLOCKS_UP: Final = frozenset({None, "P0", "P1", "P2"})
 
@@ -56,6 +57,7 @@ class Rest:
     zero_last: float = 0.0
     idle: list[float] = field(default_factory=list)
     start_up: list[float] = field(default_factory=list)
+    start_up_last: float = 0.0
     pending: list[float] = field(default_factory=list)  # in this interval between two steps
     between: list[float] = field(default_factory=list)
 
@@ -130,7 +132,7 @@ class Rests:
         # 100 % with nobody on the board is a ghost; its watts are real, and those of what?
         if busy <= 0 and now >= rest.idle_from:
             rest.idle.append(watts)
-            if len(rest.idle) >= LEAST_IDLE:
+            if len(rest.idle) >= LEAST_IDLE and now - rest.idle_from >= LEAST_SECONDS:
                 yield Batch(board, Kind.IDLE, Phase.EMPTY, tuple(rest.idle))
                 rest.idle, rest.idle_from = [], now + IDLE_AGAIN_SECONDS
 
@@ -149,6 +151,7 @@ class Rests:
         if rest.starting:
             if now - (rest.context_since or now) >= SETTLE_SECONDS:
                 rest.start_up.append(watts)
+                rest.start_up_last = now
             return
         if rest.zero_since is None or now - rest.zero_last > self._next_look_seconds:
             rest.zero_since = now  # it worked meanwhile: nobody looks here while all are busy
@@ -157,7 +160,8 @@ class Rests:
             rest.pending.append(watts)
 
     def _worked(self, board: Board, rest: Rest) -> Iterator[Batch]:
-        if len(rest.start_up) >= LEAST_START_UP:
+        lasted = rest.start_up_last - (rest.context_since or 0.0) - SETTLE_SECONDS
+        if len(rest.start_up) >= LEAST_START_UP and lasted >= LEAST_SECONDS - 1.0:
             yield Batch(board, Kind.CONTEXT, Phase.START_UP, tuple(rest.start_up))
         rest.start_up = []
         self._end_start_up(board, rest)
