@@ -29,7 +29,7 @@ def print_row(row: Row, outcomes: list[Outcome]) -> None:
         row.name,
         expected,
         said,
-        outcomes[-1].who,
+        outcomes[-1].who[:24],
         spread([outcome.first_intervals for outcome in outcomes]),
         spread([outcome.confirmed_intervals for outcome in outcomes]),
         spread([outcome.after_limit_intervals for outcome in outcomes]),

@@ -19,6 +19,8 @@ STEPS_SECONDS: Final = (0.5, 2.0, 5.0, 12.0, 30.0)
 BOARD_NAMES: Final = ("b300", "h100", "a100")
 WARM_UP_STEPS: Final = 25
 LEAST_WARM_UP_SECONDS: Final = 240.0
+LONG_WARM_UP_STEPS: Final = 80
+LONG_WARM_UP_SECONDS: Final = 900.0
 ON_TIME_INTERVALS: Final = 3.0
 
 
@@ -44,6 +46,7 @@ class Row:
     expected: tuple[Expected, ...] = ()
     allowed: tuple[str, ...] = ()
     state: str = ""
+    long: bool = False  # a warm-up long enough to learn the job's pace
     cold: bool = False  # no warm-up: the job starts before our eyes
     last_steps: bool = False  # the warm-up ends with the last step
     neighbours: int = 0
@@ -102,7 +105,10 @@ def _readable_by_log(row: Row) -> bool:
 
 def play(row: Row, setting: Setting) -> Outcome:
     """One variant: warm-up, the row's phases, and what the watcher said of them."""
-    warm_up = max(LEAST_WARM_UP_SECONDS, WARM_UP_STEPS * setting.step_seconds * setting.log_every)
+    per_step = setting.step_seconds * setting.log_every
+    warm_up = max(LEAST_WARM_UP_SECONDS, WARM_UP_STEPS * per_step)
+    if row.long:
+        warm_up = max(LONG_WARM_UP_SECONDS, LONG_WARM_UP_STEPS * per_step)
     if row.last_steps:
         steps = int(warm_up / setting.step_seconds)
         setting = replace(setting, total_steps=setting.first_step + steps)

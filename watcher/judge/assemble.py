@@ -26,6 +26,7 @@ from collectors.samples import (
 from collectors.ssh.link import NodeLink
 from watcher.judge.boards import short_pci
 from watcher.judge.job_sample import JobProgress, JobSample, JobSpec, NodeState, RankGpu
+from watcher.judge.scene import HELD_BYTES
 
 # A node's boards are part of the picture while its last line is younger than this: one line may be late.
 FRESH_INTERVALS: Final = 2.5
@@ -47,9 +48,24 @@ class Heard:
 
     sample: NodeSample | None = None
     boards: dict[str, GpuSample] = field(default_factory=dict)  # by key: the most it has ever shown
+    used: set[str] = field(default_factory=set)  # keys of those that ever held somebody's memory
     kernel_events: list[KernelEvent] = field(default_factory=list)  # since the last look
     reading: int = 0  # how often its boards were read
     read_seconds: float | None = None  # when, on the node's clock
+
+    def places(self) -> dict[str, int]:
+        """Key -> place of each board among the node's, by the driver's index. Those that nobody ever used beside others
+        that are in use are not the job's (CUDA_VISIBLE_DEVICES), and ranks are counted without them."""
+        idle = [
+            gpu.index
+            for key, gpu in (self.boards.items() if 0 < len(self.used) < len(self.boards) else ())
+            if gpu.index is not None and gpu.memory_used_bytes is not None and key not in self.used
+        ]
+        return {
+            key: gpu.index - sum(other < gpu.index for other in idle)
+            for key, gpu in self.boards.items()
+            if gpu.index is not None and gpu.index not in idle
+        }
 
     def count_reading(self, sample: NodeSample) -> None:
         """Tell a new reading of the boards from an old answer that is repeated."""
@@ -86,6 +102,7 @@ class JobAssembler:
             for gpu in sample.gpus or ()
             if gpu.uuid is not None or gpu.pci_bus_id is not None or gpu.index is not None
         }
+        heard.used |= {key for key, gpu in boards.items() if (gpu.memory_used_bytes or 0.0) >= HELD_BYTES}
         # As many as ever: these are the node's boards, also where one was replaced or another tool names them anew.
         heard.boards = (
             boards if len(boards) >= len(heard.boards) else {**_in_no_other_name(heard.boards, boards), **boards}
@@ -245,14 +262,16 @@ class JobAssembler:
         offset: int | None = 0
         for state in nodes:
             heard = self._heard[state.node]
+            place = heard.places()
             if state.node in fresh and heard.sample is not None:
                 for gpu in heard.sample.gpus or ():
                     rank = by_process.get((state.node, -1 if gpu.index is None else gpu.index))
-                    if rank is None and not by_process and offset is not None and gpu.index is not None:
-                        rank = offset + gpu.index
+                    if rank is None and not by_process and offset is not None and gpu.key in place:
+                        rank = offset + place[gpu.key]
                     ranked.append(RankGpu(state.node, rank, gpu))
             # The order of boards tells ranks only as long as every node before this one is known.
-            offset = None if offset is None or state.expected_gpus is None else offset + state.expected_gpus
+            idle = len(heard.boards) - len(place)
+            offset = None if offset is None or state.expected_gpus is None else offset + state.expected_gpus - idle
         return tuple(ranked)
 
 

@@ -34,6 +34,13 @@ def fatal_xids() -> Mapping[int, str]:
     return {int(code): meaning for code, meaning in table["faults"].items()}
 
 
+@cache
+def wearing_xids() -> Mapping[int, str]:
+    """Code -> what it means, from xid.toml: the board works on, and wants a reset at the next occasion."""
+    table = tomllib.loads(resources.files(__package__).joinpath("xid.toml").read_text("utf-8"))
+    return {int(code): meaning for code, meaning in table["wear"].items()}
+
+
 @dataclass(frozen=True, slots=True)
 class BrokenBoard:
     """One board and everything that says it is broken."""
@@ -42,6 +49,7 @@ class BrokenBoard:
     key: str  # UUID, PCI id or index: what the episode is about
     evidence: tuple[str, ...]
     since_seconds: float  # when it was first told
+    grave: bool = True  # False: only the kernel log says so, and the board can go on
 
 
 class Boards:
@@ -64,23 +72,27 @@ class Boards:
                 place = (ranked.node, short_pci(ranked.gpu.pci_bus_id))
                 self._places[place] = Suspect(ranked.node, ranked.gpu.index, ranked.rank)
         found: dict[tuple[str, str], tuple[Suspect, list[str]]] = {}
-        for suspect, key, words in (*self._told(look), *self._named_by_kernel(look)):
+        grave: set[tuple[str, str]] = set()
+        told = [(*each, True) for each in self._told(look)]
+        for suspect, key, words, is_grave in (*told, *self._named_by_kernel(look)):
             entry = found.setdefault((suspect.node, key), (suspect, []))
             if words not in entry[1]:
                 entry[1].append(words)
+            if is_grave:
+                grave.add((suspect.node, key))
         # A node whose boards are out of sight takes nothing back: a lost board is lost until the node shows it again.
         seen = {node.node for node in look.sample.nodes if node.fresh}
         held = {place: board for place, board in self._last.items() if place[0] not in seen and place not in found}
         self._since = {place: self._since.get(place, look.now) for place in (*found, *held)}
         self._last = held | {
-            place: BrokenBoard(suspect, place[1], tuple(words), self._since[place])
+            place: BrokenBoard(suspect, place[1], tuple(words), self._since[place], place in grave)
             for place, (suspect, words) in found.items()
         }
         return tuple(self._last.values())
 
     def _read_kernel(self, node: NodeState, now: float) -> None:
         for event in node.kernel_events:
-            if event.xid not in fatal_xids():
+            if event.xid not in fatal_xids() and event.xid not in wearing_xids():
                 continue
             line, written = (node.node, event.text), now - (event.age_seconds or 0.0)
             before = self._known_lines.pop(line, None)
@@ -118,14 +130,15 @@ class Boards:
         for place in [place for place in self._unreadable if place not in faulty]:
             del self._unreadable[place]
 
-    def _named_by_kernel(self, look: Look) -> Iterator[tuple[Suspect, str, str]]:
+    def _named_by_kernel(self, look: Look) -> Iterator[tuple[Suspect, str, str, bool]]:
         for (node, pci), (since, event) in list(self._xids.items()):
             if look.now - since > XID_SECONDS:
                 del self._xids[(node, pci)]
                 continue
             suspect = self._places.get((node, short_pci(pci)), Suspect(node))
-            meaning = fatal_xids()[event.xid or 0]
-            yield suspect, short_pci(pci), f"Xid {event.xid} ({meaning}): {event.text}"
+            code = event.xid or 0
+            meaning = fatal_xids().get(code) or wearing_xids()[code]
+            yield suspect, short_pci(pci), f"Xid {code} ({meaning}): {event.text}", code in fatal_xids()
 
     def _key(self, node: str, index: int | None, pci: str | None) -> str:
         """One name for a board however a witness names it: its PCI id where any sample told it, else its index."""

@@ -12,6 +12,7 @@ from typing import Final
 
 from watcher.judge import rules
 from watcher.judge.boards import Boards
+from watcher.judge.drift import Drift
 from watcher.judge.ending import Ending
 from watcher.judge.finding import AlertName, Finding, JobState
 from watcher.judge.hang import Hang
@@ -19,15 +20,16 @@ from watcher.judge.job_sample import JobSample, JobSpec
 from watcher.judge.look import GAP_INTERVALS, Look
 from watcher.judge.overdue import Overdue
 from watcher.judge.pace import Pace
+from watcher.judge.patience import evaluates
 from watcher.judge.processes import Processes
 from watcher.judge.saving import Saving
 from watcher.judge.sight import Sight
-from watcher.judge.verdict import PowerState, Verdict
+from watcher.judge.verdict import PowerState, Shape, Verdict
 
 STATE_ROUNDS: Final = 2
 AT_ONCE: Final = frozenset({JobState.HUNG, JobState.CRASHED, JobState.COMPLETED})
 PAUSES: Final = frozenset({"save", "eval", "load"})
-QUIET: Final = frozenset({PowerState.IDLE, PowerState.WAITING, PowerState.UNKNOWN})
+QUIET: Final = frozenset({PowerState.IDLE, PowerState.CHECKPOINT, PowerState.WAITING, PowerState.UNKNOWN})
 STATE_OF: Final = {
     PowerState.COMPUTE: JobState.COMPUTING,
     PowerState.COMMUNICATION: JobState.COMMUNICATING,
@@ -46,6 +48,7 @@ class Detector:
         self._spec = spec
         self._last_seconds: float | None = None
         self._pace = Pace()
+        self._drift = Drift()
         self._saving = Saving()
         self._processes = Processes()
         self._boards = Boards()
@@ -77,7 +80,8 @@ class Detector:
             self._start_again()
             if not self._pace.restarted:
                 self._pace.start_again(look)
-        findings = self._findings(look)
+        slower = self._drift.look(look, self._pace)
+        findings = self._findings(look, slower)
         for finding in findings:
             if finding.gpus_idle:
                 name = finding.alert.value
@@ -94,13 +98,14 @@ class Detector:
     def _start_again(self) -> None:
         """The job was started again: what was wrong with the run before is history."""
         self._hang.clear()
+        self._drift.clear()
         self._saving.clear()
         self._ending.clear()
         self._overdue.clear()
         for held in self._persistent.values():
             held.clear()
 
-    def _findings(self, look: Look) -> tuple[Finding, ...]:
+    def _findings(self, look: Look, slower: bool) -> tuple[Finding, ...]:
         found: list[Finding] = [*self._sight.look(look, self._pace)]
         found += [rules.gpu_fault(look, board) for board in self._boards.look(look)]
         ended = self._ending.look(look, self._pace, self._saving, self._processes)
@@ -117,6 +122,9 @@ class Detector:
             found.append(hang)
         else:
             found += self._slow_findings(look)
+            alerts = {finding.alert for finding in found}
+            if slower and not alerts & {AlertName.JOB_SLOW, AlertName.STRAGGLER}:
+                found.append(rules.slower_than_usual(look, self._drift))
         overdue = self._overdue.look(look, self._pace, self._saving)
         if overdue is not None:
             found.append(overdue)
@@ -129,9 +137,7 @@ class Detector:
         rate = progress.tokens_per_second
         loss = progress.loss
         conditions = {
-            AlertName.JOB_STARVING: look.verdict.state is PowerState.STARVATION
-            and self._saving.blocks is None
-            and not (look.verdict.at_floor and self._pace.stands),
+            AlertName.JOB_STARVING: self._starves(look),
             AlertName.JOB_SLOW: floor is not None and rate is not None and rate < floor,
             AlertName.STRAGGLER: look.verdict.state is PowerState.STRAGGLER,
             AlertName.GPU_THROTTLED: look.verdict.state is PowerState.THROTTLE,
@@ -142,6 +148,13 @@ class Detector:
             for alert, true in conditions.items()
             if (held := self._persist(alert, true, look)) is not None
         ]
+
+    def _starves(self, look: Look) -> bool:
+        """By the picture; or by another witness, while utilisation scatters as it does in starvation and at work."""
+        if self._saving.blocks is not None or self._pace.stands or evaluates(look):
+            return False
+        told = rules.starving_by_counter(look, self._pace) and look.verdict.shape is Shape.SCATTER
+        return look.verdict.state is PowerState.STARVATION or told
 
     def _persist(self, alert: AlertName, true: bool, look: Look) -> rules.Persisted | None:
         """Most of the recent looks, not each: starvation scatters over time as well, and one busy moment is no cure."""

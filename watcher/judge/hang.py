@@ -261,8 +261,11 @@ class Hang:
     ) -> Finding:
         boards = look.sample.expected_gpus or len(look.sample.gpus)
         who = ", ".join(str(suspect) for suspect in suspects) or "nobody stands out"
-        step = look.sample.progress.step
-        where = "" if step is None else f" at step {step:,}" + _of(look.sample.progress.total_steps)
+        step, total = look.sample.progress.step, look.sample.progress.total_steps
+        where = "" if step is None else f" at step {step:,}" + _of(total)
+        if step is not None and total is not None and step >= total:
+            where = f" after its last step, {step:,}"
+            evidence = (*evidence, "all steps are done: the run may be complete, and its processes do not leave")
         return Finding(
             job=look.spec.name,
             alert=AlertName.JOB_HUNG,

@@ -37,6 +37,7 @@ class Pace:
         self.stalled_seconds: float | None = None  # how long the counter has been seen to stand; None: no counter
         self.advances = 0  # changes seen
         self.restarted = False  # in this very look
+        self.learned: tuple[float, int] | None = None  # in this look: seconds between two changes, and steps
         self.start_seen = False  # the run was started under our eyes, so what stands is its start
         self.pausing = False  # in this look
         self._disturbed = False
@@ -46,7 +47,7 @@ class Pace:
     def look(self, look: Look, pausing: bool) -> None:
         """`pausing`: the job saves, evaluates or loads; such an interval teaches nothing about its steps."""
         progress = look.sample.progress
-        self.restarted = False
+        self.restarted, self.learned = False, None
         self.pausing = pausing
         if progress.step is None:
             # Out of sight: how long it stands is not known, and what lies between teaches nothing.
@@ -99,6 +100,7 @@ class Pace:
         # The first change seen began before we looked.
         if self._disturbed or self.pausing or look.gap or self.advances == 1 or interval <= 0:
             return
+        self.learned = (interval, steps)
         self._intervals.append(interval)
         self._measured_seconds += interval
         self._measured_steps += steps

@@ -20,6 +20,9 @@ WORKING_FACTOR: Final = 3.0
 WORKING_LEAST_SECONDS: Final = 600.0
 EVAL_CEILING_SECONDS: Final = 1800.0
 FIRST_STEP_SECONDS: Final = 1800.0
+# Rank 0 tokenises before the first step while the others wait in a barrier: over 30 min in LlamaFactory#2424 and
+# nanotron#204. DLRover allows a first step as long as this.
+TOKENISING_SECONDS: Final = 7200.0
 # All ranks at rest: a save by all of them, the start of an epoch; three times the longest that ended by itself.
 REST_FACTOR: Final = 3.0
 WORKING: Final = frozenset({PowerState.COMPUTE, PowerState.COMMUNICATION, PowerState.STARVATION, PowerState.THROTTLE})
@@ -42,6 +45,8 @@ def patience_with(look: Look, pace: Pace, saving: Saving, *, first_step: bool, r
         limit = max(limit, FIRST_STEP_SECONDS)
     if evaluates(look):
         return _at(max(limit, EVAL_CEILING_SECONDS))
+    if first_step and look.verdict.shape is Shape.RANK0_LOW_REST_BUSY:
+        return _at(max(limit, TOKENISING_SECONDS))
     if "load" in look.phases:
         return _at(max(limit, FIRST_STEP_SECONDS))
     if may_work(look):

@@ -8,12 +8,13 @@ from typing import Final
 from collectors.samples import CheckpointEntry
 from watcher.judge.advice import ADVICE
 from watcher.judge.boards import BrokenBoard
+from watcher.judge.drift import Drift
 from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding, Severity
 from watcher.judge.look import Look
 from watcher.judge.pace import Pace
 from watcher.judge.processes import Gone
 from watcher.judge.saving import Saving
-from watcher.judge.verdict import PowerState
+from watcher.judge.verdict import PowerState, Suspect
 
 # How long a condition must persist before it is worth a message: with a readable counter, and without.
 PERSIST_SECONDS: Final = {
@@ -46,6 +47,7 @@ class Persisted:
     looks: int = 0
     told: bool = False
     proved: bool = False  # another witness than the picture was seen meanwhile
+    suspects: tuple[Suspect, ...] = ()  # of the last look on which it was true
 
     def look(self, true: bool, look: Look, enough_seconds: float) -> None:
         if look.gap and not self.told:
@@ -57,7 +59,7 @@ class Persisted:
             if self.seconds <= 0:
                 self.clear()
             return
-        self.since = look.now if self.since is None else self.since
+        self.since, self.suspects = look.now if self.since is None else self.since, look.verdict.suspects
         # What held for hours need not be gone for hours to be over.
         self.seconds = min(self.seconds + look.seen_seconds, max(2 * enough_seconds, LEAST_LOOKS * look.seen_seconds))
         self.looks += 1
@@ -65,6 +67,7 @@ class Persisted:
 
     def clear(self) -> None:
         self.since, self.seconds, self.looks, self.told, self.proved = None, 0.0, 0, False, False
+        self.suspects = ()
 
 
 def persist_seconds(alert: AlertName, readable: bool) -> float:
@@ -92,12 +95,11 @@ def persistent(alert: AlertName, look: Look, held: Persisted, pace: Pace) -> Fin
     if alert is AlertName.LOSS_NOT_FINITE:
         evidence = [f"loss {progress.loss} at step {progress.step}"]
     if alert is AlertName.JOB_STARVING:
-        waits = [s.data_wait_ms for s in progress.sources if s.data_wait_ms is not None]
+        waits = data_waits_ms(look)
         if waits:
             evidence.append(f"ranks wait up to {max(waits):,.0f} ms a step for data")
         # A small model may never have looked otherwise: its counter must say that something is lost.
-        lost = lost_share >= STARVING_LOST_SHARE or max(waits, default=0.0) >= STARVING_WAIT_MS
-        held.proved = held.proved or lost or not (progress.readable or pace.known)
+        held.proved = held.proved or starving_by_counter(look, pace) or not (progress.readable or pace.known)
         confirmed = held.proved
         if not confirmed:
             summary = f"{look.spec.name} may starve: its boards are fed unevenly."
@@ -114,8 +116,44 @@ def persistent(alert: AlertName, look: Look, held: Persisted, pace: Pace) -> Fin
         advice=STATE_ADVICE[alert],
         since_seconds=look.now if held.since is None else held.since,
         confirmed=confirmed,
-        suspects=look.verdict.suspects if alert in (AlertName.STRAGGLER, AlertName.GPU_THROTTLED) else (),
+        suspects=held.suspects if alert in (AlertName.STRAGGLER, AlertName.GPU_THROTTLED) else (),
         gpus_idle=round(boards * lost_share) if alert in (AlertName.JOB_STARVING, AlertName.JOB_SLOW) else 0,
+    )
+
+
+def data_waits_ms(look: Look) -> list[float]:
+    """What each rank says that it waits for data in a step."""
+    return [s.data_wait_ms for s in look.sample.progress.sources if s.data_wait_ms is not None]
+
+
+def starving_by_counter(look: Look, pace: Pace) -> bool:
+    """Steps are lost against the job's best pace, or its ranks say that they wait for data."""
+    return pace.lost_share >= STARVING_LOST_SHARE or max(data_waits_ms(look), default=0.0) >= STARVING_WAIT_MS
+
+
+def slower_than_usual(look: Look, drift: Drift) -> Finding:
+    """Steps take longer than this run's own usual ones: because of boards that stand out, or nobody visible."""
+    alert = AlertName.STRAGGLER if drift.suspects else AlertName.JOB_SLOW
+    boards = look.sample.expected_gpus or len(look.sample.gpus)
+    who = ", ".join(str(suspect) for suspect in drift.suspects)
+    evidence = [
+        f"a step takes {drift.seconds_per_step:.2f} s, usually {drift.usual_seconds_per_step:.2f} s in this run",
+        look.verdict.why,
+    ]
+    if who:
+        evidence.append(f"clock or power of {who} differs from the other boards' on most looks")
+    return Finding(
+        job=look.spec.name,
+        alert=alert,
+        severity=DEFAULT_SEVERITY[alert],
+        scope="",
+        summary=f"{look.spec.name} is {drift.lost_share:.0%} slower than it was"
+        + (f": {who} may hold up the rest." if who else "."),
+        evidence=tuple(evidence),
+        advice=STATE_ADVICE[alert],
+        since_seconds=look.now if drift.since is None else drift.since,
+        suspects=drift.suspects,
+        gpus_idle=round(boards * drift.lost_share),
     )
 
 
@@ -124,14 +162,14 @@ def gpu_fault(look: Look, board: BrokenBoard) -> Finding:
     return Finding(
         job=look.spec.name,
         alert=AlertName.GPU_FAULT,
-        severity=DEFAULT_SEVERITY[AlertName.GPU_FAULT],
+        severity=DEFAULT_SEVERITY[AlertName.GPU_FAULT] if board.grave else Severity.WARNING,
         scope=f"{board.suspect.node}/{board.key}",
-        summary=f"{board.suspect} is broken.",
+        summary=f"{board.suspect} is broken." if board.grave else f"{board.suspect} wants a reset soon.",
         evidence=board.evidence,
         advice=ADVICE[PowerState.GPU_FAULT],
         since_seconds=board.since_seconds,
         suspects=(board.suspect,),
-        gpus_idle=1,
+        gpus_idle=int(board.grave),
     )
 
 

@@ -34,6 +34,7 @@ BACKGROUND_STEPS: Final = 2
 # A directory is listed each other second: what the run before wrote may be listed after the restart was seen.
 LISTING_SECONDS: Final = 10.0
 SAVE: Final = "save"
+LOAD: Final = "load"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,12 @@ class Saving:
         growing = entry is not None and self._grows(entry, look)
         by_heartbeat = SAVE in look.phases
         # All ranks at rest right after work is said to be a save too, but is no picture of one to count time by.
-        pictured = look.verdict.state is PowerState.CHECKPOINT and look.verdict.shape is Shape.RANK0_LOW_REST_BUSY
+        # While ranks load, rank 0 alone at rest reads and tokenises for the others.
+        pictured = (
+            look.verdict.state is PowerState.CHECKPOINT
+            and look.verdict.shape is Shape.RANK0_LOW_REST_BUSY
+            and LOAD not in look.phases
+        )
         if not (by_heartbeat or growing or pictured or (self.save is not None and self.save.entry and entry)):
             if self.save is not None and not self.within_limit and not look.sample.complete and not moved:
                 return  # a save that does not end has not ended because nobody can see it
