@@ -24,6 +24,7 @@ from watcher.judge.learned import Board, Kind, Knowledge, Learned, Phase
 from watcher.judge.learner import JobLearner, unsteady
 from watcher.judge.profiles import Profile, profile_for
 from watcher.judge.scene import HELD_BYTES, watts_of
+from watcher.judge.shape import LOW_PERCENT
 from watcher.recordings import Recording
 from watcher.replay import ROUND_SHARE
 from watcher.sources import GpuLog, PlayedSource
@@ -44,7 +45,8 @@ class Calibration:
 
 
 def calibrate_source(name: str, source: GpuLog | Recording, progress: ProgressWord | None) -> Calibration:
-    """By the rules of the live watcher. `progress`: the asker's word that a job without a counter advanced throughout.
+    """By the rules of the live watcher. `progress`: the asker's word that a job without a counter advanced from its
+    first kernel on.
 
     What cannot be learned is a sentence; a source without any board gives that alone.
     """
@@ -54,7 +56,7 @@ def calibrate_source(name: str, source: GpuLog | Recording, progress: ProgressWo
     jobs = [(JobAssembler(spec), Detector(spec), JobLearner(spec, knowledge)) for spec in source.specs]
     boards: dict[Board, GpuSample] = {}
     said: dict[str, NodeSample] = {}
-    counted = False
+    counted = worked = False
     for round_number, seconds in enumerate(played.play(interval * ROUND_SHARE)):
         for heard in played.drain():
             said[heard.node] = heard
@@ -63,7 +65,8 @@ def calibrate_source(name: str, source: GpuLog | Recording, progress: ProgressWo
         for assembler, detector, learner in jobs:
             wall = max((heard.wall_seconds for heard in said.values()), default=0.0)
             sample = assembler.assemble(played.links(), seconds, wall)
-            if progress is ProgressWord.ADVANCING and not sample.progress.readable:
+            worked = worked or any((ranked.gpu.utilization_percent or 0.0) > LOW_PERCENT for ranked in sample.gpus)
+            if worked and progress is ProgressWord.ADVANCING and not sample.progress.readable:
                 sample = replace(sample, progress=JobProgress(step=round_number))
             counted = counted or sample.progress.readable
             boards.update({(ranked.node, ranked.gpu.key): ranked.gpu for ranked in sample.gpus})
