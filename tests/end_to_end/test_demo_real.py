@@ -1,0 +1,100 @@
+"""The paper's deadlock for real: ranks of a real job part at the end of the epoch; with evenness = min they do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from collectors.simulated.follow import FollowedJob, view_of
+from watcher.commands import demo
+from watcher.commands.demo import demo_command
+from watcher.demo.real.recorder import Parting, Wait, parting_of, place_in
+
+ARGUMENTS = ["--scenario", "epoch-end-deadlock", "--real", "--json"]
+
+
+@pytest.mark.timeout(280)  # about 100 s on two idle cores
+@pytest.mark.skipif(util.find_spec("torch") is None, reason="torch is not installed: pip install 'wattwatch[trainer]'")
+def test_a_real_job_deadlocks_is_named_and_ends_well_behind_the_gate() -> None:
+    answer = CliRunner().invoke(demo_command, ARGUMENTS, standalone_mode=False)
+    assert answer.exception is None
+    played = json.loads(answer.output)
+    assert played["problems"] == []
+    assert answer.return_value == 0
+
+    kinds = [event["kind"] for event in played["events"] if event["kind"] not in ("told", "gate")]
+    once = list(dict.fromkeys(kinds))
+    assert once == ["watching", "packed", "started", "training", "parted", "recorded", "killed", "completed"]
+    assert kinds.count("started") == 2
+
+    said = [(notice["status"], notice["alert"]) for notice in played["notices"]]
+    assert said.index(("firing", "JobHung")) < said.index(("firing", "JobCompleted"))
+    hung = [n for n in played["notices"] if (n["alert"], n["status"]) == ("JobHung", "firing")]
+    assert all("rank 3" in notice["suspects"] for notice in hung)
+    assert hung[-1]["severity"] == "critical"
+
+    assert len({(wait["group"], wait["slot"]) for wait in played["waits"]}) == 1
+    names = {wait["rank"]: wait["collective"] for wait in played["waits"]}
+    assert names == {0: "gloo:all_reduce", 1: "gloo:all_reduce", 2: "gloo:all_reduce", 3: "gloo:barrier"}
+    assert (played["gate"]["level"], played["gate"]["shortest_blocks"]) == ("WARN", min(played["blocks"]))
+    assert played["cost"]["gpu_hours"] > 0
+
+
+def test_without_torch_it_is_one_sentence_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "missing_packages", lambda: ("torch",))
+    answer = CliRunner().invoke(demo_command, ARGUMENTS)
+    assert answer.exit_code == 2
+    assert "pip install 'wattwatch[trainer]'" in answer.output
+    assert "Traceback" not in answer.output
+
+
+@pytest.mark.parametrize("arguments", [["--scenario", "epoch-end-deadlock"], ["--scenario", "deadlock", "--real"]])
+def test_the_real_scenario_and_real_go_together(arguments: list[str]) -> None:
+    answer = CliRunner().invoke(demo_command, arguments)
+    assert answer.exit_code == 2
+    assert "--scenario epoch-end-deadlock --real" in answer.output
+
+
+def test_ranks_part_where_one_slot_holds_different_collectives() -> None:
+    waits = [Wait(rank, "default_pg", 9, "gloo:barrier" if rank == 3 else "gloo:all_reduce", "") for rank in range(4)]
+    assert parting_of(waits) == Parting("default_pg", 9, {"gloo:all_reduce": (0, 1, 2), "gloo:barrier": (3,)})
+    assert parting_of(waits[:3]) is None
+    assert parting_of([*waits[:3], Wait(3, "default_pg", 10, "gloo:barrier", "")]) is None
+
+
+def test_the_place_of_a_rank_is_the_innermost_line_of_the_trainer() -> None:
+    stacks = (
+        'Current thread 0x1 (most recent call first):\n  File "/x/trainer/train/heartbeat.py", line 9 in _next\n\n'
+        'Thread 0x2 (most recent call first):\n  File "/lib/torch/distributed/distributed_c10d.py", line 5 in barrier\n'
+        '  File "/x/trainer/train/loop.py", line 115 in save\n  File "/x/trainer/train/loop.py", line 60 in train\n'
+    )
+    assert place_in(stacks) == "save (trainer/train/loop.py:115) in train (trainer/train/loop.py:60)"
+
+
+def test_a_board_follows_the_phase_of_the_rank_on_it(tmp_path: Path) -> None:
+    view = view_of(FollowedJob("job", str(tmp_path), ("node-1",), 4), 3)
+    assert (view.look(0.0).activity.name, view.look(0.0).alive) == ("ended", False)  # no heartbeat yet
+    (tmp_path / "heartbeat").mkdir()
+
+    def shown(now: float, phase: str, step: int, pid: int | None = None) -> str:
+        beat = {"pid": os.getpid() if pid is None else pid, "phase": phase, "step": step}
+        view.path.write_text(json.dumps(beat))
+        return view.look(now).activity.name
+
+    assert shown(0.0, "load", 0) == "load"
+    assert shown(1.0, "train", 1) == "compute"
+    assert shown(2.0, "train", 2) == "compute"
+    assert shown(9.0, "train", 2) == "spin"  # says that it trains, and makes no step
+    assert shown(10.0, "barrier", 2) == "wait_in_barrier"
+    assert shown(11.0, "save", 2) == "await_save"
+    assert shown(12.0, "done", 2) == "ended"
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    assert shown(13.0, "train", 3, gone.pid) == "ended"
