@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,15 +44,25 @@ class GpuLog:
     warnings: tuple[str, ...] = ()
 
 
+def by_job(log: GpuLog) -> tuple[GpuLog, ...]:
+    """One log a job: the jobs of a collection ended at different times, and none is stale because another goes on."""
+    if len(log.specs) == 1:
+        return (log,)
+    return tuple(
+        replace(log, specs=(spec,), moments=tuple(m for m in log.moments if m.sample and m.sample.node in spec.nodes))
+        for spec in log.specs
+    )
+
+
 def read_source(name: str, data: bytes) -> GpuLog | Recording:
     """What the bytes are decides; the name is only for people. Nothing readable is a status, not an exception."""
     if len(data) > LARGEST_FILE_BYTES:
         raise SourceError(f"{name}: {len(data) / 1e9:.1f} GB is more than is read at once; give its last part")
     if is_recording(data[:512]):
         return read_recording(name, io.BytesIO(data))
-    samples = _json_samples(data)
-    if samples is not None:
-        return _from_json(name, samples)
+    pictures = _json_pictures(name, data)
+    if pictures is not None:
+        return _from_json(name, pictures)
     return _from_report(name, read_gpu_output(data))
 
 
@@ -133,13 +143,22 @@ class JsonSamples(BaseModel):
     """JSON samples: {"gpu_model", "power_limit_w", "samples": [{"t_seconds", "gpus": [{"index", "util_pct"}]}]}."""
 
     model_config = ConfigDict(extra="ignore")
+    name: str | None = None
     gpu_model: str | None = None
     power_limit_w: float | None = None
     samples: list[JsonSample]
 
 
-def _json_samples(data: bytes) -> JsonSamples | None:
-    """The samples if the bytes are JSON of that form: a list of samples, one sample, or an object with `samples`."""
+class JsonCollection(BaseModel):
+    """Several of them in one file: each is a job of its own."""
+
+    model_config = ConfigDict(extra="ignore")
+    samples: list[JsonSamples]
+
+
+def _json_pictures(name: str, data: bytes) -> dict[str, JsonSamples] | None:
+    """Jobs by name if the bytes are JSON of that form: a list of samples, one sample, an object with `samples`, or a
+    collection of such objects. One job has the name of its source."""
     if data.lstrip()[:1] not in (b"{", b"["):
         return None
     try:
@@ -148,35 +167,52 @@ def _json_samples(data: bytes) -> JsonSamples | None:
             content = {"samples": content}
         elif "gpus" in content:
             content = {**content, "samples": [content]}
-        return JsonSamples.model_validate(content)
-    except (orjson.JSONDecodeError, ValidationError, TypeError):
+        if any("samples" in each for each in content["samples"]):
+            return _by_name(JsonCollection.model_validate(content).samples)
+        return {name: JsonSamples.model_validate(content)}
+    except (orjson.JSONDecodeError, ValidationError, TypeError, KeyError):
         return None
 
 
-def _from_json(name: str, content: JsonSamples) -> GpuLog:
+def _by_name(jobs: list[JsonSamples]) -> dict[str, JsonSamples]:
+    named: dict[str, JsonSamples] = {}
+    for i, job in enumerate(jobs, 1):
+        name = job.name or str(i)
+        named[name if name not in named else f"{name} ({i})"] = job
+    return named
+
+
+def _from_json(name: str, pictures: Mapping[str, JsonSamples]) -> GpuLog:
+    """A node of one of several jobs is called by its job too: the same node may be in each."""
     moments: list[Moment] = []
     ranks: dict[tuple[str, int], int] = {}
-    nodes: dict[str, None] = {}
-    stamps = [s.t_seconds for s in content.samples if s.t_seconds is not None]
-    steps = [b - a for a, b in itertools.pairwise(stamps) if b > a]
-    interval = statistics.median(steps) if steps else 1.0
-    for i, sample in enumerate(content.samples):
-        seconds = sample.t_seconds if sample.t_seconds is not None else i * interval
-        boards: dict[str, list[GpuSample]] = {}
-        for board in sample.gpus:
-            node = board.node or name
-            nodes[node] = None
-            boards.setdefault(node, []).append(_gpu(board, content))
-            if board.rank is not None and board.index is not None:
-                ranks[(node, board.index)] = board.rank
-        for node, gpus in boards.items():
-            said = NodeSample(
-                node, HostStatus.OK, "", i, seconds, 0.0, seconds, gpu_source="json", gpus=tuple(gpus)
-            )  # fmt: skip
-            moments.append(Moment(seconds, sample=said))
-    spec = JobSpec(name=name, nodes=tuple(nodes) or (name,), interval_seconds=interval)
+    specs: list[JobSpec] = []
+    for job, content in pictures.items():
+        nodes: dict[str, None] = {}
+        stamps = [s.t_seconds for s in content.samples if s.t_seconds is not None]
+        steps = [b - a for a, b in itertools.pairwise(stamps) if b > a]
+        interval = statistics.median(steps) if steps else 1.0
+        for i, sample in enumerate(content.samples):
+            seconds = sample.t_seconds if sample.t_seconds is not None else i * interval
+            boards: dict[str, list[GpuSample]] = {}
+            for board in sample.gpus:
+                node = board.node or job
+                if board.node and len(pictures) > 1:
+                    node = f"{job}/{node}"
+                nodes[node] = None
+                boards.setdefault(node, []).append(_gpu(board, content))
+                if board.rank is not None and board.index is not None:
+                    ranks[(node, board.index)] = board.rank
+            for node, gpus in boards.items():
+                said = NodeSample(
+                    node, HostStatus.OK, "", i, seconds, 0.0, seconds, gpu_source="json", gpus=tuple(gpus)
+                )  # fmt: skip
+                moments.append(Moment(seconds, sample=said))
+        specs.append(JobSpec(name=job, nodes=tuple(nodes) or (job,), interval_seconds=interval))
+    if len(specs) > 1:
+        moments.sort(key=lambda moment: moment.seconds)
     status, detail = (HostStatus.OK, "") if moments else (HostStatus.PARSE_ERROR, "no board in these JSON samples")
-    return GpuLog((spec,), tuple(moments), status, detail, ranks)
+    return GpuLog(tuple(specs) or (JobSpec(name, (name,)),), tuple(moments), status, detail, ranks)
 
 
 def _gpu(board: JsonGpu, content: JsonSamples) -> GpuSample:

@@ -20,7 +20,7 @@ from watcher.judge.profiles import Profile
 from watcher.judge.verdict import PowerState, Suspect, Verdict
 from watcher.recordings import Recording
 from watcher.replay import ROUND_SHARE
-from watcher.sources import GpuLog, PlayedSource
+from watcher.sources import GpuLog, PlayedSource, by_job
 
 SAMPLES: Final = 2  # one moment proves little: two agree, or the verdict says that they do not
 DISAGREEMENT: Final = 0.7  # what is left of the confidence where they do not, or where nodes are missing
@@ -44,6 +44,12 @@ def triage_source(
     name: str, source: GpuLog | Recording, progress: ProgressWord | None, profile: Profile | None
 ) -> tuple[Triage, ...]:
     """One verdict a job of the source: from its last rounds."""
+    if isinstance(source, GpuLog) and len(source.specs) > 1:
+        return tuple(
+            replace(each, source=f"{name}: {log.specs[0].name}")
+            for log in by_job(source)
+            for each in triage_source(name, log, progress, profile)
+        )
     ranks: Mapping[tuple[str, int], int] = source.ranks if isinstance(source, GpuLog) else {}
     interval = min((spec.interval_seconds for spec in source.specs), default=1.0)
     played = PlayedSource(source.specs, iter(source.moments))

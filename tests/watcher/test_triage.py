@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -83,6 +84,24 @@ def test_a_picture_of_the_paper_is_named(picture: Picture, shell: Shell, tmp_pat
     assert [s["rank"] for s in said["suspects"]] == picture.suspects
     assert {board["node"] for board in said["gpus"]} == {"node-01", "node-02"}
     assert [board["rank"] for board in said["gpus"]] == list(range(16))
+
+
+def test_a_collection_of_pictures_in_one_file_gets_a_verdict_each(shell: Shell, tmp_path: Path) -> None:
+    jobs = [{"name": picture.name, **json.loads(json_sample(picture))} for picture in PICTURES]
+    jobs[0]["samples"] = jobs[0]["samples"] * 30  # the others ended long before: that makes none of them stale
+    path = tmp_path / "pictures.json"
+    path.write_text(json.dumps({"what": "pictures", "samples": jobs}))
+    answer = shell.run("triage", "--json", path)
+    assert [said["source"] for said in answer.json] == [f"{path}: {picture.name}" for picture in PICTURES]
+    assert [said["state"] for said in answer.json] == [picture.state for picture in PICTURES]
+    assert [[s["rank"] for s in said["suspects"]] for said in answer.json] == [p.suspects for p in PICTURES]
+    assert answer.exit_code == 2
+
+
+def test_pictures_of_one_name_are_told_apart(shell: Shell) -> None:
+    job = json.loads(json_sample(PICTURES[0]))
+    answer = shell.run("triage", "--json", "-", stdin=json.dumps([job, {**job, "name": "1"}]).encode())
+    assert [said["source"] for said in answer.json] == ["-: 1", "-: 1 (2)"]
 
 
 def test_what_the_user_knows_of_the_steps_decides(shell: Shell) -> None:

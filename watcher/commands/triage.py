@@ -55,8 +55,8 @@ def triage_command(
     as_json: bool,
 ) -> None:
     """One verdict now. SOURCE is a host or user@host (asked twice over SSH), a file, or - for standard input:
-    nvidia-smi CSV in any column order, the nvidia-smi table, -q -x XML, a log of many samples, JSON samples, or a
-    recording.
+    nvidia-smi CSV in any column order, the nvidia-smi table, -q -x XML, a log of many samples, JSON samples (one job,
+    or a collection of named ones), or a recording.
 
     Exit code: 0 nothing is wrong, 1 warning, 2 critical, 3 it cannot be told.
     """
