@@ -121,6 +121,8 @@ class JobDesk:
         verdict = classify(sample, profile, learned=self.learner.learned(sample))
         findings = self.detector.observe(verdict, sample, now)
         self.learner.look(sample, verdict, findings, self.detector.state, now, said)
+        if self.learner.limits_moved:
+            self.detector.limits_moved()
         self.skip(now)
         self.timeline.add(point_of(sample, self.detector.state))
         self.view = JobView(

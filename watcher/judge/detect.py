@@ -27,6 +27,8 @@ from watcher.judge.sight import Sight
 from watcher.judge.verdict import PowerState, Shape, Verdict
 
 STATE_ROUNDS: Final = 2
+# A counter that stands for two of its usual intervals tells no starvation: what lasts longer has steps in it.
+STEPS_OF_STARVATION: Final = 2.5
 AT_ONCE: Final = frozenset({JobState.HUNG, JobState.CRASHED, JobState.COMPLETED})
 PAUSES: Final = frozenset({"save", "eval", "load"})
 QUIET: Final = frozenset({PowerState.IDLE, PowerState.CHECKPOINT, PowerState.WAITING, PowerState.UNKNOWN})
@@ -88,6 +90,11 @@ class Detector:
                 self._wasted[name] = self._wasted.get(name, 0.0) + finding.gpus_idle * look.seen_seconds
         self._set_state(look, findings)
         return findings
+
+    def limits_moved(self) -> None:
+        """Somebody set another power limit: the pace of before is no measure of the one from here on."""
+        self._drift.clear()
+        self._pace.forget_best()
 
     def _look(self, verdict: Verdict, sample: JobSample, now: float) -> Look:
         since = None if self._last_seconds is None else now - self._last_seconds
@@ -159,7 +166,11 @@ class Detector:
     def _persist(self, alert: AlertName, true: bool, look: Look) -> rules.Persisted | None:
         """Most of the recent looks, not each: starvation scatters over time as well, and one busy moment is no cure."""
         held = self._persistent.setdefault(alert, rules.Persisted())
-        held.look(true, look, rules.persist_seconds(alert, look.sample.progress.readable))
+        enough = rules.persist_seconds(alert, look.sample.progress.readable)
+        if alert is AlertName.JOB_STARVING and not rules.starving_by_counter(look, self._pace):
+            # An evaluation that nobody announces looks the same, but no step is counted in it.
+            enough = max(enough, STEPS_OF_STARVATION * (self._pace.usual_seconds or 0.0))
+        held.look(true, look, enough)
         return held if held.told else None
 
     def _set_state(self, look: Look, findings: tuple[Finding, ...]) -> None:

@@ -33,10 +33,12 @@ class Changes:
         self._limit_of: dict[Board, float] = {}
         self._strangers: dict[str, frozenset[Process]] = {}
         self._compare_from = float("-inf")
+        self.limits_moved = False  # in the last look
 
     def look(self, sample: JobSample, said: Mapping[str, NodeSample], now: float) -> frozenset[Board]:
         """Boards of which nothing that is being gathered holds any more. `said`: the last word of each node, with the
         processes of other jobs."""
+        self.limits_moved = False
         limits = [ranked.gpu.power_limit_watts for ranked in sample.gpus]
         if limits == self._limits and now < self._compare_from:
             return frozenset()
@@ -53,6 +55,7 @@ class Changes:
         moved = limit is not None and abs(limit - self._limit_of.get(board, limit)) > SAME_WATTS
         if limit is not None:
             self._limit_of[board] = limit
+        self.limits_moved = self.limits_moved or moved
         changed = moved
         for value in self._knowledge.of_board(board):
             if _void(value, gpu):

@@ -86,6 +86,11 @@ class JobLearner:
             self._base_of = (name, limit)
         return self._base
 
+    @property
+    def limits_moved(self) -> bool:
+        """Whether a power limit was another one in this look than in the one before."""
+        return self._changes.limits_moved
+
     def look(
         self,
         sample: JobSample,

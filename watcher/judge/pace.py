@@ -115,6 +115,11 @@ class Pace:
         self._step, self._stood_seconds = look.sample.progress.step, 0.0
         self.stalled_seconds = None if self._step is None else 0.0
 
+    def forget_best(self) -> None:
+        """What the job could do is no measure any more; how long its counter stands still is."""
+        self._best_seconds_per_step = self._last_seconds_per_step = None
+        self._measured_seconds, self._measured_steps = 0.0, 0
+
     def _forget(self) -> None:
         self._step, self._best_seconds_per_step, self._last_seconds_per_step = None, None, None
         self._intervals.clear()

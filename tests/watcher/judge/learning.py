@@ -47,6 +47,8 @@ class LearningJob(Job):
         told = self.told[-1]
         assert self.sample is not None
         self.learner.look(self.sample, told.verdict, told.findings, told.state, self.now, self.said)
+        if self.learner.limits_moved:
+            self.detector.limits_moved()
 
     def known(self, kind: Kind, board: int = 0) -> Learned | None:
         return self.knowledge.get(("node-1", f"GPU-0-{board}"), kind, self.spec.name)
