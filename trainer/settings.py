@@ -33,6 +33,13 @@ class Precision(StrEnum):
     FP32 = "fp32"
 
 
+class Gather(StrEnum):
+    """How long a rank holds whole weights and gradients."""
+
+    LAYER = "layer"  # of a layer, while it computes; reduced at every micro-step (FULL_SHARD)
+    STEP = "step"  # of the model, for a step: gathered once, reduced once
+
+
 class Via(StrEnum):
     """How the launcher reaches a node."""
 
@@ -65,6 +72,9 @@ class TrainSettings:
     random_weights: bool = described(False, "start from the model's config.json only")
     evenness: str = described("min", "min: stop at the shortest rank; pad: repeat blocks to the longest; off: deadlock")
     precision: str = described("bf16", "bf16: computed in bfloat16, reduced and kept in float32; fp32")
+    gather: str = described(
+        "layer", "layer: least memory; step: whole model for a step, up to 8 bytes a parameter more"
+    )
     gradient_checkpointing: bool = described(False, "recompute activations: less memory, about 1.6x slower (PAPER)")
     compile: bool = described(False, "torch.compile each layer")
     document_mask: bool = described(False, "no attention across records; packed with --document-mask")
@@ -133,6 +143,7 @@ class JobFile:
 CHOICES: Final[dict[str, type[StrEnum]]] = {
     "train.evenness": Evenness,
     "train.precision": Precision,
+    "train.gather": Gather,
     "launch.via": Via,
 }
 AT_LEAST_ONE: Final = (

@@ -5,6 +5,7 @@
 Each run is two ranks of their own on CPU and gloo, a thread each; the ways turn about.
 
     ours           the whole loop, heartbeat and log lines included; gradients are reduced at each micro-step
+    ours-held      the same with train.gather = "step": whole weights and gradients for a step, as DDP holds them
     hf-fsdp2       the Trainer, its model sharded by transformers' own FSDP2, gradients reduced at each micro-step:
                    what ours does, in as much memory
     hf-fsdp2-late  the same as it comes: reduced at the last micro-step; until then each rank holds the gradients of
@@ -101,17 +102,17 @@ def write_model(directory: Path, size: Size) -> Path:
     return directory
 
 
-def job_settings(root: Path, size: Size) -> JobSettings:
+def job_settings(root: Path, size: Size, gather: str) -> JobSettings:
     from trainer.settings import JobSettings, TrainSettings
 
     train = TrainSettings(
         micro_batch=size.micro_batch, accumulation=size.accumulation, precision=size.precision, learning_rate=RATE,
-        final_learning_rate_share=1.0, warmup_steps=0, log_every=LOG_STEPS,
+        final_learning_rate_share=1.0, warmup_steps=0, log_every=LOG_STEPS, gather=gather,
     )  # fmt: skip
     return JobSettings(run=str(root / "run"), data=str(root / "data"), model=str(root / "model"), train=train)
 
 
-def ours(root: str, size: Size) -> Ran:
+def ours(root: str, size: Size, gather: str) -> Ran:
     """The trainer's own loop on this rank; it saves nothing."""
     import torch
 
@@ -142,7 +143,7 @@ def ours(root: str, size: Size) -> Ran:
                 losses.append(said["loss"])
 
     torch.set_num_threads(1)
-    settings, place = job_settings(Path(root), size), Place.of_environment()
+    settings, place = job_settings(Path(root), size, gather), Place.of_environment()
     directory = RunDirectory(Path(settings.run))
     with (
         Marking(directory, run="bench", rank=place.rank, world=place.world, attempt=1) as heartbeat,
@@ -180,7 +181,7 @@ def hugging_face(root: str, size: Size, sharded: bool, reduce_late: bool) -> Ran
 
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    settings = job_settings(Path(root), size)
+    settings = job_settings(Path(root), size, "layer")
     own = [Blocks(Path(settings.data), other) for other in range(WORLD)]
 
     class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -229,8 +230,9 @@ def hugging_face(root: str, size: Size, sharded: bool, reduce_late: bool) -> Ran
     return ran(ends, losses[-1:])
 
 
-WAYS: Final[dict[str, tuple[Callable[..., Ran], tuple[bool, ...]]]] = {
-    "ours": (ours, ()),
+WAYS: Final[dict[str, tuple[Callable[..., Ran], tuple[Any, ...]]]] = {
+    "ours": (ours, ("layer",)),
+    "ours-held": (ours, ("step",)),
     "hf-fsdp2": (hugging_face, (True, False)),
     "hf-fsdp2-late": (hugging_face, (True, True)),
     "hf-ddp": (hugging_face, (False, True)),
@@ -261,8 +263,10 @@ def compare(root: Path, ways: list[str], size: Size, repeat: int) -> None:
         wall = statistics.median(run.median_seconds for run in runs[way])
         cpu = statistics.median(run.cpu_seconds for run in runs[way])
         say(f"median {way:<13} {size.step_tokens / wall:9,.0f} tokens/s, CPU {cpu:.3f} s a step")
-    for way in ways[1:]:
-        say(judged(ways[0], runs[ways[0]], way, runs[way]))
+    mine, others = ([way for way in ways if way.startswith("ours") is own] for own in (True, False))
+    for own in mine:
+        for way in others:
+            say(judged(own, runs[own], way, runs[way]))
 
 
 def judged(name: str, first: list[Ran], other_name: str, other: list[Ran]) -> str:

@@ -20,8 +20,7 @@ class MicroBatch:
 
     ids: torch.Tensor
     targets: torch.Tensor
-    positions: torch.Tensor
-    predicted: int  # how many targets count
+    positions: torch.Tensor | None  # begin anew at each record; None: nobody masks, they count through
 
 
 class Batches:
@@ -37,14 +36,17 @@ class Batches:
         return [self._plan.index(step, first + row) for row in range(self._micro_batch)]
 
     def read(self, step: int, micro: int) -> MicroBatch:
-        """The micro-batch on the CPU. Raises Refusal for an id below 0: the file has been written over."""
+        """The micro-batch, on the CPU."""
         indices = self.block_indices(step, micro)
         ids = torch.from_numpy(np.stack([self._blocks.ids(index) for index in indices]).astype(np.int64))
-        positions = torch.from_numpy(np.stack([self._positions(index) for index in indices]))
         targets = torch.full_like(ids, NOT_PREDICTED)
+        if not self._document_mask:
+            targets[:, :-1] = ids[:, 1:]
+            return MicroBatch(ids, targets, None)
+        positions = torch.from_numpy(np.stack([self._blocks.positions(index) for index in indices]))
         # The first id of a record follows another record's last: nothing there tells it, so it does not count.
         targets[:, :-1] = torch.where(positions[:, 1:] > 0, ids[:, 1:], NOT_PREDICTED)
-        return MicroBatch(ids, targets, positions, int((targets != NOT_PREDICTED).sum()))
+        return MicroBatch(ids, targets, positions)
 
     def predicted(self, step: int) -> int:
         """Targets of this rank in a step."""
@@ -54,8 +56,3 @@ class Batches:
         for place in range(self._plan.blocks_per_step):
             predicted += seq_len - self._blocks.document_starts(self._plan.index(step, place)).size
         return predicted
-
-    def _positions(self, index: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        if self._document_mask:
-            return self._blocks.positions(index)
-        return np.arange(self._blocks.manifest.seq_len)

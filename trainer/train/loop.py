@@ -78,7 +78,7 @@ def take_step(job: Job, step: int) -> StepResult:
     """One step and its heartbeats. Raises NotFinite on all ranks alike: loss and norm are sums over all."""
     job.heartbeat.beat(Phase.TRAIN, step, micro=0, blocks_left=(job.plan.steps - step) * job.plan.blocks_per_step)
     result = run_step(
-        job.model, job.optimizer, job.batches, step, job.settings.train.clip_norm,
+        job.model, job.optimizer, job.batches, step, job.settings.train,
         job.stopping.request, job.device, on_micro=_micro_beat(job.heartbeat),
     )  # fmt: skip
     left = (job.plan.steps - step - 1) * job.plan.blocks_per_step

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.refusal import Refusal
-from trainer.settings import Precision, TrainSettings
+from trainer.settings import Gather, Precision, TrainSettings
 
 
 def empty_model(directory: Path, settings: TrainSettings, mesh: DeviceMesh, device: torch.device) -> Any:
@@ -33,7 +33,7 @@ def empty_model(directory: Path, settings: TrainSettings, mesh: DeviceMesh, devi
     if settings.compile:
         for layer in layers:
             layer.compile()
-    shard(model, layers, mesh, settings.precision)
+    shard(model, layers, mesh, settings)
     # What to_empty() does, but for buffers: rotary frequencies are computed when a model is made, and in no file
     # (transformers#45902).
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
@@ -77,18 +77,19 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     raise Refusal(f"{type(model).__name__}: no list of its {wanted} layers was found; it cannot be sharded by layer")
 
 
-def shard(model: Any, layers: list[nn.Module], mesh: DeviceMesh, precision: str) -> None:
+def shard(model: Any, layers: list[nn.Module], mesh: DeviceMesh, settings: TrainSettings) -> None:
     """FULL_SHARD: each layer is gathered for its own computing and freed after it, forward and backward.
 
-    The last one stays between the two: it is the first that backward needs.
+    Where whole weights may stay for a step, nothing is freed before its last backward.
     """
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if precision == Precision.BF16 else None, reduce_dtype=torch.float32
+        param_dtype=torch.bfloat16 if settings.precision == Precision.BF16 else None, reduce_dtype=torch.float32
     )
+    free = settings.gather == Gather.LAYER
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=layer is not layers[-1])
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None and head.weight is not embedding.weight:  # tied ones stay together, in the root
-        fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
         fully_shard(head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # needed at once, backward
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -7,7 +7,8 @@
 The loss of a step is the mean over all target tokens of all ranks: every micro-step adds its sum of token losses,
 scaled by world / tokens because FSDP averages over ranks. Means of means weigh a token by the company it keeps
 (transformers#34191). Gradients are reduced at every micro-step, as in the paper: unsharded ones of a 32 B model would
-take 131 GB more a GPU.
+take 131 GB more a GPU. Where they fit, `gather = "step"` holds weights and gradients whole for a step, and issues one
+gather and one reduction a layer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from trainer.settings import Gather, TrainSettings
 from trainer.train.batches import NOT_PREDICTED, Batches, MicroBatch
 from trainer.train.stopping import Request
 
@@ -39,7 +41,8 @@ class StepResult:
 def token_loss(model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
     """The sum over targets of their cross entropy, in float32, with its graph."""
     ids = batch.ids.to(device, non_blocking=True)
-    positions = batch.positions.to(device, non_blocking=True)
+    # None, where nothing begins anew inside: given any, the model looks on the device whether something does.
+    positions = None if batch.positions is None else batch.positions.to(device, non_blocking=True)
     targets = batch.targets.to(device, non_blocking=True)
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     return functional.cross_entropy(
@@ -52,7 +55,7 @@ def run_step(
     optimizer: torch.optim.Optimizer,
     batches: Batches,
     step: int,
-    clip_norm: float,
+    settings: TrainSettings,
     request: Request,
     device: torch.device,
     on_micro: Callable[[int], None] | None = None,
@@ -72,6 +75,8 @@ def run_step(
         begun = time.perf_counter()
         batch = batches.read(step, micro)
         waited += time.perf_counter() - begun
+        if settings.gather == Gather.STEP:
+            hold_until(model, last=micro == batches.accumulation - 1)
         loss = token_loss(model, batch, device)
         (loss * scale.to(loss.dtype)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         summed += loss.detach()
@@ -79,8 +84,8 @@ def run_step(
             on_micro(micro + 1)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-    if clip_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+    if settings.clip_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, settings.clip_norm, norm)
     dist.all_reduce(summed)
     loss_value = float(summed / agreed[0].clamp(min=1))
     norm_value = float(norm)
@@ -89,6 +94,13 @@ def run_step(
     optimizer.zero_grad(set_to_none=True)
     tokens, *votes = (int(value) for value in agreed.tolist())
     return StepResult(loss_value, norm_value, tokens, Request.of(votes), waited)
+
+
+def hold_until(model: Any, last: bool) -> None:
+    """Whole weights and gradients stay on this rank until the last backward of a step."""
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)
+    model.set_is_last_backward(last)
 
 
 def is_finite(*values: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,12 @@ def lockstep(model_directory: str, data: str, settings: TrainSettings, steps: in
         model = empty_model(Path(model_directory), settings, mesh, device)
         load_weights(model, Path(model_directory))
         keeper = keeping(model)
-        first = run_step(model, keeper, batches, 0, 0.0, Request.NONE, device)
+        first = run_step(model, keeper, batches, 0, replace(settings, clip_norm=0.0), Request.NONE, device)
         optimizer, losses = new_optimizer(model, settings), []
         for step in range(min(steps, plan.steps)):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(settings, step, plan.steps)
-            losses.append(run_step(model, optimizer, batches, step, settings.clip_norm, Request.NONE, device).loss)
+            losses.append(run_step(model, optimizer, batches, step, settings, Request.NONE, device).loss)
         return Told(keeper.kept, first.grad_norm, first.tokens, losses, recorded_collectives(), str(plan))
 
 

@@ -40,8 +40,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Four ranks, one step; weights that are not tied."""
-    return pair(tmp_path_factory.mktemp("four"), [9, 8, 8, 11], RAGGED, 1)
+    """Four ranks, two steps with whole weights and gradients held; weights that are not tied."""
+    return pair(tmp_path_factory.mktemp("four"), [9, 8, 8, 11], replace(RAGGED, gather="step"), 2)
 
 
 @pytest.mark.parametrize("world", ["two", "four"])
@@ -58,6 +58,14 @@ def test_gradients_are_those_of_one_process_over_all_tokens(world: str, request:
 def test_the_token_counts_of_ranks_and_micro_steps_differ_in_this_test(two: Pair) -> None:
     # 2 ranks x 4 blocks of 32: were no record begun inside, 248 ids would be targets.
     assert two.alone.tokens < 248
+
+
+def test_what_is_held_for_a_step_is_gathered_once_in_it(four: Pair) -> None:
+    np.testing.assert_allclose(four.ranks[0].losses, four.alone.losses, rtol=1e-5)
+    for told in four.ranks:
+        gathers = sum("all_gather" in name for name, _ in told.collectives) - len(told.gradients)  # the test's own
+        groups, steps = 5, 3  # two layers, embedding, head, root
+        assert gathers == groups * steps
 
 
 def test_200_steps_have_the_losses_of_a_plain_loop(two: Pair) -> None:
