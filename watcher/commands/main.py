@@ -24,6 +24,11 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "serve": ("watcher.commands.serve", "serve_command", "Watch the configured jobs: alerts, page, API, metrics."),
     "status": ("watcher.commands.status", "status_command", "What a running watcher says of its jobs, once."),
     "replay": ("watcher.commands.replay", "replay_command", "Recordings or GPU logs through the detector."),
+    "backtest": (
+        "watcher.commands.backtest",
+        "backtest_command",
+        "How often the verdicts are right, on labelled data.",
+    ),
     "progress": ("watcher.commands.progress", "progress_command", "What the watcher reads from a training log."),
     "checkpoints": (
         "watcher.commands.checkpoints",

@@ -76,7 +76,7 @@ def at_rest(scene: Scene) -> Verdict | None:
     if shape is Shape.ONE_LOW_REST_BUSY:
         if len(scene.gpus) < FEW_BOARDS:
             why = "One of two boards is low and the other spins at the power floor"
-            return conclude(scene, PowerState.HANG, 0.55 * sure, why, (PowerState.CHECKPOINT, 0.4), left_behind(scene))
+            return conclude(scene, PowerState.HANG, 0.5 * sure, why, (PowerState.CHECKPOINT, 0.4), left_behind(scene))
         why = "One rank is low and all others spin at the power floor: it is not in the collective that they wait in"
         return conclude(scene, PowerState.HANG, 0.85 * sure, why, (PowerState.CHECKPOINT, 0.15), left_behind(scene))
     if shape is Shape.ALL_BUSY:
@@ -101,7 +101,7 @@ def _rank_0_low(scene: Scene) -> Verdict:
     sure, low = scene.certain, scene.picture.standing_out[0].gpu
     if bare(scene.gpus):
         why = "Rank 0 alone is low and the rest spins, with bare contexts on the boards: no model is there to be saved"
-        return conclude(scene, PowerState.HANG, 0.55 * sure, why, (PowerState.WAITING, 0.35), left_behind(scene))
+        return conclude(scene, PowerState.HANG, 0.5 * sure, why, (PowerState.WAITING, 0.4), left_behind(scene))
     few = len(scene.gpus) < FEW_BOARDS
     if (low.utilization_percent or 0.0) > 0 or (low.memory_utilization_percent or 0.0) > 0:
         why = "Rank 0 alone is low and moves a little, the rest spins at the power floor: rank 0 gathers and writes"

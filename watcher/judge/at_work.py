@@ -7,6 +7,7 @@ communication 0.27 to 0.53 over all boards, so between floor and plateau two rea
 
 from __future__ import annotations
 
+import statistics
 from typing import Final
 
 from watcher.judge.conclude import conclude, floor_known, left_behind
@@ -18,6 +19,8 @@ BARELY: Final = 1 / 3  # of the way from floor to plateau: moving jobs over poor
 # Healthy steps read 84 to 97 % from board to board at the power of work; ranks that wait for data, 10 to 100.
 EVEN_PERCENT: Final = 75.0
 EVEN_SPREAD: Final = 15.0
+# A board that is fed now and then reads some per cent, at the watts of clocks that stay up.
+FED_PERCENT: Final = 5.0
 
 
 def at_work(scene: Scene) -> Verdict:
@@ -131,7 +134,11 @@ def _resting(scene: Scene) -> Verdict:
         return conclude(scene, PowerState.UNKNOWN, 0.3, why, (PowerState.COMPUTE, 0.3))
     worked = floor_known(scene) and scene.watts > NEAR_FLOOR * scene.profile.floor_watts
     if worked and scene.held and not bare(scene.gpus):
-        why = "No kernel runs, but the boards draw more than at rest: they worked a moment ago, and pause as for a save"
-        return conclude(scene, PowerState.CHECKPOINT, 0.45, why, (PowerState.IDLE, 0.3))
+        if statistics.median(g.gpu.utilization_percent or 0.0 for g in scene.gpus) >= FED_PERCENT:
+            why = "Boards run a kernel now and then and draw more than at rest: they wait for data"
+            return conclude(scene, PowerState.STARVATION, 0.45, why, (PowerState.IDLE, 0.3))
+        if len(scene.gpus) > 1:
+            why = "No kernel runs, but all boards draw more than at rest: they worked a moment ago, and pause as for a save"
+            return conclude(scene, PowerState.CHECKPOINT, 0.6, why, (PowerState.IDLE, 0.25))
     why = "No kernel runs although clocks are up: start-up, or a pause between phases"
     return conclude(scene, PowerState.IDLE, 0.45, why, (PowerState.HANG, 0.3))

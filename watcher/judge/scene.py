@@ -36,8 +36,8 @@ HIGHEST_FLOOR_WATTS: Final = 290.0
 HIGHEST_FLOOR_FRACTION: Final = 0.35
 # Below this the profile's floor is no witness: there is no room between it and work.
 CERTAIN_ENOUGH: Final = 0.5
-# How sure a floor is that the picture itself shows, where the profile has none.
-SHOWN: Final = 0.8
+# How sure a floor is that the picture itself shows: the nearest witness of all.
+SHOWN: Final = 0.9
 
 
 class ProgressWord(StrEnum):
@@ -108,7 +108,7 @@ def scene_of(
         and _near_floor(members, board, watts, median, learned)
     )
     by_picture = shown is not None and max(watts) <= shown
-    certain = board.certain if by_profile or not by_picture else SHOWN
+    certain = max(board.certain, SHOWN) if by_picture and by_profile else SHOWN if by_picture else board.certain
     memory = [g.gpu.memory_used_bytes for g in members if g.gpu.memory_used_bytes is not None]
     return Scene(
         gpus=members,

@@ -1,0 +1,199 @@
+"""A back test as an object for files and as text for people. Nothing in either changes from run to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from watcher.backtest.pictures import Judged, Knowledge
+from watcher.backtest.run import BackTest, PictureResult, alerts_of
+from watcher.backtest.score import Bin, Score, Share
+from watcher.judge.verdict import PowerState
+
+HEADS = {
+    Knowledge.NONE: "One picture, nothing known of the steps",
+    Knowledge.WORD: "One picture, and the reporter's word on progress",
+}
+
+
+def as_object(test: BackTest) -> dict[str, Any]:
+    return {
+        "cases": {
+            "scored": test.scored,
+            "state_unknown_said": test.unscored.state_unknown,
+            "no_such_state": test.unscored.no_such_state,
+            "no_reading": test.unscored.no_reading,
+        },
+        "pictures": {knowledge.value: _picture_object(result) for knowledge, result in test.pictures.items()},
+        "logs": {
+            "days": round(test.days, 3),
+            "played": [
+                {
+                    "name": each.name,
+                    "seconds": round(each.seconds, 1),
+                    "rounds": each.rounds,
+                    "incidents": [
+                        {
+                            "state": i.state,
+                            "from_seconds": i.from_seconds,
+                            "delay_seconds": i.delay_seconds,
+                            "confirmed": i.confirmed,
+                        }
+                        for i in each.incidents
+                    ],
+                    "false_alarms": [
+                        {
+                            "alert": a.alert,
+                            "severity": a.severity,
+                            "confirmed": a.confirmed,
+                            "opened_seconds": a.opened_seconds,
+                        }
+                        for a in each.false_alarms
+                    ],
+                }
+                for each in test.series
+            ],
+            "false_alarms_per_day": {
+                kind: row.false_per_day for kind, row in alerts_of(test.series).items() if row.false
+            },
+        },
+        "unlabelled": list(test.unlabelled),
+    }
+
+
+def _picture_object(result: PictureResult) -> dict[str, Any]:
+    plain = result.plain
+    return {
+        "exact": _share(plain.exact),
+        "exact_model_left_out": _share(result.left_out),
+        "hangs_found": _share(plain.hangs.found),
+        "false_hangs": plain.hangs.false,
+        "false_hangs_model_left_out": result.left_out_false_hangs,
+        "missed_hangs_said_too_surely": [_said(j) for j in result.overconfident],
+        "kinds": {
+            state.value: {"found": kind.found.right, "of": kind.found.of, "said_of_others": kind.false}
+            for state, kind in plain.kinds.items()
+        },
+        "confusion": {
+            label.value: {said.value: count for said, count in row.items()} for label, row in plain.matrix.items()
+        },
+        "reliability": [_bin(each) for each in plain.reliability],
+        "reliability_model_left_out": [_bin(each) for each in result.left_out_reliability],
+        "gpu_models": {name: {"right": share.right, "of": share.of} for name, share in plain.models.items()},
+        "wrong": [_said(j) for j in plain.missed],
+        "missed_hangs": [_said(j) for j in result.unfindable],
+    }
+
+
+def _share(share: Share) -> dict[str, Any]:
+    return {"right": share.right, "of": share.of, "rate": None if share.rate is None else round(share.rate, 3)}
+
+
+def _bin(each: Bin) -> dict[str, Any]:
+    return {
+        "low": each.low,
+        "high": each.high,
+        "said": each.confidence,
+        "right": each.right.right,
+        "of": each.right.of,
+        "off": round(each.off, 3),
+    }
+
+
+def _said(judged: Judged) -> dict[str, Any]:
+    other = judged.verdict.alternative
+    return {
+        "case": judged.case.name,
+        "gpu_model": judged.case.gpu_model,
+        "state": judged.case.label,
+        "said": judged.verdict.state.value,
+        "confidence": judged.verdict.confidence,
+        "alternative": None if other is None else other.state.value,
+    }
+
+
+def as_text(test: BackTest) -> str:
+    return "\n".join(_lines(test))
+
+
+def _lines(test: BackTest) -> Iterator[str]:
+    if test.scored or any(test.unscored.no_reading.values()):
+        yield f"{test.scored} cases with watts, utilisation and a state that a picture can have"
+        yield f"  not scored: {_counts('state not known, said', test.unscored.state_unknown)}"
+        yield f"              {_counts('no state of a picture', test.unscored.no_such_state)}"
+        yield f"              {_counts('watts or utilisation not reported', test.unscored.no_reading)}"
+    for knowledge, result in test.pictures.items():
+        yield ""
+        yield from _picture_lines(HEADS[knowledge], result)
+    if test.series:
+        yield ""
+        yield from _series_lines(test)
+
+
+def _counts(words: str, counts: Mapping[str, int]) -> str:
+    return f"{words}: {', '.join(f'{name} {count}' for name, count in counts.items()) or 'none'}"
+
+
+def _picture_lines(head: str, result: PictureResult) -> Iterator[str]:
+    plain = result.plain
+    yield head
+    yield f"  exact            {_percent(plain.exact)}    each GPU model left out: {_percent(result.left_out)}"
+    yield f"  hangs found      {plain.hangs.found.right} of {plain.hangs.found.of}"
+    yield f"  false hangs      {plain.hangs.false}    each GPU model left out: {result.left_out_false_hangs}"
+    yield f"  missed hangs that are said too surely, or without naming it: {len(result.overconfident)}"
+    yield ""
+    yield from _matrix_lines(plain)
+    yield ""
+    yield "  confidence   said   right   off        model left out: said   right   off"
+    left_out = {each.low: each for each in result.left_out_reliability}
+    for low in sorted({each.low for each in plain.reliability} | set(left_out)):
+        ours = next((each for each in plain.reliability if each.low == low), None)
+        yield f"  {low:.1f} - {low + 0.1:.1f}   {_bin_words(ours)}                    {_bin_words(left_out.get(low))}"
+    yield ""
+    yield "  GPU model                          right"
+    for name, share in plain.models.items():
+        yield f"  {name[:32]:<32}  {share.right:3} of {share.of}"
+    if plain.missed:
+        yield ""
+        yield "  wrong   GPU model                   was             said            sure   or else"
+        for judged in plain.missed:
+            case, said = judged.case, judged.verdict
+            other = "" if said.alternative is None else said.alternative.state.value
+            yield (
+                f"  {case.name[:6]:<7} {case.gpu_model[:26]:<27} {case.label:<15} {said.state.value:<15} "
+                f"{said.confidence:.2f}   {other}"
+            )
+
+
+def _percent(share: Share) -> str:
+    return f"{share.right} of {share.of}" + ("" if share.rate is None else f" ({share.rate:.1%})")
+
+
+def _bin_words(each: Bin | None) -> str:
+    if each is None:
+        return "   -                "
+    return f"{each.confidence:.2f}   {each.right.right:2}/{each.right.of:<2}   {each.off:.2f}"
+
+
+def _matrix_lines(plain: Score) -> Iterator[str]:
+    """A row a label, a column what was said, and for each kind how often it was found and said of others."""
+    said: Sequence[PowerState] = [s for s in PowerState if any(row.get(s) for row in plain.matrix.values())]
+    yield "  was \\ said     " + " ".join(f"{s.value[:9]:>9}" for s in said) + "    found   of others"
+    for label in (*plain.matrix, *(s for s in said if s not in plain.matrix)):
+        row = plain.matrix.get(label, {})
+        cells = " ".join(f"{row.get(s) or '.':>9}" for s in said)
+        kind = plain.kinds[label]
+        found = f"{kind.found.right}/{kind.found.of}" if kind.found.of else "-"
+        yield f"  {label.value:<14} {cells}   {found:>6}   {kind.false:>9}"
+
+
+def _series_lines(test: BackTest) -> Iterator[str]:
+    yield f"{len(test.series)} logs and recordings, {test.days * 24:.1f} h in all"
+    for state, row in alerts_of(test.series).items():
+        if row.incidents.of:
+            delays = ", ".join(f"{delay:.0f} s" for delay in row.delays_seconds) or "-"
+            yield f"  {state:<18} told {row.incidents.right} of {row.incidents.of}, after {delays}"
+        else:
+            yield f"  {state:<18} {row.false} without a reason: {row.false_per_day:.1f} a day"
+    if not any(each.false_alarms for each in test.series):
+        yield "  no alert without a reason"

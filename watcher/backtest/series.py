@@ -1,0 +1,97 @@
+"""Labelled logs and recordings through the real engine: what it said when, against what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from watcher.backtest.labelled import Interval, LabelError, Series
+from watcher.judge.finding import AlertName, Severity
+from watcher.recordings import RecordingError
+from watcher.replay import replay
+from watcher.snapshot import EpisodeView
+from watcher.sources import SourceError, read_file
+
+DAY_SECONDS: Final = 86_400.0
+# What tells of a state. A state that is not here wants no alert.
+TELLS: Final[Mapping[str, frozenset[str]]] = {
+    "hang": frozenset({AlertName.JOB_HUNG, AlertName.CHECKPOINT_STALLED}),
+    "crash": frozenset({AlertName.JOB_CRASHED}),
+    "gpu_fault": frozenset({AlertName.GPU_FAULT}),
+    "starvation": frozenset({AlertName.JOB_STARVING, AlertName.JOB_SLOW}),
+    "communication": frozenset({AlertName.JOB_SLOW}),
+    "straggler": frozenset({AlertName.STRAGGLER, AlertName.JOB_SLOW}),
+    "throttle": frozenset({AlertName.GPU_THROTTLED, AlertName.JOB_SLOW}),
+    "completed": frozenset({AlertName.JOB_COMPLETED}),
+    "unreachable": frozenset({AlertName.NODE_UNREACHABLE, AlertName.PROBE_BLIND}),
+}
+WANTED: Final = frozenset(TELLS) - {"communication"}  # a slow link may be told; that a job communicates need not be
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One interval that wants an alert. Delay: from its beginning to the first alert of it; None: never told."""
+
+    state: str
+    from_seconds: float
+    delay_seconds: float | None
+    confirmed: bool  # in the end; a suspicion may be told long before
+
+
+@dataclass(frozen=True, slots=True)
+class FalseAlarm:
+    alert: str
+    severity: str
+    confirmed: bool
+    opened_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedSeries:
+    name: str
+    seconds: float
+    rounds: int
+    incidents: tuple[Incident, ...]
+    false_alarms: tuple[FalseAlarm, ...]
+
+
+def play(series: Series) -> PlayedSeries:
+    """Raises LabelError where the file cannot be read."""
+    try:
+        result = replay(series.name, read_file(series.path))
+    except (SourceError, RecordingError) as error:
+        raise LabelError(str(error)) from None
+    if not result.rounds:
+        raise LabelError(f"{series.path}: holds no GPU readings: take its label away, or give a log that does")
+    told = [e for e in result.episodes if e.suppressed_by is None]
+    return PlayedSeries(
+        name=series.name,
+        seconds=result.seconds,
+        rounds=result.rounds,
+        incidents=tuple(_incident(each, told) for each in series.intervals if each.state in WANTED),
+        false_alarms=tuple(
+            FalseAlarm(e.alert, e.severity, e.confirmed, round(e.opened_wall_seconds, 1))
+            for e in told
+            if e.severity != Severity.INFO and not any(_tells(e, each, result.seconds) for each in series.intervals)
+        ),
+    )
+
+
+def _tells(episode: EpisodeView, interval: Interval, end_seconds: float) -> bool:
+    """The alert is one of the state, and was open in its time."""
+    closed = end_seconds if episode.closed_wall_seconds is None else episode.closed_wall_seconds
+    overlaps = episode.opened_wall_seconds <= interval.to_seconds and closed >= interval.from_seconds
+    return episode.alert in TELLS.get(interval.state, frozenset()) and overlaps
+
+
+def _incident(interval: Interval, told: Sequence[EpisodeView]) -> Incident:
+    within = [
+        e
+        for e in told
+        if e.alert in TELLS[interval.state] and interval.from_seconds <= e.opened_wall_seconds <= interval.to_seconds
+    ]
+
+    first = min((e.opened_wall_seconds for e in within), default=None)
+    delay = None if first is None else round(first - interval.from_seconds, 1)
+    return Incident(interval.state, interval.from_seconds, delay, any(e.confirmed for e in within))
