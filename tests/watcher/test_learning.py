@@ -14,8 +14,11 @@ from collectors.samples import GpuSample
 from tests.watcher.test_engine import HeldTime, Nodes, Told, working
 from watcher.engine import KEEP_EVERY_SECONDS, Engine
 from watcher.judge.job_sample import JobSpec
+from watcher.replay import replay
+from watcher.sources import GpuLog, read_file
 from watcher.store import Store, StoreError
 
+CORPUS = Path(__file__).parents[3] / "shared" / "corpus" / "timeseries"
 SPEC = JobSpec("single", ("c",))
 
 
@@ -121,3 +124,12 @@ def test_a_full_disk_costs_no_verdict(caplog: pytest.LogCaptureFixture) -> None:
     memory.full = False
     watch.play(int(KEEP_EVERY_SECONDS) + 5, working())
     assert memory.writes == [16]
+
+
+@pytest.mark.skipif(not CORPUS.is_dir(), reason="the public logs are not laid beside this checkout")
+@pytest.mark.parametrize("path", sorted(CORPUS.glob("*.csv")), ids=lambda path: path.stem)
+def test_public_logs_raise_no_hang_no_crash_and_no_fault(path: Path) -> None:
+    source = read_file(path)
+    assert isinstance(source, GpuLog)
+    result = replay(path.name, source)
+    assert {e.alert for e in result.episodes} & {"JobHung", "JobCrashed", "GpuFault"} == set()

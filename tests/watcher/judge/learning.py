@@ -1,4 +1,4 @@
-"""A job of scenes.py whose boards are learned as it plays."""
+"""A job of scenes.py whose boards are learned as it plays, and that is judged by what was learned."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from collectors.samples import NodeSample, ProcessSample
 from tests.watcher.judge.scenes import BARE, COMPUTE, Activity, Job
 from watcher.judge.classify import classify
+from watcher.judge.job_sample import JobSample
 from watcher.judge.learned import Kind, Knowledge, Learned
 from watcher.judge.learner import JobLearner
 from watcher.judge.verdict import Verdict
@@ -28,6 +29,9 @@ class LearningJob(Job):
         self.energy: float | None = None
         self.strangers: tuple[ProcessSample, ...] = ()
         self.said: dict[str, NodeSample] = {}
+
+    def judge(self, sample: JobSample) -> Verdict:
+        return classify(sample, learned=self.learner.learned(sample))
 
     def _line(self, place: int, node: str, activity: Activity, ranks: Mapping[int, Activity]) -> NodeSample:
         line = super()._line(place, node, activity, ranks)
@@ -56,12 +60,6 @@ class LearningJob(Job):
     def watts(self, kind: Kind) -> float | None:
         value = self.known(kind)
         return None if value is None else value.watts
-
-    @property
-    def verdict_as_learned(self) -> Verdict:
-        """What the last picture says by what was learned."""
-        assert self.sample is not None
-        return classify(self.sample, learned=self.learner.learned(self.sample))
 
 
 def a_job_at_work(knowledge: Knowledge | None = None, **settings: object) -> LearningJob:

@@ -149,10 +149,13 @@ class Job:
             if node not in silent:
                 self.assembler.add(self._line(place, node, activity, ranks))
         sample = self.assembler.assemble(self.links, self.now, 1.7e9 + self.now)
-        verdict = classify(sample)
+        verdict = self.judge(sample)
         findings = self.detector.observe(verdict, sample, self.now)
         self.sample = sample
         self.told.append(Told(self.now, findings, self.detector.state, verdict))
+
+    def judge(self, sample: JobSample) -> Verdict:
+        return classify(sample)
 
     def _line(self, place: int, node: str, activity: Activity, ranks: Mapping[int, Activity]) -> NodeSample:
         mine = [(place * self.gpus + i, i) for i in range(self.gpus)]

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.watcher.judge.learning import LearningJob
 from tests.watcher.judge.scenes import AWAIT_SAVE, COMMUNICATE, COMPUTE, EVALUATE, LOAD, SAVE, SPIN, Activity, Job
+from watcher.judge.learned import Kind
 
 
-def a_healthy_hour(chance: random.Random) -> Job:
+def a_healthy_hour(chance: random.Random, kind: type[Job] = Job) -> Job:
     """Start-up, steps, saves, evaluations, a slow link, a line lost here and there, a restart."""
-    job = Job(
+    job = kind(
         nodes=chance.choice((1, 2)), gpus=chance.choice((2, 8)), progress=chance.choice(("heartbeat", "log")), step=0,
         total_steps=None,
     )  # fmt: skip
@@ -41,4 +43,12 @@ def a_healthy_hour(chance: random.Random) -> Job:
 @pytest.mark.parametrize("seed", range(12))
 def test_an_hour_of_healthy_work_raises_nothing(seed: int) -> None:
     job = a_healthy_hour(random.Random(seed))
+    assert job.alerts == set(), {f.alert: (f.summary, f.evidence) for t in job.told for f in t.findings}
+
+
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_nor_does_it_once_its_boards_are_learned(seed: int) -> None:
+    job = a_healthy_hour(random.Random(seed), LearningJob)
+    assert isinstance(job, LearningJob)
+    assert job.watts(Kind.PLATEAU) is not None
     assert job.alerts == set(), {f.alert: (f.summary, f.evidence) for t in job.told for f in t.findings}

@@ -45,7 +45,7 @@ def judged(sample: JobSample, values: list[Learned]) -> tuple[PowerState, str, b
 def test_why_says_where_the_floor_was_learned() -> None:
     job = a_job_at_work()
     job.play(5, SPIN)
-    verdict = job.verdict_as_learned
+    verdict = job.told[-1].verdict
     assert verdict.state is PowerState.HANG
     assert "floor 221 W learned on this host from 55 samples a board at start-up" in verdict.why
     assert "plateau 985 W learned from its steps" in verdict.why
@@ -131,7 +131,7 @@ def test_a_job_that_rests_is_idle_by_the_learned_floor_too() -> None:
     states = []
     for doing in (PAUSE, COMPUTE):
         job.play(5, doing)
-        states.append(job.verdict_as_learned.state)
+        states.append(job.told[-1].verdict.state)
     assert states == [PowerState.IDLE, PowerState.COMPUTE]
 
 
