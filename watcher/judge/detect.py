@@ -167,7 +167,7 @@ class Detector:
         """Most of the recent looks, not each: starvation scatters over time as well, and one busy moment is no cure."""
         held = self._persistent.setdefault(alert, rules.Persisted())
         enough = rules.persist_seconds(alert, look.sample.progress.readable)
-        if alert is AlertName.JOB_STARVING and not rules.starving_by_counter(look, self._pace):
+        if alert is AlertName.JOB_STARVING and not rules.waits_for_data(look):
             # An evaluation that nobody announces looks the same, but no step is counted in it.
             enough = max(enough, STEPS_OF_STARVATION * (self._pace.usual_seconds or 0.0))
         held.look(true, look, enough)

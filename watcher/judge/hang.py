@@ -181,11 +181,13 @@ class Hang:
         if first_step and not look.alive:
             return None
         working = may_work(look)
-        if not pace.pausing and not working:
+        if not pace.pausing:
             stalled = min(stalled, self._since_pause_seconds)
         patience = patience_with(look, pace, saving, first_step=first_step, rest_seconds=self._longest_rest_seconds)
         limit = patience.suspect_seconds
-        if stalled <= limit or (not working and self._since_work_seconds < min(FLOOR_SECONDS, limit)):
+        # Boards that worked a moment ago have not stopped for long; they may have worked on a step that never ended.
+        at_rest = min(FLOOR_SECONDS, limit) - (pace.usual_seconds or 0.0)
+        if stalled <= limit or (not working and self._since_work_seconds < at_rest):
             return None
         confirmed = stalled > patience.confirm_seconds
         step = look.sample.progress.step

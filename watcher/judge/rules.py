@@ -128,7 +128,12 @@ def data_waits_ms(look: Look) -> list[float]:
 
 def starving_by_counter(look: Look, pace: Pace) -> bool:
     """Steps are lost against the job's best pace, or its ranks say that they wait for data."""
-    return pace.lost_share >= STARVING_LOST_SHARE or max(data_waits_ms(look), default=0.0) >= STARVING_WAIT_MS
+    return pace.lost_share >= STARVING_LOST_SHARE or waits_for_data(look)
+
+
+def waits_for_data(look: Look) -> bool:
+    """A rank says so."""
+    return max(data_waits_ms(look), default=0.0) >= STARVING_WAIT_MS
 
 
 def slower_than_usual(look: Look, drift: Drift) -> Finding:
