@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint backtest bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -16,6 +16,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# What the rules get right on public cases: the committed result shows what a change of them does.
+backtest: $(VENV)/.dev
+	$(BIN)/wattwatch backtest tests/data/backtest --out tests/data/backtest/result.json
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks.watch_nodes

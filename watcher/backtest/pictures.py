@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from collectors.samples import HostStatus
 from watcher.backtest.labelled import Case, LabelError
 from watcher.judge.classify import ProgressWord
 from watcher.judge.verdict import Verdict
@@ -54,6 +55,8 @@ def _judged(case: Case, word: ProgressWord | None, *, leave_model_out: bool) -> 
         raise LabelError(f"case {case.name}: {error}") from None
     if not isinstance(source, GpuLog) or len(source.specs) != 1:
         raise LabelError(f"case {case.name}: is not one job's JSON samples")
+    if case.readable and source.status is not HostStatus.OK:
+        raise LabelError(f"case {case.name}: its samples cannot be read: each reading is a number or null")
     (triage,) = triage_source(case.name, source, word, None)
     return Judged(case, triage.verdict, word is not None)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from watcher.backtest.pictures import Judged, Knowledge
 from watcher.backtest.run import BackTest, PictureResult, alerts_of
 from watcher.backtest.score import Bin, Score, Share
 from watcher.judge.verdict import PowerState
 
-HEADS = {
+NAMED: Final = 5
+HEADS: Final = {
     Knowledge.NONE: "One picture, nothing known of the steps",
     Knowledge.WORD: "One picture, and the reporter's word on progress",
 }
@@ -57,7 +58,6 @@ def as_object(test: BackTest) -> dict[str, Any]:
                 kind: row.false_per_day for kind, row in alerts_of(test.series).items() if row.false
             },
         },
-        "unlabelled": list(test.unlabelled),
     }
 
 
@@ -125,9 +125,17 @@ def _lines(test: BackTest) -> Iterator[str]:
     for knowledge, result in test.pictures.items():
         yield ""
         yield from _picture_lines(HEADS[knowledge], result)
+    if test.pictures:
+        yield ""
+        yield "* judged without the profile of its model, by the shares of the limit that hold for all boards. Nothing"
+        yield "  else is fitted to boards: shapes and confidences are stated rules, the same in both."
     if test.series:
         yield ""
         yield from _series_lines(test)
+    if test.unlabelled:
+        yield ""
+        more = len(test.unlabelled) - NAMED
+        yield f"without a label: {', '.join(test.unlabelled[:NAMED])}" + (f" and {more} more" if more > 0 else "")
 
 
 def _counts(words: str, counts: Mapping[str, int]) -> str:
@@ -137,7 +145,7 @@ def _counts(words: str, counts: Mapping[str, int]) -> str:
 def _picture_lines(head: str, result: PictureResult) -> Iterator[str]:
     plain = result.plain
     yield head
-    yield f"  exact            {_percent(plain.exact)}    each GPU model left out: {_percent(result.left_out)}"
+    yield f"  exact            {_percent(plain.exact)}    each GPU model left out*: {_percent(result.left_out)}"
     yield f"  hangs found      {plain.hangs.found.right} of {plain.hangs.found.of}"
     yield f"  false hangs      {plain.hangs.false}    each GPU model left out: {result.left_out_false_hangs}"
     yield f"  missed hangs that are said too surely, or without naming it: {len(result.overconfident)}"

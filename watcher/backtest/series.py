@@ -11,7 +11,7 @@ from watcher.judge.finding import AlertName, Severity
 from watcher.recordings import RecordingError
 from watcher.replay import replay
 from watcher.snapshot import EpisodeView
-from watcher.sources import SourceError, read_file
+from watcher.sources import GpuLog, SourceError, read_file
 
 DAY_SECONDS: Final = 86_400.0
 # What tells of a state. A state that is not here wants no alert.
@@ -59,11 +59,12 @@ class PlayedSeries:
 def play(series: Series) -> PlayedSeries:
     """Raises LabelError where the file cannot be read."""
     try:
-        result = replay(series.name, read_file(series.path))
+        source = read_file(series.path)
+        if isinstance(source, GpuLog) and not any(m.sample and m.sample.gpus for m in source.moments):
+            raise SourceError(f"{series.path}: holds no GPU readings: {source.detail or source.status.value}")
+        result = replay(series.name, source)
     except (SourceError, RecordingError) as error:
         raise LabelError(str(error)) from None
-    if not result.rounds:
-        raise LabelError(f"{series.path}: holds no GPU readings: take its label away, or give a log that does")
     told = [e for e in result.episodes if e.suppressed_by is None]
     return PlayedSeries(
         name=series.name,

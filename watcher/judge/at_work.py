@@ -138,7 +138,7 @@ def _resting(scene: Scene) -> Verdict:
             why = "Boards run a kernel now and then and draw more than at rest: they wait for data"
             return conclude(scene, PowerState.STARVATION, 0.45, why, (PowerState.IDLE, 0.3))
         if len(scene.gpus) > 1:
-            why = "No kernel runs, but all boards draw more than at rest: they worked a moment ago, and pause as for a save"
+            why = "No kernel runs, but the boards draw more than at rest: they worked a moment ago, and pause"
             return conclude(scene, PowerState.CHECKPOINT, 0.6, why, (PowerState.IDLE, 0.25))
     why = "No kernel runs although clocks are up: start-up, or a pause between phases"
     return conclude(scene, PowerState.IDLE, 0.45, why, (PowerState.HANG, 0.3))

@@ -1,0 +1,64 @@
+"""The committed result of the back test: it is what a fresh run gives, and it is good enough."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from watcher.backtest.pictures import Knowledge
+from watcher.backtest.report import as_object
+from watcher.backtest.run import BackTest, back_test
+
+DATA = Path(__file__).parents[2] / "data" / "backtest"
+CORPUS = Path(__file__).parents[4] / "shared" / "corpus" / "cases"
+ENOUGH_CASES = 10
+MOST_OFF = 0.15 + 1e-9
+
+
+@pytest.fixture(scope="module")
+def fresh() -> BackTest:
+    return back_test(DATA, tuple(Knowledge))
+
+
+def test_the_committed_result_is_what_a_fresh_run_gives(fresh: BackTest) -> None:
+    committed: Any = orjson.loads((DATA / "result.json").read_bytes())
+    assert committed == orjson.loads(orjson.dumps(as_object(fresh))), "run `make backtest`, and look at what changed"
+
+
+def good_enough(test: BackTest) -> None:
+    none, word = test.pictures[Knowledge.NONE], test.pictures[Knowledge.WORD]
+    assert (none.plain.exact.rate or 0) >= 0.78
+    assert (word.plain.exact.rate or 0) >= 0.85
+    assert none.plain.hangs.found.right >= 7
+    assert word.plain.hangs.found.right == word.plain.hangs.found.of == 14
+    for result in (none, word):
+        assert result.plain.hangs.false == result.left_out_false_hangs == 0
+        assert result.overconfident == ()
+        for each in result.plain.reliability:
+            assert each.right.of < ENOUGH_CASES or each.off <= MOST_OFF, each
+
+
+def test_one_picture_finds_half_of_the_hangs_and_the_word_on_progress_all_and_never_a_false_one(
+    fresh: BackTest,
+) -> None:
+    good_enough(fresh)
+
+
+def test_without_the_profile_of_its_own_model_no_board_is_judged_much_worse(fresh: BackTest) -> None:
+    for result in fresh.pictures.values():
+        assert (result.left_out.rate or 0) >= (result.plain.exact.rate or 0) - 0.05
+
+
+def test_every_incident_of_the_logs_is_told_and_nothing_else(fresh: BackTest) -> None:
+    assert {i.state for each in fresh.series for i in each.incidents} == {"hang", "starvation", "gpu_fault"}
+    for each in fresh.series:
+        assert all(incident.delay_seconds is not None for incident in each.incidents), each.name
+        assert each.false_alarms == (), each.name
+
+
+@pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus of public reports is not laid beside this checkout")
+def test_the_reports_themselves_give_the_same() -> None:
+    good_enough(back_test(CORPUS, tuple(Knowledge)))
