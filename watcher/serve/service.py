@@ -19,6 +19,7 @@ from collectors.clock import Clock
 from collectors.ssh.fleet import Fleet
 from watcher.config import Config
 from watcher.engine import Engine
+from watcher.incidents import Incidents
 from watcher.node_requests import request_for
 from watcher.recordings import Recorder
 from watcher.serve.api import create_app
@@ -37,6 +38,7 @@ from watcher.tell.teller import Teller
 log = logging.getLogger("wattwatch.service")
 
 STATE_FILE: Final = "state.db"
+INCIDENTS: Final = "incidents"
 # The lines of one round arrive together: a pause this long after the first lets one tick take them all.
 GATHER_SECONDS: Final = 0.02
 # With nothing new, the engine looks this often: a silent node and a round with stragglers are noticed by time alone.
@@ -119,12 +121,15 @@ class Service:
         if self._record is not None:
             self._recorder = Recorder(self._record, self._specs)
             undo.callback(self._recorder.close)
+        self._incidents = Incidents(section.state_directory / INCIDENTS, self._specs)
+        self._incidents.start()
+        undo.callback(self._incidents.stop)
         nodes = sorted({node for spec in self._specs for node in spec.nodes})
         self._fleet = Fleet(
             {node: request_for(self._specs, node) for node in nodes},
             ssh_settings(self._config.ssh),
             self._clock,
-            None if self._recorder is None else self._recorder.line,
+            self._hear,
         )
         self._engine = Engine(
             self._specs,
@@ -211,6 +216,12 @@ class Service:
         """Real seconds as the clock counts them."""
         return real_seconds * self._clock.speed
 
+    def _hear(self, node: str, received_seconds: float, line: bytes) -> None:
+        """Each line as it comes, on the fleet's reader thread."""
+        if self._recorder is not None:
+            self._recorder.line(node, received_seconds, line)
+        self._incidents.line(node, received_seconds, line)
+
     # The engine's thread
 
     def _watch(self) -> None:
@@ -232,6 +243,9 @@ class Service:
                 self._latest.came_round(self._engine.snapshot)
             return
         if snapshot is not before:
+            told = {name: view.findings for name, view in snapshot.jobs.items()}
+            now = self._clock.monotonic()
+            self._incidents.look(self._fleet.links(), told, now, self._clock.wall())
             self._log_episodes(before, snapshot)
         if snapshot is not before and self._teller.trouble is not None:
             self._note_trouble("store", "The watcher cannot save its state.", self._teller.trouble, "Free disk space.")
@@ -285,6 +299,12 @@ class Service:
             hold = self._seconds(3 * DISK_EVERY_SECONDS)
             words = (self._recorder.error, "Free disk space and start the watcher again to record.")
             self._trouble.note("recording", "The recording has stopped.", *words, self._clock.monotonic(), hold)
+        if self._incidents.error is not None:
+            hold = self._seconds(3 * DISK_EVERY_SECONDS)
+            summary = "An incident is not recorded."
+            self._trouble.note(
+                "incidents", summary, self._incidents.error, "Free disk space.", self._clock.monotonic(), hold
+            )
         directory = self._config.watcher.state_directory
         free = shutil.disk_usage(directory).free
         if free < DISK_LEAST_BYTES:

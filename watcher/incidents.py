@@ -1,0 +1,304 @@
+"""Every incident leaves a recording: what the nodes of its job said before and during it, for `wattwatch replay`.
+
+The last minutes of all lines are kept in memory, compressed. When a warning or worse is said of a job, they go to a
+file of their own, and what comes after follows until it is over. A probe ships what is large only when it changes:
+what has left the memory and still holds is folded into one line a node, with which the file begins.
+
+Bounds: LONGEST_SECONDS and MOST_BYTES a recording, KEPT recordings, QUEUED_BYTES waiting for the disk. A full disk ends
+a recording and is told in `error`; the watch goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import gmtime, strftime
+from typing import Any, Final
+
+import orjson
+
+from collectors.probe.node_probe import TAIL_BYTES
+from collectors.ssh.link import NodeLink
+from watcher.judge.finding import Finding, Severity
+from watcher.judge.job_sample import JobSpec
+from watcher.recordings import Recorder
+
+BEFORE_SECONDS: Final = 300.0
+AFTER_SECONDS: Final = 60.0
+LONGEST_SECONDS: Final = 2 * 3600.0
+MOST_BYTES: Final = 512 << 20  # of lines; a tenth of it on disk
+KEPT: Final = 20
+QUEUED_BYTES: Final = 128 << 20
+CHUNK_SECONDS: Final = 30.0
+SUFFIX: Final = ".wattwatch.gz"
+# What a line tells only when it changes, and so must outlive the line.
+LASTING: Final = (b'"hello":', b'"beat":', b'"log":', b'"ckpt":', b'"listed":', b'"fs":')
+
+Line = tuple[float, bytes]  # received at, on the control host's clock
+
+
+@dataclass(slots=True)
+class Lasting:
+    """What one node's lines have told and still holds."""
+
+    stamp: dict[str, Any] = field(default_factory=dict)  # seq, t, w of the newest line that was folded in
+    hello: Any = None
+    beats: dict[str, Any] = field(default_factory=dict)  # path -> row
+    logs: dict[str, Any] = field(default_factory=dict)
+    directories: dict[str, dict[str, Any]] = field(default_factory=dict)
+    listed: dict[str, Any] = field(default_factory=dict)
+    filesystems: dict[str, Any] = field(default_factory=dict)
+
+    def fold(self, line: bytes) -> None:
+        """Takes in a line that leaves the memory. What is no line of ours is dropped, as the reader would."""
+        if not any(kind in line for kind in LASTING):
+            return
+        try:
+            self._fold(orjson.loads(line))
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
+            return
+
+    def _fold(self, message: dict[str, Any]) -> None:
+        self.stamp = {"seq": message["seq"], "t": message["t"], "w": message["w"]}
+        if "hello" in message:  # a new connection tells everything anew
+            self.hello = message["hello"]
+            for known_before in (self.beats, self.logs, self.directories, self.listed, self.filesystems):
+                known_before.clear()
+        for row in message.get("beat", ()):
+            _put(self.beats, row[0], row, gone=row[2] is None)
+        for row in message.get("log", ()):
+            known = self.logs.get(row[1])
+            _put(self.logs, row[1], row if known is None else _longer(known, row), gone=row[2] is None)
+        for news in message.get("ckpt", ()):
+            known = self.directories.setdefault(news["dir"], {})
+            entries = {**known.get("entries", {}), **news.get("entries", {})}
+            known.update(news)
+            names = known.get("names")
+            known["entries"] = {k: v for k, v in entries.items() if names is None or k in names}
+        self.listed.update(message.get("listed", ()))
+        self.filesystems.update((row[0], row) for row in message.get("fs", ()))
+
+    def lines(self) -> Iterable[bytes]:
+        """Lines that a reader takes for a probe's first ones."""
+        parts: list[dict[str, Any]] = [{} if self.hello is None else {"hello": self.hello}]
+        parts += [{"beat": [row]} for row in self.beats.values()]
+        parts += [{"log": [row]} for row in self.logs.values()]
+        parts += [{"ckpt": [news]} for news in self.directories.values()]
+        parts.append({"listed": list(self.listed.items()), "fs": list(self.filesystems.values())})
+        if not self.stamp:
+            return
+        for part in parts:
+            if any(part.values()):
+                yield orjson.dumps({"v": 1, **self.stamp, **part})
+
+
+def _put(known: dict[str, Any], key: str, row: Any, *, gone: bool) -> None:
+    if gone:
+        known.pop(key, None)
+    else:
+        known[key] = row
+
+
+def _longer(known: Any, row: Any) -> Any:
+    """What was appended to a log, behind what is known of it."""
+    if row[2] is None or known[3] != row[2]:
+        return row
+    tail = (known[5] + row[5])[-TAIL_BYTES:]
+    start = known[2] if len(tail) == len(known[5]) + len(row[5]) else max(1, row[3] - len(tail))
+    return [row[0], row[1], start, row[3], row[4], tail]
+
+
+@dataclass(slots=True)
+class NodeMemory:
+    """The last minutes of one node's lines; older chunks are compressed."""
+
+    lasting: Lasting = field(default_factory=Lasting)
+    chunks: deque[tuple[float, bytes]] = field(default_factory=deque)  # (last line, compressed lines)
+    lines: list[Line] = field(default_factory=list)
+    offset_seconds: float = 0.0  # of its chunks, so that not all nodes pack theirs in the same moment
+
+    def add(self, seconds: float, line: bytes) -> None:
+        if self.lines and self._chunk_of(seconds) != self._chunk_of(self.lines[-1][0]):
+            packed = orjson.dumps([(t, text.decode("utf-8", "replace")) for t, text in self.lines])
+            self.chunks.append((self.lines[-1][0], zlib.compress(packed, 1)))
+            self.lines = []
+        while self.chunks and seconds - self.chunks[0][0] > BEFORE_SECONDS:
+            for _, old in unpacked(self.chunks.popleft()[1]):
+                self.lasting.fold(old)
+        self.lines.append((seconds, line))
+
+    def _chunk_of(self, seconds: float) -> int:
+        return int((seconds + self.offset_seconds) // CHUNK_SECONDS)
+
+
+def unpacked(chunk: bytes) -> list[Line]:
+    return [(t, text.encode()) for t, text in orjson.loads(zlib.decompress(chunk))]
+
+
+@dataclass(slots=True)
+class Incident:
+    """A recording that is being written, for one job."""
+
+    spec: JobSpec
+    recorder: Recorder
+    since: float
+    bytes: int = 0
+    last_true: float = 0.0
+
+
+class Incidents:
+    """Keeps the memory and writes the recordings. `line` is called by the fleet's reader thread, `look` by the
+    engine's; a thread of its own writes, so that neither waits for the disk."""
+
+    def __init__(self, directory: Path, specs: Sequence[JobSpec]) -> None:
+        self._directory = directory
+        self._specs = {spec.name: spec for spec in specs}
+        self._jobs_of: dict[str, list[str]] = {}
+        for spec in specs:
+            for node in spec.nodes:
+                self._jobs_of.setdefault(node, []).append(spec.name)
+        self._memory: dict[str, NodeMemory] = {
+            node: NodeMemory(offset_seconds=place * CHUNK_SECONDS / len(self._jobs_of))
+            for place, node in enumerate(self._jobs_of)
+        }
+        self._lock = threading.Lock()
+        self._open: dict[str, Incident] = {}
+        self._links: deque[tuple[float, dict[str, NodeLink]]] = deque()  # when any of them changed
+        self._work: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._queued = 0
+        self._writer = threading.Thread(target=self._write, name="incidents", daemon=True)
+        self.error: str | None = None
+
+    def start(self) -> None:
+        self._writer.start()
+
+    def stop(self, timeout_seconds: float = 2.0) -> None:
+        """Ends the open recordings; what is queued is written first."""
+        with self._lock:
+            for job in list(self._open):
+                self._close(job)
+        self._work.put(None)
+        self._writer.join(timeout_seconds)
+
+    def line(self, node: str, received_seconds: float, line: bytes) -> None:
+        memory = self._memory.get(node)
+        if memory is None:
+            return
+        with self._lock:
+            memory.add(received_seconds, line)
+            for job in self._jobs_of[node]:
+                incident = self._open.get(job)
+                if incident is not None:
+                    incident.bytes += len(line)
+                    self._queue(len(line), incident.recorder, [(node, received_seconds, line)])
+
+    def look(
+        self, links: Mapping[str, NodeLink], findings: Mapping[str, Sequence[Finding]], now: float, wall: float
+    ) -> None:
+        """How the links stand, and what is true of each job now. Call after each tick."""
+        with self._lock:
+            self._remember(links, now)
+            for job, told in findings.items():
+                grave = [finding for finding in told if finding.severity is not Severity.INFO]
+                if grave and job in self._specs and job not in self._open:
+                    self._begin(self._specs[job], grave[0].alert.value, now, wall)
+                if grave and job in self._open:
+                    self._open[job].last_true = now
+            for job, incident in list(self._open.items()):
+                mine = {node: links[node] for node in incident.spec.nodes if node in links}
+                self._work.put(("links", (incident.recorder, mine, now)))
+                too_long = now - incident.since > LONGEST_SECONDS or incident.bytes > MOST_BYTES
+                if now - incident.last_true > AFTER_SECONDS or too_long or self._queued > QUEUED_BYTES:
+                    self._close(job)
+
+    def _remember(self, links: Mapping[str, NodeLink], now: float) -> None:
+        before = self._links[-1][1] if self._links else {}
+        if any(node not in before or before[node].status is not link.status for node, link in links.items()):
+            self._links.append((now, dict(links)))
+        while len(self._links) > 1 and now - self._links[1][0] > BEFORE_SECONDS:
+            self._links.popleft()
+
+    def _begin(self, spec: JobSpec, alert: str, now: float, wall: float) -> None:
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", spec.name)[:60] or "job"
+        path = self._directory / f"{strftime('%Y%m%dT%H%M%SZ', gmtime(wall))}-{name}-{alert}{SUFFIX}"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._prune()
+            recorder = Recorder(path, [spec])
+        except OSError as error:
+            self.error = f"an incident of {spec.name} is not recorded: {error.strerror or error}"
+            return
+        self.error = None
+        self._open[spec.name] = Incident(spec, recorder, now, last_true=now)
+        # Only references: they are unpacked, sorted and written by the writer.
+        kept = {
+            node: (list(m.lasting.lines()), list(m.chunks), list(m.lines))
+            for node in spec.nodes
+            if (m := self._memory[node])
+        }
+        self._work.put(("memory", (recorder, spec, kept, list(self._links))))
+
+    def _prune(self) -> None:
+        """Makes room for one more."""
+        recordings = sorted(self._directory.glob(f"*{SUFFIX}"))
+        for old in recordings[: max(0, len(recordings) - KEPT + 1)]:
+            with contextlib.suppress(OSError):
+                old.unlink()
+
+    def _close(self, job: str) -> None:
+        self._work.put(("close", self._open.pop(job).recorder))
+
+    def _queue(self, size: int, recorder: Recorder, lines: list[tuple[str, float, bytes]]) -> None:
+        self._queued += size
+        self._work.put(("lines", (recorder, lines)))
+
+    # The writer's thread
+
+    def _write(self) -> None:
+        while (work := self._work.get()) is not None:
+            kind, what = work
+            if kind == "close":
+                what.close()
+                self.error = what.error or self.error
+            elif kind == "links":
+                recorder, links, now = what
+                recorder.links(links, now)
+            elif kind == "lines":
+                recorder, lines = what
+                for node, seconds, line in lines:
+                    recorder.line(node, seconds, line)
+                with self._lock:
+                    self._queued -= sum(len(line) for _, _, line in lines)
+            else:
+                write_memory(*what)
+
+
+def write_memory(
+    recorder: Recorder,
+    spec: JobSpec,
+    kept: Mapping[str, tuple[list[bytes], list[tuple[float, bytes]], list[Line]]],
+    links: Sequence[tuple[float, Mapping[str, NodeLink]]],
+) -> None:
+    """The minutes before, in order of time. What is older and still holds comes with each node's first line."""
+    lines: list[tuple[float, str, bytes]] = []
+    for node, (lasting, chunks, newest) in kept.items():
+        mine = [line for _, chunk in chunks for line in unpacked(chunk)] + newest
+        if mine:
+            lines += [(mine[0][0], node, line) for line in lasting]
+            lines += [(seconds, node, line) for seconds, line in mine]
+    lines.sort(key=lambda entry: entry[0])
+    changes = deque(links)
+    for seconds, node, line in lines:
+        while changes and changes[0][0] <= seconds:
+            at, states = changes.popleft()
+            recorder.links({n: states[n] for n in spec.nodes if n in states}, max(at, lines[0][0]))
+        recorder.line(node, seconds, line)
+    for at, states in changes:
+        recorder.links({n: states[n] for n in spec.nodes if n in states}, at)
