@@ -19,7 +19,7 @@ from watcher.judge.assemble import JobAssembler
 from watcher.judge.classify import ProgressWord, classify
 from watcher.judge.detect import Detector
 from watcher.judge.job_sample import JobProgress, JobSample
-from watcher.judge.learn_bounds import PLATEAU_LOWER_END, floor_of, refusal
+from watcher.judge.learn_bounds import PLATEAU_LOWER_END, floor_of, refusal, same_limit
 from watcher.judge.learned import Board, Kind, Knowledge, Learned, Phase
 from watcher.judge.learner import JobLearner, unsteady
 from watcher.judge.profiles import Profile, profile_for
@@ -231,7 +231,7 @@ def _profile(model: str, limit: float, members: Sequence[Board], knowledge: Know
     of_kind = {
         kind: [v for v in knowledge.values() if v.kind is kind and (v.node, v.board) in set(members)] for kind in Kind
     }
-    plateaus = [v for v in of_kind[Kind.PLATEAU] if v.limit_watts == limit]
+    plateaus = [v for v in of_kind[Kind.PLATEAU] if same_limit(v, limit)]
     idles, contexts = of_kind[Kind.IDLE], of_kind[Kind.CONTEXT]
     idle = statistics.median(v.watts for v in idles) if idles else base.idle_watts
     floors = [floor_of(knowledge, (v.node, v.board), base) for v in contexts]

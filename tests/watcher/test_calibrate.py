@@ -16,10 +16,12 @@ from collectors.samples import GpuSample, HostStatus, NodeSample, ProcessSample
 from tests.collectors.ssh.real_sshd import Site, site
 from tests.collectors.ssh.test_check import tool
 from tests.watcher.commanding import Shell
+from tests.watcher.judge.learning import a_job_at_work
 from watcher.calibration import as_toml, calibrate_idle, calibrate_source, profiles_of
 from watcher.config import load_config
 from watcher.judge.classify import ProgressWord
 from watcher.judge.learned import Kind
+from watcher.recordings import Moment, Recording
 from watcher.serve.parts import problems_of, profile_of
 from watcher.sources import read_file
 
@@ -145,6 +147,27 @@ def test_several_sources_are_one_profile_a_model(shell: Shell, tmp_path: Path) -
         ("nvidia-b300-sxm6-ac", 2),
     ]
     assert answer.json["profiles"][0]["idle_watts"] == pytest.approx(81.5, abs=1)
+
+
+def test_a_recording_teaches_by_its_own_counter() -> None:
+    job = a_job_at_work()
+    moments = [Moment(line.received_seconds, sample=line) for line in job.lines]
+    calibration = calibrate_source("incident", Recording((job.spec,), iter(moments)), None)
+    assert calibration.refusals == ()
+    known = {(value.kind, value.watts, value.job) for value in calibration.values}
+    assert known == {(Kind.IDLE, 139, "pretrain"), (Kind.CONTEXT, 186, "pretrain"), (Kind.PLATEAU, 985, "pretrain")}
+    ((profile,), _) = profiles_of([calibration])
+    assert profile.boards == 8
+
+
+def test_boards_that_do_not_say_who_they_are_are_not_learned() -> None:
+    job = a_job_at_work()
+    nameless = [
+        replace(line, gpus=tuple(replace(gpu, uuid=None, pci_bus_id=None, index=None) for gpu in line.gpus or ()))
+        for line in job.lines
+    ]
+    moments = [Moment(line.received_seconds, sample=line) for line in nameless]
+    assert calibrate_source("log", Recording((job.spec,), iter(moments)), None).values == ()
 
 
 # Wrong use and what cannot be read

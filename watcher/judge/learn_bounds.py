@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from watcher.judge.job_sample import RankGpu
-from watcher.judge.learned import Board, JobLearned, Kind, Knowledge, Learned
+from watcher.judge.learned import SAME_LIMIT_WATTS, Board, JobLearned, Kind, Knowledge, Learned
 from watcher.judge.profiles import Profile, generic_profile
 from watcher.judge.scene import (
     HIGHEST_FLOOR_FRACTION,
@@ -83,6 +83,12 @@ def floor_of(knowledge: Knowledge, board: Board, base: Profile) -> float:
     return base.floor_watts if idle is None else max(base.floor_watts, spin_watts(idle.watts))
 
 
+def same_limit(value: Learned, limit_watts: float | None) -> bool:
+    if value.limit_watts is None or limit_watts is None:
+        return value.limit_watts is limit_watts
+    return abs(value.limit_watts - limit_watts) <= SAME_LIMIT_WATTS
+
+
 def learned_of(knowledge: Knowledge, job: str, gpus: Sequence[RankGpu], base: Profile) -> JobLearned | None:
     """What holds for these boards of a job. `base`: their profile at their limit. None: nothing is learned."""
     floors: dict[Board, float] = {}
@@ -99,7 +105,7 @@ def learned_of(knowledge: Knowledge, job: str, gpus: Sequence[RankGpu], base: Pr
             contexts.append(context)
         if idle is not None:
             idles.append(idle.watts)
-        if plateau is not None and plateau.limit_watts == ranked.gpu.power_limit_watts:
+        if plateau is not None and same_limit(plateau, ranked.gpu.power_limit_watts):
             plateaus.append(plateau.watts)
     if not floors and not plateaus:
         return None

@@ -12,11 +12,10 @@ from typing import Final
 
 from collectors.samples import GpuSample, HostStatus, NodeSample, ProcessSample
 from watcher.judge.job_sample import JobSample, JobSpec
-from watcher.judge.learned import Board, Kind, Knowledge, Learned
+from watcher.judge.learned import SAME_LIMIT_WATTS, Board, Kind, Knowledge, Learned
 
 # Each board is compared with what is known of it this often, and at once where a limit moves.
 COMPARE_SECONDS: Final = 4.0
-SAME_WATTS: Final = 0.5
 DRIVER_GONE: Final = frozenset({HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES})
 
 Process = tuple[int, float]  # pid and start
@@ -52,7 +51,7 @@ class Changes:
 
     def _is_another(self, board: Board, gpu: GpuSample) -> bool:
         limit = gpu.power_limit_watts
-        moved = limit is not None and abs(limit - self._limit_of.get(board, limit)) > SAME_WATTS
+        moved = limit is not None and abs(limit - self._limit_of.get(board, limit)) > SAME_LIMIT_WATTS
         if limit is not None:
             self._limit_of[board] = limit
         self.limits_moved = self.limits_moved or moved
@@ -115,6 +114,6 @@ def _void(value: Learned, gpu: GpuSample) -> bool:
     if value.energy_joules is not None and gpu.energy_joules is not None and gpu.energy_joules < value.energy_joules:
         return True
     limits = (value.limit_watts, gpu.power_limit_watts)
-    moved = limits[0] is not None and limits[1] is not None and abs(limits[0] - limits[1]) > SAME_WATTS
+    moved = limits[0] is not None and limits[1] is not None and abs(limits[0] - limits[1]) > SAME_LIMIT_WATTS
     # What a board draws at rest lies far below any limit that it can be set to.
     return moved and value.kind is Kind.PLATEAU

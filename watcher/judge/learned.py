@@ -19,6 +19,8 @@ from watcher.judge.profiles import Profile
 
 Board = tuple[str, str]  # node and GpuSample.key
 MOST_WATTS: Final = 10_000.0
+SAME_LIMIT_WATTS: Final = 0.5
+NAMELESS: Final = "?"  # the key of boards that say nothing of who they are: no value is of one of them
 # Fans, dust and rooms change: what was learned so long ago says little.
 OLD_SECONDS: Final = 180 * 86400.0
 

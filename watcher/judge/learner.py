@@ -19,7 +19,7 @@ from watcher.judge.learn_bounds import learned_of, refusal
 from watcher.judge.learn_changes import Changes
 from watcher.judge.learn_plateau import Plateaus
 from watcher.judge.learn_rest import Batch, Rests
-from watcher.judge.learned import Board, JobLearned, Kind, Knowledge, Learned, Phase
+from watcher.judge.learned import NAMELESS, Board, JobLearned, Kind, Knowledge, Learned, Phase
 from watcher.judge.look import GAP_INTERVALS
 from watcher.judge.profiles import Profile, profile_for
 from watcher.judge.rules import STARVING_WAIT_MS
@@ -173,7 +173,7 @@ class JobLearner:
         for batch in batches:
             boards = boards or {(ranked.node, ranked.gpu.key): ranked.gpu for ranked in sample.gpus}
             gpu = boards.get(batch.board)
-            if gpu is not None:
+            if gpu is not None and gpu.key != NAMELESS:
                 self._take(batch, gpu, sample)
 
     def _take(self, batch: Batch, gpu: GpuSample, sample: JobSample) -> None:

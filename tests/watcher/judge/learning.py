@@ -29,6 +29,7 @@ class LearningJob(Job):
         self.energy: float | None = None
         self.strangers: tuple[ProcessSample, ...] = ()
         self.said: dict[str, NodeSample] = {}
+        self.lines: list[NodeSample] = []  # all of them
 
     def judge(self, sample: JobSample) -> Verdict:
         return classify(sample, learned=self.learner.learned(sample))
@@ -42,6 +43,7 @@ class LearningJob(Job):
         if place == 0:
             line = replace(line, processes=(*(line.processes or ()), *self.strangers))
         self.said[node] = line
+        self.lines.append(line)
         return line
 
     def _second(
