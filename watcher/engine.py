@@ -31,6 +31,7 @@ from watcher.witness import Witness, Witnessing
 # A round is judged when every answering node has spoken, or this share of the interval after its first line.
 ROUND_GRACE_INTERVALS: Final = 0.25
 KEEP_EVERY_SECONDS: Final = 60.0
+MOST_KEPT: Final = 2000  # rows at once, some 30 ms: a tick must not wait for thousands of boards
 MOST_WARNINGS: Final = 5
 
 log = logging.getLogger("wattwatch.engine")
@@ -226,7 +227,7 @@ class Engine:
         if self._memory is None or now < self._keep_from:
             return
         self._keep_from = now + KEEP_EVERY_SECONDS
-        changed = self._knowledge.unkept()
+        changed = self._knowledge.unkept(MOST_KEPT)
         if not changed:
             return
         try:
@@ -234,7 +235,7 @@ class Engine:
         except StoreError as error:
             log.warning("what was learned of boards is not kept: %s", error)
             return
-        self._knowledge.kept()
+        self._knowledge.kept(changed)
 
     def _profile_of(self, sample: JobSample) -> Profile | None:
         """The user's own profile for this board, if one matches; else the judge picks from the shipped ones."""

@@ -6,6 +6,7 @@ belongs to one job on it as well.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -107,12 +108,14 @@ class Knowledge:
             self._unkept[value.key] = None
             self.version += 1
 
-    def unkept(self) -> Mapping[str, bytes | None]:
-        """What changed since `kept`, as rows for the store; None: the row goes."""
-        return {key: None if value is None else orjson.dumps(value) for key, value in self._unkept.items()}
+    def unkept(self, most: int | None = None) -> Mapping[str, bytes | None]:
+        """What changed and was not kept yet, as rows for the store, `most` of them; None: the row goes."""
+        changed = itertools.islice(self._unkept.items(), most)
+        return {key: None if value is None else orjson.dumps(value) for key, value in changed}
 
-    def kept(self) -> None:
-        self._unkept.clear()
+    def kept(self, keys: Iterable[str]) -> None:
+        for key in tuple(keys):
+            self._unkept.pop(key, None)
 
 
 VALUE = TypeAdapter(Learned)
