@@ -3,7 +3,7 @@
     python -m tests.benchmarks.judge [--nodes 1000] [--boards 8] [--jobs 10] [--rounds 20]
 
 Node samples are made beforehand and not counted: boards with all readings, a process each, a heartbeat a rank on the
-first node of a job. Counted is what the engine does with them: assemble, classify, detect. Process CPU time, the
+first node of a job. Counted is what the engine does with them: assemble, classify, detect, learn. Process CPU time, the
 collector of garbage included, so a busy machine does not spoil it. One job in five saves (rank 0 low), one hangs.
 """
 
@@ -23,11 +23,13 @@ from watcher.judge.assemble import JobAssembler
 from watcher.judge.classify import classify
 from watcher.judge.detect import Detector
 from watcher.judge.job_sample import JobSpec
+from watcher.judge.learned import Knowledge
+from watcher.judge.learner import JobLearner
 
 TARGET_CORE_PERCENT: Final = 15.0
 WARM_ROUNDS: Final = 3
 BOARD: Final = "NVIDIA H100 80GB HBM3"
-STAGES: Final = ("assemble", "classify", "detect")
+STAGES: Final = ("assemble", "classify", "detect", "learn")
 
 
 @dataclass(slots=True)
@@ -37,6 +39,7 @@ class Desk:
     spec: JobSpec
     assembler: JobAssembler
     detector: Detector
+    learner: JobLearner
     kind: str  # what its boards do
 
 
@@ -56,10 +59,11 @@ def desks_of(nodes: int, jobs: int) -> list[Desk]:
     each = max(1, nodes // jobs)
     names = [f"node-{i:04}" for i in range(each * jobs)]
     desks = []
+    knowledge = Knowledge()
     for j in range(jobs):
         spec = JobSpec(f"job-{j}", tuple(names[j * each : (j + 1) * each]), run_directory=f"/run/{j}", gpus_per_node=8)
         kind = {1: "saves", 2: "hangs"}.get(j % 5, "works")
-        desks.append(Desk(spec, JobAssembler(spec), Detector(spec), kind))
+        desks.append(Desk(spec, JobAssembler(spec), Detector(spec), JobLearner(spec, knowledge), kind))
     return desks
 
 
@@ -103,18 +107,24 @@ def measure(nodes: int, boards: int, jobs: int, rounds: int) -> Cost:
     for second in range(WARM_ROUNDS + rounds):
         made = [(desk, list(lines(desk, boards, second, chance))) for desk in desks]
         took = dict.fromkeys(STAGES, 0.0)
+        said = {sample.node: sample for _, samples in made for sample in samples}
         for desk, samples in made:
             start = time.process_time()
             for sample in samples:
                 desk.assembler.add(sample)
             picture = desk.assembler.assemble(links, second + 0.1, 1e9 + second)
             assembled = time.process_time()
-            verdict = classify(picture)
+            learned = desk.learner.learned(picture)
+            known = time.process_time()
+            verdict = classify(picture, learned=learned)
             classified = time.process_time()
-            desk.detector.observe(verdict, picture, second + 0.1)
+            findings = desk.detector.observe(verdict, picture, second + 0.1)
+            detected = time.process_time()
+            desk.learner.look(picture, verdict, findings, desk.detector.state, second + 0.1, said)
+            took["learn"] += time.process_time() - detected + known - assembled
             took["assemble"] += assembled - start
-            took["classify"] += classified - assembled
-            took["detect"] += time.process_time() - classified
+            took["classify"] += classified - known
+            took["detect"] += detected - classified
         if second >= WARM_ROUNDS:
             spent = {stage: spent[stage] + took[stage] for stage in STAGES}
     return Cost(len(links) * boards, {stage: seconds / rounds for stage, seconds in spent.items()})
