@@ -129,6 +129,31 @@ def open_recording(path: Path) -> Recording:
 
 def read_recording(name: str, raw: BinaryIO) -> Recording:
     """As `open_recording`, of bytes that are open already; closes them at their end. `name` is for people."""
+    specs, lines = _header(name, raw)
+    return Recording(specs, _moments(lines, specs))
+
+
+def read_records(path: Path) -> tuple[tuple[JobSpec, ...], Iterator[dict[str, Any]]]:
+    """The jobs and the records as they were written, for whoever copies a recording. Raises RecordingError."""
+    try:
+        raw = path.open("rb")
+    except OSError as error:
+        raise RecordingError(f"{path}: cannot be read: {error.strerror}") from None
+    specs, lines = _header(str(path), raw)
+    return specs, _records(lines)
+
+
+def _records(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue  # a torn line
+        if isinstance(record, dict):
+            yield record
+
+
+def _header(name: str, raw: BinaryIO) -> tuple[tuple[JobSpec, ...], Iterator[bytes]]:
     lines = _lines(name, raw)
     first = next(lines, b"")
     try:
@@ -140,7 +165,7 @@ def read_recording(name: str, raw: BinaryIO) -> Recording:
         specs = tuple(SPECS.validate_python(header["jobs"]))
     except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError):
         raise RecordingError(f"{name}: not a wattwatch recording (no header line)") from None
-    return Recording(specs, _moments(lines, specs))
+    return specs, lines
 
 
 def _lines(name: str, raw: BinaryIO) -> Iterator[bytes]:

@@ -11,8 +11,9 @@ import orjson
 from rich.console import Console
 from rich.markup import escape
 
+from watcher.anonymous import write_anonymous
 from watcher.judge.finding import Severity
-from watcher.recordings import RecordingError
+from watcher.recordings import RecordingError, open_recording
 from watcher.replay import Replay, replay
 from watcher.sources import GpuLog, SourceError, read_file
 
@@ -23,11 +24,20 @@ UNREADABLE: Final = 3
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="A list of objects, one a file.")
-def replay_command(files: tuple[Path, ...], as_json: bool) -> None:
+@click.option(
+    "--anonymous",
+    type=click.Path(path_type=Path),
+    help="Write a copy of the one recording here, with hosts, users, paths and names replaced.",
+)
+def replay_command(files: tuple[Path, ...], as_json: bool, anonymous: Path | None) -> None:
     """Recordings or GPU logs through the detector, at their own times.
+
+    With --anonymous the copy is replayed, after it was checked against the recording: look at it before you share it.
 
     Exit code: 0 nothing would have been said, 1 a warning, 2 a critical alert, 3 a file could not be read.
     """
+    if anonymous is not None:
+        files = (_anonymous_copy(files, anonymous),)
     worst = 0
     answers: list[dict[str, Any]] = []
     for path in files:
@@ -50,6 +60,44 @@ def replay_command(files: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         click.echo(orjson.dumps(answers, option=orjson.OPT_INDENT_2).decode())
     sys.exit(worst)
+
+
+def _anonymous_copy(files: tuple[Path, ...], target: Path) -> Path:
+    """The copy; or one error, and no file, where it would not give the same verdicts."""
+    if len(files) != 1:
+        raise click.UsageError("--anonymous makes a copy of one recording; give one file")
+    if target.exists():
+        raise click.UsageError(f"{target} exists; give a new file")
+    try:
+        write_anonymous(files[0], target)
+        before, after = (replay("", open_recording(path)) for path in (files[0], target))
+    except RecordingError as error:
+        target.unlink(missing_ok=True)
+        click.echo(str(error), err=True)
+        sys.exit(UNREADABLE)
+    if verdicts_of(before) != verdicts_of(after):
+        target.unlink(missing_ok=True)
+        click.echo(
+            f"{files[0]}: the copy would not give the same verdicts, so none was made: what decides is a name", err=True
+        )
+        sys.exit(UNREADABLE)
+    return target
+
+
+def verdicts_of(result: Replay) -> list[tuple[Any, ...]]:
+    """What was said and when, without names."""
+    alerts = [
+        (
+            e.alert,
+            e.severity,
+            e.confirmed,
+            e.opened_wall_seconds,
+            e.closed_wall_seconds,
+            [(s.gpu, s.rank) for s in e.suspects],
+        )
+        for e in result.episodes
+    ]
+    return [*alerts, *((change.at_seconds, change.state) for change in result.changes)]
 
 
 def as_object(result: Replay) -> dict[str, Any]:

@@ -108,9 +108,12 @@ class Saving:
             return
         self._seconds += look.seen_seconds
         self._steps += moved
+        if entry is None and self._quiet_seconds is not None:
+            # Its files are complete and the ranks still wait: the mark is written, directories are synchronised.
+            self._quiet_seconds += look.seen_seconds
         self.save = Save(
             self._seconds,
-            self._quiet_seconds if entry is not None else None,
+            self._quiet_seconds,
             entry,
             by_heartbeat,
             background=self._steps >= BACKGROUND_STEPS and not by_heartbeat and not pictured,

@@ -1,0 +1,125 @@
+"""A copy of a recording for strangers: nothing of whose it was, and the same verdicts."""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import pytest
+from click.testing import CliRunner
+
+from collectors.samples import HostStatus
+from collectors.ssh.link import NodeLink
+from tests.collectors.test_wire import line, nvml, row
+from tests.faults.plan import Phase, Setting
+from tests.faults.probe_lines import ProbeLines
+from tests.faults.simulated_job import SimulatedJob
+from tests.faults.watching import spec_of
+from watcher.anonymous import Pseudonyms, write_anonymous
+from watcher.commands.replay import replay_command, verdicts_of
+from watcher.judge.job_sample import JobSpec
+from watcher.recordings import Recorder, open_recording
+from watcher.replay import replay
+
+SECRET = ("acme", "alice", "falcon", "zeus", "GPU-1920", "10.1.2.3", "hunter")
+HOSTS = {"node-1": "zeus-07.acme.example", "node-2": "zeus-08.acme.example"}
+
+
+def recorded_hang(path: Path) -> Path:
+    """A job of Alice's hangs."""
+    setting = Setting(seed=4, nodes=2, gpus=4, step_seconds=3.0, victim=5)
+    spec = replace(
+        spec_of(setting), name="falcon-40b", nodes=tuple(HOSTS.values()), run_directory="/home/alice/runs/falcon"
+    )
+    recorder = Recorder(path, [spec])
+    job = SimulatedJob(setting)
+    probes = {node: ProbeLines(HOSTS[node].split(".")[0]) for node in HOSTS}
+    for phase in (Phase(120, "train"), Phase(120, "spin", ranks={"victim": "in_barrier"})):
+        for _ in range(int(phase.seconds)):
+            for sample in job.tell(phase, 1.0):
+                said = probes[sample.node].line(sample).replace(b"/runs/a", b"/home/alice/runs/falcon")
+                recorder.line(HOSTS[sample.node], job.now, said)
+            states = {h: NodeLink(h, HostStatus.OK, "zeus-07.acme.example (10.1.2.3) answers") for h in HOSTS.values()}
+            recorder.links(states, job.now + 0.1)
+    recorder.close()
+    return path
+
+
+def test_the_copy_gives_the_same_verdicts_and_names_nobody(tmp_path: Path) -> None:
+    original, copy = recorded_hang(tmp_path / "incident.gz"), tmp_path / "copy.gz"
+    write_anonymous(original, copy)
+    text = gzip.decompress(copy.read_bytes()).decode()
+    assert [secret for secret in SECRET if secret.lower() in text.lower()] == []
+    assert "NVIDIA B300 SXM6 AC" in text
+    before, after = replay("a", open_recording(original)), replay("b", open_recording(copy))
+    assert verdicts_of(before) == verdicts_of(after)
+    (hang,) = after.episodes
+    assert (hang.alert, hang.job, [str(s) for s in hang.suspects]) == ("JobHung", "job-1", ["rank 5 on node-2 GPU 1"])
+
+
+def test_the_command_writes_the_copy_and_replays_it(tmp_path: Path) -> None:
+    original, copy = recorded_hang(tmp_path / "incident.gz"), tmp_path / "copy.gz"
+    result = CliRunner().invoke(replay_command, [str(original), "--anonymous", str(copy)])
+    assert result.exit_code == 2
+    assert "JobHung" in result.output
+    assert "zeus" not in result.output
+    again = CliRunner().invoke(replay_command, [str(original), "--anonymous", str(copy)])
+    assert again.exit_code == 2
+    assert "exists" in again.output
+
+
+def test_what_is_no_recording_is_said(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("nothing")
+    result = CliRunner().invoke(replay_command, [str(tmp_path / "log.txt"), "--anonymous", str(tmp_path / "copy.gz")])
+    assert result.exit_code == 3
+    assert "not a wattwatch recording" in result.output
+    assert not (tmp_path / "copy.gz").exists()
+
+
+def test_a_log_keeps_its_steps_and_loses_its_words(tmp_path: Path) -> None:
+    spec = JobSpec("falcon", ("zeus",), logs=("/home/alice/*.log",), log_pattern=r"at turn (?P<step>\d+)")
+    recorder = Recorder(tmp_path / "r.gz", [spec])
+    for second in range(5):
+        text = f"hunter2 of alice@acme.example at turn {second}\n"
+        log = [0, "/home/alice/falcon-7b.log", 100 * second, 100 * second + 100, 1.7e9 + second, text]
+        recorder.line("zeus", 10.0 + second, line(second, 100.0 + second, gpu=nvml(100.0, [row(0)]), log=[log]))
+    recorder.line("zeus", 16.0, b"Welcome to zeus, alice!")
+    recorder.close()
+    write_anonymous(tmp_path / "r.gz", tmp_path / "c.gz")
+    text = gzip.decompress((tmp_path / "c.gz").read_bytes()).decode()
+    assert [secret for secret in SECRET if secret.lower() in text.lower()] == []
+    samples = [m.sample for m in open_recording(tmp_path / "c.gz").moments if m.sample is not None]
+    assert [sample.progress[0].step for sample in samples] == [0, 1, 2, 3, 4]
+    (spec,) = open_recording(tmp_path / "c.gz").specs
+    assert all(source.source in spec.logs for sample in samples for source in sample.progress)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("/mnt/ckpt/alice/step-100/model.safetensors", "/mnt/ckpt/d1/step-100/model.safetensors"),
+        ("Out of memory: Killed process 4005 (python3)", "Out of memory: Killed process 4005 (python3)"),
+        ("NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.", None),
+        ("step: 10 loss: 2.5 alice bob alice", "step: 10 loss: 2.5 w1 w2 w1"),
+        ("connect zeus-1 from 10.0.0.7 failed", "connect node-9 from 192.0.2.1 failed"),
+    ],
+)
+def test_known_words_stay_and_others_are_always_replaced_by_the_same(before: str, after: str | None) -> None:
+    names = Pseudonyms()
+    names.add_host("zeus-1.acme.example", "node-9")
+    assert names.text(before) == (before if after is None else after)
+
+
+def test_a_checkpoint_listing_keeps_its_layout(tmp_path: Path) -> None:
+    news = {
+        "dir": "/ckpt/alice", "t": 100.0, "w": 1.7e9, "error": None, "names": ["step-100"], "root": {},
+        "entries": {"step-100": {"bytes": 62, "count": 1, "mtime": 1.7e9, "files": {"COMPLETE.json": 2}}},
+    }  # fmt: skip
+    recorder = Recorder(tmp_path / "r.gz", [JobSpec("falcon", ("zeus",), checkpoint_directory="/ckpt/alice")])
+    recorder.line("zeus", 10.0, line(1, 100.0, gpu=nvml(100.0, [row(0)]), ckpt=[news]))
+    recorder.close()
+    write_anonymous(tmp_path / "r.gz", tmp_path / "c.gz")
+    records = [orjson.loads(each) for each in gzip.decompress((tmp_path / "c.gz").read_bytes()).splitlines()]
+    assert orjson.loads(records[1]["line"])["ckpt"][0] == {**news, "dir": "/ckpt/d1"}
