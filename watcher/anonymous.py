@@ -158,7 +158,7 @@ def _unheld(text: str, held: list[str]) -> str:
 
 def write_anonymous(source: Path, target: Path) -> None:
     """Raises RecordingError with one sentence where either file cannot be used."""
-    specs, _ = read_records(source)
+    specs, records = read_records(source)
     names = Pseudonyms(
         kept=_words_of_patterns(specs), trainers=[re.compile(spec.processes) for spec in specs if spec.processes]
     )
@@ -166,7 +166,7 @@ def write_anonymous(source: Path, target: Path) -> None:
         for node in spec.nodes:
             names.add_host(node, names.hosts.get(node) or f"node-{1 + len(set(names.hosts.values()))}")
     logs: set[str] = set()
-    for record in read_records(source)[1]:
+    for record in records:
         message = _message(record)
         host = str((message.get("hello") or {}).get("host", "")) if message else ""
         if host and host.split(".")[0] not in names.hosts:

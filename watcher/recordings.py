@@ -11,7 +11,7 @@ import contextlib
 import gzip
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -161,14 +161,16 @@ def _header(name: str, raw: BinaryIO) -> tuple[tuple[JobSpec, ...], Iterator[byt
         if header["format"] != FORMAT:
             raise KeyError("format")
         if header["version"] != VERSION:
+            lines.close()
             raise RecordingError(f"{name}: recording version {header['version']}; this wattwatch reads {VERSION}")
         specs = tuple(SPECS.validate_python(header["jobs"]))
     except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError):
+        lines.close()
         raise RecordingError(f"{name}: not a wattwatch recording (no header line)") from None
     return specs, lines
 
 
-def _lines(name: str, raw: BinaryIO) -> Iterator[bytes]:
+def _lines(name: str, raw: BinaryIO) -> Generator[bytes, None, None]:
     """Lines of at most LONGEST_LINE_BYTES; a longer one comes in pieces, none of which is a record."""
     try:
         with raw:

@@ -80,6 +80,7 @@ class Scenario:
     states: tuple[str, ...] = ()
     progress: str = "heartbeats"  # or "torchtitan": a foreign job, known by its log only
     total_steps: int = TOTAL_STEPS
+    by_name: bool = False  # played only where it is asked for
 
     @property
     def world(self) -> int:

@@ -61,7 +61,7 @@ def demo_command(
 ) -> int:
     """A simulated cluster, the real watcher, and what it says.
 
-    Plays all scenarios side by side in compressed time, or only those that are named. With --real, a real training
+    Plays the usual scenarios side by side in compressed time, or only those that are named. With --real, a real training
     job on CPU: its ranks part at the end of the epoch and hang; then the same data with the gate and evenfix.
     """
     if listing:
@@ -76,7 +76,8 @@ def demo_command(
         raise click.BadParameter(
             f"no scenario is named {unknown[0]!r}; there are {', '.join(SCENARIOS)}", param_hint="--scenario"
         )
-    scenarios = [SCENARIOS[name] for name in dict.fromkeys(names)] or list(SCENARIOS.values())
+    usual = [scenario for scenario in SCENARIOS.values() if not scenario.by_name]
+    scenarios = [SCENARIOS[name] for name in dict.fromkeys(names)] or usual
     screen = TerminalScreen(console(quiet=as_json), speed)
     try:
         outcome = play(scenarios, speed, listen, screen)
@@ -130,5 +131,6 @@ def list_scenarios(as_json: bool) -> None:
         table.add_column(heading)
     for scenario in SCENARIOS.values():
         said = ", ".join(expected.alert for expected in scenario.expected) or "nothing"
-        table.add_row(scenario.name, scenario.title, f"{scenario.nodes} x {scenario.gpus_per_node}", said)
+        title = scenario.title + (" (only where named)" if scenario.by_name else "")
+        table.add_row(scenario.name, title, f"{scenario.nodes} x {scenario.gpus_per_node}", said)
     console().print(table)

@@ -198,6 +198,8 @@ class Detector:
             return JobState.HUNG, hung.summary
         if self._saving.blocks is not None:
             return JobState.CHECKPOINTING, f"a checkpoint is being written since {self._saving.blocks.seconds:.0f} s"
+        if evaluates(look) and look.verdict.state is PowerState.STARVATION:
+            return JobState.COMPUTING, "its ranks say that they evaluate"
         if AlertName.JOB_STARVING in found:
             return JobState.STARVING, found[AlertName.JOB_STARVING].summary
         if not look.sample.gpus and not look.sample.progress.readable:
