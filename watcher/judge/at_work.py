@@ -19,6 +19,7 @@ BARELY: Final = 1 / 3  # of the way from floor to plateau: moving jobs over poor
 # Healthy steps read 84 to 97 % from board to board at the power of work; ranks that wait for data, 10 to 100.
 EVEN_PERCENT: Final = 75.0
 EVEN_SPREAD: Final = 15.0
+NEAR_PLATEAU: Final = 0.95  # boards of one model differ by a few per cent
 # A board that is fed now and then reads some per cent, at the watts of clocks that stay up.
 FED_PERCENT: Final = 5.0
 
@@ -95,7 +96,7 @@ def _plain_compute(scene: Scene) -> Verdict:
 
 def _unevenly_busy(scene: Scene) -> Verdict:
     profile, watts = scene.profile, scene.watts
-    if watts >= profile.compute_watts and _even(scene):
+    if watts >= NEAR_PLATEAU * profile.compute_watts and _even(scene):
         why = "All ranks are about evenly busy at the power of plain compute"
         return conclude(scene, PowerState.COMPUTE, 0.9 if scene.known else 0.6, why, (PowerState.STARVATION, 0.1))
     if profile.starvation is not None and watts in profile.starvation:
