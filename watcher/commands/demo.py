@@ -61,8 +61,8 @@ def demo_command(
 ) -> int:
     """A simulated cluster, the real watcher, and what it says.
 
-    Plays the usual scenarios side by side in compressed time, or only those that are named. With --real, a real training
-    job on CPU: its ranks part at the end of the epoch and hang; then the same data with the gate and evenfix.
+    Plays the usual scenarios side by side in compressed time, or only those that are named. With --real, a real
+    training job on CPU: its ranks part at the end of the epoch and hang; then the same data with the gate and evenfix.
     """
     if listing:
         list_scenarios(as_json)
