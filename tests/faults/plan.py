@@ -25,6 +25,7 @@ class Activity:
     process: bool = True
     state: str = "R"
     clock: float = 1.0
+    cores: float = 1.0  # that its process uses: one that spins in a collective polls
     throttle: tuple[str, ...] = ()
     reason: str = ""
 

@@ -104,6 +104,7 @@ class SimulatedJob:
     beat_phase: dict[int, str] = field(default_factory=dict)
     beat_seconds: dict[int, float] = field(default_factory=dict)
     site: float = 1.0
+    cpu_seconds: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.setting.seed)
@@ -131,6 +132,7 @@ class SimulatedJob:
             self.counter.left_seconds, self.counter.changed = setting.step_seconds, self.now
             self.restart, self.first_pid, self.started = self.restart + 1, self.first_pid + 1000, self.now
             self.beat_phase.clear()
+            self.cpu_seconds.clear()
             if self.logged_step is not None:
                 self.logged_step = self.counter.step
         if phase.killed_by:
@@ -236,7 +238,10 @@ class SimulatedJob:
 
     def _process(self, rank: int, i: int, doing: Activity) -> ProcessSample:
         named = rank if self.setting.progress == "heartbeat" else None
-        return ProcessSample(self.first_pid + rank, "python3", doing.state, self.started, None, (i,), named)
+        self.cpu_seconds[rank] = self.cpu_seconds.get(rank, 0.0) + doing.cores * self.setting.interval_seconds
+        return ProcessSample(
+            self.first_pid + rank, "python3", doing.state, self.started, self.cpu_seconds[rank], (i,), named
+        )
 
     def _board(self, place: int, i: int, doing: Activity, phase: Phase) -> GpuSample:
         draw, reasons = self.draw, dict[str, Reason]()

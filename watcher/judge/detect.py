@@ -119,7 +119,13 @@ class Detector:
         if ended is not None:
             return (*found, ended)
         somebody_missing = self._processes.just_gone
-        hang = self._hang.look(look, self._pace, self._saving, suppressed=somebody_missing)
+        hang = self._hang.look(
+            look,
+            self._pace,
+            self._saving,
+            suppressed=somebody_missing,
+            few_compute=self._processes.few_compute,
+        )
         stalled_save = rules.checkpoint_stalled(look, self._saving)
         if stalled_save is not None:
             found.append(stalled_save)

@@ -73,8 +73,11 @@ class Hang:
         self._since_pause_seconds = self._since_work_seconds = math.inf
         self._works_before, self._worked_since_save = False, True
 
-    def look(self, look: Look, pace: Pace, saving: Saving, *, suppressed: bool) -> Finding | None:
-        """`suppressed`: a process is missing, so what the others do is its consequence."""
+    def look(
+        self, look: Look, pace: Pace, saving: Saving, *, suppressed: bool, few_compute: bool = False
+    ) -> Finding | None:
+        """`suppressed`: a process is missing, so what the others do is its consequence. `few_compute`: few of the
+        job's processes use a core."""
         works = look.verdict.state in WORKING and not look.verdict.at_floor
         self._worked += works
         self._follow_excuses(look, pace, saving, works)
@@ -82,7 +85,7 @@ class Hang:
         self._follow_rest(look, pace, saving, suppressed)
         self._last_fraction = look.verdict.power_fraction
         found = (
-            self._by_counter(look, pace, saving)
+            self._by_counter(look, pace, saving, few_compute)
             or self._by_signature(look, pace)
             or self._by_endless_save(look, pace, saving)
             or self._by_endless_rest(look)
@@ -169,7 +172,7 @@ class Hang:
         before, now = self._last_fraction, look.verdict.power_fraction
         return before is not None and now is not None and now <= FALL_SHARE * before
 
-    def _by_counter(self, look: Look, pace: Pace, saving: Saving) -> Finding | None:
+    def _by_counter(self, look: Look, pace: Pace, saving: Saving, few_compute: bool) -> Finding | None:
         """The counter stands too long, the processes live, and nothing that takes its time is going on."""
         stalled = pace.stalled_seconds
         if stalled is None or look.alive is False or (saving.blocks and saving.within_limit):
@@ -183,7 +186,9 @@ class Hang:
         working = may_work(look)
         if not pace.pausing:
             stalled = min(stalled, self._since_pause_seconds)
-        patience = patience_with(look, pace, saving, first_step=first_step, rest_seconds=self._longest_rest_seconds)
+        patience = patience_with(
+            look, pace, saving, first_step=first_step, rest_seconds=self._longest_rest_seconds, few_compute=few_compute
+        )
         limit = patience.suspect_seconds
         # Boards that worked a moment ago have not stopped for long; they may have worked on a step that never ended.
         at_rest = min(FLOOR_SECONDS, limit) - (pace.usual_seconds or 0.0)

@@ -38,14 +38,18 @@ class Patience:
     confirm_seconds: float
 
 
-def patience_with(look: Look, pace: Pace, saving: Saving, *, first_step: bool, rest_seconds: float) -> Patience:
-    """`first_step`: none was seen yet, it may compile; `rest_seconds`: the longest rest of all ranks that ended."""
+def patience_with(
+    look: Look, pace: Pace, saving: Saving, *, first_step: bool, rest_seconds: float, few_compute: bool
+) -> Patience:
+    """`first_step`: none was seen yet, it may compile; `rest_seconds`: the longest rest of all ranks that ended;
+    `few_compute`: few of the job's processes use a core."""
     limit = pace.limit_seconds(look)
     if first_step:
         limit = max(limit, FIRST_STEP_SECONDS)
     if evaluates(look):
         return _at(max(limit, EVAL_CEILING_SECONDS))
-    if first_step and look.verdict.shape is Shape.RANK0_LOW_REST_BUSY:
+    prepares = look.verdict.shape is Shape.ALL_LOW and few_compute
+    if first_step and (look.verdict.shape is Shape.RANK0_LOW_REST_BUSY or prepares):
         return _at(max(limit, TOKENISING_SECONDS))
     if "load" in look.phases:
         return _at(max(limit, FIRST_STEP_SECONDS))

@@ -18,6 +18,9 @@ ENDED: Final = frozenset("ZXx")  # in /proc/PID/stat: it has ended, and its pare
 STRANGER_LOOKS: Final = 10
 # A board whose memory in use fell below this share was given up by whoever filled it, whoever else holds it still.
 GIVEN_UP_SHARE: Final = 0.5
+# A process computes that used this share of one core over so long.
+CPU_SECONDS: Final = 30.0
+CPU_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,18 @@ class Known:
     held_bytes: float | None = None  # as in Gone
     missing: int = 0
     missed_at: int | None = None  # sequence of the last such sample
+    cpu: tuple[float, float] | None = None  # (looked at, CPU seconds) some while ago
+    computes: bool = False  # it used most of a core meanwhile
+
+    def follow_cpu(self, cpu_seconds: float | None, now: float) -> None:
+        """Over a while: a process that waits wakes up now and then."""
+        if cpu_seconds is None or (self.cpu is not None and cpu_seconds < self.cpu[1]):
+            self.cpu, self.computes = None, False
+        elif self.cpu is None:
+            self.cpu = (now, cpu_seconds)
+        elif now - self.cpu[0] >= CPU_SECONDS:
+            self.computes = cpu_seconds - self.cpu[1] >= CPU_SHARE * (now - self.cpu[0])
+            self.cpu = (now, cpu_seconds)
 
 
 Key = tuple[int, float]  # pid and start: a pid alone is used again
@@ -56,11 +71,13 @@ class Processes:
         self._known: dict[str, dict[Key, Known]] = {}
         self._ends: dict[str, list[KernelEvent]] = {}
         self._ranked = False
+        self._now = 0.0
         self._in_use: dict[tuple[str, int], float] = {}  # bytes by node and board, in this look
         self.renewed = False  # in this very look a process came where another had gone: the job was started again
 
     def look(self, look: Look) -> None:
         self.renewed = False
+        self._now = look.now
         self._in_use = {
             (board.node, board.gpu.index): board.gpu.memory_used_bytes
             for board in look.sample.gpus
@@ -93,6 +110,7 @@ class Processes:
                 if process.gpu_indexes or process.rank is not None:
                     entry.process = process
                 entry.looks, entry.missing = entry.looks + 1, 0
+                entry.follow_cpu(process.cpu_seconds, self._now)
                 in_use = self._bytes_on(node.node, entry.process)
                 if in_use is not None:
                     entry.held_bytes = max(entry.held_bytes or 0.0, in_use)
@@ -130,6 +148,14 @@ class Processes:
         """Its boards are held by others, such as a monitor; but what was in their memory has gone with it."""
         in_use = self._bytes_on(node, entry.process)
         return in_use is not None and entry.held_bytes is not None and in_use < GIVEN_UP_SHARE * entry.held_bytes
+
+    @property
+    def few_compute(self) -> bool:
+        """Some of the job's processes use a core and most do not: these prepare what the others wait for. Where all
+        use one they may as well poll."""
+        living = [entry for known in self._known.values() for entry in known.values() if not entry.missing]
+        working = sum(entry.computes for entry in living)
+        return working > 0 and (2 * working <= len(living) or len(living) == 1)
 
     @property
     def just_gone(self) -> bool:
