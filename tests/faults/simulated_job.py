@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from collectors.samples import (
-    CheckpointEntry,
     CheckpointSample,
     GpuSample,
     HostStatus,
@@ -19,6 +18,7 @@ from collectors.samples import (
     ProgressSample,
     Reason,
 )
+from tests.faults.advance import Counter, Save
 from tests.faults.boards import BOARDS, Board
 from tests.faults.plan import ACTIVITIES, Activity, Phase, Setting
 
@@ -33,51 +33,6 @@ BLIND: Final = {
     "driver": (HostStatus.DRIVER_DOWN, "Driver/library version mismatch"),
     "garbled": (HostStatus.PARSE_ERROR, "nothing of the answer could be read"),
 }
-
-
-@dataclass(slots=True)
-class Save:
-    """A checkpoint under way or done."""
-
-    step: int
-    began: float
-    seconds: float
-    bytes: float
-    stops: float | None
-    changed: float = 0.0
-    complete: bool = False
-
-    def at(self, now: float) -> CheckpointEntry:
-        share = min(1.0, (now - self.began) / self.seconds) if self.seconds > 0 else 1.0
-        if self.stops is not None:
-            share = min(share, self.stops)
-        growing = share < (1.0 if self.stops is None else self.stops)
-        if growing:
-            self.changed = now
-        self.complete = self.complete or (share >= 1.0 and self.stops is None)
-        return CheckpointEntry(
-            f"step-{self.step}", self.step, self.complete, int(share * self.bytes), now - self.changed, ""
-        )
-
-
-@dataclass(slots=True)
-class Counter:
-    """Steps with their noise. A step that is under way when the work stops goes on when it starts again."""
-
-    step: int
-    left_seconds: float
-    changed: float
-
-    def run(self, seconds: float, now: float, draw: random.Random, step_seconds: float, noise: float) -> int:
-        """Lets the job work for `seconds` that end at `now`; the steps done."""
-        done = 0
-        while seconds >= self.left_seconds:
-            seconds -= self.left_seconds
-            self.step, self.changed = self.step + 1, now - seconds
-            self.left_seconds = step_seconds * max(0.3, draw.lognormvariate(0.0, noise))
-            done += 1
-        self.left_seconds -= seconds
-        return done
 
 
 @dataclass(slots=True)

@@ -17,9 +17,10 @@ from tests.faults.probe_lines import ProbeLines
 from tests.faults.simulated_job import SimulatedJob
 from tests.faults.watching import spec_of
 from watcher import incidents
-from watcher.incidents import Incidents, Lasting, NodeMemory
+from watcher.incidents import Incidents, NodeMemory
 from watcher.judge.finding import AlertName, Finding, Severity
 from watcher.judge.job_sample import JobSpec
+from watcher.lasting import Lasting
 from watcher.recordings import open_recording
 from watcher.replay import Replay, replay
 from watcher.snapshot import EpisodeView

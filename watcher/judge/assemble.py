@@ -9,14 +9,11 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 from collectors.samples import (
     CheckpointSample,
-    GpuSample,
     HostStatus,
-    KernelEvent,
     MissingGpu,
     NodeSample,
     ProcessSample,
@@ -24,15 +21,13 @@ from collectors.samples import (
     Reason,
 )
 from collectors.ssh.link import NodeLink
-from watcher.judge.boards import short_pci
+from watcher.judge.heard import Heard, in_no_other_name
 from watcher.judge.job_sample import JobProgress, JobSample, JobSpec, NodeState, RankGpu
 from watcher.judge.scene import HELD_BYTES
 
 # A node's boards are part of the picture while its last line is younger than this: one line may be late.
 FRESH_INTERVALS: Final = 2.5
 HEARTBEAT: Final = "heartbeat"
-# Boards asked within this long of each other were asked once: a slow query's answer stands in several lines.
-SAME_READING_SECONDS: Final = 0.05
 # Sources that changed this much before the freshest one of their kind are left over from an earlier run.
 LEFTOVER_SECONDS: Final = 300.0
 LEAST_LEFTOVER_SECONDS: Final = 30.0
@@ -40,42 +35,6 @@ LEFTOVER_LINES: Final = 6.0
 # Files that changed this close to the freshest one are of the same run.
 TOGETHER_SECONDS: Final = 2.0
 READING: Final = "read "  # how the probe calls its reading of a run directory or of a log's pattern
-
-
-@dataclass(slots=True)
-class Heard:
-    """What is kept of one node between looks."""
-
-    sample: NodeSample | None = None
-    boards: dict[str, GpuSample] = field(default_factory=dict)  # by key: the most it has ever shown
-    used: set[str] = field(default_factory=set)  # keys of those that ever held somebody's memory
-    kernel_events: list[KernelEvent] = field(default_factory=list)  # since the last look
-    reading: int = 0  # how often its boards were read
-    read_seconds: float | None = None  # when, on the node's clock
-
-    def places(self) -> dict[str, int]:
-        """Key -> place of each board among the node's, by the driver's index. Those that nobody ever used beside others
-        that are in use are not the job's (CUDA_VISIBLE_DEVICES), and ranks are counted without them."""
-        idle = [
-            gpu.index
-            for key, gpu in (self.boards.items() if 0 < len(self.used) < len(self.boards) else ())
-            if gpu.index is not None and gpu.memory_used_bytes is not None and key not in self.used
-        ]
-        return {
-            key: gpu.index - sum(other < gpu.index for other in idle)
-            for key, gpu in self.boards.items()
-            if gpu.index is not None and gpu.index not in idle
-        }
-
-    def count_reading(self, sample: NodeSample) -> None:
-        """Tell a new reading of the boards from an old answer that is repeated."""
-        if sample.gpus is None or (self.sample is not None and sample.sequence == self.sample.sequence):
-            return
-        read = sample.node_seconds - sample.gpus_age_seconds
-        repeated = sample.gpus_age_seconds > 0 and self.read_seconds is not None
-        if not repeated or abs(read - (self.read_seconds or 0.0)) > SAME_READING_SECONDS:
-            self.reading += 1
-        self.read_seconds = read
 
 
 class JobAssembler:
@@ -105,7 +64,7 @@ class JobAssembler:
         heard.used |= {key for key, gpu in boards.items() if (gpu.memory_used_bytes or 0.0) >= HELD_BYTES}
         # As many as ever: these are the node's boards, also where one was replaced or another tool names them anew.
         heard.boards = (
-            boards if len(boards) >= len(heard.boards) else {**_in_no_other_name(heard.boards, boards), **boards}
+            boards if len(boards) >= len(heard.boards) else {**in_no_other_name(heard.boards, boards), **boards}
         )
 
     def assemble(self, links: Mapping[str, NodeLink], now: float, wall: float) -> JobSample:
@@ -273,23 +232,6 @@ class JobAssembler:
             idle = len(heard.boards) - len(place)
             offset = None if offset is None or state.expected_gpus is None else offset + state.expected_gpus - idle
         return tuple(ranked)
-
-
-def _in_no_other_name(known: Mapping[str, GpuSample], now: Mapping[str, GpuSample]) -> dict[str, GpuSample]:
-    """Those known before, without the ones that another board sits in the place of: it was exchanged, or another tool
-    calls it by another name. That is no loss."""
-    new = [gpu for key, gpu in now.items() if key not in known]
-    slots = {short_pci(gpu.pci_bus_id) for gpu in new if gpu.pci_bus_id is not None}
-    indexes = {gpu.index for gpu in new} - {None}
-    slotless = {gpu.index for gpu in new if gpu.pci_bus_id is None} - {None}
-
-    def taken(gpu: GpuSample) -> bool:
-        # The slot tells; where one of the two names none, the driver's index does.
-        if gpu.pci_bus_id is None:
-            return gpu.index in indexes
-        return short_pci(gpu.pci_bus_id) in slots or gpu.index in slotless
-
-    return {key: gpu for key, gpu in known.items() if key in now or not taken(gpu)}
 
 
 def _is_below(path: str, places: tuple[str, ...]) -> bool:
