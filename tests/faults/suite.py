@@ -209,9 +209,6 @@ def _names(who: str, said: Said, watch: Watch) -> bool:
         return suspects == (Suspect(node),)
     if who == "victim board":
         return [(s.node, s.gpu) for s in suspects] == [(node, board)]
-    if who == "victim first":
-        first = said.first.suspects
-        return bool(first) and first[0].rank == setting.victim and len(first) == 1
     if who == "victim":
         return [(s.node, s.gpu) for s in suspects] == [(node, board)] and suspects[0].rank in (None, setting.victim)
     return True

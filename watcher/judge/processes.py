@@ -31,6 +31,7 @@ class Gone:
     process: ProcessSample
     cause: str  # what the kernel log says of its end; "" where it says nothing
     held_bytes: float | None = None  # the most that was in use on its boards while it lived; None: boards do not say
+    since_seconds: float = 0.0  # the look at which it was first missing
 
     @property
     def suspect(self) -> Suspect:
@@ -47,6 +48,7 @@ class Known:
     held_bytes: float | None = None  # as in Gone
     missing: int = 0
     missed_at: int | None = None  # sequence of the last such sample
+    missed_since: float = 0.0  # look at the first of them
     cpu: tuple[float, float] | None = None  # (looked at, CPU seconds) some while ago
     computes: bool = False  # it used most of a core meanwhile
 
@@ -118,6 +120,7 @@ class Processes:
             # Without boards in sight nobody can say who holds one: only a rank's pid is looked for then.
             sure = node.fresh or entry.process.rank is not None
             if key not in alive and sure and (not entry.missing or entry.missed_at != node.sequence):
+                entry.missed_since = entry.missed_since if entry.missing else self._now
                 entry.missing, entry.missed_at = entry.missing + 1, node.sequence
 
     def forget_missing(self) -> None:
@@ -186,7 +189,7 @@ class Processes:
     def gone(self) -> tuple[Gone, ...]:
         """Those missing on two samples of their node."""
         return tuple(
-            Gone(node, entry.process, self._cause(node, entry.process), entry.held_bytes)
+            Gone(node, entry.process, self._cause(node, entry.process), entry.held_bytes, entry.missed_since)
             for node, entry in self._missing()
             if entry.missing >= GONE_ROUNDS
         )

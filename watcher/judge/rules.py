@@ -27,6 +27,7 @@ PERSIST_SECONDS: Final = {
 # What makes starvation more than a picture where there is a counter: steps lost against the best pace, or data waits.
 STARVING_LOST_SHARE: Final = 0.1
 STARVING_WAIT_MS: Final = 100.0
+FIRST_SHARE: Final = 0.25  # of those who left, that the first ones may be
 LEAST_LOOKS: Final = 5  # at long intervals a few samples last as long as that
 STATE_ADVICE: Final = {
     AlertName.JOB_STARVING: ADVICE[PowerState.STARVATION],
@@ -178,9 +179,16 @@ def gpu_fault(look: Look, board: BrokenBoard) -> Finding:
     )
 
 
+def who_left_first(gone: tuple[Gone, ...]) -> list[Gone]:
+    """A few that left before all others: what those do follows from it. Where many left together, all of them."""
+    first = min((g.since_seconds for g in gone), default=0.0)
+    few = [g for g in gone if g.since_seconds == first]
+    return few if len(few) <= FIRST_SHARE * len(gone) else list(gone)
+
+
 def crashed(look: Look, since: float, gone: tuple[Gone, ...], *, all_gone: bool, confirmed: bool = True) -> Finding:
     """Processes left without the job being done. `gone` is empty where only the boards' memory tells it."""
-    named = [g for g in gone if g.cause] or list(gone)
+    named = [g for g in gone if g.cause] or who_left_first(gone)
     who = ", ".join(str(g.suspect) for g in named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
     step = look.sample.progress.step
     evidence = [
