@@ -35,6 +35,7 @@ LOW_CLOCK_SHARE: Final = 0.85
 HIGH_POWER_RATIO: Final = 1.3
 MOST_LOOKS: Final = 0.7
 FEW_SHARE: Final = 0.25
+BOARDS_EVERY_SECONDS: Final = 4.0
 
 
 class Drift:
@@ -47,6 +48,7 @@ class Drift:
         self._slow_seconds = 0.0
         self._well = 0  # windows in a row that were not, while it is told
         self._looks = self._boards = 0
+        self._next_seconds = 0.0
         self._odd: Counter[Suspect] = Counter()  # looks on which a board stood out, since the window began
         self.since: float | None = None  # when the first slow window began
         self.told = False
@@ -109,6 +111,9 @@ class Drift:
 
     def _look_at_boards(self, look: Look) -> None:
         """Who stands out by clock or by power, on looks at which the boards work."""
+        if look.now < self._next_seconds:
+            return
+        self._next_seconds = look.now + BOARDS_EVERY_SECONDS
         members = [g for g in members_of(look.sample.gpus) if (g.gpu.utilization_percent or 0.0) >= BUSY_PERCENT]
         if look.verdict.at_floor or len(members) < 2:
             return
