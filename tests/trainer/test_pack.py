@@ -167,6 +167,7 @@ def test_any_block_is_found_without_those_before_it(
         ([{"text": "few"}], 1, "less than one block of 32"),
         ([{"text": words(1, 90)}] * 3, 4, "rank 3 of 4 gets no row of 3"),
         ([{"text": 5}] * 9, 1, "column 'text', row 0: expected text"),
+        ([{"text": "x", "messages": []}], 1, "has a column 'text' and a column 'messages': name one with --column"),
         ([{"note": "x"}], 1, "neither a column 'text' nor 'messages'; there are note"),
         ([{"messages": [{"content": "x"}]}], 1, "column 'messages', row 0: expected text, or a list of messages"),
     ],

@@ -19,7 +19,7 @@ from trainer.refusal import Refusal
 
 ROW_ID: Final = "__row_id__"
 JSONL_SUFFIXES: Final = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-COLUMNS: Final = ("text", "messages")  # looked for in this order where none is named
+COLUMNS: Final = ("text", "messages")  # looked for where none is named
 SAMPLED_ROWS: Final = 64
 READ_ROWS: Final = 256
 
@@ -68,6 +68,8 @@ def read_corpus(source: str, split: str, column: str | None) -> Corpus:
     if not names or names[0] not in dataset.column_names:
         wanted = f"no column {column!r}" if column else "neither a column 'text' nor 'messages'"
         raise Refusal(f"{source}: {wanted}; there are {', '.join(dataset.column_names)}: name one with --column")
+    if len(names) > 1:
+        raise Refusal(f"{source}: has a column 'text' and a column 'messages': name one with --column")
     rows = dataset.select_columns(names[0])
     kind = _kind(rows[0][names[0]], f"{source}: column {names[0]!r}, row 0")
     sha256 = _sampled_sha256(rows, names[0])

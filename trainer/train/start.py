@@ -20,6 +20,7 @@ from transformers import AutoConfig
 from trainer.checkpoint.complete import Completion, incomplete, read_completion
 from trainer.checkpoint.optimizer import load_optimizer
 from trainer.checkpoint.save import Moment, Saver
+from trainer.gate.saying import size_in_words
 from trainer.pack.blocks import Blocks
 from trainer.refusal import Refusal
 from trainer.run_directory import VERSION, RunDirectory, RunRecord, publish_run
@@ -65,7 +66,7 @@ class Begun:
 
     step: int = 0  # steps done before
     warm_from: int = 0  # where the optimizer's moments begin
-    said: str = "from the model's weights"
+    said: str = ""  # for the log
 
 
 def prepare(
@@ -90,7 +91,7 @@ def prepare(
         optimizer = new_optimizer(model, train)
         if attempt.resume and completion and completion.optimizer:
             load_optimizer(attempt.resume, model, optimizer, place.rank, place.world)
-    begun = begin(completion, attempt, plan)
+    begun = begin(completion, attempt, plan, settings)
     record = RunRecord(
         v=VERSION, run=heartbeat.run, world=place.world, nodes=gate.nodes, steps=plan.steps,
         tokens_per_step=tokens_per_step, save_every=settings.checkpoint.save_every, seq_len=blocks.manifest.seq_len,
@@ -111,7 +112,7 @@ def prepare(
     )  # fmt: skip
 
 
-def begin(completion: Completion | None, attempt: Attempt, plan: StepPlan) -> Begun:
+def begin(completion: Completion | None, attempt: Attempt, plan: StepPlan, settings: JobSettings) -> Begun:
     if completion and completion.optimizer:
         return Begun(completion.step, said=f"exactly as {attempt.resume} was saved")
     if completion:
@@ -119,7 +120,9 @@ def begin(completion: Completion | None, attempt: Attempt, plan: StepPlan) -> Be
     if attempt.smoke:
         first = max(0, plan.steps - 2)
         return Begun(first, first, "to see the end of the epoch and its save")
-    return Begun()
+    if settings.train.random_weights:
+        return Begun(said=f"from random weights of seed {settings.train.seed}")
+    return Begun(said=f"from the weights of {settings.model}")
 
 
 def saving(
@@ -144,8 +147,8 @@ def saving(
         )  # fmt: skip
         report = saver.save(model, optimizer if checkpoint.optimizer else None, moment)
         if place.rank == 0:
-            log.info("saved %s: %.2f GB by %d writers in %.1f s", report.directory, report.bytes / 1e9, report.writers,
-                     report.seconds)  # fmt: skip
+            log.info("saved %s: %s in %.1f s, weights by %d rank%s", report.directory, size_in_words(report.bytes),
+                     report.seconds, report.writers, "s"[: report.writers > 1])  # fmt: skip
             for warning in report.warnings:
                 log.warning("%s", warning)
 
