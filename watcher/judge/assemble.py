@@ -71,14 +71,14 @@ class JobAssembler:
         """The job as it is known at `now` (control host's monotonic clock; `wall` is for people)."""
         nodes = tuple(self._node_state(node, links.get(node), now) for node in self._spec.nodes)
         fresh = {state.node for state in nodes if state.fresh}
-        samples = [h.sample for node, h in self._heard.items() if h.sample is not None and node in fresh]
-        sources = self._sources(self._readers(now))
+        readers = tuple(self._readers(now))
+        sources = self._sources(readers)
         return JobSample(
             job=self._spec.name,
             gpus=self._ranked(nodes, sources, fresh),
             nodes=nodes,
             progress=self._progress(sources, now),
-            checkpoints=self._checkpoints(samples),
+            checkpoints=self._checkpoints(readers),
             wall_seconds=wall,
         )
 
@@ -196,8 +196,8 @@ class JobAssembler:
             sources=sources,
         )
 
-    def _checkpoints(self, samples: list[NodeSample]) -> tuple[CheckpointSample, ...]:
-        """Of each of the job's directories the listing that is freshest over all nodes."""
+    def _checkpoints(self, samples: Iterable[NodeSample]) -> tuple[CheckpointSample, ...]:
+        """Of each of the job's directories the listing that is freshest over all nodes that speak."""
         freshest: dict[str, CheckpointSample] = {}
         for sample in samples:
             for listing in sample.checkpoints:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from collectors.samples import (
     CheckpointSample,
@@ -165,6 +166,14 @@ def test_of_two_listings_of_a_directory_the_fresher_one_counts() -> None:
     old, new = CheckpointSample("/ckpt", (), 30.0), CheckpointSample("/ckpt", (), 1.0)
     sample = look(assembler, 10.0, line("a", 10.0, checkpoints=(old,)), line("b", 10.0, checkpoints=(new,)))
     assert sample.checkpoints == (new,)
+
+
+def test_a_node_whose_boards_cannot_be_asked_still_tells_of_checkpoints() -> None:
+    assembler = JobAssembler(spec(checkpoint_directory="/ckpt"))
+    listing = CheckpointSample("/ckpt", (), 1.0)
+    blind = replace(line("a", 10.0, None, checkpoints=(listing,)), status=HostStatus.DRIVER_DOWN, detail="no nvidia-smi")
+    assert look(assembler, 10.0, blind).checkpoints == (listing,)
+    assert look(assembler, 20.0).checkpoints == ()
 
 
 def test_only_the_jobs_processes_are_its_own() -> None:
