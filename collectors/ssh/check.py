@@ -138,7 +138,8 @@ def ask(connection: Connection, text: str, attempt: Attempt) -> str:
     except TimeoutError:
         raise unreachable(
             f"logged in, and the node's shell did not answer in {attempt.timeout_seconds:.0f} s",
-            "a hung nvidia-smi, or a file system that hangs",
+            "a hung nvidia-smi, a file system that hangs, or a slow ~/.bashrc (pyenv, conda): "
+            f"try `ssh {shlex.quote(attempt.node)} true`",
         ) from None
     except paramiko.ChannelException as error:
         raise unreachable(f"logged in, and refused a session: {error.text}", "MaxSessions of its sshd") from None

@@ -75,3 +75,4 @@ def test_a_shell_that_never_answers_is_given_up(here: Site) -> None:
     found = check_host("node", here.settings(connect_timeout_seconds=1.0))
     assert found.status is HostStatus.UNREACHABLE
     assert "did not answer in 1 s" in step(found, "login")[1]
+    assert "or a slow ~/.bashrc (pyenv, conda): try `ssh node true`" in step(found, "login")[1]
