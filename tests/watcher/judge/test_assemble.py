@@ -171,7 +171,9 @@ def test_of_two_listings_of_a_directory_the_fresher_one_counts() -> None:
 def test_a_node_whose_boards_cannot_be_asked_still_tells_of_checkpoints() -> None:
     assembler = JobAssembler(spec(checkpoint_directory="/ckpt"))
     listing = CheckpointSample("/ckpt", (), 1.0)
-    blind = replace(line("a", 10.0, None, checkpoints=(listing,)), status=HostStatus.DRIVER_DOWN, detail="no nvidia-smi")
+    blind = replace(
+        line("a", 10.0, None, checkpoints=(listing,)), status=HostStatus.DRIVER_DOWN, detail="no nvidia-smi"
+    )
     assert look(assembler, 10.0, blind).checkpoints == (listing,)
     assert look(assembler, 20.0).checkpoints == ()
 
