@@ -69,10 +69,13 @@ class JobAssembler:
 
     def assemble(self, links: Mapping[str, NodeLink], now: float, wall: float) -> JobSample:
         """The job as it is known at `now` (control host's monotonic clock; `wall` is for people)."""
-        nodes = tuple(self._node_state(node, links.get(node), now) for node in self._spec.nodes)
-        fresh = {state.node for state in nodes if state.fresh}
         readers = tuple(self._readers(now))
         sources = self._sources(readers)
+        formats = _step_formats(readers, sources)
+        nodes = tuple(
+            self._node_state(node, links.get(node), now, formats.get(node, frozenset())) for node in self._spec.nodes
+        )
+        fresh = {state.node for state in nodes if state.fresh}
         return JobSample(
             job=self._spec.name,
             gpus=self._ranked(nodes, sources, fresh),
@@ -82,7 +85,7 @@ class JobAssembler:
             wall_seconds=wall,
         )
 
-    def _node_state(self, node: str, link: NodeLink | None, now: float) -> NodeState:
+    def _node_state(self, node: str, link: NodeLink | None, now: float, step_formats: frozenset[str]) -> NodeState:
         heard = self._heard[node]
         sample = heard.sample
         age = None if sample is None else max(0.0, now - sample.received_seconds)
@@ -109,6 +112,7 @@ class JobAssembler:
             hung_calls=sample.hung_calls if young else (),
             filesystems=sample.filesystems,
             load=sample.load,
+            step_formats=step_formats,
         )
 
     def _mine(self, processes: tuple[ProcessSample, ...] | None) -> tuple[ProcessSample, ...] | None:
@@ -232,6 +236,14 @@ class JobAssembler:
             idle = len(heard.boards) - len(place)
             offset = None if offset is None or state.expected_gpus is None else offset + state.expected_gpus - idle
         return tuple(ranked)
+
+
+def _step_formats(samples: Iterable[NodeSample], sources: tuple[ProgressSample, ...]) -> dict[str, frozenset[str]]:
+    """By node, which kinds of the run's own sources tell a step there; a shared one is read on each node."""
+    told = {(source.source, source.rank) for source in sources if source.step is not None}
+    return {
+        sample.node: frozenset(s.format for s in sample.progress if (s.source, s.rank) in told) for sample in samples
+    }
 
 
 def _is_below(path: str, places: tuple[str, ...]) -> bool:

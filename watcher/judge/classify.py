@@ -24,16 +24,11 @@ from watcher.judge.profiles import Profile
 from watcher.judge.scene import HELD_BYTES, Scene, fraction_of, scene_of, watts_of
 from watcher.judge.scene import ProgressWord as ProgressWord
 from watcher.judge.shape import BUSY_PERCENT, LOW_PERCENT, picture_of
+from watcher.judge.unseen import why_in_full
 from watcher.judge.verdict import Alternative, PowerState, Shape, Suspect, Verdict
 
 STRAGGLER_POWER_RATIO: Final = 2.0
 SLOWDOWNS: Final = frozenset({"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown"})
-UNREADABLE_STATES: Final = {
-    HostStatus.DRIVER_DOWN: "the driver cannot be asked",
-    HostStatus.SAMPLER_TIMEOUT: "the GPU query does not return",
-    HostStatus.NO_DEVICES: "the driver sees no board",
-    HostStatus.PARSE_ERROR: "the output cannot be read",
-}
 
 
 def classify(
@@ -59,9 +54,7 @@ def classify(
 
 
 def _unreadable(sample: JobSample) -> Verdict:
-    told = [
-        f"{node.node}: {UNREADABLE_STATES.get(node.status, node.status.value)} ({node.detail})" for node in sample.nodes
-    ]
+    told = [f"{node.node}: {why_in_full(node)}" for node in sample.nodes]
     lost = any(node.status in (HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES) for node in sample.nodes)
     return Verdict(
         state=PowerState.UNKNOWN,

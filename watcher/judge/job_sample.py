@@ -45,6 +45,7 @@ class NodeState:
     hung_calls: tuple[HungCall, ...] = ()
     filesystems: tuple[FilesystemSample, ...] = ()
     load: HostLoad = HostLoad()
+    step_formats: frozenset[str] = frozenset()  # of this node's logs and heartbeats that tell the job's step
 
 
 @dataclass(frozen=True, slots=True)

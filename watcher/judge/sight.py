@@ -11,6 +11,7 @@ from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding, Severity
 from watcher.judge.job_sample import NodeState
 from watcher.judge.look import Look
 from watcher.judge.pace import Pace
+from watcher.judge.unseen import still_read, why_in_short
 from watcher.judge.verdict import Suspect
 
 UNREACHABLE_SECONDS: Final = 10.0
@@ -114,12 +115,15 @@ class Sight:
 
     def _blind(self, look: Look, node: NodeState, alert: AlertName, since: float) -> Finding:
         fault = alert is AlertName.GPU_FAULT
+        unseen = "; ".join(
+            filter(None, (f"GPUs of {node.node} cannot be seen: {why_in_short(node)}", still_read(node)))
+        )
         return Finding(
             job=look.spec.name,
             alert=alert,
             severity=DEFAULT_SEVERITY[alert],
             scope=node.node,
-            summary=f"{node.node} sees no GPU." if fault else f"The watcher is blind on {node.node}.",
+            summary=f"{node.node} sees no GPU." if fault else f"{unseen}.",
             evidence=(f"{node.status.value.replace('_', ' ')} for {look.now - since:.0f} s: {node.detail}",),
             advice=BLIND_ADVICE.get(node.status, "Look at the node by hand."),
             since_seconds=since,
