@@ -37,9 +37,15 @@ class Surroundings:
     say: Say  # a line to the user
     grace_seconds: float = GRACE_SECONDS
 
-    def links(self, commands: tuple[tuple[str, ...], ...], environment: Mapping[str, str], log: str | None) -> Links:
+    def links(
+        self,
+        commands: tuple[tuple[str, ...], ...],
+        environment: Mapping[str, str],
+        log: str | None = None,
+        ports: tuple[int, ...] = (),
+    ) -> Links:
         """Raises Refusal where ssh or srun is not there."""
-        order = Order(VERSION, self.places.nodes, None, commands, dict(environment), log)
+        order = Order(VERSION, self.places.nodes, None, commands, dict(environment), log, ports)
         try:
             return Links(self.connections, order)
         except NotReached as error:
@@ -50,15 +56,15 @@ class Surroundings:
 class GateEnd:
     gate_id: str | None  # of a gate that is open
     why: str = ""  # it is not
-    lost: tuple[Lost, ...] = ()
     interrupted: bool = False
+    may_pass: bool = False  # a node that does not answer, a port that is taken: another time they may be well
 
 
 @dataclass(slots=True)
 class RanksEnd:
     failures: list[Failure] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
-    codes: dict[int, int | None] = field(default_factory=dict)  # by node, of torchrun
+    codes: dict[int, int | None] = field(default_factory=dict)  # by node, of torchrun, in the order of their ends
     interrupted: bool = False
 
 
@@ -68,11 +74,14 @@ def pass_gate(here: Surroundings, commands: tuple[tuple[str, ...], ...], environ
     codes: dict[int, int | None] = {}
     others: list[str] = []
     lost: list[Lost] = []
-    with contextlib.closing(here.links(commands, environment, None)) as links:
-        while links.waiting and not lost and not here.interruptions.count:
+    refused = ""
+    with contextlib.closing(here.links(commands, environment, ports=here.places.ports)) as links:
+        while links.waiting and not lost and not refused and not here.interruptions.count:
             for told in links.hear(LOOK_SECONDS):
                 if isinstance(told, Lost):
                     lost.append(told)
+                elif told.kind == Kind.REFUSED:
+                    refused = told.text
                 elif told.kind == Kind.LINE and told.index == 0:
                     here.say(told.text)
                 elif told.kind == Kind.LINE:
@@ -81,9 +90,11 @@ def pass_gate(here: Surroundings, commands: tuple[tuple[str, ...], ...], environ
                     codes[told.index] = told.code
     if here.interruptions.count:
         return GateEnd(None, "interrupted at the gate; nothing was started", interrupted=True)
+    if refused:
+        return GateEnd(None, f"{refused}; nothing was started", may_pass=True)
     if lost:
         where = here.places.nodes[lost[0].index]
-        return GateEnd(None, f"{where} cannot be reached: {lost[0].why}; nothing was started", tuple(lost))
+        return GateEnd(None, f"{where} cannot be reached: {lost[0].why}; nothing was started", may_pass=True)
     broken = [here.places.nodes[index] for index, code in sorted(codes.items()) if code not in (0, 1, REFUSED)]
     if broken or (REFUSED in codes.values() and codes.get(0) != REFUSED):
         for line in others:

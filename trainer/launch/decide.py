@@ -32,6 +32,7 @@ class Result:
     saved: int  # of the newest complete checkpoint; 0: none
     steps: int | None  # of the whole job; None: no rank came far enough to say
     interrupted: bool  # the user would not wait for the save
+    again: bool = False  # the attempt before ended in the same manner
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ def decide(result: Result, retries_left: int) -> Decision:
         return Decision(Next.STOPPED, f"{cause.sentence}; {_saved(result)}")
     if cause.manner is Manner.DONE:
         cause = Cause(cause.manner, FAILED, f"{cause.sentence}, and the last step is not saved")
+    if cause.manner is Manner.TORCHRUN and result.again:
+        return Decision(Next.FAILED, f"{cause.sentence}. So did the attempt before: a new one would end the same way")
     no_step = max(result.reached, result.saved) <= result.began_at
     if no_step and (cause.manner is Manner.SILENT or cause.code == INTERNAL):
         return Decision(Next.FAILED, f"{cause.sentence}. No step was done: a new attempt would end the same way")

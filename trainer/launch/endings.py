@@ -7,6 +7,7 @@ unless it was killed. Neither alone tells the story.
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +27,18 @@ REFUSED: Final = 2  # exit codes of `wattwatch-train run`
 INTERNAL: Final = 3
 STOPPED: Final = 4
 FAILED: Final = 5
+# Between a rank that gives up and the SIGKILL of one that does not leave: torchrun waits for 30 s after SIGTERM. A rank
+# that somebody else killed is missed by its peers within a second, give or take what the clocks of two nodes differ.
+CLEAN_UP_SECONDS: Final = 10.0
+GAVE_UP: Final = re.compile(r"collective|tim(ed|e)[ -]?out", re.IGNORECASE)
+ERROR_LINE: Final = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 
 
 class Manner(StrEnum):
     DONE = "done"  # all ranks said 0
     NODE_LOST = "node lost"
+    TORCHRUN = "torchrun"  # it failed itself, and no rank ever began
+    HUNG = "hung"  # a rank did not answer, and the others gave up on it
     KILLED = "killed"
     SAID = "said"  # the rank left its reason
     SILENT = "silent"  # an exit code and nothing else
@@ -48,6 +56,15 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class TorchrunEnd:
+    """Of a torchrun that ended with an error, and named no rank."""
+
+    index: int  # of the node
+    code: int | None  # minus the signal
+    said: str | None  # the last error in its log
+
+
+@dataclass(frozen=True, slots=True)
 class Traces:
     """What an attempt has left."""
 
@@ -56,6 +73,9 @@ class Traces:
     lost: tuple[Lost, ...] = ()
     beats: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # rank -> (pid, step) of its last heartbeat
     logs: Mapping[int, str] = field(default_factory=dict)  # rank -> what its log says last, of silent ones
+    ended_at: Mapping[int, float] = field(default_factory=dict)  # rank -> when its ending was written, Unix seconds
+    torchruns: tuple[TorchrunEnd, ...] = ()  # in the order of their ends
+    begun: bool = True  # some rank has left a log, an ending or a heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +97,11 @@ def first_cause(traces: Traces, places: Places) -> Cause:
         )
     failures = [*traces.failures, *_unseen(traces)]
     if not failures:
-        return Cause(Manner.DONE, 0, "all ranks ended with exit code 0")
-    first = min(failures, key=lambda failure: (_weight(failure, traces.endings), failure.time, failure.rank))
+        return _of_torchrun(traces, places) or Cause(Manner.DONE, 0, "all ranks ended with exit code 0")
+    given_up = _given_up_at(traces)
+    first = min(failures, key=lambda failure: (_weight(failure, traces.endings, given_up), failure.time, failure.rank))
+    if hung := _hung(first, traces, places, given_up):
+        return hung
     ending = traces.endings.get(first.rank)
     who = f"rank {first.rank} on {places.node_of(first.rank)}"
     others = "; the others followed" if places.world > 1 else ""
@@ -96,22 +119,83 @@ def first_cause(traces: Traces, places: Places) -> Cause:
     return Cause(Manner.SILENT, first.exit_code, f"{who} ended with exit code {first.exit_code}; {said}")
 
 
+def _of_torchrun(traces: Traces, places: Places) -> Cause | None:
+    """No rank is known to have failed: what the launcher's own children say."""
+    if not traces.torchruns:
+        return None
+    first = min(traces.torchruns, key=lambda end: end.code == 128 + signal.SIGTERM)  # that one was asked to
+    where, said = places.node_of(places.ranks(first.index)[0]), first.said or "its log is empty"
+    if first.code is None or first.code < 0:
+        how = f"was killed by {signal_name(-first.code)}" if first.code else "did not end"
+        return Cause(Manner.KILLED, None, f"torchrun on {where} {how}")
+    if first.code == 128 + signal.SIGTERM:
+        return Cause(Manner.ENDED_BY_US, None, f"torchrun on {where} was asked to end by SIGTERM")
+    if traces.begun:
+        return Cause(Manner.SILENT, first.code, f"torchrun on {where} failed with exit code {first.code}: {said}")
+    return Cause(Manner.TORCHRUN, first.code, f"torchrun on {where} failed before any rank: {said}")
+
+
+def _given_up_at(traces: Traces) -> float | None:
+    """When the first rank said that a collective failed; by whichever clock told of it first."""
+    seen = {failure.rank: failure.time for failure in traces.failures}
+    times = [
+        min(time for time in (traces.ended_at.get(rank), seen.get(rank)) if time is not None)
+        for rank, ending in traces.endings.items()
+        if _gave_up(ending) and (rank in traces.ended_at or rank in seen)
+    ]
+    return min(times, default=None)
+
+
+def _gave_up(ending: Ending) -> bool:
+    return ending.code == FAILED and GAVE_UP.search(ending.why) is not None
+
+
+def _ended_late(failure: Failure, given_up: float | None) -> bool:
+    """Killed so long after another gave up, that it was the clean-up: by torchrun or by the node program."""
+    return failure.exit_code == -signal.SIGKILL and given_up is not None and failure.time > given_up + CLEAN_UP_SECONDS
+
+
+def _hung(first: Failure, traces: Traces, places: Places, given_up: float | None) -> Cause | None:
+    """Where `first` gave up on others, and these neither said a word nor left before they were killed."""
+    ending = traces.endings.get(first.rank)
+    if ending is None or not _gave_up(ending):
+        return None
+    seen = {failure.rank: failure for failure in traces.failures}
+    hung = [
+        rank
+        for rank in range(places.world)
+        if rank not in traces.endings and (rank not in seen or _ended_late(seen[rank], given_up))
+    ]
+    if not hung:
+        return None
+    known = [step for rank in hung if (step := traces.beats.get(rank, (0, None))[1]) is not None]
+    who = ranks_in_words(hung)
+    where = f"{who} on {places.node_of(hung[0])} does" if len(hung) == 1 else f"{who} do"
+    had = f"{who} had to be ended"
+    return Cause(
+        Manner.HUNG,
+        FAILED,
+        f"{where} not answer (hung{_after(min(known, default=None))}); rank {first.rank} gave up on "
+        f"{'it' if len(hung) == 1 else 'them'}: {ending.why}; {had}",
+    )
+
+
 def _unseen(traces: Traces) -> list[Failure]:
     """Ranks whose own word is all there is: their torchrun was ended itself, and reported nothing."""
     seen = {failure.rank for failure in traces.failures}
     later = max((failure.time for failure in traces.failures), default=0) + 1
     return [
-        Failure(rank, ending.code, 0, later)
+        Failure(rank, ending.code, 0, int(traces.ended_at.get(rank, later)))
         for rank, ending in sorted(traces.endings.items())
         if ending.code and rank not in seen
     ]
 
 
-def _weight(failure: Failure, endings: Mapping[int, Ending]) -> int:
+def _weight(failure: Failure, endings: Mapping[int, Ending], given_up: float | None) -> int:
     ending = endings.get(failure.rank)
     if ending is not None:
         return {REFUSED: 1, STOPPED: 3}.get(ending.code, 2)
-    if failure.exit_code == -signal.SIGTERM:
+    if failure.exit_code == -signal.SIGTERM or _ended_late(failure, given_up):
         return 4
     return 0 if failure.exit_code < 0 else 2
 
@@ -138,20 +222,35 @@ def read_failures(report: str) -> tuple[Failure, ...]:
 
 
 def read_traces(
-    run: RunDirectory, attempt: int, places: Places, failures: Sequence[Failure], lost: Sequence[Lost]
+    run: RunDirectory,
+    attempt: int,
+    places: Places,
+    failures: Sequence[Failure],
+    lost: Sequence[Lost],
+    codes: Mapping[int, int | None],
 ) -> tuple[Traces, tuple[str, ...]]:
-    """From the run directory, and what could not be read there."""
-    endings, complaints = {}, []
+    """From the run directory, and what could not be read there. `codes` are torchrun's, by node."""
+    endings, ended_at, complaints = {}, {}, []
     for rank in range(places.world):
+        path = run.ending(attempt, rank)
         try:
-            if (ending := read_ending(run.ending(attempt, rank))) is not None:
-                endings[rank] = ending
-        except Refusal as refusal:
-            complaints.append(str(refusal))
+            if (ending := read_ending(path)) is not None:
+                endings[rank], ended_at[rank] = ending, path.stat().st_mtime
+        except (Refusal, OSError) as trouble:
+            complaints.append(str(trouble))
     failed = {failure.rank for failure in failures}
-    beats = {rank: beat for rank in failed if (beat := _beat(run.heartbeat(rank))) is not None}
+    silent = set(range(places.world)) - set(endings)
+    beats = {rank: beat for rank in failed | silent if (beat := _beat(run.heartbeat(rank), attempt)) is not None}
+    named = {rank // places.ranks_per_node for rank in failed}
+    torchruns = tuple(
+        TorchrunEnd(index, code, _torchrun_said(node_log(run, attempt, places.nodes[index])))
+        for index, code in codes.items()
+        if code != 0 and index not in named
+    )
+    begun = bool(failed or endings or beats) or any(run.logs(attempt).glob("rank-*.log"))
     logs = {rank: _last_said(run, attempt, rank, places.node_of(rank)) for rank in failed - set(endings)}
-    return Traces(tuple(failures), endings, tuple(lost), beats, logs), tuple(complaints)
+    traces = Traces(tuple(failures), endings, tuple(lost), beats, logs, ended_at, torchruns, begun)
+    return traces, tuple(complaints)
 
 
 def node_log(run: RunDirectory, attempt: int, node: str) -> Path:
@@ -165,22 +264,33 @@ def _last_said(run: RunDirectory, attempt: int, rank: int, node: str) -> str:
     return f"see {node_log(run, attempt, node)}"
 
 
-def _beat(path: Path) -> tuple[int, int] | None:
+def _beat(path: Path, attempt: int) -> tuple[int, int] | None:
+    """An earlier attempt's says nothing of this one."""
     try:
         data = json.loads(path.read_bytes())
-        return int(data["pid"]), int(data["step"])
+        return (int(data["pid"]), int(data["step"])) if data["restart"] == attempt - 1 else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def last_line(path: Path) -> str | None:
+    lines = _last_lines(path)
+    return lines[-1].strip()[:300] if lines else None
+
+
+def _torchrun_said(path: Path) -> str | None:
+    """The error that ended it, which warnings of what it tidies up may follow; else the last line."""
+    lines = _last_lines(path)
+    return next((line[:300] for line in reversed(lines) if ERROR_LINE.match(line)), lines[-1][:300] if lines else None)
+
+
+def _last_lines(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 4096))
-            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+            file.seek(max(0, path.stat().st_size - 8192))
+            return file.read().decode("utf-8", "replace").strip().splitlines()
     except OSError:
-        return None
-    return lines[-1].strip()[:300] if lines else None
+        return []
 
 
 def unsaid(traces: Traces, world: int) -> str:

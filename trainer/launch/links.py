@@ -109,7 +109,7 @@ class Links:
                 link.waiting -= indices
             else:
                 told.append(word)
-                link.waiting -= {word.index} if word.kind == Kind.ENDED else set()
+                link.waiting -= {word.index} if word.kind in (Kind.ENDED, Kind.REFUSED) else set()
         return told
 
     def _over(self, link: _Link) -> list[Word | Lost]:

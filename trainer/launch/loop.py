@@ -19,7 +19,7 @@ from typing import Final
 from trainer.checkpoint.complete import Newest, newest_complete
 from trainer.launch.attempt import GRACE_SECONDS, LOOK_SECONDS, RanksEnd, Say, Surroundings, pass_gate, run_ranks
 from trainer.launch.decide import EXIT_CODES, Decision, Next, Result, decide, wait_seconds
-from trainer.launch.endings import first_cause, read_traces, unsaid
+from trainer.launch.endings import Manner, first_cause, read_traces, unsaid
 from trainer.launch.environment import rank_environment
 from trainer.launch.interruptions import Interruptions
 from trainer.launch.places import TORCHRUN, connections, gate_commands, places, rank_commands, run_program
@@ -53,6 +53,7 @@ class Launch:
         launch = job.settings.launch
         here = places(launch, os.environ)
         self._run = RunDirectory(Path(job.settings.run))
+        self._manner: Manner | None = None  # how the last attempt ended
         self._here = Surroundings(here, connections(here, launch), self._run, interruptions, say, wishes.grace_seconds)
 
     def run(self) -> int:
@@ -111,8 +112,8 @@ class Launch:
             self._here, gate_commands(self._here.places, self._job, str(self._run.path), resume), environment
         )
         if gate.gate_id is None:
-            if gate.lost and not first and retries_left > 0:
-                return Decision(Next.RETRY, gate.why)  # it was there before, and may come back
+            if gate.may_pass and not first and retries_left > 0:
+                return Decision(Next.RETRY, gate.why)  # it was well before, and may be again
             return Decision(Next.INTERRUPTED if gate.interrupted else Next.REFUSED, gate.why)
         if first and self._wishes.fresh:
             self._set_aside(attempt)
@@ -157,7 +158,7 @@ class Launch:
 
     def _result(self, attempt: int, began_at: int, gate_id: str, end: RanksEnd) -> Result:
         here = self._here.places
-        traces, complaints = read_traces(self._run, attempt, here, end.failures, end.lost)
+        traces, complaints = read_traces(self._run, attempt, here, end.failures, end.lost, end.codes)
         for line in complaints:
             self._say(f"launch: {line}")
         steps, completion = steps_of(self._run, attempt), self._newest(deep=False).completion
@@ -166,11 +167,12 @@ class Launch:
         if completion and steps and completion.step >= steps:
             completion = self._newest().completion  # before anybody says that the work is done
         cause = first_cause(traces, here)
+        again, self._manner = cause.manner is self._manner, cause.manner
         cause = replace(cause, sentence=f"attempt {attempt}: {cause.sentence}")
         if end.failures and (silent := unsaid(traces, here.world)) and not end.lost:
             self._say(f"launch: {silent} left no word of their own: ended by torchrun")
         reached = max((ending.step or 0 for ending in traces.endings.values()), default=0)
-        return Result(cause, began_at, reached, completion.step if completion else 0, steps, end.interrupted)
+        return Result(cause, began_at, reached, completion.step if completion else 0, steps, end.interrupted, again)
 
 
 def run_id(run: RunDirectory, attempt: int) -> str:

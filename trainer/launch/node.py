@@ -7,10 +7,12 @@ end: under `srun --kill-on-bad-exit` another code would kill the other nodes bef
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -165,6 +167,20 @@ def own_index(order: Order) -> int:
     return order.nodes.index(name)
 
 
+def port_trouble(port: int, node: str) -> str | None:
+    """Why nobody can listen there; None where one can. torch listens on all addresses, so one that is taken is enough:
+    torchrun then dies before any rank, of an EADDRINUSE."""
+    dual = socket.has_dualstack_ipv6()
+    try:
+        socket.create_server(
+            ("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
+        ).close()
+    except OSError as error:
+        said = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on: {error.strerror}"
+        return f"port {port} of {node} {said}; set launch.port"
+    return None
+
+
 def main() -> None:
     adopt_orphans()
     lifeline = Lifeline()
@@ -175,6 +191,10 @@ def main() -> None:
     try:
         order = read_order(line)
         index = own_index(order)
+        for trouble in (port_trouble(port, order.nodes[0]) for port in order.ports if index == 0):
+            if trouble is not None:
+                tell(Word(VERSION, index, Kind.REFUSED, trouble))
+                return
         program = Program(order, index)
     except (NotPlain, OSError) as error:
         tell(Word(VERSION, index, Kind.TROUBLE, str(error)))

@@ -38,6 +38,11 @@ class Places:
     def world(self) -> int:
         return len(self.nodes) * self.ranks_per_node
 
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Where the first node listens: torch's, and the gate's where nodes meet."""
+        return (self.port, self.port + 1) if len(self.nodes) > 1 else (self.port,)
+
     def node_of(self, rank: int) -> str:
         return self.nodes[rank // self.ranks_per_node]
 

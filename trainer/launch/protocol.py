@@ -26,6 +26,7 @@ class Order:
     commands: tuple[tuple[str, ...], ...]  # by index
     environment: dict[str, str] = field(default_factory=dict)
     log: str | None = None  # file for the output, {node} in it; None: the output comes back as lines
+    ports: tuple[int, ...] = ()  # where the first node will listen: it looks whether somebody else does
 
 
 class Kind(StrEnum):
@@ -33,6 +34,7 @@ class Kind(StrEnum):
     LINE = "line"  # of the program's output
     ENDED = "ended"
     TROUBLE = "trouble"  # the program could not be started
+    REFUSED = "refused"  # it was not started: the text says why
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from trainer.launch.decide import EXIT_CODES, Decision, Next, Result, decide, wait_seconds
-from trainer.launch.endings import Cause, Failure, Manner, Traces, first_cause, read_failures
+from trainer.launch.endings import Cause, Failure, Manner, TorchrunEnd, Traces, first_cause, read_failures
 from trainer.launch.links import Lost, ending_of
 from trainer.launch.places import Places
 from trainer.run_directory import Ending
@@ -148,3 +148,54 @@ def test_what_ssh_complains_of_is_the_reason_and_what_came_before_a_signal_is_no
     )
     assert ending_of("srun", -9, "srun: a warning\n") == "srun was killed by SIGKILL"
     assert ending_of("ssh", 1, "") == "ssh ended with exit code 1"
+
+
+TIMED_OUT = Ending(5, "a collective failed, another rank has gone or does not come: Timed out waiting 60000ms", 13)
+
+
+def test_a_rank_that_hangs_and_is_killed_by_the_clean_up_is_named_as_hung_not_as_killed() -> None:
+    traces = Traces((Failure(0, 5, 1, 100), killed(1, 130)), {0: TIMED_OUT}, beats={1: (1001, 13)}, ended_at={0: 99.8})
+    two = Places(Via.LOCAL, ("localhost",), 2, "127.0.0.1", 29500)
+    cause = first_cause(traces, two)
+    assert cause.manner is Manner.HUNG
+    assert cause.sentence == (
+        "rank 1 on localhost does not answer (hung after step 13); rank 0 gave up on it: a collective failed, another "
+        "rank has gone or does not come: Timed out waiting 60000ms; rank 1 had to be ended"
+    )
+
+
+def test_a_rank_of_another_node_that_left_no_word_is_the_hung_one() -> None:
+    endings = {0: TIMED_OUT, 1: Ending(5, "asked to leave, and still in a collective", 13), 2: Ending(4, "SIGTERM", 13)}
+    traces = Traces((Failure(0, 5, 1, 100),), endings, beats={3: (1003, 12)}, ended_at={0: 100.0, 1: 120.0, 2: 121.0})
+    assert first_cause(traces, PLACES).sentence.startswith("rank 3 on node-b does not answer (hung after step 12)")
+
+
+def test_a_rank_that_was_killed_first_stays_the_cause_when_its_peers_give_up() -> None:
+    for clock_difference in (-3, 0, 3):
+        traces = Traces((Failure(0, 5, 1, 100), killed(1, 100 + clock_difference)), {0: TIMED_OUT}, ended_at={0: 100.0})
+        assert first_cause(traces, PLACES).manner is Manner.KILLED
+    crashed = Traces((killed(1, 130, signal.SIGSEGV), Failure(0, 5, 1, 100)), {0: TIMED_OUT})
+    assert "SIGSEGV" in first_cause(crashed, PLACES).sentence, "no clean-up sends that"
+
+
+IN_USE = "torch.distributed.DistNetworkError: the server socket has failed to listen: EADDRINUSE"
+
+
+def test_a_torchrun_that_fails_before_any_rank_says_why() -> None:
+    traces = Traces(torchruns=(TorchrunEnd(0, 143, "asked"), TorchrunEnd(1, 1, IN_USE)), begun=False)
+    cause = first_cause(traces, PLACES)
+    assert (cause.manner, cause.code) == (Manner.TORCHRUN, 1)
+    assert cause.sentence == f"torchrun on node-b failed before any rank: {IN_USE}"
+
+
+def test_a_torchrun_that_dies_under_its_ranks_is_named_with_code_or_signal() -> None:
+    killed_one = Traces(torchruns=(TorchrunEnd(0, -signal.SIGKILL, None),))
+    assert first_cause(killed_one, PLACES).sentence == "torchrun on node-a was killed by SIGKILL"
+    failed = Traces(torchruns=(TorchrunEnd(0, 1, "OSError: x"),))
+    assert first_cause(failed, PLACES).sentence == "torchrun on node-a failed with exit code 1: OSError: x"
+
+
+def test_a_torchrun_that_fails_before_any_rank_is_tried_once_more_only() -> None:
+    cause = Cause(Manner.TORCHRUN, 1, "torchrun failed")
+    assert decide(Result(cause, 0, 0, 0, None, False), 3).next is Next.RETRY
+    assert decide(Result(cause, 0, 0, 0, None, False, again=True), 3).next is Next.FAILED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -264,3 +265,26 @@ def test_attempts_of_an_earlier_launch_keep_their_logs(tmp_path: Path) -> None:
     assert job.start() == 0
     assert {path.name for path in (job.run.path / "logs").iterdir()} == {"attempt-01", "attempt-02"}
     assert json.loads(job.run.run_json.read_text())["attempt"] == 2
+
+
+def test_a_port_that_is_in_use_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        job.launch = {"port": port}
+        job.write()
+        assert job.start() == 2
+    assert job.said[-1] == f"launch: refused: port {port} of localhost is in use; set launch.port; nothing was started"
+    assert not list((job.run.path / "logs").iterdir())
+    assert job.start() == 0, "it is free again"
+
+
+def test_a_torchrun_that_dies_before_any_rank_is_quoted_and_tried_once_more(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path)
+    job.write()
+    assert job.start("tests.trainer.launch.no_such_torchrun") == 5
+    said = "torchrun on localhost failed before any rank: "
+    assert len([line for line in job.said if said in line]) == 2
+    assert job.said[-1].startswith(f"launch: failed: attempt 2: {said}")
+    assert "No module named tests.trainer.launch.no_such_torchrun" in job.said[-1]
+    assert "So did the attempt before" in job.said[-1]
