@@ -32,6 +32,7 @@ class Gone:
     cause: str  # what the kernel log says of its end; "" where it says nothing
     held_bytes: float | None = None  # the most that was in use on its boards while it lived; None: boards do not say
     since_seconds: float = 0.0  # the look at which it was first missing
+    seen_seconds: float = 0.0  # the look at which a sample last showed it
 
     @property
     def suspect(self) -> Suspect:
@@ -49,6 +50,8 @@ class Known:
     missing: int = 0
     missed_at: int | None = None  # sequence of the last such sample
     missed_since: float = 0.0  # look at the first of them
+    seen_at: int | None = None  # sequence of the last sample with it
+    seen_since: float = 0.0  # look at which that sample was new: the same one may be looked at again
     cpu: tuple[float, float] | None = None  # (looked at, CPU seconds) some while ago
     computes: bool = False  # it used most of a core meanwhile
 
@@ -112,6 +115,8 @@ class Processes:
                 if process.gpu_indexes or process.rank is not None:
                     entry.process = process
                 entry.looks, entry.missing = entry.looks + 1, 0
+                if entry.seen_at is None or entry.seen_at != node.sequence:
+                    entry.seen_at, entry.seen_since = node.sequence, self._now
                 entry.follow_cpu(process.cpu_seconds, self._now)
                 in_use = self._bytes_on(node.node, entry.process)
                 if in_use is not None:
@@ -189,7 +194,14 @@ class Processes:
     def gone(self) -> tuple[Gone, ...]:
         """Those missing on two samples of their node."""
         return tuple(
-            Gone(node, entry.process, self._cause(node, entry.process), entry.held_bytes, entry.missed_since)
+            Gone(
+                node,
+                entry.process,
+                self._cause(node, entry.process),
+                entry.held_bytes,
+                entry.missed_since,
+                entry.seen_since,
+            )
             for node, entry in self._missing()
             if entry.missing >= GONE_ROUNDS
         )

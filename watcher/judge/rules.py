@@ -27,8 +27,12 @@ PERSIST_SECONDS: Final = {
 # What makes starvation more than a picture where there is a counter: steps lost against the best pace, or data waits.
 STARVING_LOST_SHARE: Final = 0.1
 STARVING_WAIT_MS: Final = 100.0
-FIRST_SHARE: Final = 0.25  # of those who left, that the first ones may be
 LEAST_LOOKS: Final = 5  # at long intervals a few samples last as long as that
+# What a rank of wattwatch-train leaves of its own end, it leaves in its run directory.
+TOGETHER_ADVICE: Final = (
+    "Find who ended first by the last lines of their logs; of wattwatch-train, a rank without "
+    "logs/attempt-*/rank-*.ending.json was killed. "
+)
 STATE_ADVICE: Final = {
     AlertName.JOB_STARVING: ADVICE[PowerState.STARVATION],
     AlertName.STRAGGLER: ADVICE[PowerState.STRAGGLER],
@@ -179,32 +183,53 @@ def gpu_fault(look: Look, board: BrokenBoard) -> Finding:
     )
 
 
-def who_left_first(gone: tuple[Gone, ...]) -> list[Gone]:
-    """A few that left before all others: what those do follows from it. Where many left together, all of them."""
+def who_left_first(gone: tuple[Gone, ...]) -> tuple[Gone, ...]:
+    """Those not seen any more once one of them was missing: what the others do follows from it. Who of several was the
+    first cannot be known."""
     first = min((g.since_seconds for g in gone), default=0.0)
-    few = [g for g in gone if g.since_seconds == first]
-    return few if len(few) <= FIRST_SHARE * len(gone) else list(gone)
+    return tuple(g for g in gone if g.seen_seconds < first)
+
+
+def ended_together(look: Look, together: tuple[Gone, ...]) -> tuple[str, tuple[Suspect, ...]]:
+    """Several that left between two samples, in words; suspects are at most the nodes that lost some, where others
+    lost none."""
+    ranks = sorted(g.process.rank for g in together if g.process.rank is not None)
+    known = len(ranks) == len(together)
+    names = [str(rank) for rank in ranks] if known else [str(g.suspect) for g in together]
+    nodes = sorted({g.node for g in together})
+    who = ("ranks " if known else "") + ", ".join(names[:4])
+    who += f" and {len(names) - 4} more" if len(names) > 4 else ""
+    some = len(nodes) < len(look.sample.nodes)
+    who += f" on {nodes[0]}" if known and some and len(nodes) == 1 else ""
+    return f"{who} ended together; the first is not known from outside", tuple(map(Suspect, nodes)) if some else ()
 
 
 def crashed(look: Look, since: float, gone: tuple[Gone, ...], *, all_gone: bool, confirmed: bool = True) -> Finding:
     """Processes left without the job being done. `gone` is empty where only the boards' memory tells it."""
-    named = [g for g in gone if g.cause] or who_left_first(gone)
-    who = ", ".join(str(g.suspect) for g in named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
-    step = look.sample.progress.step
+    first = who_left_first(gone)
+    named = tuple(g for g in gone if g.cause) or (first if len(first) == 1 else ())
+    suspects = tuple(g.suspect for g in named)
+    who = ", ".join(map(str, suspects[:4])) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
+    advice = "Read the log of the named rank first: the time-outs of the others follow from it. "
     evidence = [
         f"{len(gone)} of the job's processes are gone"
         + (", none is left" if all_gone else "; the others wait for them"),
         *(
-            f"process {first.process.pid} ({first.process.name}) of {first.suspect}: "
-            + (first.cause or "the kernel log says nothing of its end; look into its log")
-            for first in named[:1]
+            f"process {one.process.pid} ({one.process.name}) of {one.suspect}: "
+            + (one.cause or "the kernel log says nothing of its end; look into its log")
+            for one in named[:1]
         ),
     ]
+    if gone and not named:
+        who, suspects = ended_together(look, first)
+        evidence.append("the kernel log says nothing of their ends")
+        advice = TOGETHER_ADVICE
     if not gone:
         who = "every process has left"
         evidence = ["all boards have given back their memory; processes cannot be listed here"]
     if not confirmed:
         evidence.append("no step of the job has been seen: it may have been a test before its start")
+    step = look.sample.progress.step
     if step is not None:
         evidence.append(
             f"last step {step:,}"
@@ -217,11 +242,10 @@ def crashed(look: Look, since: float, gone: tuple[Gone, ...], *, all_gone: bool,
         scope="",
         summary=f"{look.spec.name} {'crashed' if confirmed else 'may have crashed'}: {who}.",
         evidence=tuple(evidence),
-        advice="Read the log of the named rank first: the time-outs of the others follow from it. "
-        "Restart from the last checkpoint.",
+        advice=f"{advice}Restart from the last checkpoint.",
         since_seconds=since,
         confirmed=confirmed,
-        suspects=tuple(g.suspect for g in named),
+        suspects=suspects,
         gpus_idle=look.sample.expected_gpus or len(look.sample.gpus),
     )
 

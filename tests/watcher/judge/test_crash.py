@@ -45,6 +45,54 @@ def test_all_processes_gone_in_the_middle_of_the_run_is_a_crash() -> None:
     assert any("none is left" in line for line in job.finding(CRASHED).evidence)
 
 
+def test_ranks_that_end_between_two_samples_name_nobody_as_the_first() -> None:
+    job = warmed_up(nodes=1, gpus=2)
+    job.play(5, KILLED)
+    crash = job.finding(CRASHED)
+    assert crash.summary == "pretrain crashed: ranks 0, 1 ended together; the first is not known from outside."
+    assert crash.suspects == ()
+
+
+def test_who_is_gone_a_sample_before_the_others_is_named_also_of_two() -> None:
+    job = warmed_up(nodes=1, gpus=2)
+    job.play(1, SPIN, {1: KILLED})
+    job.play(10, KILLED)
+    crash = job.finding(CRASHED)
+    assert [s.rank for s in crash.suspects] == [1]
+    assert crash.summary == "pretrain crashed: rank 1 on node-1 GPU 1."
+
+
+def test_a_sample_looked_at_again_does_not_make_a_node_the_later_one() -> None:
+    job = warmed_up(nodes=2, gpus=1)
+    job.play(1, KILLED, silent=["node-2"])  # its line of that second comes late
+    job.play(5, KILLED)
+    crash = job.finding(CRASHED)
+    assert crash.suspects == ()
+    assert "ranks 0, 1 ended together" in crash.summary
+
+
+def test_all_ranks_of_one_node_point_to_the_node() -> None:
+    job = warmed_up()
+    job.play(5, SPIN, dict.fromkeys(range(4, 8), KILLED))
+    job.play(60, KILLED)
+    crash = job.finding(CRASHED)
+    assert [str(s) for s in crash.suspects] == ["node-2"]
+    assert "ranks 4, 5, 6, 7 on node-2 ended together" in crash.summary
+
+
+def test_processes_without_ranks_that_end_together_are_named_by_their_boards() -> None:
+    job = warmed_up(nodes=1, gpus=2, progress="log")
+    job.play(5, KILLED)
+    assert "node-1 GPU 0, node-1 GPU 1 ended together" in job.finding(CRASHED).summary
+
+
+def test_the_kernel_names_one_of_those_that_ended_together() -> None:
+    job = warmed_up(nodes=1, gpus=2)
+    job.kernel["node-1"] = [KernelEvent("oom", "Killed process 4001 (python3)", 1.0, pid=4001, process="python3")]
+    job.play(5, KILLED)
+    assert [s.rank for s in job.finding(CRASHED).suspects] == [1]
+
+
 def test_a_silent_node_is_never_a_crash() -> None:
     job = warmed_up()
     job.links["node-2"] = NodeLink("node-2", HostStatus.UNREACHABLE, "no line for 5 s", 5.0)
