@@ -173,3 +173,12 @@ def test_the_command_says_what_to_give_instead(tmp_path: Path) -> None:
     assert result.exit_code == 3
     assert "give the directory above it" in result.stderr
     assert CliRunner().invoke(checkpoints_command, [str(tmp_path / "none")]).exit_code == 2
+
+
+def test_the_command_takes_the_checkpoints_of_a_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "checkpoints-before-attempt-02").mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    ours(tmp_path / "checkpoints", 1000)
+    result = CliRunner().invoke(checkpoints_command, [str(tmp_path), "--json"])
+    assert (result.exit_code, [entry["name"] for entry in json.loads(result.stdout)]) == (0, ["step-00000500"])

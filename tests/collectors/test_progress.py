@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,33 @@ def test_the_command_says_that_the_file_is_missing(tmp_path: Path) -> None:
         result = CliRunner().invoke(progress_command, [str(path), "--json"])
         assert result.exit_code == 2
         assert str(path) in result.stderr
+
+
+def test_the_command_takes_the_newest_log_of_a_run_directory(tmp_path: Path) -> None:
+    for attempt, step in ((2, 40), (9, 70), (10, 80)):
+        for rank in (0, 1):
+            log = tmp_path / "logs" / f"attempt-{attempt:02d}" / f"rank-{rank:05d}.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(f"step={step + rank}/100 loss=2.5 tok_s=900 rank={rank}\n")
+    result = CliRunner().invoke(progress_command, [str(tmp_path), "--json"])
+    assert (result.exit_code, json.loads(result.stdout)["step"]) == (0, 80)
+    result = CliRunner().invoke(progress_command, [str(tmp_path)])
+    assert str(Path("logs") / "attempt-10" / "rank-00000.log") in result.stdout
+
+
+def test_the_command_takes_heartbeats_where_the_newest_log_tells_no_step(tmp_path: Path) -> None:
+    (tmp_path / "logs" / "attempt-01").mkdir(parents=True)
+    (tmp_path / "heartbeat").mkdir()
+    (tmp_path / "logs" / "attempt-01" / "rank-00000.log").write_text("starting\n")
+    result = CliRunner().invoke(progress_command, [str(tmp_path)])
+    assert result.exit_code == 3
+    assert "rank-00000.log: no line of a known format" in result.stderr
+    for rank in (0, 1):
+        beat = tmp_path / "heartbeat" / f"rank-{rank:05d}.json"
+        beat.write_text(json.dumps({"step": 9 - rank, "rank": rank}))
+        os.utime(beat, (1e9 + rank, 1e9 + rank))  # the newest one counts, not the one that is furthest
+    result = CliRunner().invoke(progress_command, [str(tmp_path), "--json"])
+    assert (result.exit_code, json.loads(result.stdout)["step"]) == (0, 8)
 
 
 def test_torchtitan_says_that_it_is_done_until_it_starts_again() -> None:

@@ -21,10 +21,11 @@ WORDS: Final = {True: "complete", False: "incomplete", None: "not known"}
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 def checkpoints_command(directory: Path, as_json: bool) -> None:
-    """Which checkpoints DIRECTORY holds, oldest first, and which of them are complete.
+    """Which checkpoints DIRECTORY (or a run directory's checkpoints/) holds, oldest first, and which are complete.
 
     Exit code 0: read. 2: the directory cannot be read. 3: nothing in it is recognised.
     """
+    directory = checkpoints_of(directory)
     listing, ages = list_directory(str(directory))
     sample = read_checkpoints(str(directory), listing, ages)
     if sample.error is not None:
@@ -41,6 +42,15 @@ def checkpoints_command(directory: Path, as_json: bool) -> None:
             click.echo(
                 f"{entry.name:30} step {step:>8}  {WORDS[entry.complete]:10} {entry.bytes:>15} bytes  {entry.why}"
             )
+
+
+def checkpoints_of(directory: Path) -> Path:
+    """Of a run directory of wattwatch-train its checkpoints, else the directory itself."""
+    below = directory / "checkpoints"
+    try:
+        return below if (directory / "run.json").is_file() and below.is_dir() else directory
+    except OSError:
+        return directory  # the listing says why
 
 
 def why_nothing(directory: Path, listing: Listing) -> str:

@@ -1,9 +1,10 @@
-"""`wattwatch progress FILE`: what the watcher reads from a log. For setting up a job, and for bug reports."""
+"""`wattwatch progress FILE`: what the watcher reads from a log or a run. For setting up a job, and for bug reports."""
 
 from __future__ import annotations
 
 import json
 import sys
+from errno import EISDIR
 from pathlib import Path
 from typing import Final
 
@@ -25,28 +26,51 @@ UNREADABLE: Final = 2
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def progress_command(file: Path, pattern: str | None, as_json: bool) -> None:
-    """What the watcher reads of a job's progress from FILE (a log, a heartbeat, - for standard input).
+    """What the watcher reads of a job's progress from FILE: a log, a heartbeat, a run directory of wattwatch-train
+    (its newest log, else heartbeat), - for standard input.
 
     Exit code 0: read. 2: the file cannot be read. 3: nothing in it is recognised.
     """
     try:
-        data, cut = read_tail(file)
+        sample = read_run(file, pattern) if file.is_dir() else read_file(file, pattern)
     except OSError as error:
-        click.echo(f"{file}: {error.strerror or error}", err=True)
+        click.echo(f"{error.filename or file}: {error.strerror or error}", err=True)
         sys.exit(UNREADABLE)
-    text = data.decode("utf-8", "replace")
-    if file.name.startswith("rank-") and file.suffix == ".json" and pattern is None:
-        sample = read_heartbeat(text, str(file))
-    else:
-        sample = read_progress(text, str(file), pattern, cut=cut)
     if as_json:
         click.echo(json.dumps(as_object(sample)))
     if sample.step is None:
-        click.echo(f"{file}: {sample.why}", err=True)
+        click.echo(f"{sample.source}: {sample.why}", err=True)
         sys.exit(NOTHING_RECOGNISED)
     if not as_json:
+        if sample.source != str(file):
+            click.echo(f"{'file':22} {sample.source}")
         for name, value in as_object(sample).items():
             click.echo(f"{name:22} {'-' if value is None else value}")
+
+
+def read_file(file: Path, pattern: str | None) -> ProgressSample:
+    """One log or heartbeat. Raises OSError."""
+    data, cut = read_tail(file)
+    text = data.decode("utf-8", "replace")
+    if file.name.startswith("rank-") and file.suffix == ".json" and pattern is None:
+        return read_heartbeat(text, str(file))
+    return read_progress(text, str(file), pattern, cut=cut)
+
+
+def read_run(run: Path, pattern: str | None) -> ProgressSample:
+    """Of a run directory: the newest attempt's log; where that tells no step, the newest heartbeat. Raises OSError."""
+    logs = sorted(run.glob("logs/attempt-*/rank-*.log"), key=lambda log: (-attempt_of(log), log.name))
+    beats = sorted(run.glob("heartbeat/rank-*.json"), key=lambda beat: -beat.stat().st_mtime)
+    if not logs and (pattern or not beats):
+        wanted = "logs/attempt-*/rank-*.log" + ("" if pattern else " and heartbeat/rank-*.json")
+        raise IsADirectoryError(EISDIR, f"a directory without {wanted}: give a log, or a run directory", str(run))
+    samples = [read_file(file, pattern) for file in (*logs[:1], *([] if pattern else beats[:1]))]
+    return next((sample for sample in samples if sample.step is not None), samples[0])
+
+
+def attempt_of(log: Path) -> int:
+    number = log.parent.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def read_tail(file: Path) -> tuple[bytes, bool]:
