@@ -20,7 +20,7 @@ from watcher.serve.systemd import Systemd
 @click.option(
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Keep what the nodes say in this file, for replay and bug reports.",
+    help="Keep what the nodes say in this file (gzip), for replay and bug reports.",
 )
 def serve_command(path: Path, record: Path | None) -> int:
     """Watch the configured jobs: alerts, page, API, metrics.
