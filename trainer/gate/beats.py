@@ -10,7 +10,8 @@ import contextlib
 import json
 import os
 import time
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, TypeVar
 
 FRESH_SECONDS: Final = 60.0
 CLOCK_SLACK_SECONDS: Final = 2.0
@@ -38,6 +39,26 @@ def beats_in(directory: str) -> list[dict[str, Any]]:
             who = {key: beat[key] for key in ("run", "rank", "host", "pid")}
             found.append(who | {"age_seconds": round(age, 1), "alive": alive})
     return found
+
+
+class Seen(Protocol):
+    """A heartbeat that a node has found."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def alive(self) -> bool | None: ...
+
+
+Beat = TypeVar("Beat", bound=Seen)
+
+
+def living(beats: Sequence[Beat]) -> list[Beat]:
+    """Of what several nodes have found: a process that its own node says is gone is not there, however fresh."""
+    gone = {(beat.host, beat.pid) for beat in beats if beat.alive is False}
+    return [beat for beat in beats if (beat.host, beat.pid) not in gone]
 
 
 def _read(path: str) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
+from trainer.gate.beats import living
 from trainer.gate.child import Child, path_probe
 from trainer.gate.devices import DevicesProbe
 from trainer.gate.gather import GatherTrouble, Membership, Rendezvous, host_gather, listen
@@ -63,7 +64,7 @@ class GateRun:
     verdict: GateVerdict
     reports: tuple[NodeReport, ...]
     record: dict[str, Any]
-    unrecorded: str | None  # why rank 0 could not write gate.json
+    unrecorded: str | None  # why rank 0 did not write gate.json
 
 
 @dataclass(slots=True)
@@ -123,8 +124,17 @@ def run_gate(settings: GateSettings, here: Here, rendezvous: Rendezvous | None, 
         verdict = judge(reports, note)
         reports[0] = replace(reports[0], seconds=dict(parts.seconds)) if is_host else reports[0]
         record = gate_record(str(welcome.get("gate_id", "")), verdict, reports)
-        unrecorded = looks.publish(f"{here.run}/gate.json", record) if is_host else None
+        unrecorded = None
+        if is_host and somebody_lives(reports):
+            unrecorded = "the one that is there is the living job's"
+        elif is_host:
+            unrecorded = looks.publish(f"{here.run}/gate.json", record)
         return GateRun(verdict, tuple(reports), record, unrecorded)
+
+
+def somebody_lives(reports: list[NodeReport]) -> bool:
+    """Has any node found ranks in this run directory, of which their own node does not say that they are gone?"""
+    return bool(living([beat for report in reports if report.checkpoint for beat in report.checkpoint.beats]))
 
 
 def gate_record(gate_id: str, verdict: GateVerdict, reports: list[NodeReport]) -> dict[str, Any]:

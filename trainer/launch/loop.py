@@ -11,13 +11,23 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from trainer.checkpoint.complete import Newest, newest_complete
-from trainer.launch.attempt import GRACE_SECONDS, LOOK_SECONDS, RanksEnd, Say, Surroundings, pass_gate, run_ranks
+from trainer.gate.beats import beats_in
+from trainer.launch.attempt import (
+    GRACE_SECONDS,
+    LOOK_SECONDS,
+    RanksEnd,
+    Say,
+    Surroundings,
+    gate_record,
+    pass_gate,
+    run_ranks,
+)
 from trainer.launch.decide import EXIT_CODES, Decision, Next, Result, decide, wait_seconds
 from trainer.launch.endings import Manner, first_cause, read_traces, unsaid
 from trainer.launch.environment import rank_environment
@@ -54,12 +64,16 @@ class Launch:
         here = places(launch, os.environ)
         self._run = RunDirectory(Path(job.settings.run))
         self._manner: Manner | None = None  # how the last attempt ended
+        self._old_stop: int | None = None  # when a stop file was made that this launch has found
         self._here = Surroundings(here, connections(here, launch), self._run, interruptions, say, wishes.grace_seconds)
 
     def run(self) -> int:
         """The exit code: 0 done, 2 refused, 4 stopped, 5 failed, 130 interrupted. Raises Refusal: nothing started."""
         settings = self._job.settings.launch
         self._prepare()
+        if (saved := self._done_before()) is not None:
+            self._say(f"launch: {saved}")
+            return EXIT_CODES[Next.DONE]
         retry = 0
         while True:
             decision = self._attempt(settings.retries - retry, first=retry == 0)
@@ -74,16 +88,56 @@ class Launch:
                 return EXIT_CODES[unwilling.next]
 
     def _prepare(self) -> None:
-        if self._wishes.smoke and self._run.path.exists():
-            shutil.rmtree(self._run.path)  # of the last smoke test, in a directory of its own
+        """Takes nothing away that may be a living job's: only the gate knows, from all nodes, that there is none."""
         try:
-            for directory in (self._run.path, self._run.flight, self._run.path / "logs"):
-                directory.mkdir(parents=True, exist_ok=True)
-            if self._run.stop_file.exists():
-                self._run.stop_file.unlink()
-                self._say(f"launch: removed {self._run.stop_file}, left by an earlier stop")
+            beats = beats_in(f"{self._run.path}/heartbeat")
+            if self._wishes.smoke and all(beat["alive"] is False for beat in beats):
+                self._clear_smoke()  # already now: the gate looks how much room there is
+            self._make_directories()
+            self._old_stop = self._stop_made_at()
         except OSError as error:
             raise Refusal(f"{error.filename}: {error.strerror or error}; nothing is started") from None
+
+    def _make_directories(self) -> None:
+        for directory in (self._run.path, self._run.flight, self._run.path / "logs"):
+            directory.mkdir(parents=True, exist_ok=True)
+
+    def _clear_smoke(self) -> None:
+        """What the last smoke test left, in a directory of its own; not what the gate has just written."""
+        for name in _names(self._run.path):
+            path = self._run.path / name
+            if path == self._run.gate_json:
+                continue
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _clear(self) -> None:
+        """After the gate has found nobody alive. A stop that came since this launch began is meant for it."""
+        if self._wishes.smoke:
+            self._clear_smoke()
+            self._make_directories()
+        elif self._old_stop is not None and self._stop_made_at() == self._old_stop:
+            self._run.stop_file.unlink(missing_ok=True)
+            self._say(f"launch: removed {self._run.stop_file}, left by an earlier stop")
+
+    def _stop_made_at(self) -> int | None:
+        try:
+            return self._run.stop_file.stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def _done_before(self) -> str | None:
+        """What there is to say where this very job has been trained to its end. A job file that has changed since then
+        may want more steps: the gate knows."""
+        if self._wishes.smoke or self._wishes.fresh:
+            return None
+        gate, said = gate_record(self._run), newest_complete(self._run.checkpoints).completion
+        if said is None or said.step < said.steps or gate.get("config_sha256") != self._job.sha256:
+            return None
+        if gate.get("gate_id") != said.gate_id and gate_steps(gate) != said.step:
+            return None
+        if (sure := self._newest().completion) is None or sure.step < said.step:
+            return None
+        return f"nothing to do: step {said.step:,} of {said.steps:,} is saved"
 
     def _pause(self, seconds: float) -> Decision | None:
         """Waits; a reason where the user does not want another attempt."""
@@ -115,6 +169,8 @@ class Launch:
             if gate.may_pass and not first and retries_left > 0:
                 return Decision(Next.RETRY, gate.why)  # it was well before, and may be again
             return Decision(Next.INTERRUPTED if gate.interrupted else Next.REFUSED, gate.why)
+        if first:
+            self._clear()
         if first and self._wishes.fresh:
             self._set_aside(attempt)
         self._run.logs(attempt).mkdir(parents=True, exist_ok=True)
@@ -191,6 +247,13 @@ def _names(directory: Path) -> Iterable[str]:
         return os.listdir(directory)
     except OSError:
         return []
+
+
+def gate_steps(gate: Mapping[str, Any]) -> int | None:
+    """Of the whole job, by gate.json."""
+    steps, settings = gate.get("steps"), gate.get("settings")
+    epochs = settings.get("epochs") if isinstance(settings, dict) else None
+    return steps * epochs if isinstance(steps, int) and isinstance(epochs, int) else None
 
 
 def steps_of(run: RunDirectory, attempt: int) -> int | None:

@@ -15,12 +15,14 @@ import pytest
 
 from tests.trainer.commanding import wattwatch_train
 from tests.trainer.gate.gating import write_shard
-from tests.trainer.launch.jobs import ROOT, MadeJob, left_running
+from tests.trainer.launch.jobs import QUICK, ROOT, MadeJob, left_running, rank_program
 from tests.trainer.launch.rank_program import Plan
 from trainer.checkpoint.complete import newest_complete
 from trainer.launch.interruptions import Interruptions
+from trainer.launch.loop import Launch, Wishes
 from trainer.launch.processes import below
 from trainer.refusal import Refusal
+from trainer.settings import read_job
 
 DEADLINE_SECONDS = 30.0
 
@@ -288,3 +290,72 @@ def test_a_torchrun_that_dies_before_any_rank_is_quoted_and_tried_once_more(tmp_
     assert job.said[-1].startswith(f"launch: failed: attempt 2: {said}")
     assert "No module named tests.trainer.launch.no_such_torchrun" in job.said[-1]
     assert "So did the attempt before" in job.said[-1]
+
+
+def somebody_alive(job: MadeJob, pid: int) -> None:
+    """A heartbeat of now, of a process of this host."""
+    beat = {"run": "other", "rank": 0, "host": os.uname().nodename, "pid": pid, "phase": "train", "t_wall": time.time()}
+    heartbeat = job.run.heartbeat(0)
+    heartbeat.parent.mkdir(parents=True, exist_ok=True)
+    heartbeat.write_text(json.dumps(beat))
+
+
+NOBODY = 2**22 + 1  # above any pid
+
+
+def test_a_second_launch_leaves_the_living_jobs_stop_file_and_gate_record_alone(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path)
+    job.write()
+    somebody_alive(job, os.getpid())
+    job.run.stop_file.touch()
+    job.run.gate_json.write_text("the living job's")
+    assert job.start() == 2
+    assert job.told("still lives in this run directory")
+    assert job.told("gate.json is not written: the one that is there is the living job's")
+    assert job.run.stop_file.exists()
+    assert job.run.gate_json.read_text() == "the living job's"
+    somebody_alive(job, NOBODY)
+    assert job.start() == 0
+    assert job.told("launch: removed", "left by an earlier stop")
+
+
+def test_what_a_living_smoke_test_has_written_stays_until_the_gate_finds_nobody(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path)
+    job.write()
+    kept = job.run.checkpoints / "step-00000002"
+    kept.mkdir(parents=True)
+    (kept / "old").touch()
+    somebody_alive(job, os.getpid())
+    wishes = Wishes("boundary", False, rank_program, QUICK, grace_seconds=2.0)
+    assert Launch(read_job(str(job.file)), wishes, Interruptions(), job.said.append).run() == 2
+    assert (kept / "old").exists()
+    somebody_alive(job, NOBODY)
+    assert Launch(read_job(str(job.file)), wishes, Interruptions(), job.said.append).run() == 0
+    assert not kept.joinpath("old").exists()
+
+
+def test_a_stop_that_comes_while_the_gate_looks_is_meant_for_this_launch(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path, plan=Plan(steps=10_000, save_every=10_000))
+    job.write()
+    job.run.path.mkdir()
+    job.run.stop_file.touch()
+    os.utime(job.run.stop_file, (1, 1))
+
+    def stop_at_the_gate(line: str, interruptions: Interruptions) -> None:
+        if line.startswith("gate open"):
+            job.run.stop_file.touch()
+
+    assert job.start(on_line=stop_at_the_gate) == 4
+    assert not job.told("launch: removed")
+
+
+def test_a_job_that_is_done_is_not_started_again(tmp_path: Path) -> None:
+    job = MadeJob(tmp_path)
+    job.write()
+    assert job.start() == 0
+    job.said.clear()
+    assert job.start() == 0
+    assert job.said == ["launch: nothing to do: step 4 of 4 is saved"]
+    job.file.write_text(job.file.read_text() + "# it may want more steps now\n")
+    job.start()
+    assert job.told("gate open"), "whoever has changed the job file is not told that nothing is to do"
