@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
-from trainer.publish import publish_text
 from trainer.refusal import Refusal
 from trainer.run_directory import Ending, RunDirectory
 from trainer.settings import JobFile, read_job, smoke_job
@@ -29,6 +28,8 @@ REFUSED: Final = 2
 BROKEN: Final = 3
 STOPPED: Final = 4
 FAILED: Final = 5
+RESERVED: Final = ".reserved"
+RESERVED_BYTES: Final = 4000
 
 log = logging.getLogger("wattwatch.train")
 
@@ -51,6 +52,7 @@ def run_command(job: str, resume: str | None, smoke: str | None) -> None:
     directory = RunDirectory(Path(job_file.settings.run))
     if number:
         send_output_to(directory.rank_log(number, rank))
+        reserve_ending(directory.ending(number, rank))
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format=f"%(asctime)s rank={rank} %(message)s")
     ending = run_rank(job_file, number or 1, Path(resume) if resume else None, smoke is not None)
     if number:
@@ -109,7 +111,7 @@ def train_rank(job: JobFile, attempt: Attempt, place: Place, directory: RunDirec
         except Stopped as stop:
             return Ending(STOPPED, str(stop), heartbeat.step)
         except RuntimeError:
-            write_flight_record(directory, place.rank, log.info)
+            write_flight_record(directory, attempt.number, place.rank, log.info)
             raise
         heartbeat.beat(Phase.DONE, done)
         return Ending(DONE, f"all {done:,} steps are done and saved", done)
@@ -130,7 +132,8 @@ def failure(error: Exception) -> Ending:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return Ending(FAILED, f"out of memory: {first_line}; lower train.micro_batch or use gradient_checkpointing")
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
-        return Ending(FAILED, f"a collective failed, another rank has gone or does not come: {first_line}")
+        what = first_line.partition(". This may indicate")[0]  # gloo goes on to wish good luck
+        return Ending(FAILED, f"a collective failed, another rank has gone or does not come: {what}", follows=True)
     if isinstance(error, OSError):
         return Ending(FAILED, f"{error.filename or 'a file'}: {error.strerror or error}")
     return Ending(BROKEN, f"an internal error, please report it: {type(error).__name__}: {first_line}")
@@ -148,9 +151,24 @@ def send_output_to(path: Path) -> None:
     os.close(handle)
 
 
-def leave_ending(path: Path, ending: Ending) -> None:
+def reserve_ending(path: Path) -> None:
+    """Room for the last words: a full disk must not take the reason with it. Raises Refusal."""
     try:
-        publish_text(str(path), dumps(asdict(ending)) + "\n")
+        path.with_suffix(RESERVED).write_bytes(b" " * RESERVED_BYTES)
+    except OSError as error:
+        raise Refusal(f"{path}: {error.strerror or error}") from None
+
+
+def leave_ending(path: Path, ending: Ending) -> None:
+    """Writes into the room that was reserved, and gives it its name."""
+    reserved = path.with_suffix(RESERVED)
+    try:
+        with open(reserved, "r+b") as file:
+            file.write(dumps(asdict(ending)).encode())
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(reserved, path)
     except OSError as error:
         log.error("%s: %s", path, error)
 

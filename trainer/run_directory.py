@@ -56,8 +56,12 @@ class RunDirectory:
 
     @property
     def flight(self) -> Path:
-        """Flight-recorder dumps."""
+        """Flight-recorder dumps of all attempts."""
         return self.path / "flight"
+
+    def flight_records(self, attempt: int) -> Path:
+        """`torchfrtrace` reads a directory of one attempt."""
+        return self.flight / f"attempt-{attempt:02d}"
 
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / f"attempt-{attempt:02d}"
@@ -96,6 +100,7 @@ class Ending:
     code: int
     why: str
     step: int | None = None  # steps done
+    follows: bool = False  # it may well be that another rank's end was the cause
 
 
 def publish_run(directory: RunDirectory, record: RunRecord) -> None:

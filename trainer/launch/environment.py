@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +12,28 @@ from importlib import resources
 
 from trainer.plain import from_plain
 
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Of a variable, in the torch releases from `since` to before `until`; "" is no bound."""
+
+    name: str
+    since: str = ""
+    until: str = ""
+
+    def known(self, torch: Version | None) -> bool:
+        if torch is None:
+            return True
+        return (not self.since or version(self.since) <= torch) and (not self.until or torch < version(self.until))
+
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A row of environment.toml. All names mean the same to torch."""
+    """A row of environment.toml. All names mean the same to a torch that knows them."""
 
-    names: tuple[str, ...]
+    names: tuple[Name, ...]
     value: str
     why: str
     source: str
@@ -27,7 +45,20 @@ def variables() -> tuple[Variable, ...]:
     return tuple(from_plain(Variable, row) for row in tomllib.loads(text)["variable"])
 
 
-def rank_environment(owner: Mapping[str, str], flight: str) -> dict[str, str]:
+def version(text: str) -> Version:
+    """`2.13.0+cpu` and `2.13.0a0` are (2, 13)."""
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+def installed_torch() -> Version | None:
+    """Here, which the gate compares with the nodes'; None: this host has none, and the nodes' is not known."""
+    try:
+        return version(importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def rank_environment(owner: Mapping[str, str], flight: str, torch: Version | None) -> dict[str, str]:
     """`owner` is [launch.environment]; `flight` the prefix of flight-recorder dumps.
 
     torch reads the new name first: had we set that one, the owner's old one would mean nothing. So a name that the
@@ -35,6 +66,6 @@ def rank_environment(owner: Mapping[str, str], flight: str) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for row in variables():
-        chosen = next((owner[name] for name in row.names if name in owner), row.value.replace("{flight}", flight))
-        found |= dict.fromkeys(row.names, chosen)
+        given = next((owner[one.name] for one in row.names if one.name in owner), row.value.replace("{flight}", flight))
+        found |= {one.name: given for one in row.names if one.known(torch)}
     return found | dict(owner)

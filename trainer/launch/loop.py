@@ -30,7 +30,7 @@ from trainer.launch.attempt import (
 )
 from trainer.launch.decide import EXIT_CODES, Decision, Next, Result, decide, wait_seconds
 from trainer.launch.endings import Manner, first_cause, read_traces, unsaid
-from trainer.launch.environment import rank_environment
+from trainer.launch.environment import installed_torch, rank_environment
 from trainer.launch.interruptions import Interruptions
 from trainer.launch.places import TORCHRUN, connections, gate_commands, places, rank_commands, run_program
 from trainer.plain import NotPlain, from_plain
@@ -173,7 +173,8 @@ class Launch:
             self._clear()
         if first and self._wishes.fresh:
             self._set_aside(attempt)
-        self._run.logs(attempt).mkdir(parents=True, exist_ok=True)
+        for directory in (self._run.logs(attempt), self._run.flight_records(attempt)):
+            directory.mkdir(parents=True, exist_ok=True)
         program = self._wishes.program(self._job, resume, self._wishes.smoke)
         commands = rank_commands(
             self._here.places, self._job.settings.launch, run_id(self._run, attempt), program, self._wishes.torchrun
@@ -196,8 +197,8 @@ class Launch:
         return newest
 
     def _environment(self, attempt: int) -> dict[str, str]:
-        flight = str(self._run.flight / f"attempt-{attempt:02d}-rank-")
-        return rank_environment(self._job.settings.launch.environment, flight) | {
+        owner, flight = self._job.settings.launch.environment, nccl_dumps(self._run, attempt)
+        return rank_environment(owner, flight, installed_torch()) | {
             "WATTWATCH_ATTEMPT": str(attempt),
             "WATTWATCH_NODES": ",".join(self._here.places.nodes),
             "TORCHELASTIC_RUN_ID": run_id(self._run, attempt),  # the gate's key
@@ -229,6 +230,11 @@ class Launch:
             self._say(f"launch: {silent} left no word of their own: ended by torchrun")
         reached = max((ending.step or 0 for ending in traces.endings.values()), default=0)
         return Result(cause, began_at, reached, completion.step if completion else 0, steps, end.interrupted, again)
+
+
+def nccl_dumps(run: RunDirectory, attempt: int) -> str:
+    """Prefix of what NCCL's own watchdog dumps: another than that of the ranks' records, which lie beside."""
+    return str(run.flight_records(attempt) / "nccl-")
 
 
 def run_id(run: RunDirectory, attempt: int) -> str:
@@ -273,7 +279,7 @@ def plan_lines(job: JobFile, wishes: Wishes) -> list[str]:
     resume = None if newest.directory is None else str(newest.directory)
     attempt = next_attempt(run)
     lines = [f"# attempt {attempt}, {'from ' + resume if resume else 'from the start'}"]
-    environment = rank_environment(launch.environment, str(run.flight / f"attempt-{attempt:02d}-rank-"))
+    environment = rank_environment(launch.environment, nccl_dumps(run, attempt), installed_torch())
     lines += [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     for connection in connections(here, launch):
         names = ", ".join(here.nodes[index] for index in connection.indices)

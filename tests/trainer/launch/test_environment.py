@@ -4,34 +4,41 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.launch.environment import rank_environment, variables
+from trainer.launch.environment import rank_environment, variables, version
 from trainer.launch.places import connections, gate_commands, places
 from trainer.settings import JobFile, JobSettings, LaunchSettings
 
-
-def test_renamed_variables_are_set_by_old_and_new_name() -> None:
-    found = rank_environment({}, "/run/flight/attempt-01-rank-")
-    assert found["TORCH_FR_BUFFER_SIZE"] == found["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        assert found[name] == "/run/flight/attempt-01-rank-"
-    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
-    assert float(found["TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"]) > 0
+OLD, NEW = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"
 
 
-@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
-def test_a_name_that_the_owner_sets_rules_its_other_name_too(name: str) -> None:
-    found = rank_environment({name: "20000"}, "x")
-    assert found["TORCH_FR_BUFFER_SIZE"] == found["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "20000"
+def test_of_a_renamed_variable_the_name_is_set_that_this_torch_knows() -> None:
+    now = rank_environment({}, "/run/flight/attempt-01/nccl-", version("2.13.0+cpu"))
+    assert now[NEW] == "2000"
+    assert now["TORCH_FR_DUMP_TEMP_FILE"] == "/run/flight/attempt-01/nccl-"
+    assert not {OLD, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"} & set(now), "torch warns of them at every start"
+    assert now["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert float(now["TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"]) > 0
+    before = rank_environment({}, "x", version("2.7.1"))
+    assert before[OLD] == "2000"
+    assert NEW not in before
+    assert {OLD, NEW} <= set(rank_environment({}, "x", None)), "a launcher's host without torch sets both"
+
+
+@pytest.mark.parametrize("name", [OLD, NEW])
+@pytest.mark.parametrize(("torch", "known"), [((2, 13), NEW), ((2, 7), OLD)])
+def test_a_name_that_the_owner_sets_rules_its_other_name_too(name: str, torch: tuple[int, ...], known: str) -> None:
+    found = rank_environment({name: "20000"}, "x", torch)
+    assert found[name] == found[known] == "20000"
 
 
 def test_what_the_owner_sets_beyond_the_table_is_passed_on() -> None:
-    assert rank_environment({"NCCL_SOCKET_IFNAME": "ib0"}, "x")["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert rank_environment({"NCCL_SOCKET_IFNAME": "ib0"}, "x", (2, 13))["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
 def test_every_row_says_why_and_where_that_comes_from() -> None:
     rows = variables()
     assert all(row.why and row.source and row.names for row in rows)
-    names = [name for row in rows for name in row.names]
+    names = [one.name for row in rows for one in row.names]
     assert len(names) == len(set(names))
 
 

@@ -294,10 +294,10 @@ def test_a_torchrun_that_dies_before_any_rank_is_quoted_and_tried_once_more(tmp_
 
 def somebody_alive(job: MadeJob, pid: int) -> None:
     """A heartbeat of now, of a process of this host."""
-    beat = {"run": "other", "rank": 0, "host": os.uname().nodename, "pid": pid, "phase": "train", "t_wall": time.time()}
+    beat = {"run": "other", "rank": 0, "host": os.uname().nodename, "pid": pid, "phase": "train"}
     heartbeat = job.run.heartbeat(0)
     heartbeat.parent.mkdir(parents=True, exist_ok=True)
-    heartbeat.write_text(json.dumps(beat))
+    heartbeat.write_text(json.dumps(beat | {"restart": -1, "t_wall": time.time()}))
 
 
 NOBODY = 2**22 + 1  # above any pid

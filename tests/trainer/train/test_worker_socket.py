@@ -42,7 +42,7 @@ with worker_socket(RunDirectory(run), rank, print):
         else:
             dist.all_reduce(torch.ones(2))  # as in the next step
     except RuntimeError:
-        write_flight_record(RunDirectory(run), rank, print)
+        write_flight_record(RunDirectory(run), 2, rank, print)
         sys.exit(5)
 """
 
@@ -120,12 +120,12 @@ def test_a_collective_that_times_out_leaves_its_record(tmp_path: Path) -> None:
     for process in start(tmp_path, timeout_seconds=2.0):
         said, _ = process.communicate(timeout=DEADLINE_SECONDS)
         assert process.returncode == 5
-        assert f"flight recorder: {tmp_path}/flight/rank-0000" in said
+        assert f"flight recorder: {tmp_path}/flight/attempt-02/rank-0000" in said
     assert not list((tmp_path / "worker").iterdir())
     for rank, last in enumerate(("gloo:barrier", "gloo:all_reduce")):
-        with (tmp_path / "flight" / f"rank-{rank:05d}").open("rb") as file:
+        with (tmp_path / "flight" / "attempt-02" / f"rank-{rank:05d}").open("rb") as file:
             assert pickle.load(file)["entries"][-1]["profiling_name"] == last
-        told = json.loads((tmp_path / "flight" / f"recorder-{rank:05d}.json").read_text())
+        told = json.loads((tmp_path / "flight" / "attempt-02" / f"recorder-{rank:05d}.json").read_text())
         assert told["entries"][-1]["profiling_name"] == last
 
 
