@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from trainer.launch.endings import REFUSED, Failure, node_log, read_failures
-from trainer.launch.follow import FollowedFile
+from trainer.launch.follow import FollowedFile, ForPeople
 from trainer.launch.interruptions import Interruptions
 from trainer.launch.links import END_SECONDS, Links, Lost, NotReached
 from trainer.launch.places import Connection, Places
@@ -66,6 +66,7 @@ class RanksEnd:
     lost: list[Lost] = field(default_factory=list)
     codes: dict[int, int | None] = field(default_factory=dict)  # by node, of torchrun, in the order of their ends
     interrupted: bool = False
+    asked: bool = False  # by the launcher's stop file: the ranks are to save and end
 
 
 def pass_gate(here: Surroundings, commands: tuple[tuple[str, ...], ...], environment: Mapping[str, str]) -> GateEnd:
@@ -124,19 +125,24 @@ def run_ranks(
     here: Surroundings, attempt: int, commands: tuple[tuple[str, ...], ...], environment: Mapping[str, str]
 ) -> RanksEnd:
     """torchrun on all nodes to its end, rank 0's log on the way."""
-    log = FollowedFile(here.run.rank_log(attempt, 0))
+    path = here.run.rank_log(attempt, 0)
+    log, people = FollowedFile(path), ForPeople()
     output = str(node_log(here.run, attempt, "{node}"))
     with contextlib.closing(here.links(commands, environment, output)) as links:
         watch = _Watch(here, links)
         while links.waiting and not watch.over():
             for told in links.hear(LOOK_SECONDS):
                 watch.heard(told)
-            for line in log.lines():
+            for line in filter(people.shown, log.lines()):
                 here.say(line)
             watch.look()
         watch.end.lost += [Lost(index, "it does not answer") for index in sorted(links.waiting)]
-    for line in log.lines(end=True):
+    for line in filter(people.shown, log.lines(end=True)):
         here.say(line)
+    if people.hidden:
+        here.say(f"launch: rank 0's traceback, {people.hidden:,} lines, is in {path}")
+    if watch.end.asked:  # it has served, and would stop the next launch
+        here.run.stop_file.unlink(missing_ok=True)
     return watch.end
 
 
@@ -146,7 +152,6 @@ class _Watch:
     def __init__(self, here: Surroundings, links: Links) -> None:
         self._here, self._links = here, links
         self.end = RanksEnd()
-        self._asked = False
         self._end_at: float | None = None  # lifelines are cut then
         self._over_at: float | None = None  # nobody is waited for beyond
 
@@ -169,8 +174,8 @@ class _Watch:
     def look(self) -> None:
         """At the user's wishes and the clock."""
         count, now = self._here.interruptions.count, time.monotonic()
-        if count and not self._asked:
-            self._asked = True
+        if count and not self.end.asked:
+            self.end.asked = True
             self._here.run.stop_file.touch()
             self._here.say("launch: asked the ranks to save and end; once more ends them now, unsaved")
         if count > 1 and not self.end.interrupted:

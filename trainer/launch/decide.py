@@ -33,12 +33,17 @@ class Result:
     steps: int | None  # of the whole job; None: no rank came far enough to say
     interrupted: bool  # the user would not wait for the save
     again: bool = False  # the attempt before ended in the same manner
+    asked_by: str = ""  # whose stop it was, where the launcher knows; else the cause tells
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     next: Next
     why: str
+
+    @property
+    def line(self) -> str:
+        return f"{self.next}{' by ' if self.next is Next.STOPPED else ': '}{self.why}"
 
 
 def decide(result: Result, retries_left: int) -> Decision:
@@ -51,7 +56,7 @@ def decide(result: Result, retries_left: int) -> Decision:
     if cause.code == REFUSED:
         return Decision(Next.REFUSED, f"{cause.sentence}; a new attempt would be refused too")
     if cause.code == STOPPED and cause.manner is Manner.SAID:
-        return Decision(Next.STOPPED, f"{cause.sentence}; {_saved(result)}")
+        return Decision(Next.STOPPED, _stopped(result))
     if cause.manner is Manner.DONE:
         cause = Cause(cause.manner, FAILED, f"{cause.sentence}, and the last step is not saved")
     if cause.manner is Manner.TORCHRUN and result.again:
@@ -62,6 +67,16 @@ def decide(result: Result, retries_left: int) -> Decision:
     if retries_left <= 0:
         return Decision(Next.FAILED, f"{cause.sentence}; no retries left, {_saved(result)}")
     return Decision(Next.RETRY, cause.sentence)
+
+
+def _stopped(result: Result) -> str:
+    """By whom, where, what follows: `SIGTERM at step 56 of 60, saved; the same command goes on from there`."""
+    by = result.asked_by or result.cause.asked_by or "a request"
+    at = f"{by} at step {result.reached:,}" + ("" if result.steps is None else f" of {result.steps:,}")
+    if not result.saved:
+        return f"{at}, nothing is saved; the same command begins anew"
+    kept = "saved" if result.saved >= result.reached else f"saved up to step {result.saved:,}"
+    return f"{at}, {kept}; the same command goes on from there"
 
 
 def _saved(result: Result) -> str:

@@ -30,6 +30,7 @@ FAILED: Final = 5
 # Between a rank that gives up and the SIGKILL of one that does not leave: torchrun waits for 30 s after SIGTERM. A rank
 # that somebody else killed is missed by its peers within a second, give or take what the clocks of two nodes differ.
 CLEAN_UP_SECONDS: Final = 10.0
+ASKED: Final = re.compile(r"asked to stop \((.+?)\)")
 GAVE_UP: Final = re.compile(r"collective|tim(ed|e)[ -]?out", re.IGNORECASE)
 ERROR_LINE: Final = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 
@@ -85,6 +86,7 @@ class Cause:
     manner: Manner
     code: int | None  # of the rank, where one ended by itself
     sentence: str
+    asked_by: str = ""  # of a stop: what the rank heard
 
 
 def first_cause(traces: Traces, places: Places) -> Cause:
@@ -107,7 +109,8 @@ def first_cause(traces: Traces, places: Places) -> Cause:
     others = "; the others followed" if places.world > 1 else ""
     if ending is not None:
         if ending.code == STOPPED:
-            return Cause(Manner.SAID, STOPPED, f"stopped on request: {ending.why}")
+            asked = ASKED.search(ending.why)
+            return Cause(Manner.SAID, STOPPED, f"stopped on request: {ending.why}", asked[1] if asked else "")
         return Cause(
             Manner.SAID, ending.code, f"{who} ended with code {ending.code}{_after(ending.step)}: {ending.why}{others}"
         )
@@ -147,7 +150,7 @@ def _given_up_at(traces: Traces) -> float | None:
 
 
 def _gave_up(ending: Ending) -> bool:
-    return ending.code == FAILED and GAVE_UP.search(ending.why) is not None
+    return ending.follows or (ending.code == FAILED and GAVE_UP.search(ending.why) is not None)
 
 
 def _ended_late(failure: Failure, given_up: float | None) -> bool:
@@ -194,9 +197,9 @@ def _unseen(traces: Traces) -> list[Failure]:
 def _weight(failure: Failure, endings: Mapping[int, Ending], given_up: float | None) -> int:
     ending = endings.get(failure.rank)
     if ending is not None:
-        return {REFUSED: 1, STOPPED: 3}.get(ending.code, 2)
+        return {REFUSED: 1, STOPPED: 4}.get(ending.code, 3 if ending.follows else 2)
     if failure.exit_code == -signal.SIGTERM or _ended_late(failure, given_up):
-        return 4
+        return 5
     return 0 if failure.exit_code < 0 else 2
 
 

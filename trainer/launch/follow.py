@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Final
+
+TRACEBACK: Final = re.compile(r"Traceback \(most recent call last\):|Exception raised from |frame #\d+: ")
+LOG_LINE: Final = re.compile(r"\brank=\d+ ")  # as `wattwatch-train run` begins its lines
 
 
 class FollowedFile:
@@ -27,3 +32,19 @@ class FollowedFile:
             lines.append(self._rest)
             self._rest = b""
         return [line.decode("utf-8", "replace") for line in lines]
+
+
+class ForPeople:
+    """What of a log belongs on a screen: a traceback ends where the rank's own next line begins."""
+
+    def __init__(self) -> None:
+        self._inside = False
+        self.hidden = 0  # lines
+
+    def shown(self, line: str) -> bool:
+        if TRACEBACK.search(line):
+            self._inside = True
+        elif LOG_LINE.search(line):
+            self._inside = False
+        self.hidden += self._inside
+        return not self._inside

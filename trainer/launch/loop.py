@@ -40,6 +40,7 @@ from trainer.settings import JobFile, read_job
 
 Program = Callable[[JobFile, str | None, str | None], tuple[str, ...]]  # job, resume, smoke -> what a rank runs
 SAID_BYTES: Final = 1e9  # a checkpoint that takes a while to read
+STOP_FILE: Final = "the stop file"
 ATTEMPT_NAME: Final = re.compile(r"attempt-(\d+)")
 
 
@@ -77,14 +78,14 @@ class Launch:
         retry = 0
         while True:
             decision = self._attempt(settings.retries - retry, first=retry == 0)
-            self._say(f"launch: {decision.next}: {decision.why}")
+            self._say(f"launch: {decision.line}")
             if decision.next is not Next.RETRY:
                 return EXIT_CODES[decision.next]
             retry += 1
             seconds = wait_seconds(settings.retry_wait_seconds, retry)
             self._say(f"launch: retry {retry} of {settings.retries} in {seconds:g} s")
             if (unwilling := self._pause(seconds)) is not None:
-                self._say(f"launch: {unwilling.next}: {unwilling.why}")
+                self._say(f"launch: {unwilling.line}")
                 return EXIT_CODES[unwilling.next]
 
     def _prepare(self) -> None:
@@ -146,7 +147,7 @@ class Launch:
             if self._here.interruptions.count:
                 return Decision(Next.INTERRUPTED, "interrupted between two attempts; nothing runs")
             if self._run.stop_file.exists():
-                return Decision(Next.STOPPED, f"{self._run.stop_file} is there; nothing runs")
+                return Decision(Next.STOPPED, f"{STOP_FILE} between two attempts; nothing runs")
             if (left := until - time.monotonic()) <= 0:
                 return None
             time.sleep(min(left, LOOK_SECONDS))
@@ -196,6 +197,11 @@ class Launch:
             self._say(f"launch: skipped a checkpoint: {reason}")
         return newest
 
+    def _asked_by(self, end: RanksEnd) -> str:
+        if end.asked:
+            return self._here.interruptions.by or "a signal"
+        return STOP_FILE if self._run.stop_file.exists() else ""
+
     def _environment(self, attempt: int) -> dict[str, str]:
         owner, flight = self._job.settings.launch.environment, nccl_dumps(self._run, attempt)
         return rank_environment(owner, flight, installed_torch()) | {
@@ -229,7 +235,16 @@ class Launch:
         if end.failures and (silent := unsaid(traces, here.world)) and not end.lost:
             self._say(f"launch: {silent} left no word of their own: ended by torchrun")
         reached = max((ending.step or 0 for ending in traces.endings.values()), default=0)
-        return Result(cause, began_at, reached, completion.step if completion else 0, steps, end.interrupted, again)
+        return Result(
+            cause,
+            began_at,
+            reached,
+            completion.step if completion else 0,
+            steps,
+            end.interrupted,
+            again,
+            self._asked_by(end),
+        )
 
 
 def nccl_dumps(run: RunDirectory, attempt: int) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from trainer.launch.decide import EXIT_CODES, Decision, Next, Result, decide, wait_seconds
 from trainer.launch.endings import Cause, Failure, Manner, TorchrunEnd, Traces, first_cause, read_failures
+from trainer.launch.follow import ForPeople
 from trainer.launch.links import Lost, ending_of
 from trainer.launch.places import Places
 from trainer.run_directory import Ending
@@ -199,3 +200,34 @@ def test_a_torchrun_that_fails_before_any_rank_is_tried_once_more_only() -> None
     cause = Cause(Manner.TORCHRUN, 1, "torchrun failed")
     assert decide(Result(cause, 0, 0, 0, None, False), 3).next is Next.RETRY
     assert decide(Result(cause, 0, 0, 0, None, False, again=True), 3).next is Next.FAILED
+
+
+def stop(reached: int, saved: int, by: str = "") -> str:
+    cause = Cause(Manner.SAID, 4, "stopped on request: x", "SIGUSR1")
+    return decide(Result(cause, 0, reached, saved, 60, False, asked_by=by), 3).line
+
+
+def test_a_stop_is_said_once_with_who_asked_and_what_is_saved() -> None:
+    assert stop(56, 56, "Ctrl-C") == "stopped by Ctrl-C at step 56 of 60, saved; the same command goes on from there"
+    assert stop(56, 50).startswith("stopped by SIGUSR1 at step 56 of 60, saved up to step 50; the same command goes on")
+    assert stop(3, 0) == "stopped by SIGUSR1 at step 3 of 60, nothing is saved; the same command begins anew"
+
+
+def test_who_follows_is_not_the_cause_where_another_has_a_reason_of_its_own() -> None:
+    endings = {0: Ending(5, "a collective failed", 20, follows=True), 1: Ending(5, "No space left on device", 20)}
+    cause = first_cause(Traces((Failure(0, 5, 1, 99), Failure(1, 5, 1, 100)), endings), PLACES)
+    assert "No space left on device" in cause.sentence
+
+
+def test_a_screen_shows_no_traceback_and_goes_on_with_the_ranks_next_line() -> None:
+    log = (
+        "2026-01-01 10:00:00 rank=0 step=13/60 loss=1.0\nTraceback (most recent call last):\n"
+        '  File "loop.py", line 1, in train\nRuntimeError: Connection closed by peer\n\n'
+        "During handling of the above exception, another exception occurred:\nmore\n"
+        "2026-01-01 10:00:01 rank=0 a collective failed\nplain words"
+    )
+    people = ForPeople()
+    assert [line.rpartition("rank=0 ")[2] for line in filter(people.shown, log.splitlines())] == [
+        "step=13/60 loss=1.0", "a collective failed", "plain words",
+    ]  # fmt: skip
+    assert people.hidden == 6

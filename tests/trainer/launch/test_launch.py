@@ -140,15 +140,18 @@ def test_one_signal_saves_and_ends_with_4_and_the_next_launch_goes_on(tmp_path: 
 
     assert job.start(on_line=stop_at_step_3) == 4
     assert job.told("asked the ranks to save and end")
-    assert "launch: stopped: attempt 1: stopped on request" in job.said[-1]
     saved = newest_step(job)
     assert saved
     assert saved >= 3
+    assert job.said[-1] == (
+        f"launch: stopped by a signal at step {saved} of 10,000, saved; the same command goes on from there"
+    )
+    assert not job.run.stop_file.exists(), "the launcher made it, and it has served"
     assert job.left_running() == []
     job.plan = Plan(steps=saved + 2)
     job.write()
     assert job.start() == 0
-    assert job.told("launch: removed", "stop")
+    assert not job.told("launch: removed", "stop")
     assert job.told(f"begins at step {saved}")
 
 
@@ -211,7 +214,9 @@ def test_a_launcher_that_dies_takes_its_ranks_with_it(tmp_path: Path, number: si
         assert any(line.startswith("step 3/") for line in launcher.stdout)
         assert len(left_running(str(tmp_path))) > 4, "launcher, node program, torchrun and ranks"
         launcher.send_signal(number)
-        launcher.stdout.read()
+        said = launcher.stdout.read()
+        by = {signal.SIGINT: "Ctrl-C"}.get(number, number.name)
+        assert number == signal.SIGKILL or f"launch: stopped by {by} at step " in said
         assert launcher.wait(DEADLINE_SECONDS) == (-number if number == signal.SIGKILL else 4)
         await_nothing_left(str(tmp_path))
 
@@ -347,6 +352,8 @@ def test_a_stop_that_comes_while_the_gate_looks_is_meant_for_this_launch(tmp_pat
 
     assert job.start(on_line=stop_at_the_gate) == 4
     assert not job.told("launch: removed")
+    assert job.said[-1].startswith("launch: stopped by the stop file at step ")
+    assert job.run.stop_file.exists(), "it is not the launcher's"
 
 
 def test_a_job_that_is_done_is_not_started_again(tmp_path: Path) -> None:
