@@ -237,8 +237,11 @@ def test_a_job_that_still_runs_there_is_told_and_one_that_has_ended_is_not(gates
     path = gates.run / "heartbeat" / "rank-00003.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(beat | {"t_wall": time.time()}))
+    record = gates.run / "gate.json"
+    record.write_text("the living job's")
     answer = gates.alone(data, 2)
     assert answer.exit_code == 2
+    assert record.read_text() == "the living job's"
     assert f"rank 3 of run 'other' still lives in this run directory: pid {os.getpid()} on " in answer.out
     for ended in ({"phase": "done"}, {"t_wall": 1.0}, {"pid": 2**22 + 1}, {"host": "elsewhere", "t_wall": 1.0}):
         path.write_text(json.dumps(beat | {"t_wall": time.time()} | ended))
