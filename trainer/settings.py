@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
@@ -140,6 +141,8 @@ class JobFile:
     settings: JobSettings
 
 
+VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+LAUNCHERS_OWN: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CHOICES: Final[dict[str, type[StrEnum]]] = {
     "train.evenness": Evenness,
     "train.precision": Precision,
@@ -150,20 +153,24 @@ AT_LEAST_ONE: Final = (
     *("train.epochs", "train.micro_batch", "train.accumulation", "train.log_every"),
     *("checkpoint.save_every", "checkpoint.keep", "launch.ranks_per_node"),
 )
-ABOVE_ZERO: Final = (
-    *("train.learning_rate", "train.epsilon", "train.step_timeout_seconds"),
-    *("checkpoint.file_gigabytes", "checkpoint.timeout_seconds", "launch.gate_wait_seconds"),
-)
+ABOVE_ZERO: Final = (*("checkpoint.file_gigabytes", "launch.gate_wait_seconds"),)
 NOT_NEGATIVE: Final = (
     *("train.warmup_steps", "train.weight_decay", "train.clip_norm", "train.seed"),
     *("launch.retries", "launch.retry_wait_seconds"),
 )
-SHARES: Final = ("train.final_learning_rate_share", "train.beta1", "train.beta2")
+SHARES: Final = ("train.final_learning_rate_share",)
+TIMEOUTS: Final = ("train.step_timeout_seconds", "checkpoint.timeout_seconds")
+MOST_TIMEOUT_SECONDS: Final = 30 * 86400
+LEAST_EPSILON: Final = 1e-30  # float32 knows no less that is worth a division
 RANGES: Final[tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...]] = (
     (AT_LEAST_ONE, lambda number: number >= 1, "at least 1"),
     (ABOVE_ZERO, lambda number: 0 < number < math.inf, "more than 0"),
     (NOT_NEGATIVE, lambda number: 0 <= number < math.inf, "0 or more"),
     (SHARES, lambda number: 0 <= number <= 1, "from 0 to 1"),
+    (("train.beta1", "train.beta2"), lambda number: 0 <= number < 1, "from 0 to less than 1"),
+    (("train.learning_rate",), lambda number: 0 < number <= 1, "more than 0, at most 1"),
+    (("train.epsilon",), lambda number: LEAST_EPSILON <= number <= 1, "from 1e-30 to 1"),
+    (TIMEOUTS, lambda number: 0 < number <= MOST_TIMEOUT_SECONDS, "more than 0, at most 30 days"),
     (("launch.port",), lambda number: 0 < number < 65535, "a port below 65535"),
 )
 
@@ -214,6 +221,11 @@ def _bad_values(settings: JobSettings) -> list[str]:
     for names, fits, wanted in RANGES:
         off = [name for name in names if not fits(_value(settings, name))]  # NaN fits nowhere
         problems += [f"{name}: expected {wanted}, found {_value(settings, name)}" for name in off]
+    for name, value in settings.launch.environment.items():
+        if not VARIABLE.fullmatch(name) or "\0" in value:
+            problems.append(f"launch.environment.{name!r}: not a variable that a process can be given")
+        elif name in LAUNCHERS_OWN:
+            problems.append(f"launch.environment.{name}: the launcher's own to set")
     problems += [f"{name}: empty" for name in ("run", "data", "model") if not getattr(settings, name)]
     return problems
 

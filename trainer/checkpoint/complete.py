@@ -55,6 +55,7 @@ class Completion:
     optimizer: bool  # an exact resume is possible
     t_wall: float  # seconds since 1970
     files: dict[str, FileFact]  # by path below the directory
+    warm_from: int = 0  # the step where the optimizer's moments, and the last warm-up, began
 
 
 @dataclass(frozen=True, slots=True)

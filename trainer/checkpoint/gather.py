@@ -29,6 +29,15 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def not_finite(tensors: dict[str, torch.Tensor]) -> str | None:
+    """The first tensor of which this rank's part holds what is no number; such weights are worth no checkpoint."""
+    for name, tensor in tensors.items():
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if own.is_floating_point() and not bool(torch.isfinite(own).all()):
+            return name
+    return None
+
+
 def tensor_facts(tensors: dict[str, torch.Tensor]) -> list[TensorFact]:
     """As they will be saved. Raises Refusal for a tensor that is sharded in a way that `Gathering` does not undo."""
     for name, tensor in tensors.items():

@@ -19,7 +19,7 @@ from trainer.checkpoint.agreement import SaveFailed, agree, reason_of
 from trainer.checkpoint.companions import read_companions, saved_config
 from trainer.checkpoint.complete import CONFIG, VERSION, Completion, FileFact, optimizer_file
 from trainer.checkpoint.directories import discard, publish, remove_staged, stage, tidy
-from trainer.checkpoint.gather import Gathering, saved_tensors, tensor_facts
+from trainer.checkpoint.gather import Gathering, not_finite, saved_tensors, tensor_facts
 from trainer.checkpoint.optimizer import optimizer_pieces
 from trainer.checkpoint.plan import WeightsFile, index_file, weights_files
 from trainer.checkpoint.writing import Writing
@@ -38,6 +38,7 @@ class Moment:
     tokens: int
     gate_id: str
     blocks_sha256: str
+    warm_from: int = 0  # where the optimizer's moments began
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class Saver:
         tensors = saved_tensors(model)
         files = weights_files(tensor_facts(tensors), self.file_bytes, self.world, self.ranks_per_node)
         try:
-            staged, gathering = self._prepare(moment.step, files, next(iter(tensors.values())).device, optimizer)
+            staged, gathering = self._prepare(moment.step, files, tensors, optimizer)
             try:
                 words = self._write(staged, gathering, model, tensors, files, optimizer)
                 completion = self._completion(moment, [facts for facts, _ in words], optimizer is not None)
@@ -129,14 +130,21 @@ class Saver:
         )
 
     def _prepare(
-        self, step: int, files: tuple[WeightsFile, ...], device: torch.device, optimizer: torch.optim.Optimizer | None
+        self,
+        step: int,
+        files: tuple[WeightsFile, ...],
+        tensors: dict[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer | None,
     ) -> tuple[Path, Gathering]:
-        """Rank 0's new directory, and every rank's scratch memory."""
+        """Rank 0's new directory, and every rank's scratch memory; nobody has weights that are no numbers."""
         staged, gathering, reason = None, None, None
         try:
             if self.rank == 0:
                 remove_staged(self.run)
                 staged = stage(self.run, step, optimizer is not None)
+            if broken := not_finite(tensors):
+                reason = f"rank {self.rank}: {broken} is not finite; nothing is saved of it. Lower train.learning_rate"
+            device = next(iter(tensors.values())).device
             gathering = Gathering(self.group, device, max(file.layout.tensor_bytes for file in files))
         except (OSError, RuntimeError) as error:  # RuntimeError: no memory on the device
             reason = reason_of(error, self.rank)

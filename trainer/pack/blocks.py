@@ -44,7 +44,8 @@ class Blocks:
         self._ids = np.memmap(self.path, dtype=TOKEN, mode="r", shape=(self.count, seq_len))
         self._starts: NDArray[np.int64] | None = None
         if self.manifest.document_starts:
-            self._starts = np.memmap(starts_file(str(directory), rank), dtype=START, mode="r")
+            path = Path(starts_file(str(directory), rank))
+            self._starts = _starts(path, self.count * seq_len)
 
     def ids(self, index: int) -> NDArray[np.int32]:
         """seq_len token ids, a view of the file. Raises IndexError for a block that is not there."""
@@ -73,6 +74,17 @@ class Blocks:
         if not 0 <= index < self.count:
             raise IndexError(f"{self.path}: block {index} of {self.count}")
         return index
+
+
+def _starts(path: Path, ids: int) -> NDArray[np.int64]:
+    """Where records begin, rising from 0. Raises Refusal for anything else: masks would follow it in silence."""
+    try:
+        starts = np.memmap(path, dtype=START, mode="r")
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{path}: {_why(error)}; pack again") from None
+    if starts[0] < 0 or starts[-1] >= ids or bool((np.diff(starts) <= 0).any()):
+        raise Refusal(f"{path}: not the places where records begin: torn, or another file's; pack again")
+    return starts
 
 
 def _read(path: Path) -> Manifest:

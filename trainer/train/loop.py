@@ -77,18 +77,21 @@ def train(job: Job) -> int:
 def take_step(job: Job, step: int) -> StepResult:
     """One step and its heartbeats. Raises NotFinite on all ranks alike: loss and norm are sums over all."""
     job.heartbeat.beat(Phase.TRAIN, step, micro=0, blocks_left=(job.plan.steps - step) * job.plan.blocks_per_step)
+    # Of dropout, where a model has any: a step draws the same however often it is begun anew.
+    torch.manual_seed(hash((job.settings.train.seed, step, job.place.rank)))
     result = run_step(
         job.model, job.optimizer, job.batches, step, job.settings.train,
         job.stopping.request, job.device, on_micro=_micro_beat(job.heartbeat),
     )  # fmt: skip
-    left = (job.plan.steps - step - 1) * job.plan.blocks_per_step
-    job.heartbeat.beat(step=step + 1, loss=result.loss, blocks_left=left, micro=0)
-    job.meter.step(job.tokens_per_step, result.data_wait_seconds)
     if not is_finite(result.loss, result.grad_norm):
+        job.heartbeat.beat(loss=result.loss)
         raise NotFinite(
             f"step {step + 1:,}: loss {result.loss}, norm of the gradient {result.grad_norm}; nothing was saved of it. "
             "Look at its blocks, or lower learning_rate"
         )
+    left = (job.plan.steps - step - 1) * job.plan.blocks_per_step
+    job.heartbeat.beat(step=step + 1, loss=result.loss, blocks_left=left, micro=0)
+    job.meter.step(job.tokens_per_step, result.data_wait_seconds)
     return result
 
 

@@ -45,6 +45,8 @@ def described_model(directory: Path) -> Any:
     """The model with its parameters on the meta device and its buffers real. Raises Refusal."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        if getattr(config, "quantization_config", None):
+            raise Refusal(f"{directory}: a quantised model; full fine-tuning needs plain weights")
         with parameters_on_meta():
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -105,7 +105,7 @@ def prepare(
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     meter = Meter(flops_per_token(model, blocks.manifest.seq_len), peak and peak * place.world)
     batches = Batches(blocks, plan, train.micro_batch, train.document_mask)
-    save = saving(job, place, model, optimizer, record, gate, plan)
+    save = saving(job, place, model, optimizer, record, gate, plan, begun.warm_from)
     return Job(
         settings, place, device, plan, model, optimizer, batches, meter, heartbeat, stopping, save, tokens_per_step,
         begun.step, begun.warm_from,
@@ -114,7 +114,7 @@ def prepare(
 
 def begin(completion: Completion | None, attempt: Attempt, plan: StepPlan, settings: JobSettings) -> Begun:
     if completion and completion.optimizer:
-        return Begun(completion.step, said=f"exactly as {attempt.resume} was saved")
+        return Begun(completion.step, completion.warm_from, f"exactly as {attempt.resume} was saved")
     if completion:
         return Begun(completion.step, completion.step, f"weights of {attempt.resume}; the optimizer warms up again")
     if attempt.smoke:
@@ -127,7 +127,7 @@ def begin(completion: Completion | None, attempt: Attempt, plan: StepPlan, setti
 
 def saving(
     job: JobFile, place: Place, model: Any, optimizer: torch.optim.Optimizer, record: RunRecord, gate: GateRecord,
-    plan: StepPlan,
+    plan: StepPlan, warm_from: int,
 ) -> Callable[[int], None]:  # fmt: skip
     """What the loop calls with the steps done. Raises Refusal where the model's files cannot be read."""
     checkpoint = job.settings.checkpoint
@@ -144,6 +144,7 @@ def saving(
         moment = Moment(
             run=record.run, step=steps_done, steps=plan.steps, epoch=steps_done // plan.steps_per_epoch,
             tokens=steps_done * record.tokens_per_step, gate_id=gate.gate_id, blocks_sha256=gate.blocks_sha256,
+            warm_from=warm_from,
         )  # fmt: skip
         report = saver.save(model, optimizer if checkpoint.optimizer else None, moment)
         if place.rank == 0:

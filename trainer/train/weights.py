@@ -21,6 +21,7 @@ from trainer.refusal import Refusal
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+FLOATS: Final = ("F64", "F32", "BF16", "F16")
 
 
 def rows_of(shape: torch.Size, world: int, rank: int) -> slice:
@@ -65,6 +66,8 @@ def _fill(tensor: torch.Tensor, file: Any, name: str, path: Path) -> None:
     piece = file.get_slice(name)
     if tuple(piece.get_shape()) != tuple(tensor.shape):
         raise Refusal(f"{path}: {name} is {tuple(piece.get_shape())}, the model's is {tuple(tensor.shape)}")
+    if piece.get_dtype() not in FLOATS:
+        raise Refusal(f"{path}: {name} is {piece.get_dtype()}, not one of {', '.join(FLOATS)}: convert it first")
     rows = own_rows(tensor)
     if not tensor.dim():
         local(tensor).copy_(file.get_tensor(name))

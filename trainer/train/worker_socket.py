@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import _WorkerServer
 
 LONGEST_PATH_BYTES: Final = 107  # of a unix socket's name: unix(7), 108 with its end
+CLOSE_SECONDS: Final = 5.0
 PRIVATE_PREFIX: Final = "wattwatch-worker-"
 
 
@@ -43,7 +45,10 @@ def worker_socket(directory: RunDirectory, rank: int, log: Callable[[str], None]
         yield path
     finally:
         if server is not None:
-            server.shutdown()
+            # It may wait for ever where the server has hardly begun to listen: not the rank's business.
+            closing = threading.Thread(target=server.shutdown, name="worker socket", daemon=True)
+            closing.start()
+            closing.join(CLOSE_SECONDS)
             _remove(link)
 
 
