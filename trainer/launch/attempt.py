@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from trainer.launch.endings import REFUSED, Failure, node_log, read_failures
+from trainer.launch.endings import REFUSED, Failure
 from trainer.launch.follow import FollowedFile, ForPeople
 from trainer.launch.interruptions import Interruptions
 from trainer.launch.links import END_SECONDS, Links, Lost, NotReached
 from trainer.launch.places import Connection, Places
 from trainer.launch.protocol import VERSION, Kind, Order, Word
+from trainer.launch.traces import node_log, read_failures
 from trainer.refusal import Refusal
 from trainer.run_directory import RunDirectory
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainer.checkpoint.complete import Newest, newest_complete
-from trainer.gate.beats import beats_in
 from trainer.launch.attempt import (
     GRACE_SECONDS,
     LOOK_SECONDS,
@@ -29,10 +27,12 @@ from trainer.launch.attempt import (
     run_ranks,
 )
 from trainer.launch.decide import EXIT_CODES, Decision, Next, Result, decide, wait_seconds
-from trainer.launch.endings import Manner, first_cause, read_traces, unsaid
+from trainer.launch.endings import Manner, first_cause, unsaid
 from trainer.launch.environment import installed_torch, rank_environment
 from trainer.launch.interruptions import Interruptions
+from trainer.launch.leftovers import Leftovers
 from trainer.launch.places import TORCHRUN, connections, gate_commands, places, rank_commands, run_program
+from trainer.launch.traces import read_traces
 from trainer.plain import NotPlain, from_plain
 from trainer.refusal import Refusal
 from trainer.run_directory import RunDirectory, RunRecord
@@ -65,7 +65,7 @@ class Launch:
         here = places(launch, os.environ)
         self._run = RunDirectory(Path(job.settings.run))
         self._manner: Manner | None = None  # how the last attempt ended
-        self._old_stop: int | None = None  # when a stop file was made that this launch has found
+        self._leftovers = Leftovers(self._run, wishes.smoke is not None)
         self._here = Surroundings(here, connections(here, launch), self._run, interruptions, say, wishes.grace_seconds)
 
     def run(self) -> int:
@@ -89,13 +89,9 @@ class Launch:
                 return EXIT_CODES[unwilling.next]
 
     def _prepare(self) -> None:
-        """Takes nothing away that may be a living job's: only the gate knows, from all nodes, that there is none."""
         try:
-            beats = beats_in(f"{self._run.path}/heartbeat")
-            if self._wishes.smoke and all(beat["alive"] is False for beat in beats):
-                self._clear_smoke()  # already now: the gate looks how much room there is
+            self._leftovers.clear_at_once()
             self._make_directories()
-            self._old_stop = self._stop_made_at()
         except OSError as error:
             raise Refusal(f"{error.filename}: {error.strerror or error}; nothing is started") from None
 
@@ -103,28 +99,14 @@ class Launch:
         for directory in (self._run.path, self._run.flight, self._run.path / "logs"):
             directory.mkdir(parents=True, exist_ok=True)
 
-    def _clear_smoke(self) -> None:
-        """What the last smoke test left, in a directory of its own; not what the gate has just written."""
-        for name in _names(self._run.path):
-            path = self._run.path / name
-            if path == self._run.gate_json:
-                continue
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
     def _clear(self) -> None:
-        """After the gate has found nobody alive. A stop that came since this launch began is meant for it."""
-        if self._wishes.smoke:
-            self._clear_smoke()
-            self._make_directories()
-        elif self._old_stop is not None and self._stop_made_at() == self._old_stop:
-            self._run.stop_file.unlink(missing_ok=True)
-            self._say(f"launch: removed {self._run.stop_file}, left by an earlier stop")
-
-    def _stop_made_at(self) -> int | None:
+        """After the first gate, which has found nobody alive."""
         try:
-            return self._run.stop_file.stat().st_mtime_ns
-        except FileNotFoundError:
-            return None
+            if (removed := self._leftovers.clear()) is not None:
+                self._say(f"launch: removed {removed}, left by an earlier stop")
+            self._make_directories()
+        except OSError as error:
+            raise Refusal(f"{error.filename}: {error.strerror or error}; nothing was started") from None
 
     def _done_before(self) -> str | None:
         """What there is to say where this very job has been trained to its end. A job file that has changed since then

@@ -7,10 +7,11 @@ import signal
 import pytest
 
 from trainer.launch.decide import EXIT_CODES, Decision, Next, Result, decide, wait_seconds
-from trainer.launch.endings import Cause, Failure, Manner, TorchrunEnd, Traces, first_cause, read_failures
+from trainer.launch.endings import Cause, Failure, Manner, TorchrunEnd, Traces, first_cause
 from trainer.launch.follow import ForPeople
 from trainer.launch.links import Lost, ending_of
 from trainer.launch.places import Places
+from trainer.launch.traces import read_failures
 from trainer.run_directory import Ending
 from trainer.settings import Via
 
