@@ -104,8 +104,7 @@ def first_cause(traces: Traces, places: Places) -> Cause:
     others = "; the others followed" if places.world > 1 else ""
     if ending is not None:
         if ending.code == STOPPED:
-            asked = ASKED.search(ending.why)
-            return Cause(Manner.SAID, STOPPED, f"stopped on request: {ending.why}", asked[1] if asked else "")
+            return Cause(Manner.SAID, STOPPED, f"stopped on request: {ending.why}", _asked_by(traces.endings))
         return Cause(
             Manner.SAID, ending.code, f"{who} ended with code {ending.code}{_after(ending.step)}: {ending.why}{others}"
         )
@@ -115,6 +114,16 @@ def first_cause(traces: Traces, places: Places) -> Cause:
         return Cause(Manner.KILLED, None, sentence)
     said = traces.logs.get(first.rank, "its log is empty")
     return Cause(Manner.SILENT, first.exit_code, f"{who} ended with exit code {first.exit_code}; {said}")
+
+
+def _asked_by(endings: Mapping[int, Ending]) -> str:
+    """`SIGTERM to rank 1`: of the ranks that were asked themselves; the others heard of it from them."""
+    heard = {rank: match[1] for rank, ending in sorted(endings.items()) if (match := ASKED.search(ending.why))}
+    signals = {rank: why for rank, why in heard.items() if why.startswith("SIG")}
+    if signals:
+        first = next(iter(signals.values()))
+        return f"{first} to {ranks_in_words([rank for rank, why in signals.items() if why == first])}"
+    return "the stop file" if any(why.endswith("is there") for why in heard.values()) else ""
 
 
 def _of_torchrun(traces: Traces, places: Places) -> Cause | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -232,3 +233,11 @@ def test_a_screen_shows_no_traceback_and_goes_on_with_the_ranks_next_line() -> N
         "step=13/60 loss=1.0", "a collective failed", "plain words",
     ]  # fmt: skip
     assert people.hidden == 6
+
+
+def test_a_stop_is_the_one_of_the_rank_that_was_asked() -> None:
+    others = Ending(4, "asked to stop (another rank was); step 25 is done, its state is saved", 25)
+    told = {0: others, 1: replace(others, why="asked to stop (SIGTERM); step 25 is done"), 2: others, 3: others}
+    assert first_cause(Traces((), told), PLACES).asked_by == "SIGTERM to rank 1"
+    told[1] = replace(others, why="asked to stop (/run/stop is there); step 25 is done")
+    assert first_cause(Traces((), told), PLACES).asked_by == "the stop file"
