@@ -37,6 +37,11 @@ class RunDirectory:
         return self.path / "stop"
 
     @property
+    def launch_lock(self) -> Path:
+        """Held by the one launch that is at work."""
+        return self.path / "launch.lock"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

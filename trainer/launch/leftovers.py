@@ -44,7 +44,7 @@ class Leftovers:
         for path in (self._run.path / name for name in names):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            elif path != self._run.gate_json:
+            elif path not in (self._run.gate_json, self._run.launch_lock):
                 path.unlink()
 
     def _stop_made_at(self) -> int | None:

@@ -31,6 +31,7 @@ from trainer.launch.endings import Manner, first_cause, unsaid
 from trainer.launch.environment import installed_torch, rank_environment
 from trainer.launch.interruptions import Interruptions
 from trainer.launch.leftovers import Leftovers
+from trainer.launch.lock import only_launch
 from trainer.launch.places import TORCHRUN, connections, gate_commands, places, rank_commands, run_program
 from trainer.launch.traces import read_traces
 from trainer.plain import NotPlain, from_plain
@@ -70,8 +71,16 @@ class Launch:
 
     def run(self) -> int:
         """The exit code: 0 done, 2 refused, 4 stopped, 5 failed, 130 interrupted. Raises Refusal: nothing started."""
+        try:
+            self._run.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refusal(f"{error.filename}: {error.strerror or error}; nothing is started") from None
+        with only_launch(self._run):
+            self._prepare()
+            return self._attempts()
+
+    def _attempts(self) -> int:
         settings = self._job.settings.launch
-        self._prepare()
         if (saved := self._done_before()) is not None:
             self._say(f"launch: {saved}")
             return EXIT_CODES[Next.DONE]
