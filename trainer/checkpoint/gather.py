@@ -29,10 +29,15 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, or the whole of what is not sharded: its own memory, outside of any graph."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def not_finite(tensors: dict[str, torch.Tensor]) -> str | None:
     """The first tensor of which this rank's part holds what is no number; such weights are worth no checkpoint."""
     for name, tensor in tensors.items():
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        own = own_part(tensor)
         if own.is_floating_point() and not bool(torch.isfinite(own).all()):
             return name
     return None

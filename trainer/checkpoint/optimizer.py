@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.complete import optimizer_file, read_completion
+from trainer.checkpoint.gather import own_part
 from trainer.checkpoint.tensors_file import DTYPE_NAMES, TensorFact, layout, raw_bytes
 from trainer.refusal import Refusal
 
@@ -51,7 +52,7 @@ def load_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Opt
     parameters = dict(model.named_parameters())
     try:
         with safe_open(path, framework="pt") as file:
-            if wrong := _misfit(file, {name: _local(parameter) for name, parameter in parameters.items()}):
+            if wrong := _misfit(file, {name: own_part(parameter) for name, parameter in parameters.items()}):
                 raise Refusal(f"{path}: {wrong}; {advice}")
             _put_back(file, parameters, optimizer)
     except (OSError, SafetensorError) as error:
@@ -66,22 +67,18 @@ def _put_back(file: Any, parameters: dict[str, nn.Parameter], optimizer: torch.o
         kind, _, name = key.partition(".")
         parameter = parameters[name]
         if kind == MASTER:
-            _local(parameter).copy_(file.get_tensor(key))
+            own_part(parameter).copy_(file.get_tensor(key))
         else:
             optimizer.state[parameter][kind] = _like(parameter, file.get_tensor(key), groups[parameter])
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _local_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        found[f"{MASTER}.{name}"] = _local(parameter)
+        found[f"{MASTER}.{name}"] = own_part(parameter)
         for kind, value in sorted(optimizer.state.get(parameter, {}).items()):  # the order in memory follows history
             if isinstance(value, torch.Tensor):
-                found[f"{kind}.{name}"] = _local(value)
+                found[f"{kind}.{name}"] = own_part(value)
     return found
 
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from trainer.gate.beats import living
 from trainer.gate.report import GateSettings, NodeReport, ResumeLook
 from trainer.gate.saying import fail, size_in_words, some, warn
 from trainer.gate.verdict import Check, Evenness, Problem
@@ -71,10 +72,10 @@ def _directory(reports: Sequence[NodeReport]) -> list[Problem]:
 def _other_jobs(reports: Sequence[NodeReport]) -> list[Problem]:
     """Heartbeats with somebody behind them. A rank whose own node says that it is gone is no longer there."""
     beats = [(report, beat) for report in reports if report.checkpoint for beat in report.checkpoint.beats]
-    gone = {(beat.host, beat.pid) for _, beat in beats if beat.alive is False}
+    still = set(living([beat for _, beat in beats]))
     found = {}
     for report, beat in beats:
-        if (beat.host, beat.pid) not in gone and (beat.rank not in found or beat.alive):
+        if beat in still and (beat.rank not in found or beat.alive):
             found[beat.rank] = report, beat
     return [
         fail(

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from trainer.train.weights import local
-
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -41,11 +39,6 @@ def flops_per_token(model: Any, seq_len: int) -> float:
         parameters -= embedding.numel()  # looked up, not multiplied
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return float(6 * parameters + 12 * config.num_hidden_layers * config.num_attention_heads * head_size * seq_len)
-
-
-def local_bytes(model: Any) -> int:
-    """Memory of this rank's parameters."""
-    return sum(local(parameter).nbytes for parameter in model.parameters())
 
 
 class Meter:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainer.checkpoint.gather import own_part
 from trainer.refusal import Refusal
 
 INDEX: Final = "model.safetensors.index.json"
@@ -36,11 +37,6 @@ def own_rows(tensor: torch.Tensor) -> slice:
         return slice(0, tensor.shape[0]) if tensor.dim() else slice(0, 0)
     mesh = tensor.device_mesh
     return rows_of(tensor.shape, mesh.size(), mesh.get_local_rank())
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, as memory that can be written."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
@@ -70,9 +66,9 @@ def _fill(tensor: torch.Tensor, file: Any, name: str, path: Path) -> None:
         raise Refusal(f"{path}: {name} is {piece.get_dtype()}, not one of {', '.join(FLOATS)}: convert it first")
     rows = own_rows(tensor)
     if not tensor.dim():
-        local(tensor).copy_(file.get_tensor(name))
+        own_part(tensor).copy_(file.get_tensor(name))
     elif rows.start < rows.stop:
-        local(tensor).copy_(piece[rows])
+        own_part(tensor).copy_(piece[rows])
 
 
 def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -118,7 +114,7 @@ def random_weights(model: Any, seed: int) -> None:
         twin = _initialised(model, module, _seed_of(seed, module_name))
         for name, parameter in own.items():
             whole, rows = twin[name], own_rows(parameter)
-            local(parameter).copy_(whole[rows] if whole.dim() else whole)
+            own_part(parameter).copy_(whole[rows] if whole.dim() else whole)
 
 
 def _initialised(model: Any, module: nn.Module, seed: int) -> dict[str, torch.Tensor]:

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import util
@@ -244,13 +243,3 @@ def free_port() -> int:
 
 def last_lines(text: str) -> str:
     return " / ".join(text.strip().splitlines()[-LINES_SHOWN:]) or "it said nothing"
-
-
-def wait_until(true: Any, seconds: float, pause_seconds: float = 0.1) -> bool:
-    """True once it is; False after so many (real) seconds."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause_seconds)
-    return True
