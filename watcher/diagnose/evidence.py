@@ -1,0 +1,102 @@
+"""All that a diagnosis may rest on, from whatever source. Data only; every part may be missing.
+
+Gathered from a live job by `capture/`, or read from a directory by `read_evidence.py`: both give this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from watcher.diagnose.flight.record import RankRecord, Unread
+from watcher.diagnose.ras.report import RasPolls
+
+
+@dataclass(frozen=True, slots=True)
+class StackFrame:
+    function: str
+    file: str
+    line: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadStack:
+    """One thread, innermost frame first."""
+
+    thread: str
+    frames: tuple[StackFrame, ...]
+    main: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankStacks:
+    rank: int
+    source: str
+    threads: tuple[ThreadStack, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """A rank's process as the kernel sees it. `state` as in /proc/PID/stat; None: it is gone."""
+
+    rank: int | None
+    node: str
+    pid: int
+    state: str | None
+    wait_channel: str | None = None  # kernel function that it sleeps in; None: running, or not allowed to read
+    cpu_percent: float | None = None  # over the time between two looks
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSeen:
+    """One rank from outside, as the watcher saw it. None: not known."""
+
+    rank: int
+    node: str
+    gpu: int | None = None
+    power_watts: float | None = None
+    utilization_percent: float | None = None
+    step: int | None = None
+    phase: str | None = None  # of its heartbeat
+    alive: bool | None = None
+    data_wait_ms: float | None = None
+    throttled: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The job from outside at the moment of the capture: power, progress, faults."""
+
+    job: str
+    wall_seconds: float
+    state: str  # of the job: "hung", "checkpointing"
+    shape: str  # over the ranks: "one_low_rest_busy"
+    step: int | None
+    ranks: tuple[RankSeen, ...]
+    suspects: tuple[int, ...] = ()  # ranks that stand out by power and utilisation, or by their step
+    at_floor: bool = False
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault that a node reports: an Xid, a lost board, an out-of-memory kill, a link, a hung file system."""
+
+    kind: str  # "gpu", "oom", "network", "storage", "process", "throttle"
+    node: str
+    words: str  # with its numbers
+    rank: int | None = None
+    gpu: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """`missing`: what was asked for and not had, one sentence each."""
+
+    records: tuple[RankRecord, ...] = ()
+    unread: tuple[Unread, ...] = ()
+    stacks: tuple[RankStacks, ...] = ()
+    processes: tuple[RankProcess, ...] = ()
+    ras: tuple[RasPolls, ...] = ()
+    seen: Seen | None = None
+    missing: tuple[str, ...] = ()
