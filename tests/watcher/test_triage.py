@@ -23,7 +23,10 @@ TEXTS: dict[str, str] = {
     for case in tomllib.loads((DATA / "smi" / "odd_outputs.toml").read_text("utf-8"))["case"]
     if case["name"][:2] in EXPECTED and not (case["name"].startswith("62") and not case["text"])
 }
-KEYS = ["source", "state", "confidence", "shape", "suspects", "power_fraction", "alternative", "why", "advice", "gpus"]
+KEYS = [
+    "source", "state", "confidence", "shape", "suspects", "power_fraction", "alternative", "settle", "why", "advice",
+    "gpus",
+]  # fmt: skip
 # Lines of a real capture: two boards that train.
 TRAINING = b"""index, name, power.draw [W], power.limit [W], utilization.gpu [%], memory.used [MiB], memory.total [MiB]
 0, NVIDIA H100 80GB HBM3, 641.10 W, 700.00 W, 100 %, 71000 MiB, 81559 MiB
@@ -40,6 +43,9 @@ def check(answer: Answer, expected: dict[str, Any]) -> None:
     assert expected.get("words", "") in said["why"]
     assert said["why"].strip()
     assert said["advice"].strip()
+    assert bool(said["settle"]) == (said["alternative"] is not None or said["state"] == "unknown") or (
+        said["state"] == "gpu_fault"
+    )
     if said["state"] == "gpu_fault":
         assert ["?" if s["gpu"] is None else s["gpu"] for s in said["suspects"]] == expected["gpus"]
         assert "may be well" not in said["advice"]

@@ -136,6 +136,7 @@ def as_object(triage: Triage) -> dict[str, Any]:
         "alternative": None
         if alternative is None
         else {"state": alternative.state.value, "confidence": alternative.confidence},
+        "settle": verdict.settle,
         "why": verdict.why,
         "advice": verdict.advice,
         "gpus": [gpu_object(ranked) for ranked in triage.sample.gpus],
@@ -175,4 +176,6 @@ def show(triage: Triage) -> None:
     if verdict.alternative is not None:
         other = verdict.alternative
         console.print(f"  or else   {other.state.value.replace('_', ' ')} ({other.confidence:.2f})")
+    if verdict.settle is not None:
+        console.print(f"  settle    {escape(verdict.settle)}.")
     console.print(f"  next      {escape(verdict.advice)}")

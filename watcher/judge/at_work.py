@@ -50,8 +50,10 @@ def _nothing_to_measure_by(scene: Scene) -> Verdict:
     """A board without name and limit, or one whose spinning and working draw the same."""
     lack = "spinning and working draw nearly the same on this board" if scene.known else "this board's floor is unknown"
     if scene.progress is ProgressWord.ADVANCING:
-        state = PowerState.COMMUNICATION if scene.known else PowerState.COMPUTE
-        return conclude(scene, state, 0.5, f"Steps advance; {lack}", (PowerState.COMPUTE, 0.3))
+        state, other = PowerState.COMPUTE, PowerState.COMMUNICATION
+        if scene.known:
+            state, other = other, state
+        return conclude(scene, state, 0.5, f"Steps advance; {lack}", (other, 0.3))
     why = f"Boards are busy and {lack}: watts cannot tell work from waiting"
     return conclude(scene, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3), left_behind(scene))
 

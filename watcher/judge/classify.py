@@ -23,6 +23,7 @@ from watcher.judge.learned import JobLearned
 from watcher.judge.profiles import Profile
 from watcher.judge.scene import HELD_BYTES, Scene, fraction_of, scene_of, watts_of
 from watcher.judge.scene import ProgressWord as ProgressWord
+from watcher.judge.settle import with_settle
 from watcher.judge.shape import BUSY_PERCENT, LOW_PERCENT, picture_of
 from watcher.judge.unseen import why_in_full
 from watcher.judge.verdict import Alternative, PowerState, Shape, Suspect, Verdict
@@ -39,6 +40,13 @@ def classify(
 ) -> Verdict:
     """What this picture says. `profile` overrides the board's own, `learned` both; `progress` is what is known of the
     steps."""
+    verdict = _judged(sample, profile, progress, learned)
+    return with_settle(verdict, sample, told=progress is not None)
+
+
+def _judged(
+    sample: JobSample, profile: Profile | None, progress: ProgressWord | None, learned: JobLearned | None
+) -> Verdict:
     if not sample.gpus and not any(node.missing_gpus for node in sample.nodes):
         return _unreadable(sample)
     broken = _broken(sample)

@@ -273,6 +273,8 @@ class Hang:
         if step is not None and total is not None and step >= total:
             where = f" after its last step, {step:,}"
             evidence = (*evidence, "all steps are done: the run may be complete, and its processes do not leave")
+        if not confirmed and step is None and look.verdict.settle is not None:
+            evidence = (*evidence, f"what would settle it: {look.verdict.settle}")
         return Finding(
             job=look.spec.name,
             alert=AlertName.JOB_HUNG,

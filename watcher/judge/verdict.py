@@ -68,3 +68,4 @@ class Verdict:
     power_fraction: float | None = None  # median board power / limit; None where either is unknown
     alternative: Alternative | None = None
     at_floor: bool = False  # no board draws more than idling with a context or spinning does
+    settle: str | None = None  # the one observation that decides against the alternative; None: no other reading

@@ -41,6 +41,7 @@ class VerdictAnswer(BaseModel):
     power_fraction: float | None = Field(description="median board power as a share of the limit")
     suspects: list[SuspectAnswer]
     alternative: AlternativeAnswer | None
+    settle: str | None = Field(description="the one observation that decides against the alternative")
 
 
 class ProgressAnswer(BaseModel):
@@ -222,6 +223,7 @@ def verdict_answer(verdict: Verdict) -> VerdictAnswer:
         power_fraction=verdict.power_fraction,
         suspects=suspect_answers(verdict.suspects),
         alternative=None if other is None else AlternativeAnswer(state=other.state, confidence=other.confidence),
+        settle=verdict.settle,
     )
 
 
