@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from watcher.diagnose.flight.record import Frame, Group, Operation
+from watcher.diagnose.evidence import RankStacks
+from watcher.diagnose.flight.record import Frame, Group, Operation, Unread
 
 
 class DiagnosisVerdict(StrEnum):
@@ -119,3 +120,6 @@ class Diagnosis:
     reading: CollectiveReading | None = None
     evidence: tuple[str, ...] = ()  # files
     missing: tuple[str, ...] = ()
+    unread: tuple[Unread, ...] = ()  # records that are there and cannot be used
+    stacks: tuple[RankStacks, ...] = ()  # of the culprits; the others' are in the evidence
+    nothing_open: bool = False  # the records are whole, and no rank is in a collective: no hang in them

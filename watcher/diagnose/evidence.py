@@ -48,6 +48,18 @@ class RankProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class RankEnding:
+    """How a rank ended, as it says itself. A rank that was killed says nothing."""
+
+    rank: int
+    code: int
+    why: str
+    step: int | None = None
+    follows: bool = False  # it may well be that another rank's end was the cause
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RankSeen:
     """One rank from outside, as the watcher saw it. None: not known."""
 
@@ -61,6 +73,7 @@ class RankSeen:
     alive: bool | None = None
     data_wait_ms: float | None = None
     throttled: bool | None = None
+    blocks_left: int | None = None  # of its share of the data
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,4 +112,6 @@ class Evidence:
     processes: tuple[RankProcess, ...] = ()
     ras: tuple[RasPolls, ...] = ()
     seen: Seen | None = None
+    endings: tuple[RankEnding, ...] = ()
+    sources: tuple[str, ...] = ()  # files that something was read from
     missing: tuple[str, ...] = ()
