@@ -261,6 +261,17 @@ def job_panels() -> list[Panel]:
             "short",
         ),
         plain(
+            "Power drawn for nothing",
+            "What those boards draw, averaged over 5 min, by the alert that says why; of boards that are read.",
+            (
+                Query(
+                    f"sum by (train_job, alert) (rate({metric('job_wasted_energy_joules_total')}[5m]))",
+                    "{{train_job}} {{alert}}",
+                ),
+            ),
+            unit_of("gpu_power_watts"),
+        ),
+        plain(
             "Memory in use",
             "Highest and lowest board of each job.",
             (

@@ -136,6 +136,7 @@ class JobDesk:
             findings=findings,
             wasted_gpu_seconds=dict(self.detector.wasted_gpu_seconds),
             timeline=self.timeline.points(),
+            wasted_joules=dict(self.detector.wasted_joules),
         )
         return findings
 

@@ -39,6 +39,7 @@ class JobView:
     findings: tuple[Finding, ...]
     wasted_gpu_seconds: Mapping[str, float]  # by alert name
     timeline: tuple[TimelinePoint, ...]  # oldest first, thinned with age
+    wasted_joules: Mapping[str, float] = field(default_factory=dict)  # what those boards drew meanwhile, by alert name
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
+from watcher.cost import Cost
 from watcher.judge import rules
 from watcher.judge.boards import Boards
 from watcher.judge.drift import Drift
@@ -59,7 +60,7 @@ class Detector:
         self._persistent: dict[AlertName, rules.Persisted] = {}
         self._ending = Ending()
         self._overdue = Overdue()
-        self._wasted: dict[str, float] = {}
+        self._cost = Cost()
         self._next_state: JobState | None = None
         self._state_rounds = 0
         self.state = JobState.UNKNOWN
@@ -69,7 +70,12 @@ class Detector:
     @property
     def wasted_gpu_seconds(self) -> Mapping[str, float]:
         """Seconds of boards that did no useful work, by the alert that says why; only time that was seen."""
-        return self._wasted
+        return self._cost.gpu_seconds
+
+    @property
+    def wasted_joules(self) -> Mapping[str, float]:
+        """What those boards drew meanwhile; of those that were read."""
+        return self._cost.joules
 
     def observe(self, verdict: Verdict, job_sample: JobSample, now: float) -> tuple[Finding, ...]:
         """Everything that is wrong with the job at `now` (control host's monotonic seconds, never going back)."""
@@ -83,11 +89,7 @@ class Detector:
             if not self._pace.restarted:
                 self._pace.start_again(look)
         slower = self._drift.look(look, self._pace)
-        findings = self._findings(look, slower)
-        for finding in findings:
-            if finding.gpus_idle:
-                name = finding.alert.value
-                self._wasted[name] = self._wasted.get(name, 0.0) + finding.gpus_idle * look.seen_seconds
+        findings = self._cost.look(job_sample, self._findings(look, slower), look.seen_seconds)
         self._set_state(look, findings)
         return findings
 

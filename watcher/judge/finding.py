@@ -84,6 +84,7 @@ class Finding:
     confirmed: bool = True
     suspects: tuple[Suspect, ...] = ()
     gpus_idle: int = 0  # boards that do no useful work because of it: what the cost is counted from
+    idle_joules: float = 0.0  # what those boards drew since the look before; nothing is known of a gap: 0
 
     @property
     def key(self) -> tuple[str, str, str]:

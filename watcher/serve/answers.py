@@ -103,6 +103,9 @@ class JobAnswer(BaseModel):
     nodes: list[JobNodeAnswer]
     findings: list[FindingAnswer]
     wasted_gpu_seconds: dict[str, float] = Field(description="by the alert that says why, since the watcher began")
+    wasted_energy_joules: dict[str, float] = Field(
+        description="what those boards drew meanwhile; of those that were read"
+    )
 
 
 class GpuAnswer(BaseModel):
@@ -205,6 +208,7 @@ def job_answer(view: JobView, late_seconds: float, now: float) -> JobAnswer:
         nodes=[job_node_answer(node, boards.get(node.node, 0), late_seconds) for node in sample.nodes],
         findings=[finding_answer(finding) for finding in view.findings],
         wasted_gpu_seconds=dict(view.wasted_gpu_seconds),
+        wasted_energy_joules=dict(view.wasted_joules),
     )
 
 

@@ -102,6 +102,8 @@ def job_lines(job: JobView, wall_seconds: float, lines: Series) -> None:
             lines[name].append(f"{name}{label} {number(value)}\n")
     for alert, seconds in job.wasted_gpu_seconds.items():
         put(lines, "wattwatch_job_wasted_gpu_seconds_total", [("train_job", job.name), ("alert", alert)], seconds)
+    for alert, joules in job.wasted_joules.items():
+        put(lines, "wattwatch_job_wasted_energy_joules_total", [("train_job", job.name), ("alert", alert)], joules)
 
 
 def newest_complete(sample: JobSample) -> CheckpointEntry | None:

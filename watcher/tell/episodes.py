@@ -100,6 +100,7 @@ class Episode:
     detection_seconds: float  # from the beginning of the condition to the opening
     counted_seconds: float  # until when the cost is counted
     gpu_seconds_lost: float = 0.0
+    joules_lost: float = 0.0  # only of looks in which it was seen: less than the seconds tell, never more
     severity: Severity = Severity.INFO  # the highest so far, of its own or of what follows from it
     confirmed: bool = False
     suppressed_by: str | None = None
@@ -356,6 +357,7 @@ def seen(episode: Episode, look: Look, finding: Finding) -> Episode:
         episode,
         finding=finding,
         gpu_seconds_lost=episode.gpu_seconds_lost + finding.gpus_idle * max(0.0, look.now - episode.counted_seconds),
+        joules_lost=episode.joules_lost + finding.idle_joules,
         counted_seconds=max(look.now, episode.counted_seconds),
         severity=max(severity, episode.severity, key=RANK.__getitem__),
         confirmed=episode.confirmed or finding.confirmed,

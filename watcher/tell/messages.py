@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+from watcher.cost import JOULES_PER_KWH
 from watcher.judge.finding import Finding, Severity
 from watcher.judge.verdict import Suspect
 from watcher.tell.episodes import Episode, Notice, Reason, name_of
@@ -41,6 +42,7 @@ class Message:
     severity: Severity
     confirmed: bool
     gpu_hours_lost: float
+    kilowatt_hours_lost: float
     opened_wall_seconds: float
     closed_wall_seconds: float | None
 
@@ -102,6 +104,7 @@ def compose(
         severity=severity,
         confirmed=episode.told.confirmed,
         gpu_hours_lost=episode.gpu_seconds_lost / 3600,
+        kilowatt_hours_lost=episode.joules_lost / JOULES_PER_KWH,
         opened_wall_seconds=episode.opened_wall_seconds,
         closed_wall_seconds=wall if over else None,
     )
@@ -120,6 +123,8 @@ def cost_of(episode: Episode, over: bool) -> str:
     if episode.gpu_seconds_lost <= 0 and not episode.finding.gpus_idle:
         return ""
     lost = f"{amount(episode.gpu_seconds_lost / 3600)} GPU-hours lost"
+    if episode.joules_lost > 0:
+        lost = f"{amount(episode.gpu_seconds_lost / 3600)} GPU-hours and {amount(episode.joules_lost / JOULES_PER_KWH)} kWh lost"
     if over:
         return f"{lost}."
     boards = episode.finding.gpus_idle

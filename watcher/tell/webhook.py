@@ -79,6 +79,7 @@ def annotations_of(message: Message) -> dict[str, str]:
         "reason": message.reason,
         "follows": ", ".join(message.followers),
         "gpu_hours_lost": f"{message.gpu_hours_lost:.3f}",
+        "kilowatt_hours_lost": f"{message.kilowatt_hours_lost:.3f}" if message.kilowatt_hours_lost else "",
         "confirmed": "true" if message.confirmed else "false",
         "episode": message.episode_id,
     }

@@ -111,6 +111,7 @@ def job(
         verdict=verdict,
         findings=findings,
         wasted_gpu_seconds=wasted or {},
+        wasted_joules={alert: seconds * 191.0 for alert, seconds in (wasted or {}).items()},
         timeline=timeline(history),
     )
 

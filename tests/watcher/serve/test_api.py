@@ -69,6 +69,7 @@ def test_a_job_tells_state_reason_progress_and_verdict(client: httpx.Client) -> 
     assert job["verdict"]["suspects"] == [{"node": "gpu-03", "gpu": 3, "rank": 3}]
     assert job["checkpoint"]["name"] == "step-00001500"  # the newer one is not complete
     assert job["wasted_gpu_seconds"] == {"JobHung": 3520.0}
+    assert job["wasted_energy_joules"] == {"JobHung": 3520.0 * 191}
 
 
 def test_the_list_of_jobs_holds_each_as_it_is_alone(client: httpx.Client) -> None:

@@ -279,3 +279,16 @@ def test_slack_answers() -> None:
     assert throttled == TryAgain(Failure.RATE_LIMITED, "HTTP 429", 3.0)
     assert is_about_layout(400, "invalid_blocks")
     assert not is_about_layout(400, "invalid_token")
+
+
+def test_the_energy_that_was_seen_to_be_wasted_is_told_beside_the_hours() -> None:
+    found = finding(suspects=RANK_3)
+    look = Look(replace(found, idle_joules=7.2e6), now=95.0, wall=WALL)
+    decision = decide(None, look)
+    episode = advance(opened("e1", look, found), look, decision, ("webhook",))
+    told = compose(episode, Notice.OPENED, decision.reason, 95.0, WALL, None)
+    assert told.cost == "0.42 GPU-hours and 2.00 kWh lost so far (16 GPUs without useful work)."
+    (alert,) = orjson.loads(webhook_payload(told, "webhook"))["alerts"]
+    assert alert["annotations"]["kilowatt_hours_lost"] == "2.000"
+    after_a_gap = advance(episode, replace(look, finding=found, now=400.0), Decision(Reason.UNCHANGED))
+    assert after_a_gap.joules_lost == 7.2e6
