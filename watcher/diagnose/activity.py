@@ -27,8 +27,30 @@ LIBRARY: Final = re.compile(
 STANDARD: Final = re.compile(r"(^|/)lib/python3[^/]*/(?!(site|dist)-packages/)|<")
 # First part of a path that a tool has shortened, or of one below site-packages.
 LIBRARIES: Final = frozenset(
-    "torch torchvision torchdata triton numpy safetensors transformers tokenizers datasets accelerate lightning "
-    "pytorch_lightning deepspeed peft trl urllib3 requests fsspec pyarrow huggingface_hub IPython click".split()
+    [
+        "torch",
+        "torchvision",
+        "torchdata",
+        "triton",
+        "numpy",
+        "safetensors",
+        "transformers",
+        "tokenizers",
+        "datasets",
+        "accelerate",
+        "lightning",
+        "pytorch_lightning",
+        "deepspeed",
+        "peft",
+        "trl",
+        "urllib3",
+        "requests",
+        "fsspec",
+        "pyarrow",
+        "huggingface_hub",
+        "IPython",
+        "click",
+    ]
 )
 OWN_CODE: Final = "own_code"
 
