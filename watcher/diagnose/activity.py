@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
-from typing import Final
+from typing import Any, Final
 
 from watcher.diagnose.evidence import RankStacks, StackFrame, ThreadStack
 from watcher.diagnose.stacks import main_thread
@@ -25,33 +25,6 @@ LIBRARY: Final = re.compile(
     r"|(^|/)torch/(distributed|nn|autograd|utils|optim|multiprocessing|cuda|_\w+|serialization|functional|amp)\b"
 )
 STANDARD: Final = re.compile(r"(^|/)lib/python3[^/]*/(?!(site|dist)-packages/)|<")
-# First part of a path that a tool has shortened, or of one below site-packages.
-LIBRARIES: Final = frozenset(
-    [
-        "torch",
-        "torchvision",
-        "torchdata",
-        "triton",
-        "numpy",
-        "safetensors",
-        "transformers",
-        "tokenizers",
-        "datasets",
-        "accelerate",
-        "lightning",
-        "pytorch_lightning",
-        "deepspeed",
-        "peft",
-        "trl",
-        "urllib3",
-        "requests",
-        "fsspec",
-        "pyarrow",
-        "huggingface_hub",
-        "IPython",
-        "click",
-    ]
-)
 OWN_CODE: Final = "own_code"
 
 
@@ -85,12 +58,22 @@ class StandingGroup:
 
 
 @cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(resources.files(__package__).joinpath("activities.toml").read_text("utf-8"))
+
+
+@cache
 def activities() -> tuple[Activity, ...]:
-    rows = tomllib.loads(resources.files("watcher.diagnose").joinpath("activities.toml").read_text("utf-8"))
     return tuple(
         Activity(row["name"], row["words"], re.compile("|".join(row["frames"])), row.get("anywhere", False))
-        for row in rows["activity"]
+        for row in _table()["activity"]
     )
+
+
+@cache
+def libraries() -> frozenset[str]:
+    """First part of a path below site-packages, or of one that a tool has shortened."""
+    return frozenset(_table()["libraries"])
 
 
 def is_library(file: str) -> bool:
@@ -104,7 +87,7 @@ def _short_name_of_library(path: str) -> bool:
         return False
     first, *rest = PurePosixPath(path).parts or ("",)
     name = first.removesuffix(".py")
-    return (bool(rest) and first in LIBRARIES) or (name in sys.stdlib_module_names and name != "test")
+    return (bool(rest) and first in libraries()) or (name in sys.stdlib_module_names and name != "test")
 
 
 def own_frames(thread: ThreadStack) -> tuple[StackFrame, ...]:
@@ -116,7 +99,7 @@ def own_frames(thread: ThreadStack) -> tuple[StackFrame, ...]:
 
 def _known(file: str) -> bool:
     package = re.split(r"(?:site|dist)-packages/", file.replace("\\", "/"))[-1].partition("/")[0]
-    return package in LIBRARIES or _short_name_of_library(file) or ".so" in file
+    return package in libraries() or _short_name_of_library(file) or ".so" in file
 
 
 def own_frame(thread: ThreadStack) -> StackFrame | None:

@@ -5,7 +5,8 @@ Gathered from a live job by `capture/`, or read from a directory by `read_eviden
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from watcher.diagnose.flight.record import RankRecord, Unread
 from watcher.diagnose.ras.report import RasPolls
@@ -113,5 +114,6 @@ class Evidence:
     ras: tuple[RasPolls, ...] = ()
     seen: Seen | None = None
     endings: tuple[RankEnding, ...] = ()
+    node_of_rank: Mapping[int, str] = field(default_factory=dict)
     sources: tuple[str, ...] = ()  # files that something was read from
     missing: tuple[str, ...] = ()
