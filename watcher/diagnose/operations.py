@@ -1,0 +1,69 @@
+"""When two ranks' operations at one slot agree, and what an operation promises. Facts: `collectives.toml`."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Final
+
+from watcher.diagnose.flight.record import Operation
+
+LIBRARY_PARTS: Final = ("site-packages/", "dist-packages/", "/lib/python3", "lib/python3", "<frozen", "<string>")
+LIBRARY_STARTS: Final = ("torch/", "importlib/")
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRule:
+    synchronising: bool = False
+    inputs: bool = False  # elements must agree
+    outputs: bool = False
+
+
+@lru_cache(maxsize=1)
+def operation_rules() -> dict[str, OperationRule]:
+    text = resources.files(__package__).joinpath("collectives.toml").read_text("utf-8")
+    return {name: OperationRule(**rule) for name, rule in tomllib.loads(text).items()}
+
+
+def synchronising(operation: Operation) -> bool:
+    """Whether nobody can finish it before every member came."""
+    rule = operation_rules().get(operation.name)
+    return rule is not None and rule.synchronising
+
+
+def same_kind(one: Operation, other: Operation) -> bool:
+    return one.name == other.name
+
+
+def signature(operation: Operation) -> tuple[object, ...]:
+    """What all members must have in common: operations with equal signatures agree."""
+    rule = operation_rules().get(operation.name, OperationRule())
+    return (
+        operation.name,
+        _elements(operation.input_sizes) if rule.inputs else None,
+        _elements(operation.output_sizes) if rule.outputs else None,
+        operation.input_types if rule.inputs or rule.outputs else None,
+    )
+
+
+def _elements(sizes: tuple[tuple[int, ...], ...]) -> int:
+    return sum(math.prod(size) for size in sizes)
+
+
+def operation_words(operation: Operation, sizes: bool = False) -> str:
+    """ "all_reduce", with `sizes` "all_reduce of [1025] Float"."""
+    if operation.point_to_point:
+        return f"{operation.name} {operation.source}->{operation.destination}"
+    if not sizes or not operation.input_sizes:
+        return operation.name
+    shapes = ", ".join(str(list(size)) for size in operation.input_sizes[:3])
+    more = "" if len(operation.input_sizes) <= 3 else f" and {len(operation.input_sizes) - 3} more"
+    return f"{operation.name} of {shapes}{more} {'/'.join(sorted(set(operation.input_types)))}".rstrip()
+
+
+def is_library(file: str) -> bool:
+    """Whether a stack's line is of Python, torch or another installed package, and not of the job's own code."""
+    return any(part in file for part in LIBRARY_PARTS) or file.startswith(LIBRARY_STARTS)

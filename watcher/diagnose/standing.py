@@ -1,0 +1,125 @@
+"""Where each rank stands in each group: what it launched, what it finished, what it waits in.
+
+Two traps of torch's recorder. A record may hold only what is open, so that a slot which is not in it was either never
+launched or finished long ago: the counts in `pg_status` decide. And those counts take the send and recv count where the
+last launch was one (seen in NCCL 2.27 records of pipelined jobs), so in a group with send and recv they say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from watcher.diagnose.flight.record import Group, GroupRecord, Launch, Operation, RankRecord
+
+
+@dataclass(slots=True)
+class GroupStanding:
+    """All that the records say of one group."""
+
+    group: Group
+    records: dict[int, GroupRecord] = field(default_factory=dict)
+    counted: bool = True  # pg_status counts collectives here
+    _slots: dict[int, dict[int, Launch]] = field(default_factory=dict)
+
+    def at(self, rank: int, slot: int) -> Launch | None:
+        """The rank's launch at the slot, where its record still holds it."""
+        if rank not in self.records:
+            return None
+        if rank not in self._slots:
+            self._slots[rank] = {each.slot: each for each in collectives(self.records[rank])}
+        return self._slots[rank].get(slot)
+
+    def launched(self, rank: int, slot: int) -> bool | None:
+        """None: the record does not tell."""
+        if self.at(rank, slot) is not None:
+            return True
+        record = self.records.get(rank)
+        if record is None:
+            return None
+        if self.counted and record.last_enqueued is not None:
+            return record.last_enqueued >= slot
+        known = self._slots[rank]
+        if not known:
+            return None
+        if max(known) > slot:
+            return True
+        return False if keeps_history(record) else None
+
+    def completed(self, rank: int, slot: int) -> bool | None:
+        launch = self.at(rank, slot)
+        if launch is not None:
+            return not launch.open
+        record = self.records.get(rank)
+        if record is None:
+            return None
+        if self.counted and record.last_completed is not None:
+            return record.last_completed >= slot
+        # What was launched, and is not among those that are open, ended and left the ring.
+        return self.launched(rank, slot)
+
+    def operation_at(self, rank: int, slot: int) -> Operation | None:
+        launch = self.at(rank, slot)
+        return None if launch is None else launch.operation
+
+
+@dataclass(slots=True)
+class RankStanding:
+    """One rank over all its groups."""
+
+    rank: int
+    source: str
+    waits: tuple[tuple[Group, Launch], ...]  # open ones, in the order of their launch
+
+    @property
+    def primary(self) -> tuple[Group, Launch] | None:
+        """What it is in: of those whose kernel runs the first, else the first launched. The rest queues behind it."""
+        running = (wait for wait in self.waits if wait[1].started)
+        return next(running, next(iter(self.waits), None))
+
+
+@dataclass(frozen=True, slots=True)
+class Standings:
+    groups: dict[Group, GroupStanding]
+    ranks: dict[int, RankStanding]
+
+    def absent(self, group: Group) -> tuple[int, ...]:
+        """Members without any record."""
+        return tuple(rank for rank in group.members if rank not in self.ranks)
+
+
+def standings_of(records: Sequence[RankRecord]) -> Standings:
+    """`records`: one a rank, in any order."""
+    groups: dict[Group, GroupStanding] = {}
+    ranks: dict[int, RankStanding] = {}
+    for record in sorted(records, key=lambda each: each.rank):
+        waits: list[tuple[Group, Launch]] = []
+        for part in record.groups:
+            standing = groups.setdefault(part.group, GroupStanding(part.group))
+            standing.records[record.rank] = part
+            waits += [(part.group, launch) for launch in part.launches if launch.open]
+        waits.sort(key=lambda wait: wait[1].record)
+        ranks[record.rank] = RankStanding(record.rank, record.source, tuple(waits))
+    for standing in groups.values():
+        standing.counted = counts_collectives(standing)
+    return Standings(groups, ranks)
+
+
+def collectives(record: GroupRecord) -> list[Launch]:
+    return [launch for launch in record.launches if not launch.operation.point_to_point]
+
+
+def keeps_history(record: GroupRecord) -> bool:
+    """Whether finished launches are in it too: then what is not there and newer was never launched."""
+    return any(not launch.open for launch in record.launches)
+
+
+def counts_collectives(standing: GroupStanding) -> bool:
+    """False where send and recv share the counts: seen, or a count that is not that of the newest launch."""
+    for record in standing.records.values():
+        if any(launch.operation.point_to_point for launch in record.launches):
+            return False
+        newest = max((launch.slot for launch in record.launches), default=None)
+        if newest is not None and record.last_enqueued is not None and record.last_enqueued != newest:
+            return False
+    return True

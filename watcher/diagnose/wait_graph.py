@@ -1,0 +1,222 @@
+"""Who cannot go on before whom: the walk from the ranks that wait to those that hold everybody up.
+
+Each rank waits in its first open operation; whoever has not launched it, or is still in an earlier one, is awaited.
+Ranks in the same slot form one standstill, so the graph has as many nodes as there are groups stuck, not ranks squared.
+It ends in a rank that waits in nothing (silent), a rank that did not finish what its peers finished (left behind), a
+rank without a record (absent), a standstill that everybody has joined (so it is not the program), or a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from watcher.diagnose.flight.record import Group, Launch, Operation
+from watcher.diagnose.operations import synchronising
+from watcher.diagnose.standing import Standings
+
+
+class Hold(StrEnum):
+    """Why a rank holds the others up."""
+
+    SILENT = "silent"
+    LEFT_BEHIND = "left_behind"
+    ABSENT = "absent"
+
+
+NOT_LAUNCHED = "has not launched it"
+EARLIER = "is still in an earlier operation"
+NO_RECORD = "left no record"
+
+
+@dataclass(slots=True)
+class Standstill:
+    """One slot of one group (or one pair's send and recv) in which ranks wait, and for whom."""
+
+    group: Group
+    slot: int
+    operation: Operation
+    waiters: list[int] = field(default_factory=list)
+    awaited: Mapping[int, str] = field(default_factory=dict)  # rank -> why
+
+
+@dataclass(frozen=True, slots=True)
+class WaitGraph:
+    standstills: tuple[Standstill, ...]
+    of_rank: Mapping[int, Standstill]
+    left_behind: Mapping[int, tuple[Group, Launch, tuple[int, ...]]]  # rank -> its launch, and who finished it
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Where the waiting leads to."""
+
+    holders: Mapping[int, Hold]
+    joined: tuple[Standstill, ...]  # everybody is in it
+    rings: tuple[tuple[Standstill, ...], ...]  # each waits for one that waits for it
+    unknown: tuple[Standstill, ...]  # several members left no record, and nobody else explains it
+
+
+Key = tuple[Group, int, tuple[int, int] | None]
+
+
+def wait_graph(standings: Standings) -> WaitGraph:
+    behind = {rank: found for rank in standings.ranks if (found := _left_behind(standings, rank)) is not None}
+    standstills: dict[Key, Standstill] = {}
+    of_rank: dict[int, Standstill] = {}
+    for rank, standing in standings.ranks.items():
+        if standing.primary is not None and rank not in behind:
+            of_rank[rank] = _join(standstills, rank, *standing.primary)
+    for standstill in standstills.values():
+        standstill.awaited = _awaited(standings, standstill)
+    ordered = sorted(standstills.values(), key=lambda each: (each.waiters, each.group, each.slot))
+    return WaitGraph(tuple(ordered), of_rank, behind)
+
+
+def _join(standstills: dict[Key, Standstill], rank: int, group: Group, launch: Launch) -> Standstill:
+    operation = launch.operation
+    pair = None
+    if operation.source is not None and operation.destination is not None:
+        pair = (operation.source, operation.destination)
+    # Send and recv of one pair meet whatever their own counts say.
+    key = (group, launch.slot if pair is None else -1, pair)
+    standstill = standstills.setdefault(key, Standstill(group, launch.slot, operation))
+    standstill.waiters.append(rank)
+    return standstill
+
+
+def _left_behind(standings: Standings, rank: int) -> tuple[Group, Launch, tuple[int, ...]] | None:
+    """Its earliest open launch that another member has finished although nobody can before all came: its part was
+    done, and this rank did not notice. Its board, or the thread that follows it, stopped."""
+    for group, launch in standings.ranks[rank].waits:
+        if launch.operation.point_to_point or not synchronising(launch.operation):
+            continue
+        standing = standings.groups[group]
+        ahead = tuple(m for m in group.members if m != rank and standing.completed(m, launch.slot))
+        if ahead:
+            return group, launch, ahead
+    return None
+
+
+def _awaited(standings: Standings, standstill: Standstill) -> dict[int, str]:
+    """Members that keep it from going on. Those without a record count only where nobody else explains it."""
+    if standstill.operation.point_to_point:
+        return _awaited_peer(standings, standstill)
+    standing = standings.groups[standstill.group]
+    awaited: dict[int, str] = {}
+    for member in standstill.group.members:
+        if member in standstill.waiters or member not in standings.ranks:
+            continue
+        if not standing.launched(member, standstill.slot):
+            awaited[member] = NOT_LAUNCHED
+        elif not standing.completed(member, standstill.slot):
+            awaited[member] = EARLIER
+    return awaited or dict.fromkeys(standings.absent(standstill.group), NO_RECORD)
+
+
+def _awaited_peer(standings: Standings, standstill: Standstill) -> dict[int, str]:
+    operation, members = standstill.operation, standstill.group.members
+    if len(standstill.waiters) > 1:
+        return {}  # sender and receiver are both in it
+    places = [place for place in (operation.source, operation.destination) if place is not None]
+    peers = [members[p] for p in places if p < len(members) and members[p] not in standstill.waiters]
+    awaited: dict[int, str] = {}
+    for peer in peers:
+        if peer not in standings.ranks:
+            awaited[peer] = NO_RECORD
+            continue
+        has_it = any(
+            group == standstill.group
+            and launch.operation.source == operation.source
+            and launch.operation.destination == operation.destination
+            for group, launch in standings.ranks[peer].waits
+        )
+        awaited[peer] = EARLIER if has_it else NOT_LAUNCHED
+    return awaited
+
+
+def ends_of(graph: WaitGraph, standings: Standings) -> Ends:
+    """Where the waiting leads to. Who left no record is named only where nothing seen explains the waiting."""
+    holders: dict[int, Hold] = dict.fromkeys(sorted(graph.left_behind), Hold.LEFT_BEHIND)
+    absent: dict[int, list[Standstill]] = {}
+    joined: list[Standstill] = []
+    for standstill in graph.standstills:
+        if not standstill.awaited:
+            joined.append(standstill)
+        for rank, why in standstill.awaited.items():
+            if why == NO_RECORD:
+                absent.setdefault(rank, []).append(standstill)
+            elif rank not in graph.of_rank:
+                holders.setdefault(rank, Hold.SILENT)
+    unknown: list[Standstill] = []
+    seen = dict(holders)
+    for rank, waiting in sorted(absent.items()):
+        alone = [each for each in waiting if len(each.awaited) == 1]
+        # A sender or receiver without a record may itself wait for somebody who is known to hold all up.
+        if any(not each.operation.point_to_point for each in alone) or (alone and not seen):
+            holders[rank] = Hold.ABSENT
+        unknown += [each for each in waiting if each not in alone and each not in unknown]
+    return Ends(holders, tuple(joined), _rings(graph, standings), tuple(unknown))
+
+
+def _rings(graph: WaitGraph, standings: Standings) -> tuple[tuple[Standstill, ...], ...]:
+    """Standstills that wait for each other, and for nobody outside, also by what else their ranks have open."""
+    following = {id(each): _next(graph, each.awaited) for each in graph.standstills}
+    rings = []
+    for ring in components(graph.standstills, following):
+        if len(ring) < 2:
+            continue
+        inside = {rank for each in ring for rank in each.waiters}
+        if all(set(each.awaited) <= inside for each in ring) and not _other_ways_out(standings, inside):
+            rings.append(tuple(ring))
+    return tuple(rings)
+
+
+def _next(graph: WaitGraph, awaited: Iterable[int]) -> list[Standstill]:
+    unique = {id(graph.of_rank[rank]): graph.of_rank[rank] for rank in awaited if rank in graph.of_rank}
+    return list(unique.values())
+
+
+def _other_ways_out(standings: Standings, inside: set[int]) -> bool:
+    """Whether ranks of a ring also wait for somebody outside of it: a receive that was only posted early is no wait."""
+    for rank in inside:
+        for group, launch in standings.ranks[rank].waits:
+            posted = Standstill(group, launch.slot, launch.operation, [rank])
+            if set(_awaited(standings, posted)) - inside:
+                return True
+    return False
+
+
+def components(nodes: tuple[Standstill, ...], following: Mapping[int, list[Standstill]]) -> list[list[Standstill]]:
+    """Strongly connected components (Tarjan 1972), without recursion: chains may be as long as there are ranks."""
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[Standstill] = []
+    on_stack: set[int] = set()
+    found: list[list[Standstill]] = []
+    for root in nodes:
+        if id(root) in index:
+            continue
+        work: list[tuple[Standstill, int]] = [(root, 0)]
+        while work:
+            node, place = work.pop()
+            key = id(node)
+            if key not in index:
+                index[key] = low[key] = len(index)
+                stack.append(node)
+                on_stack.add(key)
+            for offset, child in enumerate(following[key][place:], start=place):
+                if id(child) not in index:
+                    work += [(node, offset), (child, 0)]
+                    break
+                if id(child) in on_stack:
+                    low[key] = min(low[key], low[id(child)])
+            else:
+                if low[key] == index[key]:
+                    component: list[Standstill] = []
+                    while not component or component[-1] is not node:
+                        component.append(stack.pop())
+                        on_stack.discard(id(component[-1]))
+                    found.append(component)
+    return found
