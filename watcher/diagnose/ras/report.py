@@ -19,7 +19,8 @@ class RasRank:
     pid: int | None
     gpu: int | None  # NVML index
     counts: Mapping[str, int] | None = None  # "AllReduce" -> launches; None: not told
-    async_error: int = 0  # ncclResult: 0 is ok
+    async_error: int = 0  # ncclResult: 0 is ok, 7 in progress; -1: the text form gives a word that is not known
+    initialization_error: int = 0  # the same, of its initialisation
     finalizing: bool = False
     aborted: bool = False
     initializing: bool = False
@@ -29,13 +30,35 @@ class RasRank:
 
 
 @dataclass(frozen=True, slots=True)
+class RasCount:
+    """Text form: so many ranks of a communicator have launched so many; it names those of the smaller groups only."""
+
+    operation: str  # "AllReduce"; "collective" before NCCL 2.26, which counted all kinds as one
+    ranks: int
+    launched: int
+    named: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RasStatus:
+    """Text form: so many ranks of a communicator have this status, where they differ."""
+
+    status: str  # NOCOMM (UNKNOWN in older versions), INIT, RUNNING, FINALIZE, ABORT
+    ranks: int
+    named: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RasCommunicator:
     identity: str  # hash and secondary hash: hashes alone repeat
-    size: int
+    size: int  # 0: not told (an excerpt of the text form)
     ranks: tuple[RasRank, ...]  # those that answered, and those missing that it can name
     missing_count: int = 0  # 0 where the report says so, or says nothing
     state: str = ""  # text form: RUNNING, INIT, ...
     words: tuple[str, ...] = ()  # text form: its error and warning lines
+    alike: int = 1  # text form: communicators that this one stands for (it lists healthy ones by their number only)
+    counts: tuple[RasCount, ...] = ()  # text form, where they differ
+    statuses: tuple[RasStatus, ...] = ()  # text form, where they differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +72,8 @@ class RasReport:
     timeouts: int | None = None
     repaired: bool = False  # the JSON of 2.28.7 and 2.28.9 lacks a comma
     words: tuple[str, ...] = ()  # lines that say what is wrong as a whole, such as dead peers
+    job_gpus: int | None = None  # text form: GPUs of the whole job
+    trouble: str | None = None  # why it could not be read, or not whole
 
 
 @dataclass(frozen=True, slots=True)
