@@ -17,9 +17,9 @@ from watcher.diagnose.disagreements import Disagreement, disagreements
 from watcher.diagnose.flight.record import Group, RankRecord, Unread
 from watcher.diagnose.frontier import frontier
 from watcher.diagnose.operations import operation_words
-from watcher.diagnose.ranks import ranks_words
 from watcher.diagnose.standing import Standings, standings_of
 from watcher.diagnose.wait_graph import Ends, Hold, Standstill, WaitGraph, ends_of, wait_graph
+from watcher.diagnose.words import ranks_in_words
 
 # How sure each finding is. Stated, not measured: public records with a known culprit are too few to count on.
 SURE_DISAGREEMENT: Final = 0.97
@@ -61,7 +61,7 @@ def _disagreement(parted: list[Disagreement], standings: Standings, graph: WaitG
     culprits = tuple(sorted({rank for each in decided for rank in each.odd}))
     shown = (decided or parted)[0]
     sizes = not shown.kinds
-    sides = [f"{ranks_words(ranks)} in {operation_words(operation, sizes)}" for operation, ranks in shown.parties]
+    sides = [f"{ranks_in_words(ranks)} in {operation_words(operation, sizes)}" for operation, ranks in shown.parties]
     why = f"slot {shown.slot:,} of {shown.group}: {', '.join(sides[:4])}"
     if len(sides) > 4:
         why += f" and {len(sides) - 4} more"
@@ -93,7 +93,7 @@ def _ring(ring: tuple[Standstill, ...], standings: Standings, graph: WaitGraph) 
     decided = 2 * len(sides[ordered[0]]) > total
     culprits = tuple(sorted(rank for side in ordered[1:] for rank in sides[side])) if decided else ()
     words = [
-        f"{ranks_words(sides[side])} in {side[1]} at slot {shown[side].slot:,} of {side[0]}" for side in ordered[:4]
+        f"{ranks_in_words(sides[side])} in {side[1]} at slot {shown[side].slot:,} of {side[0]}" for side in ordered[:4]
     ]
     why = f"each waits for the other: {', '.join(words)}"
     if not decided:
@@ -135,12 +135,12 @@ def _hold_words(rank: int, hold: Hold, graph: WaitGraph) -> tuple[str, Group, in
     if hold is Hold.LEFT_BEHIND:
         group, launch, ahead = graph.left_behind[rank]
         what = f"{operation_words(launch.operation)} at slot {launch.slot:,} of {group}"
-        return f"rank {rank} did not finish {what}, which {ranks_words(ahead)} finished", group, launch.slot
+        return f"rank {rank} did not finish {what}, which {ranks_in_words(ahead)} finished", group, launch.slot
     missing = [each for each in graph.standstills if rank in each.awaited]
     # Where most wait is where it is missed most plainly.
     place = min(missing, key=lambda each: (-len(each.waiters), each.group, each.slot))
     what = f"{operation_words(place.operation)} at slot {place.slot:,} of {place.group}"
-    waiters = f"{ranks_words(place.waiters)} {'waits' if len(place.waiters) == 1 else 'wait'} in {what}"
+    waiters = f"{ranks_in_words(place.waiters)} {'waits' if len(place.waiters) == 1 else 'wait'} in {what}"
     if hold is Hold.ABSENT:
         return f"{waiters}, and only rank {rank} is missing there: it left no record", place.group, place.slot
     return f"{waiters}; rank {rank} has not launched it and waits in nothing", place.group, place.slot
@@ -149,8 +149,8 @@ def _hold_words(rank: int, hold: Hold, graph: WaitGraph) -> tuple[str, Group, in
 def _no_records(ends: Ends, standings: Standings, graph: WaitGraph) -> CollectiveReading:
     place = min(ends.unknown, key=lambda each: (-len(each.waiters), each.group, each.slot))
     why = (
-        f"{ranks_words(place.waiters)} {'waits' if len(place.waiters) == 1 else 'wait'} in "
-        f"{operation_words(place.operation)} at slot {place.slot:,} of {place.group}; {ranks_words(place.awaited)} "
+        f"{ranks_in_words(place.waiters)} {'waits' if len(place.waiters) == 1 else 'wait'} in "
+        f"{operation_words(place.operation)} at slot {place.slot:,} of {place.group}; {ranks_in_words(place.awaited)} "
         "left no record, so any of them may hold the others up"
     )
     frontiers = [(place.group, place.slot)]
