@@ -133,6 +133,20 @@ class ProcessSample:
     cpu_seconds: float | None = None
     gpu_indexes: tuple[int, ...] = ()  # boards it holds a context on
     rank: int | None = None  # from its heartbeat, matched by pid
+    cpu_percent: float | None = None  # of one core, over the last seconds; None: seen for too short a time
+    wait_channel: str | None = None  # kernel function that it sleeps in, in state D where the node tells it
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSample:
+    """A child of a process of the job: a loader's worker, most often. It holds no board and is no rank."""
+
+    pid: int
+    parent_pid: int
+    name: str  # comm
+    state: str
+    cpu_percent: float | None = None  # of one core, as of ProcessSample
+    wait_channel: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,17 +219,21 @@ class FilesystemSample:
     free_bytes: int | None
     total_bytes: int | None
     error: str | None = None
+    kind: str | None = None  # type of the mount: "ext4", "nfs4", "lustre"
 
 
 @dataclass(frozen=True, slots=True)
 class HostLoad:
-    """Load average over 1 min and pressure-stall shares (some, avg10, 0..100); None where the kernel has none."""
+    """Load average over 1 min, pressure-stall shares (some, avg10, 0..100), memory; None where the kernel has none."""
 
     load_1m: float | None = None
     cpu_count: int | None = None
     cpu_pressure_percent: float | None = None
     io_pressure_percent: float | None = None
     memory_pressure_percent: float | None = None
+    memory_available_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    swap_used_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,3 +263,4 @@ class NodeSample:
     filesystems: tuple[FilesystemSample, ...] = ()
     load: HostLoad = HostLoad()
     gpus_age_seconds: float = 0.0  # since the boards were asked: a slow query's answer stands in several lines
+    workers: tuple[WorkerSample, ...] = ()  # children of `processes`, looked at every few seconds

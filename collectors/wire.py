@@ -16,6 +16,7 @@ from typing import Any, Final
 import orjson
 
 from collectors.checkpoints import Listing, facts_from_json, read_checkpoints, root_from_json
+from collectors.cpu_share import CpuShares
 from collectors.kernel_log import read_kernel_line
 from collectors.nvml import HANDLE, gpu_from_nvml, host_status_of, missing_from_nvml
 from collectors.probe.node_probe import TAIL_BYTES
@@ -33,6 +34,7 @@ from collectors.samples import (
     NodeSample,
     ProcessSample,
     ProgressSample,
+    WorkerSample,
 )
 from collectors.smi import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, SmiReport, read_query_csv
 
@@ -99,6 +101,8 @@ class LineReader:
         self._filesystems: dict[str, FilesystemSample] = {}
         self._processes: tuple[ProcessSample, ...] | None = None
         self._processes_seconds = 0.0
+        self._workers: tuple[WorkerSample, ...] = ()
+        self._shares = CpuShares()
         self._load = HostLoad()
         self._host = ""
         self._node_warnings: tuple[str, ...] = ()
@@ -150,13 +154,17 @@ class LineReader:
             self._take_listing(news)
         for directory, listed in message.get("listed", ()):
             self._directories.setdefault(str(directory), Directory()).listed_seconds = float(listed)
-        for path, free, total, error in message.get("fs", ()):
-            self._filesystems[str(path)] = FilesystemSample(str(path), _whole(free), _whole(total), _text(error))
+        for path, free, total, error, *kind in message.get("fs", ()):
+            mount = _text(kind[0]) if kind else None
+            self._filesystems[str(path)] = FilesystemSample(str(path), _whole(free), _whole(total), _text(error), mount)
         if "load" in message:
-            load, cpus, *pressures = message["load"]
-            self._load = HostLoad(_maybe_real(load), _whole(cpus), *map(_maybe_real, pressures))
+            load, cpus, cpu, io, memory, *sizes = message["load"]
+            pressures = _maybe_real(cpu), _maybe_real(io), _maybe_real(memory)
+            self._load = HostLoad(_maybe_real(load), _whole(cpus), *pressures, *map(_whole, sizes[:3]))
+        if "work" in message:
+            self._workers = self._read_workers(message["work"], now)
         if "proc" in message:
-            self._processes, self._processes_seconds = self._read_processes(message["proc"]), now
+            self._processes, self._processes_seconds = self._read_processes(message["proc"], now), now
         elif now - self._processes_seconds > KEPT_SECONDS:
             self._processes = None
         if "warn" in message:
@@ -197,6 +205,7 @@ class LineReader:
             tuple(self._filesystems.values()),
             self._load,
             max(0.0, now - gpus.read_seconds) if gpus.read_seconds is not None else 0.0,
+            self._workers,
         )
 
     # GPUs
@@ -251,23 +260,34 @@ class LineReader:
 
     # Processes
 
-    def _read_processes(self, rows: Sequence[Sequence[Any]] | None) -> tuple[ProcessSample, ...] | None:
+    def _read_processes(self, rows: Sequence[Sequence[Any]] | None, now: float) -> tuple[ProcessSample, ...] | None:
         if rows is None:
             return None
         index_of = {board.uuid: board.index for board in self._gpus.boards or () if board.index is not None}
         rank_of = {beat.sample.pid: beat.sample.rank for beat in self._heartbeats.values() if beat.host == self._host}
         samples = []
-        for pid, started, state, name, cpu_seconds, held in rows:
+        for pid, started, state, name, cpu_seconds, held, *waits_in in rows:
             indexes = tuple(
                 index for index in (one if type(one) is int else index_of.get(one) for one in held) if index is not None
             )
             samples.append(
                 ProcessSample(
-                    _integer(pid), str(name), str(state), _real(started),
-                    None if cpu_seconds is None else _real(cpu_seconds), indexes, rank_of.get(pid),
+                    _integer(pid), str(name), str(state), _real(started), _maybe_real(cpu_seconds), indexes,
+                    rank_of.get(pid), self._shares.of((pid, started), _maybe_real(cpu_seconds), now),
+                    _text(waits_in[0]) if waits_in else None,
                 )
             )  # fmt: skip
+        self._shares.forget(now)
         return tuple(samples)
+
+    def _read_workers(self, rows: Sequence[Sequence[Any]], now: float) -> tuple[WorkerSample, ...]:
+        return tuple(
+            WorkerSample(
+                _integer(pid), _integer(parent), str(name), str(state),
+                self._shares.of((pid, _real(started)), _maybe_real(cpu_seconds), now), _text(waits_in),
+            )
+            for parent, pid, started, state, name, cpu_seconds, waits_in in rows
+        )  # fmt: skip
 
     # Progress
 

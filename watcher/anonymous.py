@@ -240,14 +240,19 @@ def _line(message: dict[str, Any], names: Pseudonyms, specs: Sequence[JobSpec], 
     if "listed" in message:
         new["listed"] = [[names.path(directory), at] for directory, at in message["listed"]]
     if "fs" in message:
-        new["fs"] = [[names.path(path), free, total, _strings(e, names.text)] for path, free, total, e in message["fs"]]
+        new["fs"] = [
+            [names.path(path), free, total, _strings(error, names.text), *kind]
+            for path, free, total, error, *kind in message["fs"]
+        ]
     if message.get("proc") is not None:
         new["proc"] = [
-            [pid, at, state, names.process(name), cpu, _strings(held, names.serials)]
-            for pid, at, state, name, cpu, held in message["proc"]
+            [pid, at, state, names.process(name), cpu, _strings(held, names.serials), *waits_in]
+            for pid, at, state, name, cpu, held, *waits_in in message["proc"]
         ]
     elif "proc" in message:
         new["proc"] = None
+    if "work" in message:
+        new["work"] = [[*row[:4], names.process(row[4]), *row[5:]] for row in message["work"]]
     for key in ("busy", "kmsg", "warn", "kmsg_error"):
         if key in message:
             new[key] = _strings(message[key], names.text)

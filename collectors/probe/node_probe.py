@@ -38,6 +38,8 @@ TAIL_BYTES = 8192
 HEARTBEATS_MOST = 64
 LOGS_MOST = 16
 PROCESSES_MOST = 128
+WORKERS_MOST = 64
+WORKERS_SECONDS = 5.0
 DISCOVERY_SECONDS = 10.0
 KERNEL_HISTORY_SECONDS = 300.0  # a fault just before we (re)connected is news
 
@@ -398,6 +400,31 @@ def read_process(pid: int, ticks: float) -> list[Any] | None:
         return None
 
 
+def wait_channel(pid: int, state: str) -> str | None:
+    """The kernel function that a process in state D sleeps in; it tells a file server from a driver. Never blocks."""
+    if state != "D":
+        return None
+    try:
+        name = clean(read_text(f"{ROOT}/proc/{pid}/wchan", 64).strip("\0\n "))
+    except OSError:
+        return None
+    return None if name in ("", "0") else name
+
+
+def read_workers(parent: int, ticks: float) -> list[list[Any]]:
+    """[parent, pid, start, state, comm, cpu seconds, wait channel] of the children of a rank: loader workers."""
+    try:
+        pids = read_text(f"{ROOT}/proc/{parent}/task/{parent}/children").split()
+    except OSError:
+        return []  # a kernel without CONFIG_PROC_CHILDREN
+    rows = []
+    for pid in pids[:WORKERS_MOST]:
+        row = read_process(int(pid), ticks)
+        if row is not None:
+            rows.append([parent, *row, wait_channel(row[0], row[2])])
+    return rows
+
+
 class ProcessLane:
     """Processes of the job: those that hold a GPU, those that wrote a heartbeat, those whose comm matches."""
 
@@ -409,6 +436,7 @@ class ProcessLane:
         self.pattern: re.Pattern[str] | None = None
         self.matched: set[int] = set()
         self.scan_due = 0.0
+        self.workers_due = 0.0
         self.ticks = float(os.sysconf("SC_CLK_TCK"))
 
     def __call__(self, _: Lane) -> None:
@@ -427,12 +455,18 @@ class ProcessLane:
         for pid in sorted(pids)[:PROCESSES_MOST]:
             row = read_process(pid, self.ticks)
             if row is not None:
+                waits_in = wait_channel(pid, row[2])
                 row.append((holders or {}).get(pid, []))
-                rows.append(row)
+                rows.append(row if waits_in is None else [*row, waits_in])
         # A container is told pids of the host's namespace: that none of them exists here is no sign of death.
         blind = not rows and (holders or (holders is None and self.pattern is None and not pids))
         self.outbox.set("proc", None if blind else rows)
         self.outbox.set("load", read_load())
+        if now >= self.workers_due:
+            self.workers_due = now + WORKERS_SECONDS
+            ranks = {row[0] for row in rows}
+            workers = [worker for pid in sorted(ranks) for worker in read_workers(pid, self.ticks)]
+            self.outbox.set("work", [worker for worker in workers if worker[1] not in ranks][:WORKERS_MOST])
         if self.asked is not None and self.pattern is None:
             re.compile(self.asked)  # a bad one is said as this lane's error, after all that does not need it
 
@@ -449,7 +483,8 @@ class ProcessLane:
 
 
 def read_load() -> list[float | None]:
-    """[load over 1 min, cpus, cpu, io, memory pressure: some avg10]; null where the kernel has none."""
+    """[load over 1 min, cpus, cpu, io, memory pressure: some avg10, available, total and swapped out memory in bytes];
+    null where the kernel has none."""
     load: list[float | None] = []
     try:
         load.append(float(read_text(ROOT + "/proc/loadavg").split()[0]))
@@ -462,7 +497,18 @@ def read_load() -> list[float | None]:
             load.append(float(found.group(1)) if found else None)
         except (OSError, ValueError):
             load.append(None)
-    return load
+    return load + read_memory()
+
+
+def read_memory() -> list[float | None]:
+    """Bytes that can still be had, bytes in all, bytes in swap."""
+    try:
+        found = dict(re.findall(r"(?m)^(\w+):\s+(\d+) kB", read_text(ROOT + "/proc/meminfo")))
+    except OSError:
+        found = {}
+    kept = [int(found[name]) * 1024 if name in found else None for name in ("MemAvailable", "MemTotal")]
+    swap = (found.get("SwapTotal"), found.get("SwapFree"))
+    return [*kept, None if None in swap else (int(swap[0] or 0) - int(swap[1] or 0)) * 1024]
 
 
 def host_name() -> str:
@@ -758,6 +804,23 @@ class CheckpointLane:
         self.listing = listing
 
 
+def filesystem_kind(path: str) -> str | None:
+    """ "nfs4", "lustre", "ext4": of the mount that holds the path, by name alone: nothing is asked of a file server."""
+    best, kind = "", None
+    try:
+        mounts = read_text("/proc/self/mounts", 1 << 20).splitlines()
+    except OSError:
+        return None
+    for mount in mounts:
+        words = mount.split(" ")
+        if len(words) < 3:
+            continue
+        point = words[1].replace("\\040", " ").rstrip("/")
+        if (path == point or path.startswith(point + "/")) and len(point) >= len(best):
+            best, kind = point, clean(words[2])
+    return kind
+
+
 class FilesystemLane:
     def __init__(self, outbox: Outbox, path: str) -> None:
         self.outbox = outbox
@@ -765,11 +828,13 @@ class FilesystemLane:
         self.shipped: list[Any] = []
 
     def __call__(self, _: Lane) -> None:
+        kind = filesystem_kind(self.path)
         try:
             facts = os.statvfs(self.path)
-            row: list[Any] = [clean(self.path), facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize, None]
+            size, room = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+            row: list[Any] = [clean(self.path), room, size, None, kind]
         except OSError as error:
-            row = [clean(self.path), None, None, os.strerror(error.errno or 0)]
+            row = [clean(self.path), None, None, os.strerror(error.errno or 0), kind]
         if row != self.shipped:
             self.shipped = row
             self.outbox.put("fs", row)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from collectors.probe.request import LogSource, ProbeRequest
@@ -286,6 +286,7 @@ def test_an_empty_line_is_nothing() -> None:
         {"busy": [[[], 1.0]]},
         {"fs": [["/", 1.5, 1, None]]},
         {"load": [1]},
+        {"work": [[1, 2]]},
         {"kmsg": [["x", "y"]]},
         {"hello": 3},
     ],
@@ -300,7 +301,9 @@ def test_a_value_of_the_wrong_kind_is_a_parse_error_with_a_reason(fields: dict[s
     assert read(one, line(2, gpu=nvml(1.0, [row(0)]))).status is HostStatus.OK
 
 
-KEYS = st.sampled_from(["gpu", "proc", "beat", "log", "ckpt", "listed", "fs", "load", "busy", "warn", "kmsg", "hello"])
+KEYS = st.sampled_from(
+    ["gpu", "proc", "work", "beat", "log", "ckpt", "listed", "fs", "load", "busy", "warn", "kmsg", "hello"]
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
     | st.sampled_from(["nvml", "nvidia-smi", "/x", "dir", "rows", "src"]) | st.text(max_size=8),
@@ -310,7 +313,7 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(KEYS, JSON, max_size=4))
 def test_no_line_of_ours_raises_or_spoils_the_next(fields: dict[str, Any]) -> None:
     one = reader(logs=(LogSource("/a"),))

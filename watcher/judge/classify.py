@@ -11,6 +11,7 @@ labelled public cases, how often verdicts of that confidence are right.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from collectors.samples import HostStatus, Reason
@@ -26,6 +27,7 @@ from watcher.judge.scene import ProgressWord as ProgressWord
 from watcher.judge.settle import with_settle
 from watcher.judge.shape import BUSY_PERCENT, LOW_PERCENT, picture_of
 from watcher.judge.unseen import why_in_full
+from watcher.judge.upstream import upstream_of
 from watcher.judge.verdict import Alternative, PowerState, Shape, Suspect, Verdict
 
 STRAGGLER_POWER_RATIO: Final = 2.0
@@ -41,6 +43,9 @@ def classify(
     """What this picture says. `profile` overrides the board's own, `learned` both; `progress` is what is known of the
     steps."""
     verdict = _judged(sample, profile, progress, learned)
+    if verdict.state is PowerState.STARVATION:
+        upstream = upstream_of(sample)
+        verdict = replace(verdict, why=f"{verdict.why} Upstream: {upstream.words}.", advice=upstream.look)
     return with_settle(verdict, sample, told=progress is not None)
 
 

@@ -14,6 +14,7 @@ from watcher.judge.look import Look
 from watcher.judge.pace import Pace
 from watcher.judge.processes import Gone
 from watcher.judge.saving import Saving
+from watcher.judge.upstream import upstream_of
 from watcher.judge.verdict import PowerState, Suspect
 
 # How long a condition must persist before it is worth a message: with a readable counter, and without.
@@ -109,6 +110,9 @@ def persistent(alert: AlertName, look: Look, held: Persisted, pace: Pace) -> Fin
         if not confirmed:
             summary = f"{look.spec.name} may starve: its boards are fed unevenly."
             evidence.append("its steps come no later than before: small models look the same")
+    advice = STATE_ADVICE[alert]
+    if alert in (AlertName.JOB_STARVING, AlertName.JOB_SLOW):
+        advice = _told_upstream(alert, look, evidence)
     if lost_share >= 0.05 and alert in (AlertName.JOB_STARVING, AlertName.JOB_SLOW):
         evidence.append(f"{lost_share:.0%} slower than the job's own best pace")
     return Finding(
@@ -118,12 +122,24 @@ def persistent(alert: AlertName, look: Look, held: Persisted, pace: Pace) -> Fin
         scope="",
         summary=summary,
         evidence=tuple(evidence),
-        advice=STATE_ADVICE[alert],
+        advice=advice,
         since_seconds=look.now if held.since is None else held.since,
         confirmed=confirmed,
         suspects=held.suspects if alert in (AlertName.STRAGGLER, AlertName.GPU_THROTTLED) else (),
         gpus_idle=round(boards * lost_share) if alert in (AlertName.JOB_STARVING, AlertName.JOB_SLOW) else 0,
     )
+
+
+def _told_upstream(alert: AlertName, look: Look, evidence: list[str]) -> str:
+    """Says in the evidence what lies upstream, where that is new there, and returns the next step. A slow job need not
+    starve: of it only what is named is told."""
+    upstream = upstream_of(look.sample)
+    starves = alert is AlertName.JOB_STARVING
+    if not starves and not upstream.named:
+        return STATE_ADVICE[alert]
+    if not any(upstream.words in words for words in evidence):
+        evidence.append(f"upstream: {upstream.words}")
+    return upstream.look if starves else f"{STATE_ADVICE[alert]} {upstream.look}"
 
 
 def data_waits_ms(look: Look) -> list[float]:
@@ -152,6 +168,7 @@ def slower_than_usual(look: Look, drift: Drift) -> Finding:
     ]
     if who:
         evidence.append(f"clock or power of {who} differs from the other boards' on most looks")
+    advice = STATE_ADVICE[alert] if who else _told_upstream(alert, look, evidence)
     return Finding(
         job=look.spec.name,
         alert=alert,
@@ -160,7 +177,7 @@ def slower_than_usual(look: Look, drift: Drift) -> Finding:
         summary=f"{look.spec.name} is {drift.lost_share:.0%} slower than it was"
         + (f": {who} may hold up the rest." if who else "."),
         evidence=tuple(evidence),
-        advice=STATE_ADVICE[alert],
+        advice=advice,
         since_seconds=look.now if drift.since is None else drift.since,
         suspects=drift.suspects,
         gpus_idle=round(boards * drift.lost_share),

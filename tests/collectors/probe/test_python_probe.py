@@ -226,6 +226,35 @@ def test_load_and_pressure_come_with_each_line(node: Node) -> None:
         assert (load.load_1m, load.io_pressure_percent, load.cpu_pressure_percent) == (12.5, 44.0, None)
 
 
+def test_workers_of_ranks_come_with_what_they_sleep_in(node: Node) -> None:
+    node.with_python()
+    node.process(4100, "train")
+    node.process(4200, "pt_data_worker", "D")
+    node.process(4201, "pt_data_worker")
+    (node.root / "proc/4100/task/4100").mkdir(parents=True)
+    (node.root / "proc/4100/task/4100/children").write_text("4200 4201 9999 ")
+    (node.root / "proc/4200/wchan").write_text("nfs_wait_bit_killable")
+    (node.root / "proc/meminfo").write_text(
+        "MemTotal: 2000 kB\nMemAvailable: 500 kB\nSwapTotal: 90 kB\nSwapFree: 50 kB\n"
+    )
+    with running(node, ProbeRequest(0.2, process_pattern="^train")) as probe:
+        sample = probe.sample(lambda s: len(s.workers) == 2)
+        first, second = sample.workers
+        assert (first.pid, first.parent_pid, first.name, first.state) == (4200, 4100, "pt_data_worker", "D")
+        assert (first.wait_channel, second.wait_channel) == ("nfs_wait_bit_killable", None)
+        assert [p.pid for p in sample.processes or ()] == [4100]
+        load = sample.load
+        sizes = (load.memory_available_bytes, load.memory_total_bytes, load.swap_used_bytes)
+        assert sizes == (500 * 1024, 2000 * 1024, 40 * 1024)
+
+
+def test_a_path_says_what_its_mount_is(node: Node, tmp_path: Path) -> None:
+    node.with_python()
+    with running(node, ProbeRequest(0.2, run_directories=(str(tmp_path),))) as probe:
+        (known,) = probe.sample(lambda s: bool(s.filesystems)).filesystems
+        assert known.kind
+
+
 def test_a_directory_that_cannot_be_read_does_not_stop_the_line(node: Node, tmp_path: Path) -> None:
     node.with_python()
     missing = str(tmp_path / "not there")
