@@ -1,0 +1,104 @@
+"""A diagnosis as a plain document: what `diagnose --json` prints, the API answers and diagnosis.json holds. Pure.
+
+Ranks that stand alike are one row, so that the document of a thousand ranks stays readable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from watcher.diagnose.diagnosis import Diagnosis, GroupFrontier, Member, Wait
+from watcher.diagnose.evidence import RankStacks
+from watcher.diagnose.operations import operation_words
+
+FRAMES_MOST: Final = 12
+
+
+def document_of(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Plain values only."""
+    reading = diagnosis.reading
+    return {
+        "verdict": diagnosis.verdict.value,
+        "conclusive": diagnosis.conclusive,
+        "culprits": [culprit.rank for culprit in diagnosis.culprits],
+        "confidence": round(diagnosis.confidence, 3),
+        "step": diagnosis.step,
+        "cause": diagnosis.cause.value,
+        "summary": diagnosis.summary,
+        "why": diagnosis.why,
+        "advice": diagnosis.advice,
+        "who": [
+            {"rank": who.rank, "node": who.node, "gpu": who.gpu, "doing": who.doing} for who in diagnosis.culprits
+        ],
+        "tied": [] if reading is None else [list(ranks) for ranks in reading.tied],
+        "groups": [] if reading is None else [group_document(group) for group in reading.groups],
+        "waits": [] if reading is None else wait_documents(reading.waits),
+        "testimonies": [
+            {"source": each.source, "agrees": each.agrees, "words": each.words} for each in diagnosis.testimonies
+        ],
+        "stacks": [stack_document(each) for each in diagnosis.stacks],
+        "evidence": list(diagnosis.evidence),
+        "missing": list(diagnosis.missing),
+        "unread": [{"source": each.source, "rank": each.rank, "why": each.why} for each in diagnosis.unread],
+    }
+
+
+def group_document(group: GroupFrontier) -> dict[str, Any]:
+    rows: dict[tuple[str, str | None, str | None], list[int]] = {}
+    for member in group.members:
+        rows.setdefault(alike(member), []).append(member.rank)
+    return {
+        "group": str(group.group),
+        "name": group.group.name,
+        "size": len(group.group.members) or len(group.members),
+        "slot": group.slot,
+        "members": [
+            {"place": place, "operation": operation, "line": line, "ranks": ranks}
+            for (place, operation, line), ranks in rows.items()
+        ],
+    }
+
+
+def alike(member: Member) -> tuple[str, str | None, str | None]:
+    """Members with the same three stand in the same place."""
+    operation = None if member.operation is None else operation_words(member.operation, sizes=True)
+    frame = member.frame
+    line = None if frame is None else f"{frame.function} ({frame.file}:{frame.line})"
+    return member.place.value, operation, line
+
+
+def wait_documents(waits: tuple[Wait, ...]) -> list[dict[str, Any]]:
+    """Who waits for whom, in what and why; those that wait for the same ranks in the same slot together."""
+    awaited: dict[tuple[str, int, str, str], dict[int, list[int]]] = {}
+    for wait in waits:
+        key = (str(wait.group), wait.slot, operation_words(wait.operation), wait.why)
+        awaited.setdefault(key, {}).setdefault(wait.rank, []).append(wait.awaited)
+    found = []
+    for (group, slot, operation, why), by_rank in awaited.items():
+        together: dict[tuple[int, ...], list[int]] = {}
+        for rank, others in by_rank.items():
+            together.setdefault(tuple(sorted(others)), []).append(rank)
+        found += [
+            {
+                "ranks": sorted(ranks),
+                "awaited": list(others),
+                "group": group,
+                "slot": slot,
+                "operation": operation,
+                "why": why,
+            }
+            for others, ranks in together.items()
+        ]
+    return found
+
+
+def stack_document(stacks: RankStacks) -> Mapping[str, Any]:
+    """Its main thread where it is marked, else the first; innermost frame first."""
+    thread = next((each for each in stacks.threads if each.main), stacks.threads[0] if stacks.threads else None)
+    frames = () if thread is None else thread.frames[:FRAMES_MOST]
+    return {
+        "rank": stacks.rank,
+        "source": stacks.source,
+        "frames": [{"function": each.function, "file": each.file, "line": each.line} for each in frames],
+    }
