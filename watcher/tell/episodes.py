@@ -46,6 +46,7 @@ class Notice(StrEnum):
 
     OPENED = "opened"
     RAISED = "raised"
+    DIAGNOSED = "diagnosed"
     REMINDER = "reminder"
     CLOSED = "closed"
 
@@ -60,6 +61,8 @@ class Reason(Enum):
     GRAVER = "It is more severe than when it was last told."
     FOLLOWED = "Something critical follows from it since it was last told."
     CONCERNS_MORE = "Something follows from it that concerns you."
+    DIAGNOSED = "It is known now who holds the job up."
+    LOOKED_INTO = "It was looked into, and nothing proves yet who holds the job up."
     REMINDER_DUE = "It is still open."
     CLEARED = "The condition is no longer there."
     REPLACED = "It did not get better: another alert of the job has taken its place."
@@ -77,6 +80,17 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Diagnosed:
+    """What was found out about an open episode, as people are told it."""
+
+    words: str  # one sentence: who, where, in what
+    conclusive: bool
+
+    def __str__(self) -> str:
+        return f"{self.words.rstrip('. ')} ({'conclusive' if self.conclusive else 'not proved'})"
+
+
+@dataclass(frozen=True, slots=True)
 class Told:
     """What the receivers know. None of it is taken back: an episode's severity only rises."""
 
@@ -87,6 +101,8 @@ class Told:
     receivers: tuple[str, ...]  # who was told, and hears of the end
     suspects: tuple[Suspect, ...]  # as in the last firing message: the closing one carries the same labels
     followers: tuple[str, ...] = ()  # the grave ones that were named in any message
+    diagnosis: Diagnosed | None = None  # as in the last message
+    diagnosed: bool = False  # a message of its own has told one: there is no second
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +126,7 @@ class Episode:
     settling: bool = False  # loaded after a restart and not seen since
     reopenings: int = 0  # how often in a row it came back within AGAIN_SECONDS
     followers: tuple[str, ...] = ()  # what it keeps quiet, in words
+    diagnosis: Diagnosed | None = None  # the newest
     told: Told | None = None
     closed_wall_seconds: float | None = None
 
@@ -158,6 +175,7 @@ class Look:
     ending: Ending | None = None  # of the last episode of the same key
     witness: Witness | None = None  # what is positively seen of the job
     successors: tuple[Finding, ...] = ()  # where it is not there: confirmed findings that have taken its place
+    diagnosis: Diagnosed | None = None  # of the open episode, where one has come
     newly_concerned: tuple[str, ...] = ()  # receivers not told yet, to whom its consequences would have been told
 
 
@@ -196,6 +214,13 @@ def grave_news(told: Told | None, look: Look) -> tuple[Finding, ...]:
         and name_of(each) not in named
         and not (says_stop and each.alert is not AlertName.JOB_CRASHED)
     )
+
+
+def is_news(diagnosis: Diagnosed | None, episode: Episode, finding: Finding) -> bool:
+    """Whether a diagnosis is worth a message of its own. Of a suspicion only a proof is: it may be gone in a moment."""
+    if diagnosis is None or episode.told is None or episode.told.diagnosed or diagnosis == episode.told.diagnosis:
+        return False
+    return diagnosis.conclusive or finding.confirmed
 
 
 def is_again(look: Look) -> bool:
@@ -275,6 +300,10 @@ def decide(episode: Episode | None, look: Look, reminder_seconds: float | None =
     if look.newly_concerned:
         # A consequence is kept quiet whose receivers have not heard of its cause: they alone are told now.
         return Decision(Reason.CONCERNS_MORE, Notice.RAISED)
+    if is_news(look.diagnosis, episode, look.finding):
+        # Who it is: what whoever was paged would find out next. One message of it, however often it is looked into.
+        proved = look.diagnosis is not None and look.diagnosis.conclusive
+        return Decision(Reason.DIAGNOSED if proved else Reason.LOOKED_INTO, Notice.DIAGNOSED)
     if reminder_seconds is not None and look.now - episode.told.seconds >= reminder_seconds:
         return Decision(Reason.REMINDER_DUE, Notice.REMINDER)
     # True, told, unchanged. Milder or unconfirmed again counts as unchanged: nothing is taken back before the end.
@@ -324,6 +353,7 @@ def opened(identifier: str, look: Look, finding: Finding) -> Episode:
 def advance(episode: Episode, look: Look, decision: Decision, receivers: tuple[str, ...] = ()) -> Episode:
     """The episode after the look and the decision; `receivers` are those that this notice goes to."""
     after = seen(episode, look, look.finding) if look.finding is not None else missed(episode, look)
+    after = replace(after, diagnosis=look.diagnosis or episode.diagnosis)
     if decision.notice is not None:
         before = episode.told
         firing = decision.notice is not Notice.CLOSED
@@ -340,6 +370,8 @@ def advance(episode: Episode, look: Look, decision: Decision, receivers: tuple[s
                     *(() if before is None else before.followers),
                     *(name_of(each) for each in grave_news(before, look)),
                 ),
+                diagnosis=after.diagnosis,
+                diagnosed=decision.notice is Notice.DIAGNOSED or (before is not None and before.diagnosed),
             ),
         )
     if decision.closes:

@@ -14,6 +14,7 @@ from watcher.tell.episodes import Episode, Notice, Reason, name_of
 HEADLINE: Final = {
     Notice.OPENED: "{severity}",
     Notice.RAISED: "RAISED to {severity}",
+    Notice.DIAGNOSED: "DIAGNOSED",
     Notice.REMINDER: "STILL {severity}",
     Notice.CLOSED: "OVER",
 }
@@ -32,6 +33,7 @@ class Message:
     cost: str  # "4.3 GPU-hours lost so far"; "" where no board stands idle because of it
     timing: str  # since when, or how long it was
     reason: str  # why this is told now
+    diagnosis: str  # who holds the job up, and whether that is proved; "" where it is not known
     followers: tuple[str, ...]  # what it keeps quiet
     link: str | None
     # The same for machines.
@@ -54,6 +56,8 @@ class Message:
     def text(self) -> str:
         """All of it as plain text, the most important first: whoever cuts it cuts the end."""
         lines = [self.title, self.summary]
+        if self.diagnosis:
+            lines.append("Diagnosis: " + self.diagnosis)
         if self.suspects:
             lines.append("Suspect: " + names_of(self.suspects))
         lines += [f"- {fact}" for fact in self.evidence]
@@ -95,6 +99,7 @@ def compose(
         cost=cost_of(episode, over),
         timing=timing_of(episode, over, now),
         reason=" ".join((reason.value, *(f"{name_of(each)}: {each.summary}" for each in news))),
+        diagnosis="" if episode.told.diagnosis is None else str(episode.told.diagnosis),
         followers=episode.followers,
         link=external_url,
         episode_id=episode.id,

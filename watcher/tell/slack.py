@@ -56,6 +56,8 @@ def blocks(message: Message, share: float) -> Iterable[Mapping[str, Any]]:
     title = escaped(message.title, HEADER_MOST - len(mark) - 1)
     yield {"type": "header", "text": {"type": "plain_text", "text": f"{mark} {title}", "emoji": True}}
     yield section(escaped(message.summary, round(1000 * share)) or "-")
+    if message.diagnosis:
+        yield section("*Diagnosis:* " + escaped(message.diagnosis, round(900 * share)))
     if len(message.suspects) > SUSPECTS_IN_A_SENTENCE:
         yield section(suspect_table(message.suspects, round(900 * share)))
     elif message.suspects:

@@ -23,6 +23,7 @@ from watcher.tell.episodes import (
     CLEAR_SECONDS,
     GRAVE,
     Decision,
+    Diagnosed,
     Ending,
     Episode,
     Look,
@@ -62,6 +63,7 @@ class Step:
     decision: Decision
     deliveries: tuple[Delivery, ...]
     is_new: bool = False
+    learned: bool = False  # a diagnosis has come
 
 
 class Teller:
@@ -88,6 +90,7 @@ class Teller:
         self._open: dict[Key, Episode] = {}
         self._closed: deque[Episode] = deque(maxlen=CLOSED_SHOWN)
         self._endings: dict[Key, Ending] = {}
+        self._diagnoses: dict[str, Diagnosed] = {}  # by the id of the open episode
         self._unsaved: dict[str, Episode] = {}
         self._unsaved_deliveries: list[Delivery] = []
         self._saved_seconds = self._forgot_seconds = clock.monotonic()
@@ -113,6 +116,10 @@ class Teller:
     def stats(self) -> DeliveryStats:
         return self._outbox.stats()
 
+    def diagnosed(self, episode_id: str, diagnosis: Diagnosed) -> None:
+        """What was found out about an open episode; told with the next evaluation. Called by the thread of `observe`."""
+        self._diagnoses[episode_id] = diagnosis
+
     def observe(
         self,
         findings: Iterable[Finding],
@@ -127,6 +134,8 @@ class Teller:
         """
         found = {finding.key: finding for finding in findings}
         looks = self._looks(found, judged_jobs, now, wall, witnesses)
+        still_open = {episode.id for episode in self._open.values()}
+        self._diagnoses = {each: found for each, found in self._diagnoses.items() if each in still_open}
         steps = [step for key, look in looks if (step := self._step(self._open.get(key), look)) is not None]
         self._save(steps, now, wall)
         self._outbox.enqueue([delivery for step in steps for delivery in step.deliveries])
@@ -156,7 +165,8 @@ class Teller:
                 followers = tuple(
                     found[other] for other, source in causes.items() if source.key == key and other in found
                 )
-            told = self._open[key].told if key in self._open else None
+            episode = self._open.get(key)
+            told = None if episode is None else episode.told
             looks.append(
                 (
                     key,
@@ -172,6 +182,7 @@ class Teller:
                         successors=()
                         if finding is not None
                         else successors_of(self._open[key].finding, found.values()),
+                        diagnosis=None if episode is None else self._diagnoses.get(episode.id),
                         newly_concerned=()
                         if told is None
                         else tuple(sorted(self._concerned_by(followers) - set(told.receivers))),
@@ -222,13 +233,15 @@ class Teller:
                 self._endings[after.key] = Ending(look.now, after.reopenings)
         else:
             self._open[after.key] = after
-        return Step(after, decision, deliveries)
+        return Step(after, decision, deliveries, learned=after.diagnosis != episode.diagnosis)
 
     def _receivers_of(self, episode: Episode, look: Look, decision: Decision) -> tuple[str, ...]:
         """Those it concerns now, and whoever was told before: they hear how it goes on."""
         before = set() if episode.told is None else self._receivers.keys() & set(episode.told.receivers)
         if decision.reason is Reason.CONCERNS_MORE:
             return look.newly_concerned
+        if decision.notice is Notice.DIAGNOSED:
+            return tuple(sorted(before))
         if decision.reason is Reason.FOLLOWED:
             # Those who would have been told of it; where its own alert is routed to nobody, those who know its cause.
             news = grave_news(episode.told, look)
@@ -331,7 +344,7 @@ def still_speaks(episode: Episode, now: float) -> bool:
 
 def is_worth_saving(step: Step) -> bool:
     """Everything but the cost and the latest numbers, which are saved now and then."""
-    return step.decision.notice is not None or step.decision.closes or step.is_new
+    return step.decision.notice is not None or step.learned or step.decision.closes or step.is_new
 
 
 def row_of(episode: Episode, wall_minus_now: float) -> EpisodeRow:
@@ -375,4 +388,5 @@ def view_of(episode: Episode) -> EpisodeView:
         closed_wall_seconds=episode.closed_wall_seconds,
         gpu_hours_lost=episode.gpu_seconds_lost / 3600,
         suppressed_by=episode.suppressed_by,
+        diagnosis="" if episode.diagnosis is None else str(episode.diagnosis),
     )

@@ -72,6 +72,7 @@ def annotations_of(message: Message) -> dict[str, str]:
     annotations = {
         "summary": message.summary,
         "description": "\n".join(message.evidence),
+        "diagnosis": message.diagnosis,
         "suspects": names_of(message.suspects),
         "advice": message.advice,
         "cost": message.cost,

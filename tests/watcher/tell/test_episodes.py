@@ -15,6 +15,7 @@ from watcher.tell.episodes import (
     SETTLE_SECONDS_LEAST,
     SETTLE_SECONDS_MOST,
     XID_SECONDS,
+    Diagnosed,
     Ending,
     Episode,
     Look,
@@ -43,6 +44,9 @@ OPEN = replace(
 SUSPECTED = replace(OPEN, finding=SUSPICION, told=replace(TOLD, severity=Severity.WARNING, confirmed=False))
 QUIET = replace(OPEN, told=None, suppressed_by="NodeUnreachable node-02")
 GONE = replace(OPEN, absent_seconds=200.0, absent_looks=1)
+PROOF = Diagnosed("Rank 3 on node-01 is in barrier, 15 wait in all_reduce.", conclusive=True)
+HINT = Diagnosed("All ranks wait in the same all_reduce.", conclusive=False)
+TOLD_PROOF = replace(OPEN, diagnosis=PROOF, told=replace(TOLD, diagnosis=PROOF, diagnosed=True))
 LOADED = replace(GONE, settling=True, absent_looks=9)
 
 
@@ -100,6 +104,29 @@ def look(found: Finding | None = HUNG, now: float = 200.0, **facts: Any) -> Look
             None,
         ),
         ("somebody else is concerned now", OPEN, look(newly_concerned=("pager",)), Reason.CONCERNS_MORE, Notice.RAISED),
+        ("a diagnosis has come", OPEN, look(diagnosis=PROOF), Reason.DIAGNOSED, Notice.DIAGNOSED),
+        ("a diagnosis that proves nothing", OPEN, look(diagnosis=HINT), Reason.LOOKED_INTO, Notice.DIAGNOSED),
+        ("the same diagnosis still", TOLD_PROOF, look(diagnosis=PROOF), Reason.UNCHANGED, None),
+        ("a second diagnosis", TOLD_PROOF, look(diagnosis=HINT), Reason.UNCHANGED, None),
+        ("a proof of a suspicion", SUSPECTED, look(SUSPICION, diagnosis=PROOF), Reason.DIAGNOSED, Notice.DIAGNOSED),
+        ("a suspicion, and nothing proved", SUSPECTED, look(SUSPICION, diagnosis=HINT), Reason.UNCHANGED, None),
+        ("confirmed as its diagnosis comes", SUSPECTED, look(diagnosis=PROOF), Reason.CONFIRMED, Notice.RAISED),
+        (
+            "the diagnosis that its last message has told",
+            replace(OPEN, told=replace(TOLD, diagnosis=HINT)),
+            look(diagnosis=HINT),
+            Reason.UNCHANGED,
+            None,
+        ),
+        (
+            "a proof after a message that told of none",
+            replace(OPEN, told=replace(TOLD, diagnosis=HINT)),
+            look(diagnosis=PROOF),
+            Reason.DIAGNOSED,
+            Notice.DIAGNOSED,
+        ),
+        ("diagnosed under a root cause", QUIET, look(diagnosis=PROOF, cause="GpuFault n2"), Reason.SUPPRESSED, None),
+        ("diagnosed as it goes", GONE, look(None, diagnosis=PROOF), Reason.CLEAR_PENDING, None),
         ("quiet, its cause gone a moment ago", QUIET, look(), Reason.CAUSE_JUST_OVER, None),
         (
             "quiet, and it outlived its cause",
@@ -282,3 +309,26 @@ def test_shifted_to_wall_time_and_back_is_the_same_episode() -> None:
 def test_a_wall_clock_that_was_set_back_makes_nothing_happen_in_the_future() -> None:
     restored = OPEN.shifted(1000.0, now=50.0)
     assert restored.began_seconds == restored.counted_seconds == 50.0
+
+
+def test_a_diagnosis_is_in_every_message_from_then_on_and_in_the_last_one() -> None:
+    at = look(diagnosis=PROOF)
+    diagnosed = advance(OPEN, at, decide(OPEN, at), ("webhook",))
+    assert diagnosed.told is not None
+    assert (diagnosed.diagnosis, diagnosed.told.diagnosis, diagnosed.told.diagnosed) == (PROOF, PROOF, True)
+    missing = advance(diagnosed, look(None, now=201.0), decide(diagnosed, look(None, now=201.0)))
+    over = look(None, now=300.0)
+    closed = advance(missing, over, decide(missing, over), ("webhook",))
+    assert closed.told is not None
+    assert (closed.told.notices, closed.told.diagnosis) == (3, PROOF)
+
+
+def test_a_diagnosis_that_comes_while_it_is_quiet_is_in_its_first_message() -> None:
+    at = look(diagnosis=PROOF, cause="NodeUnreachable n2")
+    quiet = advance(QUIET, at, decide(QUIET, at))
+    alone = look(now=300.0)
+    assert (quiet.told, quiet.diagnosis) == (None, PROOF)
+    released = replace(quiet, released_seconds=200.0)
+    assert decide(released, alone).notice is Notice.OPENED
+    told = advance(released, alone, decide(released, alone), ("webhook",))
+    assert told.told is not None and told.told.diagnosis == PROOF

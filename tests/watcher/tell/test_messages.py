@@ -17,7 +17,7 @@ from tests.watcher.tell.givens import WALL, finding
 from watcher.judge.finding import AlertName, Finding
 from watcher.judge.verdict import Suspect
 from watcher.tell.answers import Delivered, Failure, GiveUp, TryAgain, read_retry_after, read_status
-from watcher.tell.episodes import Decision, Look, Notice, Reason, advance, decide, opened
+from watcher.tell.episodes import Decision, Diagnosed, Look, Notice, Reason, advance, decide, opened
 from watcher.tell.messages import Message, amount, compose, duration
 from watcher.tell.slack import (
     CHARACTERS_MOST,
@@ -292,3 +292,21 @@ def test_the_energy_that_was_seen_to_be_wasted_is_told_beside_the_hours() -> Non
     assert alert["annotations"]["kilowatt_hours_lost"] == "2.000"
     after_a_gap = advance(episode, replace(look, finding=found, now=400.0), Decision(Reason.UNCHANGED))
     assert after_a_gap.joules_lost == 7.2e6
+
+
+def test_a_diagnosis_stands_right_below_the_verdict() -> None:
+    found = finding(suspects=RANK_3)
+    proof = Diagnosed("Rank 3 on node-01 is in barrier, 15 ranks wait in all_reduce.", conclusive=True)
+    at = Look(found, now=95.0, wall=WALL)
+    episode = advance(opened("e1", at, found), at, decide(None, at), ("webhook",))
+    later = replace(at, now=99.0, diagnosis=proof)
+    decision = decide(episode, later)
+    assert decision.notice is Notice.DIAGNOSED
+    told = compose(advance(episode, later, decision, ("webhook",)), Notice.DIAGNOSED, decision.reason, 99.0, WALL, None)
+    words = "Rank 3 on node-01 is in barrier, 15 ranks wait in all_reduce (conclusive)"
+    assert told.title == "DIAGNOSED JobHung llama"
+    assert told.text.splitlines()[2] == f"Diagnosis: {words}"
+    slack = orjson.loads(slack_payload(told))
+    assert slack["blocks"][2]["text"]["text"] == f"*Diagnosis:* {words}"
+    (alert,) = orjson.loads(webhook_payload(told, "webhook"))["alerts"]
+    assert alert["annotations"]["diagnosis"] == words

@@ -14,12 +14,13 @@ from tests.watcher.tell.givens import HandClock, Hook, finding, hook_on, receive
 from watcher.config import ReceiverSection, RouteSection
 from watcher.judge.finding import AlertName, Finding, Severity
 from watcher.store import Store, StoreError
-from watcher.tell.episodes import SETTLE_SECONDS_MOST
+from watcher.tell.episodes import SETTLE_SECONDS_MOST, Diagnosed
 from watcher.tell.teller import Teller
 from watcher.witness import Witness
 
 NODE_DOWN = finding(AlertName.NODE_UNREACHABLE, "node-02", gpus_idle=8)
 HUNG = finding()
+PROOF = Diagnosed("Rank 3 on node-01 is in barrier.", conclusive=True)
 SUSPICION = finding(confirmed=False)
 
 
@@ -111,6 +112,45 @@ def test_a_suspicion_is_told_as_a_warning_and_raised_once_when_confirmed(watch: 
     assert watch.said() == [("firing", "JobHung", "warning"), ("firing", "JobHung", "critical")]
     assert len({post.content["alerts"][0]["fingerprint"] for post in watch.hook.posts}) == 1
     assert len({post.key for post in watch.hook.posts}) == 2
+
+
+def test_a_diagnosis_is_one_more_message_of_the_same_alert_and_stays_in_the_last(watch: Watch) -> None:
+    watch.look(HUNG, times=3)
+    (episode,) = watch.teller.episodes()
+    watch.teller.diagnosed(episode.id, PROOF)
+    watch.look(HUNG, times=5)
+    watch.teller.diagnosed(episode.id, replace(PROOF, words="Rank 4 does."))
+    watch.look(HUNG, times=5)
+    assert watch.teller.episodes()[0].diagnosis == "Rank 4 does (conclusive)"
+    watch.look(times=5)
+    said = [post.content["alerts"][0] for post in watch.hook.wait_for(3)]
+    assert [alert["status"] for alert in said] == ["firing", "firing", "resolved"]
+    assert len({alert["fingerprint"] for alert in said}) == 1
+    assert [alert["annotations"].get("diagnosis") for alert in said] == [
+        None,
+        "Rank 3 on node-01 is in barrier (conclusive)",
+        "Rank 4 does (conclusive)",
+    ]
+    assert "known now" in said[1]["annotations"]["reason"]
+
+
+def test_a_restart_forgets_no_diagnosis_and_tells_it_no_second_time(watch: Watch) -> None:
+    watch.look(HUNG)
+    watch.teller.diagnosed(watch.teller.episodes()[0].id, PROOF)
+    watch.look(HUNG)
+    watch.restart()
+    (episode,) = watch.teller.episodes()
+    assert episode.diagnosis == str(PROOF)
+    watch.teller.diagnosed(episode.id, PROOF)
+    watch.look(HUNG, times=5)
+    assert len(watch.said()) == 2
+
+
+def test_what_is_said_of_an_episode_that_is_over_is_dropped(watch: Watch) -> None:
+    watch.teller.diagnosed("gone", PROOF)
+    watch.look(HUNG, times=3)
+    assert len(watch.said()) == 1
+    assert watch.teller.episodes()[0].diagnosis == ""
 
 
 def test_a_flicker_of_one_look_neither_closes_nor_opens(watch: Watch) -> None:
