@@ -22,6 +22,7 @@ import orjson
 
 from collectors.probe.request import LogSource
 from watcher.judge.job_sample import JobSpec
+from watcher.known_before import KEY, KnownBefore, from_records, to_records
 from watcher.node_requests import request_for
 from watcher.recordings import FORMAT, VERSION, RecordingError, read_records
 
@@ -213,6 +214,8 @@ def _message(record: dict[str, Any]) -> dict[str, Any]:
 def _record(record: dict[str, Any], names: Pseudonyms, specs: Sequence[JobSpec]) -> dict[str, Any]:
     if "end" in record:
         return {"t": record["t"], "end": True}
+    if KEY in record:
+        return _known_before(record, names)
     node = names.hosts.get(str(record.get("n")), "host")
     new = {"n": node, "t": record.get("t")}
     if "link" in record:
@@ -221,6 +224,22 @@ def _record(record: dict[str, Any], names: Pseudonyms, specs: Sequence[JobSpec])
     if not message:
         return {**new, "line": names.text(str(record.get("line", "")))}  # noise of a login shell
     return {**new, "line": json.dumps(_line(message, names, specs, node), separators=(",", ":"))}
+
+
+def _known_before(record: dict[str, Any], names: Pseudonyms) -> dict[str, Any]:
+    """What was learned before, of the same boards and jobs by their new names; empty where it cannot be read."""
+    known = from_records([record]) or KnownBefore()
+    boards = tuple(
+        replace(
+            value,
+            node=names.hosts.get(value.node, "host"),
+            board=names.serials(value.board),
+            job=names.of("job-", value.job),
+        )
+        for value in known.boards
+    )
+    habits = {names.of("job-", job): told for job, told in known.habits.items()}
+    return next(to_records(KnownBefore(boards, habits)))
 
 
 def _line(message: dict[str, Any], names: Pseudonyms, specs: Sequence[JobSpec], node: str) -> dict[str, Any]:

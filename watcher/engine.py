@@ -23,6 +23,7 @@ from watcher.judge.job_sample import JobSample, JobSpec
 from watcher.judge.learned import Knowledge, read_rows
 from watcher.judge.learner import JobLearner
 from watcher.judge.profiles import Profile
+from watcher.known_before import KnownBefore
 from watcher.snapshot import DeliveryStats, EpisodeView, JobView, NodeView, Snapshot
 from watcher.store import StoreError
 from watcher.timeline import Timeline, point_of
@@ -152,14 +153,17 @@ class Engine:
         clock: Time,
         profiles: Sequence[Profile] = (),
         memory: Memory | None = None,
+        known: KnownBefore | None = None,
     ) -> None:
-        """`profiles`: the user's own; `memory`: what was learned is read from it and kept in it."""
+        """`profiles`: the user's own; `memory`: what was learned is read from it and kept in it; `known`: what a
+        recording brings of it."""
         self._source = source
         self._telling = telling
         self._clock = clock
         self._profiles = tuple(profiles)
         self._memory = memory
-        self._knowledge = Knowledge() if memory is None else remembered(memory, clock.wall())
+        known = known or KnownBefore()
+        self._knowledge = Knowledge(known.boards) if memory is None else remembered(memory, clock.wall())
         self._keep_from = clock.monotonic() + KEEP_EVERY_SECONDS
         self._desks = {
             spec.name: JobDesk(
@@ -167,6 +171,8 @@ class Engine:
             )
             for spec in specs
         }
+        for job in known.habits.keys() & self._desks.keys():
+            self._desks[job].detector.take_up(known.habits[job])
         self._jobs_of_node: dict[str, tuple[str, ...]] = {}
         for spec in specs:
             for node in spec.nodes:
@@ -222,6 +228,11 @@ class Engine:
         if failures:
             raise failures[0]
         return self.snapshot
+
+    def known(self) -> KnownBefore:
+        """What is learned by now: for the head of a recording."""
+        habits = {name: desk.detector.habits() for name, desk in self._desks.items()}
+        return KnownBefore(self._knowledge.values(), habits)
 
     def _keep_learned(self, now: float) -> None:
         """At most once in a while, and only what changed. A full disk costs what was learned, and no verdict."""

@@ -16,7 +16,7 @@ import re
 import threading
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import gmtime, strftime
@@ -27,6 +27,7 @@ import orjson
 from collectors.ssh.link import NodeLink
 from watcher.judge.finding import Finding, Severity
 from watcher.judge.job_sample import JobSpec
+from watcher.known_before import KnownBefore, of_jobs
 from watcher.lasting import Lasting
 from watcher.recordings import Recorder
 
@@ -97,6 +98,7 @@ class Incidents:
         }
         self._lock = threading.Lock()
         self._open: dict[str, Incident] = {}
+        self._known: deque[tuple[float, KnownBefore]] = deque()  # what was learned by then
         self._links: deque[tuple[float, dict[str, NodeLink]]] = deque()  # when any of them changed
         self._work: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._queued = 0
@@ -127,9 +129,17 @@ class Incidents:
                     self._queue(len(line), incident.recorder, [(node, received_seconds, line)])
 
     def look(
-        self, links: Mapping[str, NodeLink], findings: Mapping[str, Sequence[Finding]], now: float, wall: float
+        self,
+        links: Mapping[str, NodeLink],
+        findings: Mapping[str, Sequence[Finding]],
+        now: float,
+        wall: float,
+        known: Callable[[], KnownBefore] | None = None,
     ) -> None:
-        """How the links stand, and what is true of each job now. Call after each tick."""
+        """How the links stand, and what is true of each job now. Call after each tick. `known`: what the watcher has
+        learned by now; asked each CHUNK_SECONDS."""
+        if known is not None and (not self._known or now - self._known[-1][0] >= CHUNK_SECONDS):
+            self._known.append((now, known()))
         with self._lock:
             self._remember(links, now)
             for job, told in findings.items():
@@ -151,6 +161,9 @@ class Incidents:
             self._links.append((now, dict(links)))
         while len(self._links) > 1 and now - self._links[1][0] > BEFORE_SECONDS:
             self._links.popleft()
+        # The newest that is as old as the first line of a recording that begins now.
+        while len(self._known) > 1 and now - self._known[1][0] > BEFORE_SECONDS:
+            self._known.popleft()
 
     def _begin(self, spec: JobSpec, alert: str, now: float, wall: float) -> None:
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", spec.name)[:60] or "job"
@@ -170,7 +183,8 @@ class Incidents:
             for node in spec.nodes
             if (m := self._memory[node])
         }
-        self._work.put(("memory", (recorder, spec, kept, list(self._links))))
+        before = self._known[0][1] if self._known else None
+        self._work.put(("memory", (recorder, spec, kept, list(self._links), before)))
 
     def _prune(self) -> None:
         """Makes room for one more."""
@@ -212,8 +226,12 @@ def write_memory(
     spec: JobSpec,
     kept: Mapping[str, tuple[list[bytes], list[tuple[float, bytes]], list[Line]]],
     links: Sequence[tuple[float, Mapping[str, NodeLink]]],
+    known: KnownBefore | None = None,
 ) -> None:
-    """The minutes before, in order of time. What is older and still holds comes with each node's first line."""
+    """What was known before, then the minutes before, in order of time. What is older and still holds comes with each
+    node's first line."""
+    if known is not None:
+        recorder.known(of_jobs(known, [spec]))
     lines: list[tuple[float, str, bytes]] = []
     for node, (lasting, chunks, newest) in kept.items():
         mine = [line for _, chunk in chunks for line in unpacked(chunk)] + newest

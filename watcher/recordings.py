@@ -2,13 +2,14 @@
 
 A recording is gzip-compressed JSON lines. The first line is a header with the jobs; then `line` records hold a probe's
 line as it came, and `link` records the state of a connection when it changed. Nothing that was judged is stored:
-replay judges anew.
+replay judges anew. What the watcher had learned before may stand behind the header (`known_before.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from collectors.samples import HostStatus, NodeSample
 from collectors.ssh.link import NodeLink
 from collectors.wire import LineReader
 from watcher.judge.job_sample import JobSpec
+from watcher.known_before import KEY, KnownBefore, from_records, to_records
 from watcher.node_requests import request_for
 
 FORMAT: Final = "wattwatch-recording"
@@ -52,6 +54,7 @@ class Recording:
 
     specs: tuple[JobSpec, ...]
     moments: Iterator[Moment]
+    known: KnownBefore | None = None  # learned before its first line
 
 
 class Recorder:
@@ -69,6 +72,11 @@ class Recorder:
         self._flushed_seconds = float("-inf")
         self.error: str | None = None
         self._write({"format": FORMAT, "version": VERSION, "jobs": [asdict(spec) for spec in specs]})
+
+    def known(self, known: KnownBefore) -> None:
+        """What was learned before the lines that come; call before any of them."""
+        for record in to_records(known):
+            self._write(record)
 
     def line(self, node: str, received_seconds: float, line: bytes) -> None:
         self._write({"n": node, "t": received_seconds, "line": line.decode("utf-8", "replace")})
@@ -130,7 +138,19 @@ def open_recording(path: Path) -> Recording:
 def read_recording(name: str, raw: BinaryIO) -> Recording:
     """As `open_recording`, of bytes that are open already; closes them at their end. `name` is for people."""
     specs, lines = _header(name, raw)
-    return Recording(specs, _moments(lines, specs))
+    head, lines = _known_lines(lines)
+    return Recording(specs, _moments(lines, specs), from_records(_records(head)))
+
+
+def _known_lines(lines: Iterator[bytes]) -> tuple[Iterator[bytes], Iterator[bytes]]:
+    """Those at the head that tell what was known before, and all others."""
+    start = f'{{"{KEY}"'.encode()
+    head: list[bytes] = []
+    for line in lines:
+        if not line.startswith(start):
+            return iter(head), itertools.chain((line,), lines)
+        head.append(line)
+    return iter(head), lines
 
 
 def read_records(path: Path) -> tuple[tuple[JobSpec, ...], Iterator[dict[str, Any]]]:

@@ -71,7 +71,8 @@ def replay(name: str, source: GpuLog | Recording) -> Replay:
         store = Store(Path(directory) / "replay.db")
         try:
             teller = Teller(store, (), (), clock)
-            engine = Engine(source.specs, played, teller, clock)
+            known = source.known if isinstance(source, Recording) else None
+            engine = Engine(source.specs, played, teller, clock, known=known)
             # A log that pauses says nothing of its node; nodes that fall silent in a recording are watched being so.
             look_every = interval if isinstance(source, Recording) else None
             for seconds in played.play(interval * ROUND_SHARE, look_every):

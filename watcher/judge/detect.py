@@ -16,6 +16,7 @@ from watcher.judge.boards import Boards
 from watcher.judge.drift import Drift
 from watcher.judge.ending import Ending
 from watcher.judge.finding import AlertName, Finding, JobState
+from watcher.judge.habits import Habits
 from watcher.judge.hang import Hang
 from watcher.judge.job_sample import JobSample, JobSpec
 from watcher.judge.look import GAP_INTERVALS, Look
@@ -92,6 +93,17 @@ class Detector:
         findings = self._cost.look(job_sample, self._findings(look, slower), look.seen_seconds)
         self._set_state(look, findings)
         return findings
+
+    def habits(self) -> Habits:
+        """What it has learned of this job, for a recording of what comes next."""
+        return Habits(self._pace.habits(), self._saving.habits(), self._hang.habits(), self._drift.windows())
+
+    def take_up(self, habits: Habits) -> None:
+        """What was learned before the first look."""
+        self._pace.take_up(habits.pace)
+        self._saving.take_up(habits.saves)
+        self._hang.take_up(habits.hang)
+        self._drift.take_up(habits.windows)
 
     def limits_moved(self) -> None:
         """Somebody set another power limit: the pace of before is no measure of the one from here on."""

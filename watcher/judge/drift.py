@@ -58,6 +58,14 @@ class Drift:
         """The job was started again: it may be another model, or run elsewhere."""
         self.__init__()  # type: ignore[misc]  # the same as a new one, and shorter than naming each field twice
 
+    def windows(self) -> tuple[float, ...]:
+        """Seconds a step of the windows that were not slow."""
+        return tuple(self._windows)
+
+    def take_up(self, windows: tuple[float, ...]) -> None:
+        """What was learned before the first look."""
+        self._windows.extend(windows)
+
     @property
     def usual_seconds_per_step(self) -> float:
         return statistics.median(self._windows) if self._windows else 0.0

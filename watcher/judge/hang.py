@@ -12,6 +12,7 @@ import math
 from typing import Final
 
 from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding, Severity
+from watcher.judge.habits import HangHabits
 from watcher.judge.look import Held, Look
 from watcher.judge.pace import FLOOR_SECONDS, Pace
 from watcher.judge.patience import WORKING, evaluates, may_work, patience_with
@@ -72,6 +73,14 @@ class Hang:
         self._told = None
         self._since_pause_seconds = self._since_work_seconds = math.inf
         self._works_before, self._worked_since_save = False, True
+
+    def habits(self) -> HangHabits:
+        return HangHabits(self._longest_rest_seconds, dict(self._demand_seconds), self._worked)
+
+    def take_up(self, habits: HangHabits) -> None:
+        """What was learned before the first look."""
+        self._longest_rest_seconds, self._worked = habits.longest_rest_seconds, habits.worked_rounds
+        self._demand_seconds.update(habits.demand_seconds)
 
     def look(
         self, look: Look, pace: Pace, saving: Saving, *, suppressed: bool, few_compute: bool = False

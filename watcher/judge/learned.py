@@ -135,7 +135,7 @@ def read_rows(rows: Mapping[str, bytes], wall_seconds: float) -> tuple[Knowledge
             warnings.append(f"a learned value cannot be read and is learned anew ({key[:100]}): {first}")
             useless.append(key)
             continue
-        if value.key != key or not 0 < value.watts < MOST_WATTS or value.samples < 1 or not _finite(value):
+        if value.key != key or not is_sound(value):
             warnings.append(f"a learned value makes no sense and is learned anew ({key[:100]}): {value.watts:.0f} W")
             useless.append(key)
         elif value.wall_seconds < wall_seconds - OLD_SECONDS:
@@ -145,6 +145,8 @@ def read_rows(rows: Mapping[str, bytes], wall_seconds: float) -> tuple[Knowledge
     return Knowledge(values, useless), tuple(warnings)
 
 
-def _finite(value: Learned) -> bool:
+def is_sound(value: Learned) -> bool:
+    """Its numbers can be what they say they are."""
     told = (value.wall_seconds, value.limit_watts, value.energy_joules)
-    return all(math.isfinite(number) for number in told if number is not None)
+    finite = all(math.isfinite(number) for number in told if number is not None)
+    return finite and 0 < value.watts < MOST_WATTS and value.samples >= 1

@@ -10,6 +10,7 @@ import math
 from collections import deque
 from typing import Final
 
+from watcher.judge.habits import PaceHabits
 from watcher.judge.look import Look
 
 FACTOR: Final = 6.0
@@ -129,6 +130,19 @@ class Pace:
         self.stalled_seconds = None
         self._disturbed = False
         self.start_seen = True
+
+    def habits(self) -> PaceHabits:
+        best, last = self._best_seconds_per_step, self._last_seconds_per_step
+        return PaceHabits(tuple(self._intervals), best, last, self.advances)
+
+    def take_up(self, habits: PaceHabits) -> None:
+        """What was learned before the first look."""
+        self._intervals.extend(habits.intervals)
+        self._best_seconds_per_step, self._last_seconds_per_step = (
+            habits.best_seconds_per_step,
+            habits.last_seconds_per_step,
+        )
+        self.advances = habits.advances
 
     @property
     def known(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from collectors.samples import CheckpointEntry
+from watcher.judge.habits import SaveHabits
 from watcher.judge.look import Look
 from watcher.judge.verdict import PowerState, Shape
 
@@ -170,6 +171,13 @@ class Saving:
             self._slowest_seconds = max(seconds, self._slowest_seconds or 0.0)
             self._learned += witnessed
             self._ended = None
+
+    def habits(self) -> SaveHabits:
+        return SaveHabits(self._slowest_seconds, self._learned)
+
+    def take_up(self, habits: SaveHabits) -> None:
+        """What was learned before the first look."""
+        self._slowest_seconds, self._learned = habits.slowest_seconds, habits.saves
 
     @property
     def blocks(self) -> Save | None:

@@ -139,6 +139,8 @@ class Service:
             tuple(profile_of(profile) for profile in self._config.profiles),
             self._store,
         )
+        if self._recorder is not None:
+            self._recorder.known(self._engine.known())
         self._latest = Latest(self._engine.snapshot, self._clock, self._interval)
         self._web = WebServer(create_app(self._latest, self._own, self._hub, token_of(section)), listener, self._hub)
         self._slow_tasks = SlowTasks(
@@ -245,7 +247,7 @@ class Service:
         if snapshot is not before:
             told = {name: view.findings for name, view in snapshot.jobs.items()}
             now = self._clock.monotonic()
-            self._incidents.look(self._fleet.links(), told, now, self._clock.wall())
+            self._incidents.look(self._fleet.links(), told, now, self._clock.wall(), self._engine.known)
             self._log_episodes(before, snapshot)
         if snapshot is not before and self._teller.trouble is not None:
             self._note_trouble("store", "The watcher cannot save its state.", self._teller.trouble, "Free disk space.")
