@@ -1,0 +1,180 @@
+"""One communicator, seen at one or two moments -> what is the matter with it. Pure.
+
+What RAS states comes first (dead, failed), then whether it moves, then what its counters imply. The confidences are
+judgement, not measurement: stated facts near 0.9, what is derived from counters less, what lateness alone suggests least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from watcher.diagnose.ras.findings import CommunicatorReading, RasFinding, RasSuspect
+from watcher.diagnose.ras.launches import read_launches
+from watcher.diagnose.ras.report import RasCommunicator, RasRank, RasStatus
+from watcher.diagnose.ras.results import REMOTE, is_error, result_words
+from watcher.diagnose.ras.text_draft import NOT_THERE
+from watcher.diagnose.ras.verdict import Suspicion, name_of, place, ranks_in_words, still
+from watcher.diagnose.ras.views import CommunicatorView
+
+
+def read_communicator(view: CommunicatorView, job_ranks: dict[tuple[str, int, int | None], int]) -> CommunicatorReading:
+    """What is the matter with it, who, how sure, and why in words."""
+    now = view.now
+    suspicion = (
+        _dead(now) or _failed(now) or _moving(view) or _silent(view) or _leaving(view) or _starting(view)
+    ) or read_launches(view)
+    named = {rank.rank: place(now, rank, job_ranks) for rank in now.ranks}
+
+    def suspects(ranks: Iterable[int]) -> tuple[RasSuspect, ...]:
+        return tuple(named.get(rank) or RasSuspect(rank, now.identity, None, None, None) for rank in sorted(ranks))
+
+    return CommunicatorReading(
+        identity=now.identity,
+        size=now.size,
+        finding=suspicion.finding,
+        suspects=suspects(suspicion.ranks),
+        tied=tuple(suspects(ranks) for ranks in suspicion.tied),
+        confidence=suspicion.confidence,
+        why=f"{name_of(now)}: {suspicion.why}",
+        frozen_seconds=view.apart_seconds if view.moved is False else None,
+        alike=now.alike,
+        waiting=_waiting(now, suspicion),
+    )
+
+
+def _waiting(now: RasCommunicator, suspicion: Suspicion) -> tuple[tuple[str, int, int | None], ...]:
+    if suspicion.finding is not RasFinding.BEHIND or not suspicion.ranks:
+        return ()
+    late = set(suspicion.ranks)
+    places = ((rank.host, rank.pid, rank.gpu) for rank in now.ranks if rank.rank not in late and not rank.missing)
+    return tuple((host, pid, gpu) for host, pid, gpu in places if host is not None and pid is not None)
+
+
+def _dead(now: RasCommunicator) -> Suspicion | None:
+    dead = [rank for rank in now.ranks if rank.dead]
+    if not dead:
+        return None
+    why = f"RAS considers {ranks_in_words(dead)} dead: unreachable for 60 s, and given up for good"
+    return Suspicion(RasFinding.DEAD, [rank.rank for rank in dead], why, 0.9)
+
+
+def _errors(rank: RasRank) -> list[int]:
+    return [code for code in (rank.initialization_error, rank.async_error) if is_error(code)]
+
+
+def _failed(now: RasCommunicator) -> Suspicion | None:
+    """Ranks that report an error of another process are witnesses, not suspects."""
+    failed = [rank for rank in now.ranks if _errors(rank)]
+    if not failed:
+        return _failed_in_words(now)
+    origins = [rank for rank in failed if any(code != REMOTE for code in _errors(rank))]
+    witnesses = len(failed) - len(origins)
+    saw = f"; {witnesses} report an {result_words(REMOTE)}" if witnesses else ""
+    if origins:
+        kinds = sorted({code for rank in origins for code in _errors(rank)} - {REMOTE})
+        what = ", ".join(map(result_words, kinds))
+        why = f"{ranks_in_words(origins)} {'holds' if len(origins) == 1 else 'hold'} an NCCL error: {what}{saw}"
+        few = 2 * len(origins) < max(now.size, len(now.ranks))
+        return Suspicion(RasFinding.FAILED, [rank.rank for rank in origins], why, 0.85 if few else 0.5)
+    lost = [rank for rank in now.ranks if rank.unresponsive]
+    if lost:
+        why = f"{ranks_in_words(lost)} did not answer RAS{saw}"
+        return Suspicion(RasFinding.UNRESPONSIVE, [rank.rank for rank in lost], why, 0.85)
+    why = f"{witnesses} of {now.size} ranks report an {result_words(REMOTE)} and none its own: the one that failed is not seen"
+    return Suspicion(RasFinding.FAILED, [], why, 0.4)
+
+
+def _failed_in_words(now: RasCommunicator) -> Suspicion | None:
+    """Text form: an error that it states without naming a rank, because too many have it, or in an excerpt."""
+    if not any("ERROR" in words.split(",") for words in now.words):
+        return None
+    said = "; ".join(words for words in now.words if "error" in words or " reported " in words)
+    return Suspicion(
+        RasFinding.FAILED, [], f"RAS reports an NCCL error on ranks that it does not name. {said}".strip(), 0.4
+    )
+
+
+def _moving(view: CommunicatorView) -> Suspicion | None:
+    if view.moved is not True:
+        return None
+    lost = [rank for rank in view.now.ranks if rank.unresponsive]
+    also = f", though {ranks_in_words(lost)} did not answer RAS" if lost else ""
+    return Suspicion(RasFinding.PROGRESSING, [], f"launches went on between the two reports{also}", 0.9)
+
+
+def _silent(view: CommunicatorView) -> Suspicion | None:
+    now = view.now
+    lost = [rank for rank in now.ranks if rank.unresponsive]
+    if lost:
+        why = (
+            f"{ranks_in_words(lost)} did not answer RAS: stopped, starved of processor time, or out of reach"
+            f"{'' if view.moved is None else '; the others stand still' + still(view)}"
+        )
+        return Suspicion(
+            RasFinding.UNRESPONSIVE, [rank.rank for rank in lost], why, 0.8 if view.moved is False else 0.7
+        )
+    unnamed = any("INCOMPLETE" in words.split(",") for words in now.words)
+    if now.missing_count and not any(rank.missing for rank in now.ranks) and not now.statuses:
+        return Suspicion(
+            RasFinding.UNRESPONSIVE, [], f"{now.missing_count} ranks did not answer RAS, which names none", 0.4
+        )
+    if unnamed and not now.missing_count:
+        return Suspicion(RasFinding.UNRESPONSIVE, [], "ranks did not answer RAS, which names none", 0.4)
+    return None
+
+
+def _statuses(now: RasCommunicator) -> Sequence[RasStatus]:
+    if now.statuses:
+        return now.statuses
+    by_status: dict[str, list[int]] = {}
+    for rank in now.ranks:
+        if not rank.unresponsive:
+            by_status.setdefault(_status(rank), []).append(rank.rank)
+    return [RasStatus(status, len(ranks), tuple(ranks)) for status, ranks in by_status.items()]
+
+
+def _status(rank: RasRank) -> str:
+    if rank.missing:
+        return "NOCOMM"
+    if rank.aborted:
+        return "ABORT"
+    if rank.finalizing:
+        return "FINALIZE"
+    return "INIT" if rank.initializing else "RUNNING"
+
+
+_IN_WORDS = {"ABORT": "aborted it", "FINALIZE": "finalise it", "RUNNING": "still use it", "INIT": "still initialise it"}
+
+
+def _leaving(view: CommunicatorView) -> Suspicion | None:
+    """Torn down by some and not by others: the smaller side is the odd one."""
+    now = view.now
+    statuses = _statuses(now)
+    left = [status for status in statuses if status.status in (*NOT_THERE, "FINALIZE", "ABORT")]
+    if not left and now.state not in ("FINALIZE", "ABORT", "NOCOMM"):
+        return None
+    if not left:
+        return Suspicion(RasFinding.LEAVING, [], f"its ranks {_IN_WORDS.get(now.state, 'have left it')}", 0.3)
+    stay = [status for status in statuses if status not in left]
+    gone, staying = sum(status.ranks for status in left), sum(status.ranks for status in stay)
+    parts = [f"{status.ranks} {_IN_WORDS.get(status.status, 'have left it')}" for status in statuses]
+    why = (
+        f"its ranks are leaving it unevenly: {', '.join(parts)}" if staying else f"its ranks leave: {', '.join(parts)}"
+    )
+    side = [rank for status in (left if gone < staying else stay) for rank in status.named]
+    if gone == staying:
+        tied = [[rank for status in group for rank in status.named] for group in (left, stay)]
+        return Suspicion(RasFinding.LEAVING, [], why, 0.2, tied)
+    return Suspicion(RasFinding.LEAVING, side if staying else [], why, 0.4)
+
+
+def _starting(view: CommunicatorView) -> Suspicion | None:
+    now = view.now
+    starting = [rank for rank in now.ranks if rank.initializing]
+    if not starting and now.state != "INIT":
+        return None
+    after = f", and nothing changed{still(view)}" if view.moved is False else ""
+    if not starting or len(starting) == len(now.ranks):
+        return Suspicion(RasFinding.INITIALIZING, [], f"its {now.size} ranks are still initialising it{after}", 0.6)
+    why = f"{ranks_in_words(starting)} still initialise it, {len(now.ranks) - len(starting)} have finished{after}"
+    return Suspicion(RasFinding.INITIALIZING, [rank.rank for rank in starting], why, 0.4)

@@ -1,0 +1,72 @@
+"""Two reports some seconds apart: a hang can only be seen between two."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from collectors.clock import Clock
+from watcher.diagnose.ras.client import BYTE_LIMIT, DEADLINE_SECONDS, Channel, RasAnswer, ask
+
+APART_SECONDS = 10.0  # longer than most steps; launches of a job that runs go on within it
+PLACE = "127.0.0.1:28028"
+
+
+@dataclass(frozen=True, slots=True)
+class TwoPolls:
+    answers: tuple[RasAnswer, ...]  # those with bytes, oldest first
+    apart_seconds: float | None  # from one question to the next; None: there are not two
+    trouble: str | None  # in words: why there is none, or no second one, or none that is whole
+
+
+def poll_twice(
+    connect: Callable[[], Channel],
+    clock: Clock,
+    apart_seconds: float = APART_SECONDS,
+    *,
+    place: str = PLACE,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    byte_limit: int = BYTE_LIMIT,
+    stop: threading.Event | None = None,
+) -> TwoPolls:
+    """Ask, wait, ask again, each time on a connection of its own, as RAS closes it after a report.
+
+    `connect` raises ConnectionRefusedError where nothing listens, PermissionError where it may not connect, another
+    OSError otherwise. `stop` ends the wait early: then there is one report.
+    """
+    answers: list[RasAnswer] = []
+    asked: list[float] = []
+    trouble: list[str] = []
+    for number in (1, 2):
+        if number == 2 and clock.wait(stop or threading.Event(), asked[0] + apart_seconds - clock.monotonic()):
+            trouble.append("stopped before the second report")
+            break
+        asked.append(clock.monotonic())
+        answer = _ask_once(connect, clock, place, deadline_seconds, byte_limit)
+        if answer.trouble:
+            trouble.append(answer.trouble if number == 1 else f"second report: {answer.trouble}")
+        if answer.raw:
+            answers.append(answer)
+        if not answer.raw and number == 1:
+            break
+    apart = asked[1] - asked[0] if len(answers) == 2 else None
+    return TwoPolls(tuple(answers), apart, "; ".join(trouble) or None)
+
+
+def _ask_once(
+    connect: Callable[[], Channel], clock: Clock, place: str, deadline_seconds: float, byte_limit: int
+) -> RasAnswer:
+    try:
+        channel = connect()
+    except ConnectionRefusedError:
+        why = f"nothing listens on {place}: NCCL older than 2.24, or NCCL_RAS_ENABLE=0, or no NCCL job"
+        return RasAnswer(b"", "text", why)
+    except PermissionError as error:
+        return RasAnswer(b"", "text", f"not allowed to connect to {place}: {error}")
+    except (OSError, EOFError) as error:
+        return RasAnswer(b"", "text", f"no connection to {place}: {error or type(error).__name__}")
+    answer = ask(channel, clock, deadline_seconds, byte_limit)
+    if answer.trouble is None:
+        return answer
+    return RasAnswer(answer.raw, answer.form, f"NCCL RAS on {place}: {answer.trouble}")
