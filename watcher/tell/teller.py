@@ -117,7 +117,7 @@ class Teller:
         return self._outbox.stats()
 
     def diagnosed(self, episode_id: str, diagnosis: Diagnosed) -> None:
-        """What was found out about an open episode; told with the next evaluation. Called by the thread of `observe`."""
+        """What was found out about an open episode; told with the next evaluation. For the thread of `observe`."""
         self._diagnoses[episode_id] = diagnosis
 
     def observe(

@@ -331,4 +331,5 @@ def test_a_diagnosis_that_comes_while_it_is_quiet_is_in_its_first_message() -> N
     released = replace(quiet, released_seconds=200.0)
     assert decide(released, alone).notice is Notice.OPENED
     told = advance(released, alone, decide(released, alone), ("webhook",))
-    assert told.told is not None and told.told.diagnosis == PROOF
+    assert told.told is not None
+    assert told.told.diagnosis == PROOF
