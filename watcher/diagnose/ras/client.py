@@ -44,8 +44,10 @@ class RasAnswer:
 def ask(
     channel: Channel, clock: Clock, deadline_seconds: float = DEADLINE_SECONDS, byte_limit: int = BYTE_LIMIT
 ) -> RasAnswer:
-    """One report, JSON where the server knows it (NCCL 2.28.7), else text. Closes the channel. Never raises for what
-    the other end does: that, and what had come by then, is in the answer. Seconds are of `clock`, for the whole session.
+    """One report, JSON where the server knows it (NCCL 2.28.7), else text. Closes the channel.
+
+    Never raises for what the other end does: that, and what had come by then, is in the answer. The deadline holds for
+    the whole session, in seconds of `clock`.
     """
     session = _Session(channel, clock, deadline_seconds, byte_limit)
     try:

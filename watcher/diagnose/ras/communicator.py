@@ -1,7 +1,7 @@
 """One communicator, seen at one or two moments -> what is the matter with it. Pure.
 
 What RAS states comes first (dead, failed), then whether it moves, then what its counters imply. The confidences are
-judgement, not measurement: stated facts near 0.9, what is derived from counters less, what lateness alone suggests least.
+judgement, not measurement: stated facts near 0.9, what is derived from counters less, what mere lateness suggests least.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _failed(now: RasCommunicator) -> Suspicion | None:
     if lost:
         why = f"{ranks_in_words(lost)} did not answer RAS{saw}"
         return Suspicion(RasFinding.UNRESPONSIVE, [rank.rank for rank in lost], why, 0.85)
-    why = f"{witnesses} of {now.size} ranks report an {result_words(REMOTE)} and none its own: the one that failed is not seen"
+    why = f"{witnesses} of {now.size} ranks report an {result_words(REMOTE)} and none its own: who failed is not seen"
     return Suspicion(RasFinding.FAILED, [], why, 0.4)
 
 
@@ -89,9 +89,8 @@ def _failed_in_words(now: RasCommunicator) -> Suspicion | None:
     if not any("ERROR" in words.split(",") for words in now.words):
         return None
     said = "; ".join(words for words in now.words if "error" in words or " reported " in words)
-    return Suspicion(
-        RasFinding.FAILED, [], f"RAS reports an NCCL error on ranks that it does not name. {said}".strip(), 0.4
-    )
+    why = f"RAS reports an NCCL error on ranks that it does not name{f': {said}' if said else ''}"
+    return Suspicion(RasFinding.FAILED, [], why, 0.4)
 
 
 def _moving(view: CommunicatorView) -> Suspicion | None:
@@ -110,16 +109,13 @@ def _silent(view: CommunicatorView) -> Suspicion | None:
             f"{ranks_in_words(lost)} did not answer RAS: stopped, starved of processor time, or out of reach"
             f"{'' if view.moved is None else '; the others stand still' + still(view)}"
         )
-        return Suspicion(
-            RasFinding.UNRESPONSIVE, [rank.rank for rank in lost], why, 0.8 if view.moved is False else 0.7
-        )
-    unnamed = any("INCOMPLETE" in words.split(",") for words in now.words)
-    if now.missing_count and not any(rank.missing for rank in now.ranks) and not now.statuses:
-        return Suspicion(
-            RasFinding.UNRESPONSIVE, [], f"{now.missing_count} ranks did not answer RAS, which names none", 0.4
-        )
-    if unnamed and not now.missing_count:
-        return Suspicion(RasFinding.UNRESPONSIVE, [], "ranks did not answer RAS, which names none", 0.4)
+        confidence = 0.8 if view.moved is False else 0.7
+        return Suspicion(RasFinding.UNRESPONSIVE, [rank.rank for rank in lost], why, confidence)
+    stated = any("INCOMPLETE" in words.split(",") for words in now.words)
+    unnamed = now.missing_count and not any(rank.missing for rank in now.ranks) and not now.statuses
+    if stated or unnamed:
+        many = f"{now.missing_count} ranks" if now.missing_count else "ranks"
+        return Suspicion(RasFinding.UNRESPONSIVE, [], f"{many} did not answer RAS, which names none", 0.4)
     return None
 
 

@@ -1,4 +1,4 @@
-"""What RAS's MONITOR prints (NCCL 2.29.2 on), as text or JSON -> events. For files kept by a job; nothing here listens."""
+"""What RAS's MONITOR prints (NCCL 2.29.2 on), as text or JSON -> events. For files that a job kept."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from watcher.diagnose.ras.verdict import Suspicion, ranks_in_words, still
 from watcher.diagnose.ras.views import CommunicatorView
 
 NOT_COUNTED = "send and recv, all-to-all and what a CUDA graph captured are not counted"
-ONE_POLL = "one report cannot tell a job that stands still from the ordinary skew of one that runs"
+ONE_POLL = "without two reports some seconds apart, standing still looks like the ordinary skew of a job that runs"
 
 
 def read_launches(view: CommunicatorView) -> Suspicion:
@@ -73,8 +73,9 @@ def _behind(view: CommunicatorView, groups: Sequence[Launched]) -> Suspicion:
     named = sorted(rank for group in groups[1:] for rank in group.ranks)
     told = ranks_in_words(_placed(named, view)) if named else f"{total - low.size} ranks"
     why = (
-        f"frozen{still(view)}: {told} {'is' if total - low.size == 1 else 'are'} ahead, the other {low.size} of {total} "
-        f"launched {gap}; either somebody among the {low.size} holds them up, or those ahead launched what the rest never will"
+        f"frozen{still(view)}: {told} {'is' if total - low.size == 1 else 'are'} ahead, the other {low.size} of "
+        f"{total} launched {gap}; either one of the {low.size} holds the rest up, or those ahead launched what the "
+        "others never will"
     )
     return Suspicion(RasFinding.BEHIND, [], why, 0.3, [named, low.ranks])
 
@@ -86,8 +87,8 @@ def _matched(view: CommunicatorView, group: Launched) -> Suspicion:
     if view.moved is None:
         return Suspicion(RasFinding.CANNOT_TELL, [], f"all launched the same ({launched}); {ONE_POLL}", 0.0)
     why = (
-        f"frozen{still(view)} with all {group.size} ranks at the same launches ({launched}): no rank stands out, so network, "
-        f"GPU or host, or all are busy outside NCCL; RAS calls this OK ({NOT_COUNTED})"
+        f"frozen{still(view)} with all {group.size} ranks at the same launches ({launched}): no rank stands out, so "
+        f"network, GPU or host, or all are busy outside NCCL; RAS calls this OK ({NOT_COUNTED})"
     )
     return Suspicion(RasFinding.MATCHED, [], why, 0.6)
 

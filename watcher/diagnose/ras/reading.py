@@ -29,7 +29,7 @@ _ORDER = (
 def read_ras(polls: Sequence[RasPolls]) -> RasReading:
     """Who and why as far as RAS can tell; `notes` has what could not be read. Never raises."""
     polls = sorted(polls, key=lambda poll: poll.node)
-    notes = tuple(_notes(polls))
+    notes = tuple(dict.fromkeys(_notes(polls)))
     reports = [report for poll in polls for report in poll.reports]
     sources = tuple(report.source for report in reports)
     views = views_of(polls)
@@ -72,7 +72,7 @@ def _nothing(polls: Sequence[RasPolls]) -> tuple[RasFinding, str]:
     if any(report.trouble is None for report in reports):
         return (
             RasFinding.NO_COMMUNICATORS,
-            "RAS answers and knows of no communicator: none is made yet, or all are gone",
+            "RAS answers and knows no communicator: none is made yet, or all are gone",
         )
     said = [report.trouble for report in reports] + [poll.trouble for poll in polls]
     first = next((words for words in said if words), None)

@@ -31,8 +31,10 @@ def place(
 def name_of(communicator: RasCommunicator) -> str:
     """Short: the first hash; communicators that the text form does not tell apart are counted."""
     size = f"{communicator.size} ranks" if communicator.size else "size not told"
-    if communicator.alike > 1:
-        return f"{communicator.alike} communicators of {size}"
+    if communicator.identity.startswith("group "):  # the text form: healthy ones have no names
+        return (
+            f"{communicator.alike} communicators of {size}" if communicator.alike > 1 else f"a communicator of {size}"
+        )
     return f"communicator {communicator.identity.split(' ')[0]} ({size})"
 
 
