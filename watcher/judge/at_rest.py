@@ -26,6 +26,14 @@ SEEMS_EMPTY: Final = 0.58
 LOADED_AT_REST: Final = 0.55
 # A rank that stays out of a collective can only be told from rank 0's part in a save if there are others to see.
 FEW_BOARDS: Final = 3
+# A rank that writes copies its tensors off the board: 3 to 7 % in all public windows of a save. Less is also noise.
+COPIES_PERCENT: Final = 3.0
+# A kernel that spins never leaves the board and polls a few words: the whole window on one rank at least, and a memory
+# controller at rest.
+WHOLE_WINDOW_PERCENT: Final = 100.0
+MEMORY_BUSY_PERCENT: Final = 5.0
+# What such kernels draw comes on top of spinning: the upper end of what the floor allows.
+UPPER_END: Final = 0.9
 
 
 def nobody_listed(nodes: Iterable[NodeState]) -> bool:
@@ -67,11 +75,13 @@ def at_rest(scene: Scene) -> Verdict | None:
     if not scene.at_floor:
         return None
     shape, sure = scene.picture.shape, scene.certain
-    rank_0 = shape is Shape.RANK0_LOW_REST_BUSY
     # A step counted some seconds ago does not outweigh what is seen now; somebody who says that they advance does.
-    if scene.told and scene.progress is ProgressWord.ADVANCING and not rank_0:
+    told = scene.told and scene.progress is ProgressWord.ADVANCING
+    if shape is Shape.ONE_LOW_REST_BUSY and (told or _copies(scene)):
+        return _another_saves(scene, told=told)
+    if told and shape is not Shape.RANK0_LOW_REST_BUSY:
         return _slowly_moving(scene)
-    if rank_0:
+    if shape is Shape.RANK0_LOW_REST_BUSY:
         return _rank_0_low(scene)
     if shape is Shape.ONE_LOW_REST_BUSY:
         if len(scene.gpus) < FEW_BOARDS:
@@ -92,20 +102,38 @@ def at_rest(scene: Scene) -> Verdict | None:
     if shape is Shape.TWO_GROUPS:
         why = "Two groups at the power floor: some ranks spin in a collective that the others are not in"
         return conclude(scene, PowerState.HANG, 0.8 * sure, why, (PowerState.WAITING, 0.15), scene.picture.standing_out)
+    if bare(scene.gpus):
+        why = "No model is loaded on the boards, and few kernels run: a desktop, or a context that waits"
+        return conclude(scene, PowerState.IDLE, 0.5, why, (PowerState.HANG, 0.3))
     why = "Utilisation scatters near the power floor: boards are fed now and then"
     return conclude(scene, PowerState.STARVATION, 0.45, why, (PowerState.HANG, 0.3))
 
 
+def _copies(scene: Scene) -> bool:
+    """The one low rank moves something: one that is not in the collective runs nothing at all."""
+    low = scene.picture.standing_out[0].gpu
+    return (low.utilization_percent or 0.0) >= COPIES_PERCENT or (low.memory_utilization_percent or 0.0) > 0
+
+
+def _another_saves(scene: Scene, *, told: bool) -> Verdict:
+    """Which board rank 0 has is guessed from their order; and others write too, as the last stage of a pipeline."""
+    if told:
+        why = "Steps advance; one rank is low and the rest waits for it at the power floor: it gathers and writes"
+        return conclude(scene, PowerState.CHECKPOINT, 0.7, why, (PowerState.STARVATION, 0.2), left_behind(scene))
+    why = "One rank is low and moves a little, the rest spins at the power floor: it gathers and writes"
+    return conclude(scene, PowerState.CHECKPOINT, 0.6, why, (PowerState.HANG, 0.35), left_behind(scene))
+
+
 def _rank_0_low(scene: Scene) -> Verdict:
     """Rank 0 gathers and writes, or prepares something alone, or is not in the collective."""
-    sure, low = scene.certain, scene.picture.standing_out[0].gpu
+    sure = scene.certain
     if bare(scene.gpus):
         why = "Rank 0 alone is low and the rest spins, with bare contexts on the boards: no model is there to be saved"
         return conclude(scene, PowerState.HANG, 0.5 * sure, why, (PowerState.WAITING, 0.4), left_behind(scene))
     few = len(scene.gpus) < FEW_BOARDS
-    if (low.utilization_percent or 0.0) > 0 or (low.memory_utilization_percent or 0.0) > 0:
+    if _copies(scene):
         why = "Rank 0 alone is low and moves a little, the rest spins at the power floor: rank 0 gathers and writes"
-        confidence, other = (0.75, 0.2) if few else (0.97, 0.1)
+        confidence, other = (0.6, 0.3) if few else (0.97, 0.1)
     else:
         why = "Rank 0 alone is low and the rest spins at the power floor: rank 0 gathers and writes"
         confidence, other = (0.5, 0.4) if few else (0.6, 0.35)
@@ -114,15 +142,30 @@ def _rank_0_low(scene: Scene) -> Verdict:
 
 def _all_spin(scene: Scene) -> Verdict:
     """Light kernels read 100 % near the floor too; ranks that wait for each other are the commoner cause."""
+    if _kernels_end(scene):
+        why = "All boards read busy near what spinning draws, but their kernels end: light work, or a poor link"
+        return conclude(scene, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.4))
     if len(scene.gpus) > 1:
         why = "All boards read busy and none draws more than spinning does"
         return conclude(scene, PowerState.HANG, 0.8 * scene.certain, why, (PowerState.WAITING, 0.15))
-    if scene.profile.name == generic_profile().name:
-        # A small kernel in a loop on a single board (60 of 260 W in a public burn test) has nobody to wait for.
-        why = "One board reads busy near what spinning draws, and its own floor is not known: light work, or a wait"
+    if scene.profile.name == generic_profile().name or not scene.held:
+        # A small kernel in a loop on a single board (60 of 260 W in a public burn test) has nobody to wait for, and
+        # where memory cannot be read nobody knows whether a job is on it.
+        why = "One board reads busy near what spinning draws; its floor or its memory is unknown: light work, or a wait"
         return conclude(scene, PowerState.UNKNOWN, 0.35, why, (PowerState.HANG, 0.35))
     why = "The board reads busy and draws no more than spinning does; the ranks that it may wait for are not in sight"
     return conclude(scene, PowerState.HANG, 0.55 * scene.certain, why, (PowerState.WAITING, 0.3))
+
+
+def _kernels_end(scene: Scene) -> bool:
+    """Jobs that move over a poor link read 97 to 99 % on all boards and draw a little more than spinning does; of ranks
+    that spin most read all of the window."""
+    whole = scene.watts < UPPER_END * scene.profile.floor_watts or any(
+        (g.gpu.utilization_percent or 0.0) >= WHOLE_WINDOW_PERCENT for g in scene.gpus
+    )
+    memory = [g.gpu.memory_utilization_percent for g in scene.gpus]
+    moves = [each for each in memory if each is not None and each >= MEMORY_BUSY_PERCENT]
+    return not whole or 2 * len(moves) > len(memory)
 
 
 def _slowly_moving(scene: Scene) -> Verdict:

@@ -36,7 +36,10 @@ def at_work(scene: Scene) -> Verdict:
         return _resting(scene)
     if scene.watts >= scene.profile.compute_watts:
         why = "Most boards draw the power of plain compute; some read low at this moment"
-        return conclude(scene, PowerState.COMPUTE, 0.55, why, (PowerState.STARVATION, 0.3), left_behind(scene))
+        return conclude(scene, PowerState.COMPUTE, 0.55, why, (PowerState.HANG, 0.3), left_behind(scene))
+    if _take_turns(scene):
+        why = "The boards that work draw the power of plain compute, others rest: two jobs, or stages that take turns"
+        return conclude(scene, PowerState.COMPUTE, 0.45, why, (PowerState.HANG, 0.3))
     why = "Some boards are low while others work and draw more than spinning does: in no band"
     return conclude(scene, PowerState.UNKNOWN, 0.35, why, (PowerState.HANG, 0.3), left_behind(scene))
 
@@ -60,6 +63,10 @@ def _nothing_to_measure_by(scene: Scene) -> Verdict:
 
 def _evenly_busy(scene: Scene) -> Verdict:
     profile, watts = scene.profile, scene.watts
+    if len(scene.gpus) == 1 and profile.floor_watts < watts < profile.compute_watts:
+        why = "One board works below the compute plateau, and no other is in sight for it to wait for: light work"
+        sure = 0.6 if scene.progress is ProgressWord.ADVANCING else 0.45
+        return conclude(scene, PowerState.COMPUTE, sure, why, (PowerState.HANG, 0.3))
     if profile.communication is not None and watts in profile.communication:
         whose = f"scaled from {profile.bands_from} to this board" if profile.bands_from else "of this board"
         why = f"All ranks are evenly busy in the band of communication {whose}"
@@ -101,17 +108,19 @@ def _unevenly_busy(scene: Scene) -> Verdict:
     if watts >= NEAR_PLATEAU * profile.compute_watts and _even(scene):
         why = "All ranks are about evenly busy at the power of plain compute"
         return conclude(scene, PowerState.COMPUTE, 0.9 if scene.known else 0.6, why, (PowerState.STARVATION, 0.1))
+    # A rank that runs nothing beside others that do may be the one that holds them up.
+    stands = min(g.gpu.utilization_percent or 0.0 for g in scene.gpus) <= LOW_PERCENT
+    other = (PowerState.HANG if stands else PowerState.COMPUTE, 0.25)
     if profile.starvation is not None and watts in profile.starvation:
         why = (
             "Utilisation scatters over the ranks in the band of starvation: the bottleneck lies upstream of the boards"
         )
         confidence = 0.75 * profile.bands_certain
-        return conclude(scene, PowerState.STARVATION, max(0.5, confidence), why, (PowerState.COMPUTE, 0.25))
+        return conclude(scene, PowerState.STARVATION, max(0.5, confidence), why, other)
     if watts >= profile.compute_watts:
         why = "Power of plain compute; utilisation dips on some ranks"
         return conclude(scene, PowerState.COMPUTE, 0.65, why, (PowerState.STARVATION, 0.25))
-    working = [watts_of(g.gpu) or 0.0 for g in scene.gpus if (g.gpu.utilization_percent or 0.0) > LOW_PERCENT]
-    if len(scene.gpus) > len(working) and min(working) >= profile.compute_watts:
+    if _take_turns(scene):
         # Boards that starve are fed by nobody; here those that have work draw all that work draws.
         why = "The boards that work draw the power of plain compute, others rest: they take turns, as pipelines do"
         return conclude(scene, PowerState.COMPUTE, 0.45, why, (PowerState.STARVATION, 0.35))
@@ -121,8 +130,13 @@ def _unevenly_busy(scene: Scene) -> Verdict:
         and (watts_of(g.gpu) or 0.0) <= NEAR_FLOOR * profile.floor_watts
         for g in scene.gpus
     )
-    other = (PowerState.HANG, 0.3) if waits else (PowerState.COMPUTE, 0.25)
     return conclude(scene, PowerState.STARVATION, 0.5 if waits else 0.55, why, other)
+
+
+def _take_turns(scene: Scene) -> bool:
+    """Some rest, and those that work draw all that work draws: nobody who waits for them would let them."""
+    working = [watts_of(g.gpu) or 0.0 for g in scene.gpus if (g.gpu.utilization_percent or 0.0) > LOW_PERCENT]
+    return 0 < len(working) < len(scene.gpus) and min(working) >= scene.profile.compute_watts
 
 
 def _even(scene: Scene) -> bool:
@@ -139,9 +153,9 @@ def _resting(scene: Scene) -> Verdict:
     if worked and scene.held and not bare(scene.gpus):
         if statistics.median(g.gpu.utilization_percent or 0.0 for g in scene.gpus) >= FED_PERCENT:
             why = "Boards run a kernel now and then and draw more than at rest: they wait for data"
-            return conclude(scene, PowerState.STARVATION, 0.45, why, (PowerState.IDLE, 0.3))
+            return conclude(scene, PowerState.STARVATION, 0.45, why, (PowerState.HANG, 0.3))
         if len(scene.gpus) > 1:
             why = "No kernel runs, but the boards draw more than at rest: they worked a moment ago, and pause"
-            return conclude(scene, PowerState.CHECKPOINT, 0.6, why, (PowerState.IDLE, 0.25))
+            return conclude(scene, PowerState.CHECKPOINT, 0.6, why, (PowerState.HANG, 0.25))
     why = "No kernel runs although clocks are up: start-up, or a pause between phases"
     return conclude(scene, PowerState.IDLE, 0.45, why, (PowerState.HANG, 0.3))

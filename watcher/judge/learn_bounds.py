@@ -77,10 +77,16 @@ def floor_of(knowledge: Knowledge, board: Board, base: Profile) -> float:
     """At most this when spinning or waiting: as learned, else by the profile, and not less than bare idle tells."""
     context, idle = knowledge.get(board, Kind.CONTEXT), knowledge.get(board, Kind.IDLE)
     if context is not None:
-        generic = base.name == generic_profile().name
-        least = (LOWEST_SHARE_GENERIC if generic else LOWEST_SHARE) * base.floor_watts
-        return max(spin_watts(context.watts), least)
+        return max(spin_watts(context.watts), _least_floor(base))
     return base.floor_watts if idle is None else max(base.floor_watts, spin_watts(idle.watts))
+
+
+def _least_floor(base: Profile) -> float:
+    """The floor guessed of small boards is the highest one; others of that size rest at a tenth of the limit."""
+    generic = generic_profile()
+    if base.name != generic.name:
+        return LOWEST_SHARE * base.floor_watts
+    return LOWEST_SHARE_GENERIC * min(base.floor_watts, generic.floor_watts / generic.limit_watts * base.limit_watts)
 
 
 def same_limit(value: Learned, limit_watts: float | None) -> bool:
@@ -115,6 +121,9 @@ def learned_of(knowledge: Knowledge, job: str, gpus: Sequence[RankGpu], base: Pr
     if plateau_watts is not None and plateau_watts < PLATEAU_ABOVE_FLOOR * floor:
         plateau_watts = None
     profile = replace(base, floor_watts=floor, idle_watts=statistics.median(idles) if idles else base.idle_watts)
+    if base.name == generic_profile().name and len(contexts) >= most:
+        # Their own floor is better than any that is guessed from a limit, and that one may leave no room.
+        profile = replace(profile, certain=max(base.certain, generic_profile().certain))
     if plateau_watts is not None:
         profile = _with_plateau(profile, plateau_watts, sure=len(contexts) >= most)
     words = _words(contexts, floor) if len(contexts) >= most else ""
