@@ -34,6 +34,7 @@ OUTLIER_FACTOR: Final = 5.0
 LOW_CLOCK_SHARE: Final = 0.85
 HIGH_POWER_RATIO: Final = 1.3
 MOST_LOOKS: Final = 0.7
+LEAST_LOOKS: Final = 5
 FEW_SHARE: Final = 0.25
 BOARDS_EVERY_SECONDS: Final = 4.0
 
@@ -122,8 +123,10 @@ class Drift:
         if look.now < self._next_seconds:
             return
         self._next_seconds = look.now + BOARDS_EVERY_SECONDS
-        members = [g for g in members_of(look.sample.gpus) if (g.gpu.utilization_percent or 0.0) >= BUSY_PERCENT]
-        if look.verdict.at_floor or len(members) < 2:
+        boards = members_of(look.sample.gpus)
+        members = [g for g in boards if (g.gpu.utilization_percent or 0.0) >= BUSY_PERCENT]
+        # The few that happen to be busy in a job that starves are no measure for one of them.
+        if look.verdict.at_floor or len(members) < max(2.0, len(boards) / 2):
             return
         self._looks, self._boards = self._looks + 1, len(members)
         clocks = [g.gpu.sm_clock_mhz for g in members if g.gpu.sm_clock_mhz]
@@ -135,6 +138,6 @@ class Drift:
                 self._odd[Suspect(g.node, g.gpu.index, g.rank)] += 1
 
     def _name(self) -> None:
-        named = [suspect for suspect, looks in self._odd.items() if looks >= MOST_LOOKS * self._looks]
+        named = [suspect for suspect, looks in self._odd.items() if looks >= MOST_LOOKS * max(self._looks, LEAST_LOOKS)]
         # Where many boards stand out, none does.
         self.suspects = tuple(named) if len(named) <= max(1.0, FEW_SHARE * self._boards) else ()

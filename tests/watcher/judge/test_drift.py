@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from tests.watcher.judge.scenes import COMMUNICATE, COMPUTE, Job, xid
+from tests.watcher.judge.scenes import COMMUNICATE, COMPUTE, Activity, Job, xid
 from watcher.judge.finding import AlertName, Severity
 
 SLOW = AlertName.JOB_SLOW
@@ -81,3 +81,18 @@ def test_a_board_that_wears_is_a_warning_and_a_broken_one_is_critical() -> None:
     job.kernel["node-1"] = [xid(79, 2)]
     job.play(3, COMPUTE)
     assert job.finding(AlertName.GPU_FAULT).severity is Severity.CRITICAL
+
+
+def test_the_few_that_are_busy_in_a_job_that_starves_are_no_measure_for_one_of_them() -> None:
+    """Each look another one or two of eight read 90 % and more, and one of them always draws more than the rest."""
+    job, chance = Job(), random.Random(5)
+    paced(job, 4, 600)
+    job.step_seconds = 8
+    for _ in range(900):
+        busy = [float(chance.randint(5, 70)) for _ in range(8)]
+        busy[3] = 95.0
+        busy[chance.randrange(4, 8)] = 92.0
+        ranks = {rank: Activity(1000 if rank == 3 else 400, busy[rank], steps=True) for rank in range(8)}
+        job.play(1, ranks[0], ranks)
+    assert AlertName.STRAGGLER not in job.alerts
+    assert SLOW in job.alerts or AlertName.JOB_STARVING in job.alerts
