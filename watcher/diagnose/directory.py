@@ -1,0 +1,85 @@
+"""The files of a directory that may be evidence, read with care: only plain files, of bounded size and number. Rim."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from watcher.diagnose.file_kinds import HEAD_BYTES, FileKind, kind_of
+
+FILES_MOST: Final = 100_000
+DEPTH_MOST: Final = 3
+FILE_BYTES_MOST: Final = 64 * 1024 * 1024
+ATTEMPT: Final = re.compile(r"attempt-(\d{1,9})")
+# Of a run directory: nothing in there is evidence, and the first can be large.
+SKIPPED: Final = frozenset({"checkpoints", "worker", "heartbeat", "logs"})
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    path: Path
+    name: str  # relative to the directory: what people are told
+    kind: FileKind
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    files: tuple[Found, ...]  # in the order of their names
+    missing: tuple[str, ...]
+
+
+def list_directory(directory: Path) -> Listing:
+    """Raises OSError where the directory itself cannot be listed. Of several attempts only the newest is listed."""
+    found: list[Found] = []
+    missing: list[str] = []
+    os.listdir(directory)  # os.walk is silent about a directory that it may not read
+    for path in _walk(directory, missing):
+        if len(found) == FILES_MOST:
+            missing.append(f"{directory}: only the first {FILES_MOST:,} files were looked at")
+            break
+        name = str(path.relative_to(directory))
+        try:
+            head = read_bytes(path, HEAD_BYTES, whole=False)
+        except OSError as error:
+            missing.append(f"{name}: cannot be read: {error.strerror or error}")
+            continue
+        if head is not None:
+            found.append(Found(path, name, kind_of(path.name, head)))
+    return Listing(tuple(found), tuple(missing))
+
+
+def _walk(directory: Path, missing: list[str]) -> Iterator[Path]:
+    for at, directories, names in os.walk(directory):
+        here = Path(at)
+        attempts = {int(m[1]): name for name in directories if (m := ATTEMPT.fullmatch(name))}
+        newest = attempts[max(attempts)] if attempts else None
+        is_run = (here / "run.json").exists()
+        directories[:] = sorted(
+            name
+            for name in directories
+            if (ATTEMPT.fullmatch(name) is None or name == newest) and not (is_run and name in SKIPPED)
+        )
+        if len(here.relative_to(directory).parts) >= DEPTH_MOST and directories:
+            missing.append(f"{here.relative_to(directory)}: folders below it were not looked at")
+            directories.clear()
+        yield from (here / name for name in sorted(names))
+
+
+def read_bytes(path: Path, most: int = FILE_BYTES_MOST, whole: bool = True) -> bytes | None:
+    """None for what is no plain file: torch keeps FIFOs beside its dumps, and to open one could wait for ever. Raises
+    OSError, also for a file that is larger than `most` where it is wanted whole."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        return None
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return None
+        data = file.read(most + 1)
+    if len(data) > most and whole:
+        raise OSError(27, f"larger than {most:,} bytes")
+    return data[:most]

@@ -1,0 +1,120 @@
+"""All evidence weighed together: `Evidence` -> `Diagnosis`. Pure; any part of the evidence may be missing.
+
+The flight records decide where they are conclusive. Where they are not, or there are none, NCCL's RAS, the state of the
+processes, how ranks ended, faults of nodes, stacks, heartbeats and power are weighed against each other (`weigh.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from watcher.diagnose.causes import cause_of
+from watcher.diagnose.collectives import read_collectives
+from watcher.diagnose.diagnosis import Cause, CollectiveReading, Diagnosis, DiagnosisVerdict, Testimony
+from watcher.diagnose.evidence import Evidence
+from watcher.diagnose.inside import of_endings, of_stacks
+from watcher.diagnose.outside import median_step, of_faults, of_heartbeats, of_power, of_processes
+from watcher.diagnose.ras.findings import RasReading
+from watcher.diagnose.ras.reading import read_ras
+from watcher.diagnose.ras_witness import VERDICTS, known_ranks, of_ras
+from watcher.diagnose.sentences import advice_of, culprits_of, summary_of, why_of
+from watcher.diagnose.weigh import Weighed, weigh
+from watcher.diagnose.witness import HEARTBEATS, POWER, RECORDS, Witness
+
+STACKS_SHOWN: Final = 4  # of culprits
+AT_WORK: Final = frozenset({"computing", "communicating", "completed", "unknown"})  # states that are no hang
+FROM_OUTSIDE: Final = frozenset({POWER, HEARTBEATS, "throttle reasons"})
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """Neither the order of files nor that of ranks changes the answer."""
+    reading = read_collectives(evidence.records, evidence.unread) if evidence.records else None
+    ras = read_ras(evidence.ras) if evidence.ras else None
+    witnesses = testify(evidence, reading, ras)
+    weighed = weigh(witnesses, reading)
+    nothing_open = _nothing_open(evidence, reading, weighed)
+    verdict = verdict_of(weighed, reading, ras, nothing_open)
+    cause = Cause.UNKNOWN if nothing_open else cause_of(verdict, weighed, witnesses, reading, evidence)
+    culprits = culprits_of(weighed.ranks, evidence, witnesses, reading)
+    step = _step(evidence)
+    return Diagnosis(
+        verdict=verdict,
+        conclusive=reading is not None and reading.conclusive and bool(reading.culprits),
+        cause=cause,
+        culprits=culprits,
+        confidence=round(weighed.confidence, 2),
+        step=step,
+        summary=summary_of(verdict, culprits, weighed, reading, step, nothing_open),
+        why=why_of(weighed, witnesses, reading),
+        advice=advice_of(cause, culprits, evidence, nothing_open),
+        testimonies=tuple(Testimony(witness.source, yes, witness.words) for witness, yes in weighed.agrees),
+        reading=reading,
+        evidence=_sources(evidence),
+        missing=(*evidence.missing, *(ras.notes if ras is not None else ())),
+        unread=evidence.unread,
+        stacks=tuple(s for s in evidence.stacks if s.rank in weighed.ranks)[:STACKS_SHOWN],
+        nothing_open=nothing_open,
+    )
+
+
+def testify(evidence: Evidence, reading: CollectiveReading | None, ras: RasReading | None) -> list[Witness]:
+    """All that have something to say."""
+    seen = evidence.seen
+    heard = [
+        of_records(reading) if reading is not None else None,
+        of_ras(ras, evidence) if ras is not None else None,
+        *of_faults(evidence),
+        of_processes(evidence),
+        of_endings(evidence),
+        of_stacks(evidence),
+        of_heartbeats(seen) if seen is not None else None,
+        of_power(seen) if seen is not None else None,
+    ]
+    return [witness for witness in heard if witness is not None]
+
+
+def of_records(reading: CollectiveReading) -> Witness:
+    joined = reading.verdict is DiagnosisVerdict.NO_DESYNC and bool(reading.groups)
+    return Witness(RECORDS, reading.why, frozenset(reading.culprits), reading.confidence, clears=joined)
+
+
+def verdict_of(
+    weighed: Weighed, reading: CollectiveReading | None, ras: RasReading | None, nothing_open: bool
+) -> DiagnosisVerdict:
+    """The records', where they tell; else that of RAS; else what the state of a process means for its peers."""
+    nobody_waits = reading is None or (reading.verdict is DiagnosisVerdict.NO_DESYNC and not reading.groups)
+    if reading is not None and (nothing_open or not nobody_waits) and reading.verdict is not DiagnosisVerdict.UNKNOWN:
+        return reading.verdict
+    from_ras = None if ras is None else VERDICTS.get(ras.finding)
+    if from_ras is not None:
+        return from_ras
+    hard = any(yes and witness.source not in FROM_OUTSIDE for witness, yes in weighed.agrees)
+    return DiagnosisVerdict.NEVER_ARRIVED if weighed.ranks and hard else DiagnosisVerdict.UNKNOWN
+
+
+def _nothing_open(evidence: Evidence, reading: CollectiveReading | None, weighed: Weighed) -> bool:
+    """Whole records of all ranks, nobody in a collective, and nothing else that speaks of a hang."""
+    if weighed.ranks or (evidence.seen is not None and evidence.seen.state not in AT_WORK):
+        return False
+    if reading is None:
+        ended = {ending.rank for ending in evidence.endings if ending.code == 0}
+        return bool(ended) and ended >= known_ranks(evidence)
+    whole = not evidence.unread and {record.rank for record in evidence.records} >= known_ranks(evidence)
+    return whole and reading.verdict is DiagnosisVerdict.NO_DESYNC and not reading.groups
+
+
+def _step(evidence: Evidence) -> int | None:
+    if evidence.seen is not None and (step := median_step(evidence.seen)) is not None:
+        return step
+    return min((ending.step for ending in evidence.endings if ending.step is not None), default=None)
+
+
+def _sources(evidence: Evidence) -> tuple[str, ...]:
+    named = {
+        *(record.source for record in evidence.records),
+        *(stacks.source for stacks in evidence.stacks),
+        *(process.source for process in evidence.processes),
+        *(ending.source for ending in evidence.endings),
+        *(report.source for polls in evidence.ras for report in polls.reports),
+    }
+    return evidence.sources or tuple(sorted(named - {""}))

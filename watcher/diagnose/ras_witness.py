@@ -1,0 +1,74 @@
+"""What NCCL's RAS says, in ranks of the job. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from watcher.diagnose.diagnosis import Cause, DiagnosisVerdict
+from watcher.diagnose.evidence import Evidence
+from watcher.diagnose.ras.findings import RasFinding, RasReading, RasSuspect
+from watcher.diagnose.witness import RAS, Witness
+
+VERDICTS: Final = {
+    RasFinding.CROSSED: DiagnosisVerdict.DESYNC,
+    RasFinding.BEHIND: DiagnosisVerdict.NEVER_ARRIVED,
+    RasFinding.LEAVING: DiagnosisVerdict.NEVER_ARRIVED,
+    RasFinding.DEAD: DiagnosisVerdict.NEVER_ARRIVED,
+    RasFinding.UNRESPONSIVE: DiagnosisVerdict.NEVER_ARRIVED,
+    RasFinding.MATCHED: DiagnosisVerdict.NO_DESYNC,
+}
+CAUSES: Final = {
+    RasFinding.CROSSED: Cause.PROGRAM,
+    RasFinding.DEAD: Cause.RANK,
+    RasFinding.UNRESPONSIVE: Cause.RANK,
+    RasFinding.LEAVING: Cause.RANK,
+    RasFinding.MATCHED: Cause.NETWORK,
+}
+DOING: Final = {
+    RasFinding.CROSSED: "launched other collectives than the rest",
+    RasFinding.BEHIND: "launched fewer collectives than the rest",
+    RasFinding.DEAD: "was given up by NCCL: its process is gone or its node is",
+    RasFinding.UNRESPONSIVE: "does not answer NCCL RAS",
+    RasFinding.LEAVING: "left the communicator, others did not",
+    RasFinding.FAILED: "holds an error of NCCL",
+}
+
+
+def of_ras(reading: RasReading, evidence: Evidence) -> Witness:
+    ranks = {rank for suspect in reading.suspects if (rank := job_rank(suspect, reading, evidence)) is not None}
+    finding = reading.finding
+    doing = dict.fromkeys(ranks, DOING.get(finding, ""))
+    clears = finding is RasFinding.MATCHED
+    return Witness(RAS, reading.why, frozenset(ranks), reading.confidence, CAUSES.get(finding), doing, clears)
+
+
+def job_rank(suspect: RasSuspect, reading: RasReading, evidence: Evidence) -> int | None:
+    """RAS counts ranks within a communicator: the process, the board, or a communicator as large as the job tell."""
+    if suspect.job_rank is not None:
+        return suspect.job_rank
+    if suspect.pid is not None:
+        found = {process.rank for process in evidence.processes if process.pid == suspect.pid} - {None}
+        if len(found) == 1:
+            return found.pop()
+    seen = evidence.seen.ranks if evidence.seen is not None else ()
+    board = [
+        each.rank for each in seen if suspect.gpu is not None and (each.node, each.gpu) == (suspect.host, suspect.gpu)
+    ]
+    if len(board) == 1:
+        return board[0]
+    world = len(known_ranks(evidence))
+    size = next((each.size for each in reading.communicators if each.identity == suspect.communicator), 0)
+    largest = max((each.size for each in reading.communicators), default=0)
+    return suspect.rank if size == (world or largest) else None
+
+
+def known_ranks(evidence: Evidence) -> frozenset[int]:
+    """All ranks that any part of the evidence names."""
+    members = (rank for record in evidence.records for part in record.groups for rank in part.group.members)
+    return (
+        frozenset(members)
+        | frozenset(record.rank for record in evidence.records)
+        | frozenset(evidence.node_of_rank)
+        | frozenset(each.rank for each in (evidence.seen.ranks if evidence.seen is not None else ()))
+        | frozenset(process.rank for process in evidence.processes if process.rank is not None)
+    )

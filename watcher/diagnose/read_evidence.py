@@ -1,0 +1,198 @@
+"""A directory -> `Evidence`: a capture, a run of wattwatch-train, or dumps that somebody put together. Rim.
+
+A foreign directory needs no names of ours: what a file is, is seen from its content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from watcher.diagnose.directory import Found, list_directory, read_bytes
+from watcher.diagnose.evidence import Evidence, RankProcess, RankStacks, Seen
+from watcher.diagnose.file_kinds import FileKind, rank_of
+from watcher.diagnose.flight.read import read_records
+from watcher.diagnose.flight.record import RankRecord, Unread
+from watcher.diagnose.ras.parse import parse_polls
+from watcher.diagnose.ras.report import RasPolls
+from watcher.diagnose.run_evidence import read_run
+from watcher.diagnose.stacks import read_stacks
+
+SEEN: Final = TypeAdapter(Seen)
+PROCESSES: Final = TypeAdapter(list[dict[str, Any]])
+NODE_OF_RANK: Final = TypeAdapter(dict[int, str])
+SENTENCES: Final = TypeAdapter(list[str])
+RAS_NAME: Final = re.compile(r"(?:node-)?(?P<node>.+?)[._-]?(?:ras|poll)?[._-]?(?P<number>\d*)\.(?:json|txt)")
+POLL_NAME: Final = re.compile(r"(?P<series>.*?)(?:\.ras-|[._-]poll[._-]?)\d+\.(?:json|txt)")
+
+
+class NoEvidence(Exception):
+    """There is nothing that a diagnosis could rest on; the sentence says what was looked for."""
+
+
+def read_evidence(directory: Path) -> Evidence:
+    """Raises NoEvidence. What is there and cannot be used is told in `unread` and `missing`."""
+    try:
+        listing = list_directory(directory)
+    except NotADirectoryError:
+        raise NoEvidence(f"{directory}: not a directory; name the directory that the dumps lie in") from None
+    except OSError as error:
+        raise NoEvidence(f"{directory}: cannot be read: {error.strerror or error}") from None
+    missing = list(listing.missing)
+    kinds: dict[FileKind, list[Found]] = defaultdict(list)
+    for found in listing.files:
+        kinds[found.kind].append(found)
+    manifest = _json(directory / "manifest.json", missing)
+    run = read_run(directory)
+    records, unread = _records(kinds[FileKind.RECORD])
+    stacks = tuple(_stacks(kinds[FileKind.STACKS], missing))
+    processes = tuple(_processes(kinds[FileKind.PROCESSES], missing))
+    ras = tuple(_ras(directory, kinds[FileKind.RAS], missing))
+    seen = _seen(directory / "seen.json", missing) or run.seen
+    if not (records or unread or stacks or processes or ras or seen or run.endings):
+        raise NoEvidence(_nothing(directory, len(listing.files), missing))
+    used = (FileKind.RECORD, FileKind.STACKS, FileKind.PROCESSES, FileKind.RAS, FileKind.ENDING)
+    return Evidence(
+        records,
+        unread,
+        stacks,
+        processes,
+        ras,
+        seen,
+        run.endings,
+        run.node_of_rank | _nodes(manifest),
+        tuple(found.name for kind in used for found in kinds[kind]),
+        (*_sentences(manifest), *run.missing, *missing),
+    )
+
+
+def _nothing(directory: Path, files: int, missing: Sequence[str]) -> str:
+    if missing:
+        return f"{directory}: nothing in it can be used: {'; '.join(missing[:3])}"
+    held = "it is empty" if not files else f"none of its {files:,} files is one"
+    return (
+        f"{directory}: no flight records, stacks or NCCL RAS reports: {held}. Name a directory of torch's dumps "
+        "(TORCH_FR_DUMP_TEMP_FILE), a capture of wattwatch, or a run directory"
+    )
+
+
+def _records(files: Sequence[Found]) -> tuple[tuple[RankRecord, ...], tuple[Unread, ...]]:
+    """With names relative to the directory, as all other sources have them."""
+    names = {str(found.path): found.name for found in files}
+    records, unread = read_records([found.path for found in files])
+    return (
+        tuple(replace(record, source=names.get(record.source, record.source)) for record in records),
+        tuple(replace(each, source=names.get(each.source, each.source)) for each in unread),
+    )
+
+
+def _json(path: Path, missing: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        data = json.loads(read_bytes(path) or b"null")
+    except (OSError, ValueError, RecursionError) as error:
+        missing.append(f"{path.name}: cannot be read: {error}")
+        return {}
+    if not isinstance(data, dict):
+        missing.append(f"{path.name}: holds no JSON object")
+        return {}
+    return data
+
+
+def _nodes(manifest: dict[str, Any]) -> dict[int, str]:
+    try:
+        return NODE_OF_RANK.validate_python(manifest.get("node_of_rank") or {})
+    except ValidationError:
+        return {}
+
+
+def _sentences(manifest: dict[str, Any]) -> list[str]:
+    try:
+        return SENTENCES.validate_python(manifest.get("missing") or [])
+    except ValidationError:
+        return []
+
+
+def _seen(path: Path, missing: list[str]) -> Seen | None:
+    if not path.exists():
+        return None
+    try:
+        return SEEN.validate_json(read_bytes(path) or b"")
+    except OSError as error:
+        missing.append(f"{path.name}: cannot be read: {error.strerror or error}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        missing.append(f"{path.name}: {where}: {first['msg']}")
+    return None
+
+
+def _text(found: Found, missing: list[str]) -> str | None:
+    try:
+        data = read_bytes(found.path)
+    except OSError as error:
+        missing.append(f"{found.name}: cannot be read: {error.strerror or error}")
+        return None
+    return None if data is None else data.decode("utf-8", "replace")
+
+
+def _stacks(files: Iterable[Found], missing: list[str]) -> Iterable[RankStacks]:
+    for found in files:
+        text, rank = _text(found, missing), rank_of(found.name)
+        if text is None:
+            continue
+        if rank is None:
+            missing.append(f"{found.name}: stacks of an unknown rank: put the rank into its name, as in rank-3.txt")
+        elif stacks := read_stacks(text, rank, found.name):
+            yield stacks
+        else:
+            missing.append(f"{found.name}: no Python stacks in it")
+
+
+def _processes(files: Iterable[Found], missing: list[str]) -> Iterable[RankProcess]:
+    for found in files:
+        node = found.path.name.removeprefix("node-").removesuffix(".processes.json")
+        try:
+            rows = PROCESSES.validate_json(_text(found, missing) or "[]")
+            yield from [_process(row, node, found.name) for row in rows]
+        except (ValidationError, KeyError, TypeError, ValueError) as error:
+            missing.append(f"{found.name}: not a list of processes: {str(error).splitlines()[0]}")
+
+
+def _process(row: dict[str, Any], node: str, source: str) -> RankProcess:
+    fields = {name: row.get(name) for name in ("state", "wait_channel", "cpu_percent")}
+    process: RankProcess = PROCESS.validate_python(
+        {"rank": row.get("rank"), "node": node, "pid": row["pid"], "source": source, **fields}
+    )
+    return process
+
+
+PROCESS: Final = TypeAdapter(RankProcess)
+
+
+def _ras(directory: Path, files: Sequence[Found], missing: list[str]) -> Iterable[RasPolls]:
+    """Reports whose names differ in the number of the poll only are of one node, oldest first."""
+    series: dict[str, list[Found]] = defaultdict(list)
+    for found in files:
+        match = POLL_NAME.fullmatch(found.path.name)
+        series[str(found.path.parent / (match["series"] if match else found.path.name))].append(found)
+    for key, group in sorted(series.items()):
+        texts = [(found.name, text) for found in group if (text := _text(found, missing)) is not None]
+        name = Path(key).name
+        meta = _json(directory / f"{name}.ras.json", missing)
+        apart, trouble = meta.get("apart_seconds"), meta.get("trouble")
+        node = name.removeprefix("node-") if name.startswith("node-") else ""
+        yield parse_polls(
+            node,
+            [(each, text.encode()) for each, text in texts],
+            float(apart) if isinstance(apart, (int, float)) else None,
+            str(trouble) if trouble else None,
+        )

@@ -1,0 +1,192 @@
+"""The words of a diagnosis: who, where, in what, against how many; why; what to do next. Pure."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib import resources
+
+from watcher.diagnose.causes import left_behind, nodes_of_ranks
+from watcher.diagnose.diagnosis import Cause, CollectiveReading, Culprit, DiagnosisVerdict, GroupFrontier, Member, Place
+from watcher.diagnose.evidence import Evidence
+from watcher.diagnose.flight.record import Operation
+from watcher.diagnose.operations import operation_words
+from watcher.diagnose.weigh import Weighed
+from watcher.diagnose.witness import ENDINGS, PROCESSES, RECORDS, STACKS, Witness
+from watcher.diagnose.words import counted, ranks_in_words
+
+PARTED = (DiagnosisVerdict.DESYNC, DiagnosisVerdict.MISMATCH)
+TELLING = ("kernel log", PROCESSES, ENDINGS, RECORDS, STACKS)  # whose word on a culprit comes first
+
+
+def culprits_of(
+    ranks: frozenset[int], evidence: Evidence, witnesses: Sequence[Witness], reading: CollectiveReading | None
+) -> tuple[Culprit, ...]:
+    nodes = nodes_of_ranks(evidence)
+    boards = {each.rank: each.gpu for each in (evidence.seen.ranks if evidence.seen is not None else ())}
+    by_source = {witness.source: witness for witness in witnesses}
+    found = []
+    for rank in sorted(ranks):
+        told = [by_source[source].doing.get(rank, "") for source in TELLING if source in by_source]
+        if reading is not None:
+            told.insert(-1 if STACKS in by_source and told else len(told), place_in_words(reading, rank))
+        rest = [witness.doing.get(rank, "") for witness in witnesses if witness.source not in TELLING]
+        said = list(dict.fromkeys(words for words in told if words))[:3]
+        doing = "; ".join(said or [words for words in rest if words][:1])
+        found.append(Culprit(rank, nodes.get(rank), boards.get(rank), doing))
+    return tuple(found)
+
+
+def place_in_words(reading: CollectiveReading, rank: int) -> str:
+    """Of the first group that it holds up: "in barrier at slot 7 of default_pg (save, train.py:88)"."""
+    for group in reading.groups:
+        member = next((each for each in group.members if each.rank == rank), None)
+        if member is None:
+            continue
+        where = f"slot {group.slot:,} of {group.group}"
+        line = "" if member.frame is None else f" ({member.frame.function}, {member.frame.file}:{member.frame.line})"
+        if member.operation is not None and member.place is Place.WAITING:
+            return f"in {operation_words(member.operation)} at {where}{line}"
+        if member.place is Place.ABSENT:
+            return f"left no record of {where}"
+        if member.place in (Place.SILENT, Place.BEHIND):
+            last = "" if member.last_enqueued is None else f", its last was {member.last_enqueued:,}"
+            return f"has not launched {where}{last}{line}"
+        if member.place is Place.AHEAD:
+            return f"finished {where}{line}"
+    return ""
+
+
+def who_in_words(culprits: Sequence[Culprit]) -> str:
+    """`rank 3 (node-01, GPU 3)`, `ranks 8-15 (node-02)`."""
+    words = ranks_in_words(culprit.rank for culprit in culprits)
+    nodes = sorted({culprit.node for culprit in culprits if culprit.node})
+    if len(culprits) == 1 and culprits[0].gpu is not None:
+        nodes.append(f"GPU {culprits[0].gpu}")
+    more = f" and {len(nodes) - 3} more nodes" if len(nodes) > 3 else ""
+    return f"{words} ({', '.join(nodes[:3])}{more})" if nodes else words
+
+
+def summary_of(
+    verdict: DiagnosisVerdict,
+    culprits: Sequence[Culprit],
+    weighed: Weighed,
+    reading: CollectiveReading | None,
+    step: int | None,
+    nothing_open: bool,
+) -> str:
+    at_step = "" if step is None else f", step {step:,}"
+    if nothing_open:
+        return f"no rank waits in a collective: no hang in these records{at_step}"
+    group = _group_of(reading, culprits)
+    who = who_in_words(culprits)
+    if not culprits:
+        return _about_nobody(verdict, group, reading, weighed) + at_step
+    if group is not None and verdict in PARTED and (words := _parted(who, culprits, group)):
+        return words + at_step
+    doing = culprits[0].doing or "nothing else is known of it"
+    several = f", the first: {doing}" if len(culprits) > 1 else f": {doing}"
+    if verdict is DiagnosisVerdict.NO_DESYNC:
+        return f"all ranks launched the same; {who} stands out{several}{at_step}"
+    if verdict is DiagnosisVerdict.UNKNOWN:
+        return f"{who} {'stands' if len(culprits) == 1 else 'stand'} out{several}{at_step}"
+    if group is not None and verdict is DiagnosisVerdict.NEVER_ARRIVED:
+        return _never_arrived(who, culprits, group, reading, several) + at_step
+    return f"the job waits for {who}{several}{at_step}"
+
+
+def _group_of(reading: CollectiveReading | None, culprits: Sequence[Culprit]) -> GroupFrontier | None:
+    """The first that has the culprits among its members, else the first."""
+    groups = () if reading is None else reading.groups
+    ranks = {culprit.rank for culprit in culprits}
+    return next((g for g in groups if ranks & {m.rank for m in g.members}), next(iter(groups), None))
+
+
+def _parted(who: str, culprits: Sequence[Culprit], group: GroupFrontier) -> str | None:
+    ranks = {culprit.rank for culprit in culprits}
+    theirs = _commonest(member for member in group.members if member.rank in ranks)
+    others = _commonest(member for member in group.members if member.rank not in ranks)
+    if theirs is None or others is None:
+        return None
+    sizes = theirs[0].name == others[0].name
+    verb = "is" if len(culprits) == 1 else "are"
+    rest = f"{counted(others[1], 'rank')} {'is' if others[1] == 1 else 'are'}"
+    return (
+        f"{who} {verb} in {operation_words(theirs[0], sizes)}, {rest} in {operation_words(others[0], sizes)}: "
+        f"slot {group.slot:,} of {group.group}"
+    )
+
+
+def _commonest(members: Iterable[Member]) -> tuple[Operation, int] | None:
+    counts = Counter(m.operation for m in members if m.operation is not None)
+    return min(counts.items(), key=lambda each: (-each[1], str(each[0])), default=None)
+
+
+def _never_arrived(
+    who: str, culprits: Sequence[Culprit], group: GroupFrontier, reading: CollectiveReading | None, several: str
+) -> str:
+    where = f"slot {group.slot:,} of {group.group}"
+    if reading is not None and left_behind(reading, culprits[0].rank):
+        ahead = sum(member.place is Place.AHEAD for member in group.members)
+        return f"{who} did not finish {where}, which {counted(ahead, 'rank')} finished{several}"
+    ranks = {culprit.rank for culprit in culprits}
+    waiting = [m for m in group.members if m.place is Place.WAITING and m.rank not in ranks]
+    found = _commonest(waiting)
+    if found is None:
+        return f"the job waits for {who}{several}"
+    wait = "waits" if len(waiting) == 1 else "wait"
+    return f"{counted(len(waiting), 'rank')} {wait} in {operation_words(found[0])} at {where} for {who}{several}"
+
+
+def _about_nobody(
+    verdict: DiagnosisVerdict, group: GroupFrontier | None, reading: CollectiveReading | None, weighed: Weighed
+) -> str:
+    if reading is not None and reading.tied:
+        sides = " against ".join(ranks_in_words(ranks) for ranks in reading.tied[:3])
+        where = "" if group is None else f" at slot {group.slot:,} of {group.group}"
+        return f"{sides} in different collectives{where}: as many on each side, so nobody can be named"
+    if verdict is DiagnosisVerdict.NO_DESYNC and group is not None and (found := _commonest(group.members)):
+        return (
+            f"all {counted(found[1], 'rank')} wait in the same {operation_words(found[0])} at slot {group.slot:,} of "
+            f"{group.group}: nobody is missing, so the network, a board or its driver holds it up"
+        )
+    if verdict is DiagnosisVerdict.NO_DESYNC:
+        return "all ranks launched the same: the network, a board or its driver holds them up"
+    told = next((witness.words for witness, _ in weighed.agrees), reading.why if reading is not None else "")
+    return f"nobody can be named: {told}" if told else "nobody can be named: no source tells the ranks apart"
+
+
+def why_of(weighed: Weighed, witnesses: Sequence[Witness], reading: CollectiveReading | None) -> str:
+    """The numbers, and how many sources agree."""
+    sides = [(w, yes) for w, yes in weighed.agrees if w.source != RECORDS]
+    parts = [reading.why] if reading is not None else []
+    parts += [f"{witness.source}: {witness.words}" for witness, yes in sides if yes]
+    parts += [f"against it {witness.source}: {witness.words}" for witness, yes in sides if not yes]
+    if not parts:
+        parts = [f"{witness.source}: {witness.words}" for witness in witnesses if witness.words]
+    if weighed.tie_broken:
+        parts.append("the records are even, the other sources decide")
+    return ". ".join(part[:1].upper() + part[1:] for part in parts) or "No source says anything"
+
+
+@cache
+def _next_steps() -> Mapping[str, str]:
+    return tomllib.loads(resources.files(__package__).joinpath("next_steps.toml").read_text("utf-8"))
+
+
+def advice_of(cause: Cause, culprits: Sequence[Culprit], evidence: Evidence, nothing_open: bool) -> str:
+    first = culprits[0] if culprits else Culprit(-1)
+    process = next((p for p in evidence.processes if p.rank == first.rank), None)
+    key = "nothing" if nothing_open else cause.value
+    if cause is Cause.RANK and process is not None and not nothing_open:
+        key = {"T": "stopped", "t": "stopped", None: "gone", "Z": "gone"}.get(process.state, key)
+    if cause is Cause.RANK and process is None and any(e.rank == first.rank for e in evidence.endings):
+        key = "gone"
+    return _next_steps()[key].format(
+        rank=first.rank if culprits else "RANK",
+        node=first.node or "NODE",
+        gpu="GPU" if first.gpu is None else first.gpu,
+        pid="PID" if process is None else process.pid,
+    )

@@ -1,0 +1,33 @@
+"""What one source says of a hang: whom it names, how sure it would be alone, and what it takes for the cause. Data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from watcher.diagnose.diagnosis import Cause
+
+RECORDS = "flight recorder"
+RAS = "NCCL RAS"
+STACKS = "stacks"
+PROCESSES = "processes"
+ENDINGS = "endings"
+HEARTBEATS = "heartbeats"
+POWER = "power and utilisation"
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """`clears`: it sees all ranks alike, so it speaks against naming one."""
+
+    source: str
+    words: str
+    ranks: frozenset[int] = frozenset()
+    weight: float = 0.0  # 0..1
+    cause: Cause | None = None
+    doing: Mapping[int, str] = field(default_factory=dict)
+    clears: bool = False
+
+    def agrees_on(self, ranks: frozenset[int]) -> bool:
+        """It names them, or some of them, and not more strangers than there are of them."""
+        return bool(self.ranks & ranks) and len(self.ranks - ranks) <= len(ranks)
