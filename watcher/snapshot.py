@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from collectors.samples import NodeSample
 from collectors.ssh.link import NodeLink
+from watcher.diagnose.diagnosis import Diagnosis
 from watcher.judge.finding import Finding, JobState, Severity
 from watcher.judge.job_sample import JobSample
 from watcher.judge.verdict import Suspect, Verdict
@@ -71,6 +73,29 @@ class EpisodeView:
     diagnosis: str = ""  # who holds the job up, in a sentence, once that is known
 
 
+class DiagnosisStage(StrEnum):
+    OFF = "off"  # the job's configuration says `capture = false`
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class DiagnosisView:
+    """The latest diagnosis of one job, or why there is none."""
+
+    job: str
+    stage: DiagnosisStage  # of the latest capture
+    episode_id: str = ""  # that it belongs to
+    alert: str = ""
+    began_wall_seconds: float = 0.0
+    ended_wall_seconds: float | None = None
+    diagnosis: Diagnosis | None = None  # of the latest capture that gave one
+    trouble: str = ""  # why the latest gave none, a sentence
+    directory: str = ""  # on the watcher's host, with all that was captured
+    report: str = ""  # path of the HTML page of the incident, there
+
+
 @dataclass(frozen=True, slots=True)
 class DeliveryStats:
     """Counters of the outbox, by receiver and reason; ages on the watcher's clock."""
@@ -96,3 +121,4 @@ class Snapshot:
     blind: bool  # most nodes went silent at once: our own network, not theirs
     ticks_overrun: int = 0
     detection_delays_seconds: tuple[float, ...] = ()  # from condition to episode, of episodes opened in this tick
+    diagnoses: Mapping[str, DiagnosisView] = field(default_factory=dict)  # by job; none was ever asked for: absent

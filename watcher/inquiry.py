@@ -1,0 +1,128 @@
+"""One look into a hung job, from the question to the page: capture, conclusion, report. Runs in a thread of its own.
+
+What it asks and how it concludes is given to it; what it adds is that a failure of one part costs only that part. A
+capture that fails leaves what the watcher has seen from outside; a page that cannot be drawn leaves the diagnosis.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import gmtime, strftime
+from typing import Final, Protocol
+
+import orjson
+
+from watcher.diagnose.diagnosis import Diagnosis
+from watcher.diagnose.document import document_of
+from watcher.diagnose.evidence import Evidence, Seen
+from watcher.incidents import KEPT
+from watcher.snapshot import EpisodeView, JobView
+
+SUFFIX: Final = ".capture"
+REPORT: Final = "report.html"
+
+log = logging.getLogger("wattwatch.diagnosing")
+
+
+class Capturing(Protocol):
+    """Asks the job's nodes for what gives a hang away, and leaves the answers as files in the directory."""
+
+    def __call__(self, view: JobView, told: Seen, directory: Path) -> None: ...
+
+
+class Concluding(Protocol):
+    """Reads a capture directory and weighs what is in it. Raises where nothing is."""
+
+    def __call__(self, directory: Path) -> tuple[Evidence, Diagnosis]: ...
+
+
+class Reporting(Protocol):
+    """The page of the incident, as HTML."""
+
+    def __call__(self, view: JobView, episode: EpisodeView, result: Result) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one inquiry gave. Exactly one of `diagnosis` and `trouble` says something."""
+
+    directory: Path
+    told: Seen
+    ended_wall_seconds: float
+    evidence: Evidence | None = None
+    diagnosis: Diagnosis | None = None
+    trouble: str = ""
+    report: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """How a job is looked into. Shared by all threads; holds nothing of any job."""
+
+    capture: Capturing
+    conclude: Concluding
+    report: Reporting
+    wall: Callable[[], float]
+
+    def run(self, episode: EpisodeView, view: JobView, told: Seen, directory: Path) -> Result:
+        """Never raises: whatever fails is said in the result, and in the log."""
+        try:
+            return self._look_into(episode, view, told, directory)
+        except Exception as error:
+            log.error("a diagnosis of %s failed", view.name, exc_info=error)
+            words = f"an error inside the watcher ({type(error).__name__}: {str(error)[:200]}); its log has the rest"
+            return Result(directory, told, self.wall(), trouble=words)
+
+    def _look_into(self, episode: EpisodeView, view: JobView, told: Seen, directory: Path) -> Result:
+        failure = ""
+        try:
+            prune(directory.parent)
+            directory.mkdir(mode=0o700, parents=True)
+            (directory / "seen.json").write_bytes(orjson.dumps(told))
+        except OSError as error:
+            words = f"{directory} cannot be written: {error.strerror or error}"
+            return Result(directory, told, self.wall(), trouble=words)
+        try:
+            self.capture(view, told, directory)
+        except Exception as error:
+            log.error("the capture of %s failed", view.name, exc_info=error)
+            failure = f"the capture failed ({type(error).__name__}: {str(error)[:200]})"
+        evidence, diagnosis = self.conclude(directory)
+        if failure:
+            diagnosis = replace(diagnosis, missing=(*diagnosis.missing, failure))
+        with contextlib.suppress(OSError):  # a full disk: it is told all the same
+            text = orjson.dumps(document_of(diagnosis), option=orjson.OPT_INDENT_2)
+            (directory / "diagnosis.json").write_bytes(text + b"\n")
+        result = Result(directory, told, self.wall(), evidence, diagnosis)
+        report = self.write_report(view, episode, result)
+        # An episode may stay open for days: the records of a thousand ranks are not kept that long.
+        return replace(result, evidence=replace(evidence, records=()), report=report)
+
+    def write_report(self, view: JobView, episode: EpisodeView, result: Result) -> Path | None:
+        """None where it cannot be drawn or written; the log says why."""
+        path = result.directory / REPORT
+        try:
+            path.write_bytes(self.report(view, episode, result).encode("utf-8", "replace"))
+        except Exception as error:
+            log.error("the report of %s cannot be written", view.name, exc_info=error)
+            return None
+        return path
+
+
+def directory_name(job: str, alert: str, wall: float, number: int) -> str:
+    """Sorts by time, beside the recording of the incident."""
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", job)[:60] or "job"
+    return f"{strftime('%Y%m%dT%H%M%SZ', gmtime(wall))}-{name}-{alert}{f'-{number + 1}' if number else ''}{SUFFIX}"
+
+
+def prune(directory: Path, kept: int = KEPT) -> None:
+    """Makes room for one more."""
+    captures = sorted(directory.glob(f"*{SUFFIX}"))
+    for old in captures[: max(0, len(captures) - kept + 1)]:
+        shutil.rmtree(old, ignore_errors=True)
