@@ -24,6 +24,7 @@ backtest: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks.watch_nodes
 	$(BIN)/python -m tests.benchmarks.judge
+	$(BIN)/python -m tests.benchmarks.diagnose
 	$(BIN)/python -m tests.benchmarks.gate
 	$(BIN)/python -m tests.benchmarks.pack
 	$(BIN)/python -m tests.benchmarks.train
