@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 from urllib.parse import quote
 
 import click
@@ -14,12 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from watcher.config import read_secret
+from watcher.commands.watcher_api import DEFAULT_URL, UNKNOWN, ask, give_up, watcher_api
 from watcher.judge.finding import Severity
 
-DEFAULT_URL: Final = "http://127.0.0.1:9560"
 EXIT_CODE: Final = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
-UNKNOWN: Final = 3
 
 
 @click.command()
@@ -32,19 +30,9 @@ def status_command(job: str | None, url: str, token_file: Path | None, as_json: 
 
     Exit code: 0 nothing is wrong, 1 a warning is open, 2 a critical alert is open, 3 the watcher cannot be asked.
     """
-    headers: dict[bytes, bytes] = {}
-    if token_file is not None:
-        try:
-            headers[b"Authorization"] = f"Bearer {read_secret(token_file)}".encode()
-        except (OSError, ValueError) as error:
-            _give_up(f"{token_file}: no token could be read: {error}")
-    try:
-        client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=10.0, trust_env=False)
-    except (httpx.InvalidURL, ValueError) as error:
-        _give_up(f"{url}: not an address: {error}")
-    with client:
-        jobs = _get(client, f"/api/v1/jobs/{quote(job, safe='/')}" if job else "/api/v1/jobs")
-        alerts = _get(client, "/api/v1/alerts")
+    with watcher_api(url, token_file) as client:
+        jobs = ask(client, f"/api/v1/jobs/{quote(job, safe='/')}" if job else "/api/v1/jobs")
+        alerts = ask(client, "/api/v1/alerts")
         old = _what_is_old(client)
     try:
         jobs = jobs if job is None else [jobs]
@@ -58,7 +46,7 @@ def status_command(job: str | None, url: str, token_file: Path | None, as_json: 
         else:
             _print(jobs, open_alerts)
     except (KeyError, TypeError, ValueError, AttributeError):
-        _give_up(f"{url}: not a wattwatch API, or one of another version")
+        give_up(f"{url}: not a wattwatch API, or one of another version")
     if old:
         click.echo(old, err=True)
     sys.exit(UNKNOWN if old else worst)
@@ -71,31 +59,6 @@ def _what_is_old(client: httpx.Client) -> str | None:
         return None if response.is_success else str(response.json()["detail"])
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return f"{client.base_url}: cannot be asked whether it still watches"
-
-
-def _get(client: httpx.Client, path: str) -> Any:
-    """The JSON answer; an error of the network or of the API ends the command with one sentence."""
-    try:
-        response = client.get(path)
-    except httpx.HTTPError as error:
-        _give_up(
-            f"no watcher answers at {client.base_url}: {error or type(error).__name__}; is `wattwatch serve` running?"
-        )
-    if response.status_code != httpx.codes.OK:
-        try:
-            detail = response.json().get("detail") or response.json().get("title")
-        except (ValueError, AttributeError):
-            detail = response.text[:200]
-        _give_up(f"{client.base_url}{path}: {response.status_code} {detail}")
-    try:
-        return response.json()
-    except ValueError:
-        _give_up(f"{client.base_url}{path}: not a wattwatch API (the answer is not JSON)")
-
-
-def _give_up(message: str) -> NoReturn:
-    click.echo(message, err=True)
-    sys.exit(UNKNOWN)
 
 
 def _print(jobs: list[dict[str, Any]], alerts: list[dict[str, Any]]) -> None:
