@@ -264,3 +264,4 @@ class NodeSample:
     load: HostLoad = HostLoad()
     gpus_age_seconds: float = 0.0  # since the boards were asked: a slow query's answer stands in several lines
     workers: tuple[WorkerSample, ...] = ()  # children of `processes`, looked at every few seconds
+    driver_version: str | None = None  # "580.95.05", of the kernel module that is loaded

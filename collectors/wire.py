@@ -103,6 +103,7 @@ class LineReader:
         self._processes_seconds = 0.0
         self._workers: tuple[WorkerSample, ...] = ()
         self._shares = CpuShares()
+        self._driver: str | None = None
         self._load = HostLoad()
         self._host = ""
         self._node_warnings: tuple[str, ...] = ()
@@ -206,12 +207,14 @@ class LineReader:
             self._load,
             max(0.0, now - gpus.read_seconds) if gpus.read_seconds is not None else 0.0,
             self._workers,
+            self._driver,
         )
 
     # GPUs
 
     def _read_gpus(self, answer: Mapping[str, Any], now: float) -> None:
         asked = _real(answer.get("t", now))
+        self._driver = _text(answer.get("driver"))
         if answer["src"] == "nvml":
             self._gpus = self._read_nvml(answer["rows"], asked)
             return

@@ -284,12 +284,17 @@ class GpuLane:
         self.holders_due = 0.0
         self.smi_due = 0.0
         self.reads = 0
+        self.driver: str | None = None
+        self.driver_due = 0.0
 
     def __call__(self, lane: Lane) -> None:
         now = time.monotonic()
         if self.reader is None and now >= self.nvml_retry:
             lane.doing = "nvml"
             self.open(now)
+        if now >= self.driver_due:
+            self.driver_due = now + DISCOVERY_SECONDS
+            self.driver = driver_version(self.reader)
         if self.reader is not None:
             lane.doing = "nvml"
             if self.read_nvml(self.reader):
@@ -328,7 +333,10 @@ class GpuLane:
             self.close()
             return False
         self.reads += 1
-        self.outbox.set("gpu", {"src": "nvml", "t": round(now, 4), "rows": rows})
+        answer: dict[str, Any] = {"src": "nvml", "t": round(now, 4), "rows": rows}
+        if self.driver is not None:
+            answer["driver"] = self.driver
+        self.outbox.set("gpu", answer)
         return True
 
     def read_smi(self) -> None:
@@ -349,6 +357,8 @@ class GpuLane:
             answer["err"] = err[:4000]
         if self.init_code is not None:
             answer["nvml"] = self.init_code
+        if self.driver is not None:
+            answer["driver"] = self.driver
         self.outbox.set("gpu", answer)
         if code == 127:
             self.smi_due = now + 10.0
@@ -361,6 +371,16 @@ class GpuLane:
                 for pid, uuid in pairs:
                     holders.setdefault(int(pid), []).append(uuid)
                 self.holders = holders
+
+
+def driver_version(reader: NvmlReader | None) -> str | None:
+    """Of the kernel module that is loaded, "580.95.05": from its own file, else from NVML."""
+    try:
+        text = read_text(ROOT + "/proc/driver/nvidia/version")
+    except OSError:
+        text = "" if reader is None else str(reader.ask({}, "driver", "nvmlSystemGetDriverVersion") or "")
+    found = re.search(r"\b\d{2,}\.\d+(\.\d+)*\b", text)
+    return None if found is None else found.group()
 
 
 def load_nvml(source: str) -> Any:

@@ -51,12 +51,13 @@ round() {
     holders=
     [ "$code" = 0 ] && holders=$(nvidia-smi --query-compute-apps=pid,gpu_uuid --format=csv,noheader 2>/dev/null </dev/null |
         sed -n 's/^ *\([0-9][0-9]*\), *\(GPU-[0-9a-fA-F-]*\).*/\1,\2/p')
+    driver=$(sed -n 's/^NVRM version:.* \([0-9][0-9]*\.[0-9.]*\) .*/\1/p' "$root/proc/driver/nvidia/version" 2>/dev/null)
     { read -r load rest <"$root/proc/loadavg"; } 2>/dev/null || load=null
     # Everything is known before the line is begun: it goes out in one write.
     out=$(printf '%s\n' "$out" | quote)
     held=$(processes)
-    printf '{"v":1,"seq":%s,"t":%s,"w":%s,"gpu":{"src":"shell","t":%s,"rc":%s%s,"out":"%s"}%s,"load":[%s,null,null,null,null]}\n' \
-        "$1" "$(seconds)" "$(date +%s)" "$at" "$code" "$asked" "$out" "${held:+,\"proc\":[$held]}" "$load"
+    printf '{"v":1,"seq":%s,"t":%s,"w":%s,"gpu":{"src":"shell","t":%s,"rc":%s%s%s,"out":"%s"}%s,"load":[%s,null,null,null,null]}\n' \
+        "$1" "$(seconds)" "$(date +%s)" "$at" "$code" "$asked" "${driver:+,\"driver\":\"$driver\"}" "$out" "${held:+,\"proc\":[$held]}" "$load"
 }
 
 ticker() {

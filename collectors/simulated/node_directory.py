@@ -98,8 +98,10 @@ class NodeDirectory:
         now = clock.wall()
         # As if the driver had been loaded for a while: no two boards have the same count.
         self._energy = [Energy(4.0e9 + 7.7e7 * place, now) for place in range(gpus)]
-        for folder in ("proc/pressure", "proc/sys/kernel", "dev", "home"):
+        for folder in ("proc/pressure", "proc/sys/kernel", "proc/driver/nvidia", "dev", "home"):
             (directory / folder).mkdir(parents=True)
+        driver = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {DRIVER_VERSION}  Release Build\n"
+        replace_text(directory / "proc/driver/nvidia/version", driver)
         replace_text(directory / "proc/sys/kernel/hostname", name + "\n")
         (directory / "dev/kmsg").touch()
         self.log_kernel(6, "nvidia-nvlink: Nvlink Core is being initialized, major device number 511")

@@ -112,6 +112,7 @@ class JobAssembler:
             hung_calls=sample.hung_calls if young else (),
             filesystems=sample.filesystems,
             load=sample.load,
+            driver_version=sample.driver_version,
             workers=sample.workers if young else (),
             step_formats=step_formats,
         )

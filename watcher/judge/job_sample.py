@@ -46,6 +46,7 @@ class NodeState:
     hung_calls: tuple[HungCall, ...] = ()
     filesystems: tuple[FilesystemSample, ...] = ()
     load: HostLoad = HostLoad()
+    driver_version: str | None = None
     workers: tuple[WorkerSample, ...] = ()  # children of the job's processes
     step_formats: frozenset[str] = frozenset()  # of this node's logs and heartbeats that tell the job's step
 

@@ -43,13 +43,14 @@ class Changes:
             return frozenset()
         self._limits, self._compare_from = limits, now + COMPARE_SECONDS
         void = {board for node in sample.nodes for board in self._of_node(node.node, node.status, sample, said)}
+        drivers = {node.node: node.driver_version for node in sample.nodes}
         for ranked in sample.gpus:
             board = (ranked.node, ranked.gpu.key)
-            if self._is_another(board, ranked.gpu):
+            if self._is_another(board, ranked.gpu, drivers.get(ranked.node)):
                 void.add(board)
         return frozenset(void)
 
-    def _is_another(self, board: Board, gpu: GpuSample) -> bool:
+    def _is_another(self, board: Board, gpu: GpuSample, driver: str | None) -> bool:
         limit = gpu.power_limit_watts
         moved = limit is not None and abs(limit - self._limit_of.get(board, limit)) > SAME_LIMIT_WATTS
         if limit is not None:
@@ -57,7 +58,7 @@ class Changes:
         self.limits_moved = self.limits_moved or moved
         changed = moved
         for value in self._knowledge.of_board(board):
-            if _void(value, gpu):
+            if _void(value, gpu, driver):
                 self._knowledge.drop(value)
                 changed = True
         return changed
@@ -107,8 +108,11 @@ class Changes:
         return [p for p in unnamed if p.rank is not None or p.name not in names]
 
 
-def _void(value: Learned, gpu: GpuSample) -> bool:
+def _void(value: Learned, gpu: GpuSample, driver: str | None) -> bool:
     if value.name is not None and gpu.name is not None and value.name != gpu.name:
+        return True
+    # Another version sets clocks and idle states in its own way, whatever its counters say.
+    if value.driver is not None and driver is not None and value.driver != driver:
         return True
     # The counter runs since the driver was loaded: it was loaded anew, by an upgrade, a reset or a boot.
     if value.energy_joules is not None and gpu.energy_joules is not None and gpu.energy_joules < value.energy_joules:

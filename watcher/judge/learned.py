@@ -56,6 +56,7 @@ class Learned:
     name: str | None = None  # of the board, then
     limit_watts: float | None = None
     energy_joules: float | None = None  # its counter then: a smaller one means that the driver was loaded anew
+    driver: str | None = None  # its version then
 
     @property
     def key(self) -> str:

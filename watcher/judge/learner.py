@@ -180,6 +180,7 @@ class JobLearner:
         value = Learned(
             *batch.board, batch.kind, self._spec.name, round(statistics.median(batch.watts), 1), len(batch.watts),
             batch.phase, sample.wall_seconds, gpu.name, gpu.power_limit_watts, gpu.energy_joules,
+            next((node.driver_version for node in sample.nodes if node.node == batch.board[0]), None),
         )  # fmt: skip
         why = None if batch.kind is Kind.PLATEAU else unsteady(batch.watts)
         why = why or refusal(value, self.base(sample), self._knowledge)

@@ -248,6 +248,18 @@ def test_workers_of_ranks_come_with_what_they_sleep_in(node: Node) -> None:
         assert sizes == (500 * 1024, 2000 * 1024, 40 * 1024)
 
 
+def test_the_loaded_driver_is_named(node: Node) -> None:
+    node.with_python()
+    node.with_nvidia_smi()
+    (node.root / "proc/driver/nvidia").mkdir(parents=True)
+    said = (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12.3.0\n"
+    )
+    (node.root / "proc/driver/nvidia/version").write_text(said)
+    with running(node, ProbeRequest(0.2)) as probe:
+        assert probe.sample(lambda s: s.gpus is not None).driver_version == "550.54.15"
+
+
 def test_a_path_says_what_its_mount_is(node: Node, tmp_path: Path) -> None:
     node.with_python()
     with running(node, ProbeRequest(0.2, run_directories=(str(tmp_path),))) as probe:

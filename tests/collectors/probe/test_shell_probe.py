@@ -15,6 +15,10 @@ def test_a_node_without_python_is_read_by_the_shell(node: Node) -> None:
     node.process(4101, "python3", "D")
     (node.root / "proc/uptime").write_text("1234.50 9.9\n")
     (node.root / "proc/loadavg").write_text("7.25 1.0 1.0 3/900 1\n")
+    (node.root / "proc/driver/nvidia").mkdir(parents=True)
+    (node.root / "proc/driver/nvidia/version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  555.42.02  Release Build  (root@x)\n"
+    )
     with running(node, REQUEST) as probe:
         sample = probe.sample(lambda s: s.gpus is not None)
         assert (sample.status, sample.gpu_source, sample.node_seconds) == (HostStatus.OK, "shell", 1234.5)
@@ -23,6 +27,7 @@ def test_a_node_without_python_is_read_by_the_shell(node: Node) -> None:
             (4101, "python3", "D", (1,))
         ]
         assert sample.load.load_1m == 7.25
+        assert sample.driver_version == "555.42.02"
         probe.sample(lambda s: s.sequence >= 2)
         assert probe.reader.garbage_bytes == 0
         probe.close_stdin()

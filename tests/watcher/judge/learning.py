@@ -27,6 +27,7 @@ class LearningJob(Job):
         self.learner = JobLearner(self.spec, self.knowledge)
         self.limit: float | None = None
         self.energy: float | None = None
+        self.driver: str | None = None
         self.strangers: tuple[ProcessSample, ...] = ()
         self.said: dict[str, NodeSample] = {}
         self.lines: list[NodeSample] = []  # all of them
@@ -40,6 +41,7 @@ class LearningJob(Job):
             changes: dict[str, object] = {} if self.limit is None else {"power_limit_watts": self.limit}
             changes |= {} if self.energy is None else {"energy_joules": self.energy}
             line = replace(line, gpus=tuple(replace(gpu, **changes) for gpu in line.gpus))  # type: ignore[arg-type]  # fields of GpuSample
+            line = replace(line, driver_version=self.driver)
         if place == 0:
             line = replace(line, processes=(*(line.processes or ()), *self.strangers))
         self.said[node] = line

@@ -274,6 +274,44 @@ def test_a_driver_that_was_loaded_anew_drops_all() -> None:
     assert job.watts(Kind.IDLE) == 160
 
 
+def test_another_driver_version_drops_all_and_makes_no_verdict() -> None:
+    job = LearningJob(step=0)
+    job.driver = "580.95.05"
+    job.play(90, EMPTY)
+    assert job.watts(Kind.IDLE) == 139
+    job.driver = None  # it cannot be read for a while
+    job.play(10, EMPTY)
+    job.driver = "580.95.05"
+    job.play(10, EMPTY)
+    assert job.watts(Kind.IDLE) == 139
+    job.driver = "590.44.01"
+    job.play(5, EMPTY)
+    assert job.watts(Kind.IDLE) is None
+    assert job.alerts == set()
+    job.play(90, replace(EMPTY, watts=160))
+    assert job.watts(Kind.IDLE) == 160
+
+
+def test_a_version_that_is_first_told_later_drops_nothing() -> None:
+    job = a_job_at_work()
+    before = job.knowledge.values()
+    job.driver = "580.95.05"
+    job.play(10, COMPUTE)
+    assert set(before) <= set(job.knowledge.values())
+
+
+def test_what_is_learned_carries_the_driver_it_was_learned_under() -> None:
+    job = LearningJob()
+    job.driver = "580.95.05"
+    job.play(40, EMPTY)
+    job.play(40, START_UP)
+    job.play(10, FIRST_KERNEL)
+    job.play(60, COMPUTE)
+    values = job.knowledge.values()
+    assert values
+    assert {value.driver for value in values} == {"580.95.05"}
+
+
 def test_a_driver_that_cannot_be_asked_drops_what_is_known_of_its_node() -> None:
     job = a_job_at_work()
     job.status = {"node-1": (HostStatus.DRIVER_DOWN, "Driver/library version mismatch")}
