@@ -23,6 +23,11 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "check": ("watcher.commands.check", "check_command", "Configuration, SSH, tools, paths, receivers: what to fix."),
     "serve": ("watcher.commands.serve", "serve_command", "Watch the configured jobs: alerts, page, API, metrics."),
     "status": ("watcher.commands.status", "status_command", "What a running watcher says of its jobs, once."),
+    "diagnose": (
+        "watcher.commands.diagnose",
+        "diagnose_command",
+        "Flight-recorder dumps, RAS, stacks: who holds a hung job up.",
+    ),
     "replay": ("watcher.commands.replay", "replay_command", "Recordings or GPU logs through the detector."),
     "backtest": (
         "watcher.commands.backtest",

@@ -28,9 +28,7 @@ def document_of(diagnosis: Diagnosis) -> dict[str, Any]:
         "summary": diagnosis.summary,
         "why": diagnosis.why,
         "advice": diagnosis.advice,
-        "who": [
-            {"rank": who.rank, "node": who.node, "gpu": who.gpu, "doing": who.doing} for who in diagnosis.culprits
-        ],
+        "who": [{"rank": who.rank, "node": who.node, "gpu": who.gpu, "doing": who.doing} for who in diagnosis.culprits],
         "tied": [] if reading is None else [list(ranks) for ranks in reading.tied],
         "groups": [] if reading is None else [group_document(group) for group in reading.groups],
         "waits": [] if reading is None else wait_documents(reading.waits),
@@ -40,6 +38,7 @@ def document_of(diagnosis: Diagnosis) -> dict[str, Any]:
         "stacks": [stack_document(each) for each in diagnosis.stacks],
         "evidence": list(diagnosis.evidence),
         "missing": list(diagnosis.missing),
+        "nothing_open": diagnosis.nothing_open,
         "unread": [{"source": each.source, "rank": each.rank, "why": each.why} for each in diagnosis.unread],
     }
 

@@ -44,7 +44,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         culprits=culprits,
         confidence=round(weighed.confidence, 2),
         step=step,
-        summary=summary_of(verdict, culprits, weighed, reading, step, nothing_open),
+        summary=summary_of(verdict, culprits, weighed, witnesses, reading, step, nothing_open),
         why=why_of(weighed, witnesses, reading),
         advice=advice_of(cause, culprits, evidence, nothing_open),
         testimonies=tuple(Testimony(witness.source, yes, witness.words) for witness, yes in weighed.agrees),

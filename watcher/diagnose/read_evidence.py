@@ -49,6 +49,7 @@ def read_evidence(directory: Path) -> Evidence:
     kinds: dict[FileKind, list[Found]] = defaultdict(list)
     for found in listing.files:
         kinds[found.kind].append(found)
+    _one_set_only(directory, kinds[FileKind.RECORD])
     manifest = _json(directory / "manifest.json", missing)
     run = read_run(directory)
     records, unread = _records(kinds[FileKind.RECORD])
@@ -73,6 +74,21 @@ def read_evidence(directory: Path) -> Evidence:
     )
 
 
+def _one_set_only(directory: Path, records: Sequence[Found]) -> None:
+    """Records of one rank in two folders are of two hangs; to mix them would name the wrong one. Folders that each hold
+    some ranks are one set: dumps are often fetched node by node."""
+    folder_of: dict[int, Path] = {}
+    for found in records:
+        rank = rank_of(found.name)
+        if rank is not None and folder_of.setdefault(rank, found.path.parent) != found.path.parent:
+            folders = sorted({str(each.path.parent.relative_to(directory)) for each in records})
+            more = f" and {len(folders) - 4} more" if len(folders) > 4 else ""
+            raise NoEvidence(
+                f"{directory}: rank {rank} has records in several folders: {', '.join(folders[:4])}{more}; name one of "
+                "them"
+            )
+
+
 def _nothing(directory: Path, files: int, missing: Sequence[str]) -> str:
     if missing:
         return f"{directory}: nothing in it can be used: {'; '.join(missing[:3])}"
@@ -85,6 +101,8 @@ def _nothing(directory: Path, files: int, missing: Sequence[str]) -> str:
 
 def _records(files: Sequence[Found]) -> tuple[tuple[RankRecord, ...], tuple[Unread, ...]]:
     """With names relative to the directory, as all other sources have them."""
+    if not files:
+        return (), ()
     names = {str(found.path): found.name for found in files}
     records, unread = read_records([found.path for found in files])
     return (

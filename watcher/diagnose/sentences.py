@@ -18,7 +18,13 @@ from watcher.diagnose.witness import ENDINGS, PROCESSES, RECORDS, STACKS, Witnes
 from watcher.diagnose.words import counted, ranks_in_words
 
 PARTED = (DiagnosisVerdict.DESYNC, DiagnosisVerdict.MISMATCH)
-TELLING = ("kernel log", PROCESSES, ENDINGS, RECORDS, STACKS)  # whose word on a culprit comes first
+TELLING = ("kernel log", PROCESSES, ENDINGS, STACKS)  # whose word on a culprit comes first
+
+MISSING: Mapping[Place | None, str] = {
+    Place.SILENT: "which has not launched it and waits in nothing",
+    Place.BEHIND: "which has not launched it and waits elsewhere",
+    Place.ABSENT: "which left no record",
+}
 
 
 def culprits_of(
@@ -26,17 +32,20 @@ def culprits_of(
 ) -> tuple[Culprit, ...]:
     nodes = nodes_of_ranks(evidence)
     boards = {each.rank: each.gpu for each in (evidence.seen.ranks if evidence.seen is not None else ())}
-    by_source = {witness.source: witness for witness in witnesses}
     found = []
     for rank in sorted(ranks):
-        told = [by_source[source].doing.get(rank, "") for source in TELLING if source in by_source]
-        if reading is not None:
-            told.insert(-1 if STACKS in by_source and told else len(told), place_in_words(reading, rank))
-        rest = [witness.doing.get(rank, "") for witness in witnesses if witness.source not in TELLING]
-        said = list(dict.fromkeys(words for words in told if words))[:3]
-        doing = "; ".join(said or [words for words in rest if words][:1])
+        place = "" if reading is None else place_in_words(reading, rank)
+        told = said_of(rank, witnesses)
+        doing = "; ".join(words for words in (place, told) if words)
         found.append(Culprit(rank, nodes.get(rank), boards.get(rank), doing))
     return tuple(found)
+
+
+def said_of(rank: int, witnesses: Sequence[Witness]) -> str:
+    """What the other sources say of it, those first whose word explains most."""
+    said = {witness.source: words for witness in witnesses if (words := witness.doing.get(rank))}
+    telling = [said[source] for source in TELLING if source in said]
+    return "; ".join(dict.fromkeys(telling[:2] or list(said.values())[:1]))
 
 
 def place_in_words(reading: CollectiveReading, rank: int) -> str:
@@ -73,6 +82,7 @@ def summary_of(
     verdict: DiagnosisVerdict,
     culprits: Sequence[Culprit],
     weighed: Weighed,
+    witnesses: Sequence[Witness],
     reading: CollectiveReading | None,
     step: int | None,
     nothing_open: bool,
@@ -86,8 +96,8 @@ def summary_of(
         return _about_nobody(verdict, group, reading, weighed) + at_step
     if group is not None and verdict in PARTED and (words := _parted(who, culprits, group)):
         return words + at_step
-    doing = culprits[0].doing or "nothing else is known of it"
-    several = f", the first: {doing}" if len(culprits) > 1 else f": {doing}"
+    said = said_of(culprits[0].rank, witnesses)
+    several = "" if not said else f"; the first {said}" if len(culprits) > 1 else f": it {said}"
     if verdict is DiagnosisVerdict.NO_DESYNC:
         return f"all ranks launched the same; {who} stands out{several}{at_step}"
     if verdict is DiagnosisVerdict.UNKNOWN:
@@ -130,14 +140,19 @@ def _never_arrived(
     where = f"slot {group.slot:,} of {group.group}"
     if reading is not None and left_behind(reading, culprits[0].rank):
         ahead = sum(member.place is Place.AHEAD for member in group.members)
-        return f"{who} did not finish {where}, which {counted(ahead, 'rank')} finished{several}"
+        mine = next((m.operation for m in group.members if m.rank == culprits[0].rank), None)
+        what = "its operation" if mine is None else operation_words(mine)
+        return f"{who} did not finish {what} at {where}, which {counted(ahead, 'rank')} of the group finished{several}"
     ranks = {culprit.rank for culprit in culprits}
     waiting = [m for m in group.members if m.place is Place.WAITING and m.rank not in ranks]
     found = _commonest(waiting)
     if found is None:
         return f"the job waits for {who}{several}"
     wait = "waits" if len(waiting) == 1 else "wait"
-    return f"{counted(len(waiting), 'rank')} {wait} in {operation_words(found[0])} at {where} for {who}{several}"
+    place = next((m.place for m in group.members if m.rank == culprits[0].rank), None)
+    missing = f", {MISSING[place]}" if place in MISSING and len(culprits) == 1 else ""
+    what = f"{operation_words(found[0])} at {where}"
+    return f"{counted(len(waiting), 'rank')} {wait} in {what} for {who}{missing}{several}"
 
 
 def _about_nobody(

@@ -1,0 +1,82 @@
+"""`wattwatch diagnose DIR|JOB`: who holds a hung job up, where, and how sure: from dumps, or from a running watcher."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import click
+import orjson
+
+from watcher.commands.diagnosis_text import show
+from watcher.commands.watcher_api import DEFAULT_URL, UNKNOWN, ask, give_up, watcher_api
+
+OK: Final = 0
+WARNING: Final = 1
+CRITICAL: Final = 2
+CONTRACT: Final = ("verdict", "conclusive", "culprits", "confidence", "step", "groups", "why", "evidence")
+
+
+@click.command("diagnose")
+@click.argument("source", metavar="DIR|JOB")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--url", default=DEFAULT_URL, show_default=True, help="Of a JOB: address of the watcher.")
+@click.option("--token-file", type=click.Path(path_type=Path), help="Of a JOB: file with a bearer token.")
+def diagnose_command(source: str, as_json: bool, url: str, token_file: Path | None) -> None:
+    """Who holds a hung job up, in which collective, and how sure that is.
+
+    DIR is a capture of the watcher, a run directory of wattwatch-train, or any directory with flight-recorder dumps of
+    torch (pickle or JSON, NCCL or gloo), Python stacks (faulthandler, py-spy dump) or reports of NCCL RAS: whatever
+    there is. Dumps of other origin are safe: no code in them is run. JOB asks a running watcher what it concluded.
+
+    \b
+    Exit code: 0 whole records, and no rank waits in a collective
+               1 something is found and not proven
+               2 the records prove who it is
+               3 it cannot be told
+    """
+    document = of_directory(Path(source)) if is_path(source) else of_job(source, url, token_file)
+    try:
+        if not isinstance(document, dict) or any(key not in document for key in CONTRACT):
+            raise TypeError("no diagnosis")
+        code = exit_code(document)
+        if as_json:
+            click.echo(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode())
+        else:
+            show(source, document, code)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        give_up(f"{source}: the answer of {url} is no diagnosis, or one of another version")
+    sys.exit(code)
+
+
+def is_path(source: str) -> bool:
+    """A job's name may be anything: what is there, or can only be a path, is a path."""
+    return "/" in source or source in (".", "..") or Path(source).exists()
+
+
+def of_directory(directory: Path) -> dict[str, Any]:
+    from watcher.diagnose.document import document_of
+    from watcher.diagnose.fuse import diagnose
+    from watcher.diagnose.read_evidence import NoEvidence, read_evidence
+
+    try:
+        return document_of(diagnose(read_evidence(directory)))
+    except NoEvidence as error:
+        give_up(str(error))
+
+
+def of_job(job: str, url: str, token_file: Path | None) -> Any:
+    with watcher_api(url, token_file) as client:
+        return ask(client, f"/api/v1/jobs/{quote(job, safe='')}/diagnosis")
+
+
+def exit_code(document: Mapping[str, Any]) -> int:
+    """Of the monitoring-plugin convention."""
+    if document.get("nothing_open"):
+        return OK
+    if document["culprits"]:
+        return CRITICAL if document["conclusive"] else WARNING
+    return UNKNOWN if document["verdict"] == "unknown" else WARNING
