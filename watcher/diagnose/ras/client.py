@@ -80,7 +80,7 @@ class _Session:
                 form = "json"
             self.send("VERBOSE STATUS")
         except _Trouble as trouble:
-            return RasAnswer(bytes(self.pending), form, str(trouble))
+            return RasAnswer(b"", form, str(trouble))
         try:
             while self.receive():
                 pass
@@ -120,7 +120,7 @@ class _Session:
         except TimeoutError:
             raise self.late() from None
         except (OSError, EOFError) as error:
-            raise _Trouble(f"the connection broke: {error or type(error).__name__}") from None
+            raise _Trouble(f"the connection broke: {words_of(error)}") from None
 
     def receive(self) -> bool:
         """Some more bytes; False at the end. The deadline is of the session: a drip of bytes does not extend it."""
@@ -130,7 +130,7 @@ class _Session:
         except TimeoutError:
             raise self.late() from None
         except (OSError, EOFError) as error:
-            raise _Trouble(f"the connection broke: {error or type(error).__name__}") from None
+            raise _Trouble(f"the connection broke: {words_of(error)}") from None
         room = self.byte_limit - len(self.pending)
         self.pending += chunk[:room]
         if len(chunk) > room:
@@ -145,6 +145,10 @@ class _Session:
 
     def late(self) -> _Trouble:
         return _Trouble(f"it did not finish within {self.deadline_seconds:g} s")
+
+
+def words_of(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _words(raw: bytes) -> str:

@@ -1,7 +1,7 @@
 """One communicator, seen at one or two moments -> what is the matter with it. Pure.
 
 What RAS states comes first (dead, failed), then whether it moves, then what its counters imply. The confidences are
-judgement, not measurement: stated facts near 0.9, what is derived from counters less, what mere lateness suggests least.
+judgement, not measurement: stated facts near 0.9, what is derived from counters less, what lateness suggests least.
 """
 
 from __future__ import annotations
@@ -154,9 +154,7 @@ def _leaving(view: CommunicatorView) -> Suspicion | None:
     stay = [status for status in statuses if status not in left]
     gone, staying = sum(status.ranks for status in left), sum(status.ranks for status in stay)
     parts = [f"{status.ranks} {_IN_WORDS.get(status.status, 'have left it')}" for status in statuses]
-    why = (
-        f"its ranks are leaving it unevenly: {', '.join(parts)}" if staying else f"its ranks leave: {', '.join(parts)}"
-    )
+    why = f"its ranks are leaving it{' unevenly' if staying else ''}: {', '.join(parts)}"
     side = [rank for status in (left if gone < staying else stay) for rank in status.named]
     if gone == staying:
         tied = [[rank for status in group for rank in status.named] for group in (left, stay)]

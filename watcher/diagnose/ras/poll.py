@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from collectors.clock import Clock
-from watcher.diagnose.ras.client import BYTE_LIMIT, DEADLINE_SECONDS, Channel, RasAnswer, ask
+from watcher.diagnose.ras.client import BYTE_LIMIT, DEADLINE_SECONDS, Channel, RasAnswer, ask, words_of
 
 APART_SECONDS = 10.0  # longer than most steps; launches of a job that runs go on within it
 PLACE = "127.0.0.1:28028"
@@ -65,7 +65,7 @@ def _ask_once(
     except PermissionError as error:
         return RasAnswer(b"", "text", f"not allowed to connect to {place}: {error}")
     except (OSError, EOFError) as error:
-        return RasAnswer(b"", "text", f"no connection to {place}: {error or type(error).__name__}")
+        return RasAnswer(b"", "text", f"no connection to {place}: {words_of(error)}")
     answer = ask(channel, clock, deadline_seconds, byte_limit)
     if answer.trouble is None:
         return answer

@@ -32,9 +32,7 @@ def name_of(communicator: RasCommunicator) -> str:
     """Short: the first hash; communicators that the text form does not tell apart are counted."""
     size = f"{communicator.size} ranks" if communicator.size else "size not told"
     if communicator.identity.startswith("group "):  # the text form: healthy ones have no names
-        return (
-            f"{communicator.alike} communicators of {size}" if communicator.alike > 1 else f"a communicator of {size}"
-        )
+        return f"{'a communicator' if communicator.alike == 1 else f'{communicator.alike} communicators'} of {size}"
     return f"communicator {communicator.identity.split(' ')[0]} ({size})"
 
 
