@@ -17,6 +17,7 @@ from watcher.diagnose.disagreements import Disagreement, disagreements
 from watcher.diagnose.flight.record import Group, RankRecord, Unread
 from watcher.diagnose.frontier import frontier
 from watcher.diagnose.operations import operation_words
+from watcher.diagnose.siblings import odd_among_siblings, odd_by_count
 from watcher.diagnose.standing import Standings, standings_of
 from watcher.diagnose.wait_graph import Ends, Hold, Standstill, WaitGraph, ends_of, wait_graph
 from watcher.diagnose.words import ranks_in_words
@@ -24,9 +25,13 @@ from watcher.diagnose.words import ranks_in_words
 # How sure each finding is. Stated, not measured: public records with a known culprit are too few to count on.
 SURE_DISAGREEMENT: Final = 0.97
 SURE_RING: Final = 0.8
+SURE_VOTED: Final = 0.7
 SURE_JOINED: Final = 0.75
 SURE_OF_HOLD: Final = {Hold.SILENT: 0.9, Hold.LEFT_BEHIND: 0.85, Hold.ABSENT: 0.55}
 SURE_TIED: Final = 0.5
+AS_MANY: Final = "as many on each side, so the records do not tell which one is wrong"
+AS_THE_LIKE_GROUPS: Final = "the other groups of this kind tell who is wrong"
+AS_THE_LIKE_RANKS: Final = "what the others launched before tells who is wrong"
 MOST_FRONTIERS: Final = 16
 MOST_WAITS: Final = 4096
 
@@ -47,7 +52,7 @@ def read_collectives(records: Sequence[RankRecord], unread: Sequence[Unread] = (
         return _ring(ends.rings[0], standings, graph)
     if ends.holders:
         return _never_arrived(ends, standings, graph)
-    if ends.unknown:
+    if ends.unrecorded:
         return _no_records(ends, standings, graph)
     return _joined(ends, standings, graph)
 
@@ -65,13 +70,16 @@ def _disagreement(parted: list[Disagreement], standings: Standings, graph: WaitG
     why = f"slot {shown.slot:,} of {shown.group}: {', '.join(sides[:4])}"
     if len(sides) > 4:
         why += f" and {len(sides) - 4} more"
+    sure = SURE_DISAGREEMENT
     if not culprits:
-        why += "; as many on each side, so the records do not tell which one is wrong"
+        culprits = odd_among_siblings(shown, standings)
+        sure = SURE_VOTED if culprits else SURE_DISAGREEMENT
+        why += f"; {AS_THE_LIKE_GROUPS if culprits else AS_MANY}"
     return _reading(
         DiagnosisVerdict.MISMATCH if sizes else DiagnosisVerdict.DESYNC,
         True,
         culprits,
-        SURE_DISAGREEMENT,
+        sure,
         why,
         standings,
         graph,
@@ -81,34 +89,52 @@ def _disagreement(parted: list[Disagreement], standings: Standings, graph: WaitG
 
 
 def _ring(ring: tuple[Standstill, ...], standings: Standings, graph: WaitGraph) -> CollectiveReading:
-    """Groups entered in different orders. Ranks in the like operation of the like group are one side."""
-    sides: dict[tuple[str, str], list[int]] = defaultdict(list)
-    shown: dict[tuple[str, str], Standstill] = {}
-    for standstill in ring:
-        side = (standstill.group.description or standstill.group.name, standstill.operation.name)
-        sides[side] += standstill.waiters
-        shown.setdefault(side, standstill)
-    ordered = sorted(sides, key=lambda side: (-len(sides[side]), sorted(sides[side])))
-    total = sum(map(len, sides.values()))
-    decided = 2 * len(sides[ordered[0]]) > total
-    culprits = tuple(sorted(rank for side in ordered[1:] for rank in sides[side])) if decided else ()
+    """Groups entered in different orders. Only where all of them have the same members can their number decide."""
+    sides = _sides(ring)
+    common = set.intersection(*(set(each.group.members) for each in ring))
+    voters = sum(len(ranks) for _, ranks in sides)
+    culprits: tuple[int, ...] = ()
+    if all(set(each.group.members) == common for each in ring) and 2 * len(sides[0][1]) > voters:
+        culprits = tuple(sorted(rank for _, ranks in sides[1:] for rank in ranks))
     words = [
-        f"{ranks_in_words(sides[side])} in {side[1]} at slot {shown[side].slot:,} of {side[0]}" for side in ordered[:4]
+        f"{ranks_in_words(ranks)} in {operation_words(each.operation)} at slot {each.slot:,} of {each.group}"
+        for each, ranks in sides[:4]
     ]
     why = f"each waits for the other: {', '.join(words)}"
-    if not decided:
-        why += "; as many on each side, so the records do not tell which one is wrong"
+    sure = SURE_RING
+    if not culprits:
+        culprits = odd_by_count(ring, common, standings)
+        sure = SURE_VOTED if culprits else SURE_RING
+        why += f"; {AS_THE_LIKE_RANKS if culprits else AS_MANY}"
     return _reading(
         DiagnosisVerdict.DESYNC,
         True,
         culprits,
-        SURE_RING,
+        sure,
         why,
         standings,
         graph,
         [(each.group, each.slot) for each in ring],
-        tied=() if decided else tuple(tuple(sorted(sides[side])) for side in ordered),
+        tied=() if culprits else _tied(sides, common),
     )
+
+
+def _sides(ring: tuple[Standstill, ...]) -> list[tuple[Standstill, tuple[int, ...]]]:
+    """Ranks in the like operation of the like group are one side; the largest first, with one standstill of each."""
+    ranks: dict[tuple[str, str], list[int]] = defaultdict(list)
+    shown: dict[tuple[str, str], Standstill] = {}
+    for standstill in ring:
+        side = (standstill.group.description or standstill.group.name, standstill.operation.name)
+        ranks[side] += standstill.waiters
+        shown.setdefault(side, standstill)
+    sides = [(shown[side], tuple(sorted(ranks[side]))) for side in ranks]
+    return sorted(sides, key=lambda side: (-len(side[1]), side[1]))
+
+
+def _tied(sides: list[tuple[Standstill, tuple[int, ...]]], common: set[int]) -> tuple[tuple[int, ...], ...]:
+    """Those who are in all of the groups disagree; where there is no such rank on two sides, it may be anybody."""
+    inside = [both for _, ranks in sides if (both := tuple(rank for rank in ranks if rank in common))]
+    return tuple(inside) if len(inside) > 1 else tuple(ranks for _, ranks in sides)
 
 
 def _never_arrived(ends: Ends, standings: Standings, graph: WaitGraph) -> CollectiveReading:
@@ -118,12 +144,16 @@ def _never_arrived(ends: Ends, standings: Standings, graph: WaitGraph) -> Collec
         told, group, slot = _hold_words(rank, ends.holders[rank], graph)
         words.append(told)
         places.append((group, slot))
+    why = "; ".join(words[:4]) + (f"; and {len(words) - 4} more ranks" if len(words) > 4 else "")
+    unrecorded = sorted({rank for each in ends.unrecorded for rank in each.awaited} - set(culprits))
+    if unrecorded:
+        why += f"; {ranks_in_words(unrecorded)} left no record and may hold others up too"
     return _reading(
         DiagnosisVerdict.NEVER_ARRIVED,
         False,
         culprits,
         min(SURE_OF_HOLD[hold] for hold in ends.holders.values()),
-        "; ".join(words[:4]) + (f"; and {len(words) - 4} more ranks" if len(words) > 4 else ""),
+        why,
         standings,
         graph,
         places,
@@ -147,7 +177,7 @@ def _hold_words(rank: int, hold: Hold, graph: WaitGraph) -> tuple[str, Group, in
 
 
 def _no_records(ends: Ends, standings: Standings, graph: WaitGraph) -> CollectiveReading:
-    place = min(ends.unknown, key=lambda each: (-len(each.waiters), each.group, each.slot))
+    place = min(ends.unrecorded, key=lambda each: (-len(each.waiters), each.group, each.slot))
     why = (
         f"{ranks_in_words(place.waiters)} {'waits' if len(place.waiters) == 1 else 'wait'} in "
         f"{operation_words(place.operation)} at slot {place.slot:,} of {place.group}; {ranks_in_words(place.awaited)} "

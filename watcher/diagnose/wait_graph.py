@@ -55,7 +55,7 @@ class Ends:
     holders: Mapping[int, Hold]
     joined: tuple[Standstill, ...]  # everybody is in it
     rings: tuple[tuple[Standstill, ...], ...]  # each waits for one that waits for it
-    unknown: tuple[Standstill, ...]  # several members left no record, and nobody else explains it
+    unrecorded: tuple[Standstill, ...]  # nobody with a record explains these: members left none
 
 
 Key = tuple[Group, int, tuple[int, int] | None]
@@ -137,7 +137,8 @@ def _awaited_peer(standings: Standings, standstill: Standstill) -> dict[int, str
 
 
 def ends_of(graph: WaitGraph, standings: Standings) -> Ends:
-    """Where the waiting leads to. Who left no record is named only where nothing seen explains the waiting."""
+    """Where the waiting leads to. Who left no record is named only where nothing seen explains any waiting: a healthy
+    rank whose record was lost looks the same, and mostly waits for the one that is named."""
     holders: dict[int, Hold] = dict.fromkeys(sorted(graph.left_behind), Hold.LEFT_BEHIND)
     absent: dict[int, list[Standstill]] = {}
     joined: list[Standstill] = []
@@ -149,15 +150,16 @@ def ends_of(graph: WaitGraph, standings: Standings) -> Ends:
                 absent.setdefault(rank, []).append(standstill)
             elif rank not in graph.of_rank:
                 holders.setdefault(rank, Hold.SILENT)
-    unknown: list[Standstill] = []
-    seen = dict(holders)
-    for rank, waiting in sorted(absent.items()):
-        alone = [each for each in waiting if len(each.awaited) == 1]
-        # A sender or receiver without a record may itself wait for somebody who is known to hold all up.
-        if any(not each.operation.point_to_point for each in alone) or (alone and not seen):
-            holders[rank] = Hold.ABSENT
-        unknown += [each for each in waiting if each not in alone and each not in unknown]
-    return Ends(holders, tuple(joined), _rings(graph, standings), tuple(unknown))
+    unrecorded = [each for waiting in absent.values() for each in waiting]
+    if not holders and len(absent) == 1 and all(_agree_on_absence(each) for each in unrecorded):
+        holders[next(iter(absent))] = Hold.ABSENT
+    return Ends(holders, tuple(joined), _rings(graph, standings), tuple(_unique(unrecorded)))
+
+
+def _agree_on_absence(standstill: Standstill) -> bool:
+    """Two ranks or more wait for the one that left no record. A single one proves nothing: of a pair either may be
+    the one that is wrong, and a sender or receiver may itself wait for somebody else."""
+    return not standstill.operation.point_to_point and len(standstill.waiters) > 1
 
 
 def _rings(graph: WaitGraph, standings: Standings) -> tuple[tuple[Standstill, ...], ...]:
@@ -173,9 +175,12 @@ def _rings(graph: WaitGraph, standings: Standings) -> tuple[tuple[Standstill, ..
     return tuple(rings)
 
 
+def _unique(standstills: Iterable[Standstill]) -> list[Standstill]:
+    return list({id(each): each for each in standstills}.values())
+
+
 def _next(graph: WaitGraph, awaited: Iterable[int]) -> list[Standstill]:
-    unique = {id(graph.of_rank[rank]): graph.of_rank[rank] for rank in awaited if rank in graph.of_rank}
-    return list(unique.values())
+    return _unique(graph.of_rank[rank] for rank in awaited if rank in graph.of_rank)
 
 
 def _other_ways_out(standings: Standings, inside: set[int]) -> bool:

@@ -1,0 +1,129 @@
+"""Whatever stops a job of whatever shape: the rank that did it is named, and no healthy one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.watcher.diagnose.simulated_job import (
+    Fault,
+    SimulatedJob,
+    SimulatedRank,
+    Step,
+    collective,
+    groups_of,
+    program_of,
+    simulated_job,
+)
+from watcher.diagnose.collectives import read_collectives
+from watcher.diagnose.diagnosis import DiagnosisVerdict
+from watcher.diagnose.flight.record import Group, RankRecord
+
+SHAPES = [(1, 1, 4), (2, 1, 2), (2, 2, 2), (4, 1, 4), (2, 4, 2), (1, 4, 2), (4, 2, 2), (1, 1, 16), (3, 3, 1)]
+OF_COLLECTIVES = (Fault.OTHER_COLLECTIVE, Fault.OTHER_SIZE, Fault.BOARD_STOPS, Fault.SKIPS_ONE)
+EVERY = settings(max_examples=150, deadline=None)
+
+
+@st.composite
+def jobs(draw: st.DrawFn, *faults: Fault) -> SimulatedJob:
+    tensor, pipeline, data = draw(st.sampled_from(SHAPES))
+    fault = draw(st.sampled_from(faults))
+    culprit = draw(st.integers(0, tensor * pipeline * data - 1))
+    program = program_of(culprit, groups_of(tensor, pipeline, data), steps=4)
+    places = [
+        place
+        for place, step in enumerate(program[:-2])
+        if not (step.operation.point_to_point and fault in OF_COLLECTIVES)
+    ]
+    at, ahead = draw(st.sampled_from(places)), draw(st.integers(1, 12))
+    return simulated_job(tensor, pipeline, data, fault, culprit, at, ahead)
+
+
+@EVERY
+@given(jobs(Fault.HOST_STOPS, Fault.BOARD_STOPS), st.booleans(), st.booleans())
+def test_who_stops_is_named(job: SimulatedJob, only_open: bool, timing: bool) -> None:
+    reading = read_collectives(job.records(only_open, timing))
+    assert reading.verdict is DiagnosisVerdict.NEVER_ARRIVED, reading.why
+    assert reading.culprits == (job.culprit,), reading.why
+
+
+@EVERY
+@given(jobs(Fault.OTHER_COLLECTIVE, Fault.OTHER_SIZE), st.booleans())
+def test_who_does_something_else_is_named_or_tied(job: SimulatedJob, only_open: bool) -> None:
+    """In a group of two the records cannot tell which one is wrong."""
+    reading = read_collectives(job.records(only_open))
+    assert reading.conclusive, reading.why
+    assert reading.verdict in (DiagnosisVerdict.DESYNC, DiagnosisVerdict.MISMATCH)
+    if reading.tied:
+        assert not reading.culprits
+        assert any(job.culprit in side for side in reading.tied)
+    else:
+        assert reading.culprits == (job.culprit,), reading.why
+
+
+@EVERY
+@given(jobs(Fault.SKIPS_ONE), st.booleans())
+def test_who_skips_one_is_named_or_tied(job: SimulatedJob, only_open: bool) -> None:
+    """It parts from the others at the next operation that differs, or is done too early and missed at the end."""
+    reading = read_collectives(job.records(only_open))
+    assert reading.culprits == (job.culprit,) or any(job.culprit in side for side in reading.tied), reading.why
+
+
+@EVERY
+@given(jobs(Fault.LINK_FAILS), st.booleans())
+def test_a_link_that_fails_names_no_rank(job: SimulatedJob, only_open: bool) -> None:
+    reading = read_collectives(job.records(only_open))
+    assert reading.verdict is DiagnosisVerdict.NO_DESYNC, reading.why
+    assert reading.culprits == ()
+
+
+@EVERY
+@given(jobs(Fault.HOST_STOPS, Fault.BOARD_STOPS, Fault.OTHER_COLLECTIVE, Fault.OTHER_SIZE), st.data())
+def test_a_record_that_is_missing_makes_no_healthy_rank_a_culprit(job: SimulatedJob, data: st.DataObject) -> None:
+    records = job.records(data.draw(st.booleans()))
+    missing = data.draw(st.sampled_from(range(len(records))))
+    reading = read_collectives([record for record in records if record.rank != missing])
+    assert set(reading.culprits) <= {job.culprit}, reading.why
+
+
+@EVERY
+@given(jobs(*Fault), st.randoms())
+def test_the_order_of_records_changes_nothing(job: SimulatedJob, shuffle: random.Random) -> None:
+    records = job.records(only_open=False)
+    mixed = [reversed_inside(record) for record in shuffle.sample(records, len(records))]
+    assert read_collectives(mixed) == read_collectives(records)
+
+
+def reversed_inside(record: RankRecord) -> RankRecord:
+    return replace(record, groups=record.groups[::-1])
+
+
+def test_groups_entered_in_different_orders() -> None:
+    """Ranks 0, 1 and 2 reduce over the first group, then the second; rank 3 the other way round."""
+    first, second = Group("1", (0, 1, 2, 3), "PARAMETERS"), Group("2", (0, 1, 2, 3), "EXPERTS")
+    reduce = collective("all_reduce", 1, 1)
+    usual = [Step(first, reduce), Step(second, reduce)]
+    ranks = [SimulatedRank(rank, usual if rank < 3 else usual[::-1]) for rank in range(4)]
+    job = SimulatedJob(ranks, ahead=1)
+    job.run()
+    reading = read_collectives(job.records(only_open=True))
+    assert reading.verdict is DiagnosisVerdict.DESYNC
+    assert reading.culprits == (3,)
+    assert "ranks 0-2 in all_reduce at slot 1 of PARAMETERS" in reading.why
+    assert "rank 3 in all_reduce at slot 1 of EXPERTS" in reading.why
+
+
+def test_two_against_two_is_a_tie() -> None:
+    group = Group("0", (0, 1, 2, 3), "default_pg")
+    one, other = [Step(group, collective("all_reduce", 1, 1))], [Step(group, collective("broadcast", 1, 1))]
+    ranks = [SimulatedRank(rank, list(one if rank % 2 else other)) for rank in range(4)]
+    job = SimulatedJob(ranks)
+    job.run()
+    reading = read_collectives(job.records(only_open=True))
+    assert reading.conclusive
+    assert reading.culprits == ()
+    assert reading.tied == ((0, 2), (1, 3))
+    assert "as many on each side" in reading.why
