@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from pathlib import PurePath
 from typing import Final
+
+from watcher.diagnose.flight.files import is_named_like_one
 
 HEAD_BYTES: Final = 64 * 1024  # of a file: enough to see what it is
 
@@ -16,7 +17,6 @@ class FileKind(StrEnum):
     RAS = "ras"
     PROCESSES = "processes"
     ENDING = "ending"
-    HEARTBEAT = "heartbeat"
     OTHER = "other"
 
 
@@ -28,17 +28,11 @@ OUR_NAMES: Final = (
     (re.compile(r"node-.+\.ras-\d+\.(json|txt)"), FileKind.RAS),
     (re.compile(r"rank-\d+\.ending\.json"), FileKind.ENDING),
 )
+OF_A_RUN: Final = re.compile(r"(rank|nccl|recorder)-\d+(\.json)?")
 NOT_EVIDENCE: Final = frozenset(
     {"manifest.json", "seen.json", "diagnosis.json", "report.html", "run.json", "gate.json"}
 )
 NOT_EVIDENCE_ENDINGS: Final = (".md", ".html", ".py", ".toml", ".yaml", ".yml", ".ras.json", ".safetensors", ".sock")
-# torch's prefixes are chosen by the user; these are the defaults and the common ones. A file of such a name that says
-# nothing is an empty or torn record, which is worth a word.
-RECORD_NAME: Final = re.compile(
-    r"(^|[_.-])(trace|dump|recorder|flight|fr)([_.-]|$)|^(rank-|nccl-|_dump_)\d+$", re.IGNORECASE
-)
-RANK: Final = re.compile(r"(?:rank|^r)[-_.]?(\d{1,6})", re.IGNORECASE)
-NUMBER: Final = re.compile(r"\d{1,6}")
 
 
 def kind_of(name: str, head: bytes) -> FileKind:
@@ -50,7 +44,8 @@ def kind_of(name: str, head: bytes) -> FileKind:
     if head.startswith(b"\x80"):
         return FileKind.RECORD
     found = _kind_of_text(head.decode("utf-8", "replace").lstrip("\ufeff \r\n\t"))
-    if found is FileKind.OTHER and RECORD_NAME.search(name) and not name.endswith((".log", ".txt")):
+    # Empty, torn or foreign: worth a word, as the rank that is missing may be the one.
+    if found is FileKind.OTHER and (is_named_like_one(name) or (not head and OF_A_RUN.fullmatch(name))):
         return FileKind.RECORD
     return found
 
@@ -69,12 +64,3 @@ def _kind_of_text(text: str) -> FileKind:
     if "SERVER PROTOCOL" in text or ("NCCL version" in text and re.search("Job summary|Communicators", text)):
         return FileKind.RAS
     return FileKind.OTHER
-
-
-def rank_of(name: str) -> int | None:
-    """ "rank-00003.stacks.txt", "py-spy_rank3.txt", "stacks_3.txt"; None where the name has no number."""
-    stem = PurePath(name).name
-    if found := RANK.search(stem):
-        return int(found[1])
-    numbers = NUMBER.findall(re.sub(r"python3?(\.\d+)*", "", stem))
-    return int(numbers[-1]) if numbers else None

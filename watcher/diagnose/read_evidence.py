@@ -17,7 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from watcher.diagnose.directory import Found, list_directory, read_bytes
 from watcher.diagnose.evidence import Evidence, RankProcess, RankStacks, Seen
-from watcher.diagnose.file_kinds import FileKind, rank_of
+from watcher.diagnose.file_kinds import FileKind
+from watcher.diagnose.flight.files import rank_of
 from watcher.diagnose.flight.read import read_records
 from watcher.diagnose.flight.record import RankRecord, Unread
 from watcher.diagnose.ras.parse import parse_polls

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from watcher.diagnose.directory import ATTEMPT, read_bytes
 from watcher.diagnose.evidence import RankEnding, RankSeen, Seen
-from watcher.diagnose.file_kinds import rank_of
+from watcher.diagnose.flight.files import rank_of
 
 ANSWER_BYTES_MOST: Final = 1024 * 1024
 
