@@ -11,6 +11,7 @@ import statistics
 from typing import Final
 
 from watcher.judge.conclude import conclude, floor_known, left_behind
+from watcher.judge.profiles import generic_profile
 from watcher.judge.scene import HIGHEST_FLOOR_WATTS, NEAR_FLOOR, ProgressWord, Scene, bare, watts_of
 from watcher.judge.shape import LOW_PERCENT, Shape
 from watcher.judge.verdict import PowerState, Verdict
@@ -90,7 +91,9 @@ def _evenly_busy(scene: Scene) -> Verdict:
         why = "All ranks are evenly busy at little more than what spinning draws"
         return conclude(scene, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.35))
     why = "All ranks are evenly busy, well above the floor and below the compute plateau"
-    return conclude(scene, PowerState.COMMUNICATION, 0.45, why, (PowerState.COMPUTE, 0.4))
+    # Boards of unknown model may rest at a third of their limit: spinning is not out of the question.
+    other = (PowerState.HANG, 0.3) if profile.name == generic_profile().name else (PowerState.COMPUTE, 0.4)
+    return conclude(scene, PowerState.COMMUNICATION, 0.45, why, other)
 
 
 def _plain_compute(scene: Scene) -> Verdict:

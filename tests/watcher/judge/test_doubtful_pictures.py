@@ -165,3 +165,32 @@ def test_boards_whose_memory_keeps_its_clock_rest_far_above_idle() -> None:
 def test_l40s_boards_that_stand_at_94_to_97_watts_are_found() -> None:
     stands = picture([97, 94, 95, 96], [100] * 4, name="NVIDIA L40S", limit_watts=350, held_bytes=2.7e9)
     assert classify(stands).state is PowerState.HANG
+
+
+@pytest.mark.parametrize(
+    ("name", "limit_watts", "rest", "spin", "light"),
+    [
+        ("NVIDIA H100 PCIe", 350, 90, 104, 160),
+        ("NVIDIA H100 NVL", 400, 97, 112, 170),
+        ("NVIDIA A40", 300, 81, 92, 135),
+        ("NVIDIA RTX A6000", 300, 83, 92, 140),
+        ("NVIDIA H20", 500, 112, 135, 200),
+        ("NVIDIA A100 80G...", 300, 61, 72, 110),
+        ("NVIDIA A100-PCI...", 250, 38, 60, 110),
+    ],
+)
+def test_boards_of_less_power_have_floors_of_their_own(
+    name: str, limit_watts: float, rest: float, spin: float, light: float
+) -> None:
+    def of(watts: float, percent: float) -> PowerState:
+        return classify(picture([watts] * 4, [percent] * 4, name=name, limit_watts=limit_watts)).state
+
+    assert of(rest, 0) is PowerState.IDLE
+    assert of(spin, 100) is PowerState.HANG
+    assert of(light, 100) in (PowerState.COMPUTE, PowerState.COMMUNICATION)
+
+
+def test_what_lies_above_a_guessed_floor_may_yet_be_spinning() -> None:
+    verdict = classify(picture([104] * 4, [100] * 4, name="Accelerator X", limit_watts=320))
+    assert verdict.state is PowerState.COMMUNICATION
+    assert or_else_hang(verdict)

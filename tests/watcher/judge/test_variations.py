@@ -19,10 +19,10 @@ from watcher.judge.verdict import PowerState, Verdict
 PAPER: Final = tomllib.loads((Path(__file__).parents[2] / "data/judge/paper_samples.toml").read_text("utf-8"))
 NAMES: Final = {
     "b300": "NVIDIA B300 SXM6 AC", "gb300": "NVIDIA GB300", "gb200": "NVIDIA GB200", "b200": "NVIDIA B200",
-    "h200": "NVIDIA H200", "h100": "NVIDIA H100 80GB HBM3", "a100-pcie": "NVIDIA A100-PCIE-40GB",
-    "a100": "NVIDIA A100-SXM4-80GB", "v100": "Tesla V100-SXM2-32GB", "l40s": "NVIDIA L40S", "a40": "NVIDIA A40",
-    "3090": "NVIDIA GeForce RTX 3090", "a10": "NVIDIA A10",
-    "k80": "Tesla K80", "t4": "Tesla T4", "generic": "Accelerator X",
+    "h200": "NVIDIA H200", "h100-pcie": "NVIDIA H100 PCIe", "h20": "NVIDIA H20", "h100": "NVIDIA H100 80GB HBM3",
+    "a100-pcie": "NVIDIA A100-PCIE-40GB", "a100": "NVIDIA A100-SXM4-80GB", "v100": "Tesla V100-SXM2-32GB",
+    "l40s": "NVIDIA L40S", "a40": "NVIDIA A40", "a6000": "NVIDIA RTX A6000", "3090": "NVIDIA GeForce RTX 3090",
+    "a10": "NVIDIA A10", "k80": "Tesla K80", "t4": "Tesla T4", "generic": "Accelerator X",
 }  # fmt: skip
 PROFILES: Final = shipped_profiles()
 ROOMY: Final = [p for p in PROFILES if p.certain >= 0.5]  # the others spin and work at the same watts
@@ -74,7 +74,7 @@ def test_every_shipped_profile_has_a_board_here() -> None:
         for board in ROOMY
         for scale in (by_limit, by_published_floor, by_profile_floor)
         # Rest takes a larger share there, whatever the limit.
-        if scale is not by_limit or board.floor_watts <= 0.3 * board.limit_watts
+        if scale is not by_limit or board.floor_watts <= 0.28 * board.limit_watts
     ],
 )
 @pytest.mark.parametrize("name", PAPER)
