@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +27,11 @@ BETWEEN_TWO: Final = re.compile(r"(send|recv) (\d{1,9})(->|<-)(\d{1,9})")
 COALESCED: Final = "coalesced"
 SIZES: Final = ("input_sizes", "output_sizes")
 TYPES: Final = ("input_dtypes", "output_dtypes")
+COUNTS: Final = ("collective_seq_id", "seq_id", "p2p_seq_id", "op_id", "record_id", "pg_id")
+TIMES: Final = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns", "timeout_ms")
+FIELDS: Final = (
+    *COUNTS, *TIMES, *SIZES, *TYPES, "profiling_name", "process_group", "state", "retired", "is_p2p", "frames",
+)  # fmt: skip
 FRAME: Final = ("name", "filename", "line")
 
 
@@ -74,12 +80,13 @@ class _Table:
 def read_entries(entries: Sequence[Any]) -> Entries:
     """Raises `Malformed`."""
     expect_all("entries", entries, dict)
+    told = _told(entries)
 
     def column(field: str, *types: type) -> list[Any]:
-        values = [entry.get(field) for entry in entries]
+        values = told.get(field) or [None] * len(entries)
         expect_column(field, values, *types)
         if int in types:
-            expect_range(field, (value for value in values if value is not None))
+            expect_range(field, filter(None, values))
         return values
 
     count = "collective_seq_id" if not entries or "collective_seq_id" in entries[0] else "seq_id"
@@ -115,6 +122,15 @@ def read_entries(entries: Sequence[Any]) -> Entries:
     # A batch of sends and receives has no place of its own in the group's order, nor what does not tell its two ends.
     unplaced = [two and not named for two, named in zip(alone, named_two, strict=True)]
     return kept(result, [i for i, out in enumerate(unplaced) if not out]) if any(unplaced) else result
+
+
+def _told(entries: Sequence[Any]) -> dict[str, list[Any]]:
+    """Field -> its value in each entry. All entries of a record have the same fields; if not, it takes longer."""
+    fields = [field for field in FIELDS if any(field in entry for entry in (*entries[:1], *entries[-1:]))]
+    if len(fields) > 1:
+        with suppress(KeyError):
+            return dict(zip(fields, map(list, zip(*map(itemgetter(*fields), entries), strict=True)), strict=True))
+    return {field: [entry.get(field) for entry in entries] for field in FIELDS}
 
 
 def _states(states: list[str]) -> list[str]:
