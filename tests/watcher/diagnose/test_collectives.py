@@ -1,0 +1,127 @@
+"""Real flight records with a known culprit: named, and no healthy rank, whatever is lost and however it is ordered.
+
+gloo_*: recorded from four ranks with torch 2.13; nc_*: the same written as NCCL would; nccl_*: sixteen ranks of a
+Megatron job in which a fault was injected into two (NVIDIA/nvidia-resiliency-ext, Apache-2.0).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from watcher.diagnose.collectives import read_collectives
+from watcher.diagnose.diagnosis import CollectiveReading, DiagnosisVerdict, Place
+from watcher.diagnose.flight.read import read_records
+from watcher.diagnose.flight.record import RankRecord
+
+SETS = Path(__file__).parents[2] / "data" / "flight_recorder"
+CULPRITS = {
+    "gloo_213_barrier_r3": {3},
+    "gloo_213_early_r3": {3},
+    "gloo_213_missing_r2": {2},
+    "nc_early_r3": {3},
+    "nc_missing_r2": {2},
+}
+INJECTED = ("nccl_gpu_error_1st", "nccl_lock_gil_1st")
+EVERY_SET = sorted([*CULPRITS, *INJECTED])
+
+
+def culprits_of(name: str) -> set[int]:
+    if name in CULPRITS:
+        return CULPRITS[name]
+    told = re.search(r"Fault ranks: (\[.*\])", (SETS / name / "fault_injection.log").read_text())
+    assert told is not None
+    return set(json.loads(told[1]))
+
+
+def records_of(name: str) -> tuple[RankRecord, ...]:
+    records, _ = read_records(SETS / name)
+    return records
+
+
+def reading_of(directory: Path) -> CollectiveReading:
+    return read_collectives(*read_records(directory))
+
+
+def files_of(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if path.suffix != ".log")
+
+
+def rank_of(path: Path) -> int:
+    return int(re.findall(r"\d+", path.stem)[-1])
+
+
+@pytest.mark.parametrize("name", EVERY_SET)
+def test_the_culprits_are_named(name: str) -> None:
+    reading = read_collectives(records_of(name))
+    assert set(reading.culprits) == culprits_of(name), reading.why
+    assert reading.confidence >= 0.8
+
+
+@pytest.mark.parametrize("name", EVERY_SET)
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_order_of_files_changes_the_answer(name: str, data: st.DataObject) -> None:
+    files = files_of(SETS / name)
+    mixed, _ = read_records(data.draw(st.permutations(files)))
+    assert read_collectives(mixed) == read_collectives(records_of(name))
+
+
+@pytest.mark.parametrize("name", EVERY_SET)
+@pytest.mark.parametrize("harm", ["missing", "truncated", "empty"])
+def test_one_file_less(name: str, harm: str, tmp_path: Path) -> None:
+    """All forms of one rank are harmed. Where it is a culprit's, the others cannot always tell it from a healthy rank
+    whose file was lost: then it is said to have left no record, and is named as a culprit only by all that wait."""
+    truth = culprits_of(name)
+    for rank in sorted({rank_of(path) for path in files_of(SETS / name)}):
+        directory = tmp_path / f"without-{rank}"
+        shutil.copytree(SETS / name, directory)
+        for path in files_of(directory):
+            if rank_of(path) == rank:
+                _harm(path, harm)
+        reading = reading_of(directory)
+        assert set(reading.culprits) <= truth, f"without rank {rank}: {reading.why}"
+        assert set(reading.culprits) >= truth - {rank}, f"without rank {rank}: {reading.why}"
+        if rank in truth - set(reading.culprits):
+            assert f"rank {rank} left no record" in reading.why
+
+
+def _harm(path: Path, harm: str) -> None:
+    if harm == "missing":
+        path.unlink()
+    elif harm == "truncated":
+        path.write_bytes(path.read_bytes()[:87])
+    else:
+        path.write_bytes(b"")
+
+
+def test_different_collectives_at_one_slot_are_conclusive() -> None:
+    reading = read_collectives(records_of("gloo_213_barrier_r3"))
+    assert reading.verdict is DiagnosisVerdict.DESYNC
+    assert reading.conclusive
+    assert reading.why == "slot 7 of default_pg: ranks 0-2 in all_gather, rank 3 in barrier"
+    members = {member.rank: member for member in reading.groups[0].members}
+    assert all(members[rank].place is Place.WAITING for rank in range(4))
+    assert members[3].operation is not None
+    assert members[3].operation.name == "barrier"
+    assert members[3].frame is not None
+
+
+def test_who_did_not_finish_what_others_finished() -> None:
+    """No other analyser names rank 14 here: its host went on launching, its board's completions were never seen."""
+    reading = read_collectives(records_of("nccl_gpu_error_1st"))
+    assert reading.verdict is DiagnosisVerdict.NEVER_ARRIVED
+    assert not reading.conclusive
+    assert "rank 14 did not finish" in reading.why
+
+
+def test_nothing_at_all() -> None:
+    reading = read_collectives([])
+    assert reading.verdict is DiagnosisVerdict.UNKNOWN
+    assert reading.why == "no flight record could be read"
