@@ -159,7 +159,8 @@ def _leaving(view: CommunicatorView) -> Suspicion | None:
     if gone == staying:
         tied = [[rank for status in group for rank in status.named] for group in (left, stay)]
         return Suspicion(RasFinding.LEAVING, [], why, 0.2, tied)
-    return Suspicion(RasFinding.LEAVING, side if staying else [], why, 0.4)
+    # A job that ends passes through this for a moment.
+    return Suspicion(RasFinding.LEAVING, side if staying else [], why, 0.4 if view.moved is False else 0.25)
 
 
 def _starting(view: CommunicatorView) -> Suspicion | None:

@@ -16,7 +16,7 @@ PLACE = "127.0.0.1:28028"
 @dataclass(frozen=True, slots=True)
 class TwoPolls:
     answers: tuple[RasAnswer, ...]  # those with bytes, oldest first
-    apart_seconds: float | None  # from one question to the next; None: there are not two
+    apart_seconds: float | None  # from the first answer to the second question, so at least; None: there are not two
     trouble: str | None  # in words: why there is none, or no second one, or none that is whole
 
 
@@ -36,21 +36,23 @@ def poll_twice(
     OSError otherwise. `stop` ends the wait early: then there is one report.
     """
     answers: list[RasAnswer] = []
-    asked: list[float] = []
+    answered = asked = clock.monotonic()
     trouble: list[str] = []
     for number in (1, 2):
-        if number == 2 and clock.wait(stop or threading.Event(), asked[0] + apart_seconds - clock.monotonic()):
+        if number == 2 and clock.wait(stop or threading.Event(), apart_seconds):
             trouble.append("stopped before the second report")
             break
-        asked.append(clock.monotonic())
+        asked = clock.monotonic()
         answer = _ask_once(connect, clock, place, deadline_seconds, byte_limit)
+        if number == 1:
+            answered = clock.monotonic()
         if answer.trouble:
             trouble.append(answer.trouble if number == 1 else f"second report: {answer.trouble}")
         if answer.raw:
             answers.append(answer)
         if not answer.raw and number == 1:
             break
-    apart = asked[1] - asked[0] if len(answers) == 2 else None
+    apart = asked - answered if len(answers) == 2 else None
     return TwoPolls(tuple(answers), apart, "; ".join(trouble) or None)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from watcher.diagnose.ras.communicator import read_communicator
 from watcher.diagnose.ras.findings import CommunicatorReading, RasFinding, RasReading, RasSuspect
 from watcher.diagnose.ras.report import RasPolls
-from watcher.diagnose.ras.views import CommunicatorView, views_of
+from watcher.diagnose.ras.views import CommunicatorView, share_nothing, views_of
 
 Device = tuple[str, int, int | None]
 
@@ -90,6 +90,11 @@ def _notes(polls: Sequence[RasPolls]) -> Iterable[str]:
                 yield f"{report.source}: put in the commas that NCCL {report.nccl_version or '2.28'} leaves out"
             if report.timeouts:
                 yield f"{report.source}: RAS itself met {report.timeouts} timeouts while it collected"
+        if len(poll.reports) > 1 and share_nothing(poll):
+            yield (
+                f"{poll.node}: its two reports have no communicator in common: all were made anew, or two jobs share "
+                "the port; they are not compared"
+            )
         if poll.reports:
             yield from (f"{poll.reports[-1].source}: {words}" for words in poll.reports[-1].words)
 

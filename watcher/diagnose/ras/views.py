@@ -34,6 +34,8 @@ def _views_of_node(poll: RasPolls) -> Iterator[CommunicatorView]:
     before = poll.reports[-2] if len(poll.reports) > 1 else None
     earlier = {} if before is None else {entry.identity: entry for entry in before.communicators}
     later = {entry.identity for entry in now.communicators}
+    if not earlier.keys() & later:
+        earlier, before = {}, None
     for communicator in now.communicators:
         moved = None if before is None else _moved(earlier.get(communicator.identity), communicator, before)
         if moved is False and poll.apart_seconds is not None and poll.apart_seconds < SHORTEST_SECONDS:
@@ -43,6 +45,15 @@ def _views_of_node(poll: RasPolls) -> Iterator[CommunicatorView]:
         # What was there and is gone was destroyed since, or (text form) its counters have become equal.
         for identity in earlier.keys() - later:
             yield CommunicatorView(earlier[identity], True, None)
+
+
+def share_nothing(poll: RasPolls) -> bool:
+    """Its last two reports have no communicator in common, so nothing can be compared.
+
+    Any process on a node that is told the same port may answer: with two jobs on a node, these may be of either.
+    """
+    before, now = ([entry.identity for entry in report.communicators] for report in poll.reports[-2:])
+    return bool(before) and bool(now) and not set(before) & set(now)
 
 
 def _is_whole(report: RasReport) -> bool:

@@ -215,3 +215,10 @@ def test_a_communicator_destroyed_between_the_reports_is_progress() -> None:
     both = report(Communicator(range(8)), Communicator(JOB))
     # The second is the one that stays, under its own identity.
     assert read_reports(both, report(Communicator(range(8)))).finding is RasFinding.PROGRESSING
+
+
+def test_reports_of_two_jobs_that_share_a_port_are_not_compared() -> None:
+    theirs = report(Communicator(range(4)), Communicator(range(8), counts={2: CROSSED})).replace(b"0xa0", b"0xb0")
+    reading = read_reports(report(Communicator(JOB)), theirs.replace(b"0xa1", b"0xb1"))
+    assert (reading.finding, reading.confidence) == (RasFinding.CROSSED, 0.5)
+    assert "two jobs share the port; they are not compared" in reading.notes[0]

@@ -29,7 +29,7 @@ ONE_REPORT: list[tuple[str, RasFinding, list[int], float, str]] = [
         "docs_2.30_block04.txt",
         RasFinding.LEAVING,
         [0, 8, 16, 24],
-        0.4,
+        0.25,
         "26 have left it, 4 still use it, 2 finalise it",
     ),
     ("docs_2.30_block05.txt", RasFinding.UNRESPONSIVE, [21], 0.7, "rank 21 (process 3487984 on 172.16.64.213, GPU 5)"),
@@ -68,6 +68,7 @@ ONE_REPORT: list[tuple[str, RasFinding, list[int], float, str]] = [
 ]
 
 TWO_REPORTS: list[tuple[str, str, RasFinding, list[int], float, str]] = [
+    ("docs_2.30_block04.txt", "docs_2.30_block04.txt", RasFinding.LEAVING, [0, 8, 16, 24], 0.4, "26 have left it"),
     ("healthy_poll1.json", "healthy_poll2.json", RasFinding.PROGRESSING, [], 0.9, "launches went on"),
     (
         "desync_crossed_counts_poll1.json",
@@ -97,7 +98,7 @@ TWO_REPORTS: list[tuple[str, str, RasFinding, list[int], float, str]] = [
         "stand still",
     ),
     ("status_ok.txt", "status_ok.txt", RasFinding.CANNOT_TELL, [], 0.0, "gives no counters"),
-    ("status_ok.txt", "status_desync_crossed_counts.txt", RasFinding.PROGRESSING, [], 0.9, "launches went on"),
+    ("status_ok.txt", "status_desync_crossed_counts.txt", RasFinding.CROSSED, [3], 0.5, "without two reports"),
     (
         "status_desync_crossed_counts.txt",
         "status_desync_crossed_counts.txt",
