@@ -168,6 +168,7 @@ class ProgressSample:
     phase: str | None = None  # load train save barrier eval done
     data_wait_ms: float | None = None
     why: str = ""  # what was found, or why step is None
+    stopped: str | None = None  # what the log says, behind its last step, of being stopped from outside
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import orjson
@@ -37,6 +37,7 @@ from collectors.samples import (
     WorkerSample,
 )
 from collectors.smi import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, SmiReport, read_query_csv
+from collectors.stop_lines import read_stop
 
 LONGEST_LINE_BYTES: Final = 64 * 1024
 GPU_CALLS: Final = frozenset({"nvml", "nvidia-smi"})
@@ -319,6 +320,7 @@ class LineReader:
         sample = read_progress(tail, str(path), pattern, world, cut)
         if sample.step is None and known is not None and known.sample.step is not None and known.end == start:
             sample = known.sample  # 8 KB of other output have pushed the last step line out: it still stands
+        sample = _with_stop(sample, tail, pattern)
         since = _changed(known, _real(changed), now, wall)
         self._progress[str(path)] = Source(sample, since, "", tail, _integer(end), cut)
 
@@ -415,7 +417,17 @@ def _aged(sample: ProgressSample, age_seconds: float) -> ProgressSample:
         sample.phase,
         sample.data_wait_ms,
         sample.why,
+        sample.stopped,
     )
+
+
+def _with_stop(sample: ProgressSample, tail: str, pattern: str | None) -> ProgressSample:
+    """With what the log says of a stop; steps behind that line are of the run after it."""
+    stop = read_stop(tail)
+    if stop is None and sample.stopped is None:
+        return sample
+    ended = stop is not None and read_progress(stop.after, pattern=pattern, cut=True).step is None
+    return replace(sample, stopped=stop.words if stop is not None and ended else None)
 
 
 def _is_number(value: object) -> bool:

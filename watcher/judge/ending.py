@@ -34,6 +34,8 @@ class Ending:
         self._crashed_since: float | None = None
         self._gone_since: float | None = None
         self._gone_count = 0
+        self._stopped: tuple[float, str] | None = None  # since when, and what its log says
+        self._old_stops: frozenset[str] | None = None  # told by logs of the run before; None: not looked at yet
         self._ran = False  # its counter moved, or stood for a short time only
         self._held = False  # its boards had memory in use
         self._released = Held()
@@ -43,11 +45,14 @@ class Ending:
         """The job was started again."""
         self._completed_since = self._crashed_since = self._gone_since = None
         self._gone_count = 0
+        self._stopped = self._old_stops = None
         self._released.clear()
 
     def watch(self, look: Look, pace: Pace) -> None:
         """Take note of whether the job runs."""
         progress = look.sample.progress
+        if self._old_stops is None:
+            self._old_stops = _stops(look)
         young = progress.step is not None and (progress.age_seconds or 0.0) < OLD_RUN_SECONDS
         self._ran = self._ran or young or pace.advances > 0
         self.came_back = False
@@ -95,11 +100,23 @@ class Ending:
         patience = 0.0 if not final else LISTING_SECONDS if leaving or not pace.known else LEAVING_SECONDS
         if self._gone_since is None or look.now - self._gone_since < patience:
             return None
+        stop = None if any(g.cause for g in gone) else self._stop(look)
+        if stop is not None and leaving:
+            self._stopped = self._stopped or (look.now, stop)
+            return rules.stopped(look, *self._stopped, saving.newest_complete)
+        if stop is not None and look.now - self._gone_since < LEAVING_SECONDS:
+            return None  # they were asked to leave, and do
         if not gone and not self._ran:
             return None  # memory that is given back, with no process and no counter to tell more: the boards are idle
         self._crashed_since = look.now if self._crashed_since is None else self._crashed_since
         sure = self._ran or processes.ranked or not _configured(look) or any(g.cause for g in gone)
         return rules.crashed(look, self._crashed_since, gone, all_gone=leaving, confirmed=sure)
+
+    def _stop(self, look: Look) -> str | None:
+        """What a log says of a stop from outside that is not of the run before; it holds until the job comes back."""
+        if self._stopped is not None:
+            return self._stopped[1]
+        return min(_stops(look) - (self._old_stops or frozenset()), default=None)
 
     def _is_nobodys(self, look: Look, gone: tuple[Gone, ...], processes: Processes) -> bool:
         """Somebody's small test on boards that wait for the job: nothing of the job has been seen, and those who left
@@ -125,6 +142,10 @@ class Ending:
         if pace.known or _configured(look) or newest.age_seconds is None or self._gone_since is None:
             return False
         return newest.age_seconds - (look.now - self._gone_since) <= LAST_SAVE_SECONDS
+
+
+def _stops(look: Look) -> frozenset[str]:
+    return frozenset(s.stopped for s in look.sample.progress.sources if s.stopped is not None)
 
 
 def _configured(look: Look) -> bool:

@@ -285,6 +285,24 @@ def completed(look: Look, since: float, newest: CheckpointEntry | None) -> Findi
     )
 
 
+def stopped(look: Look, since: float, said: str, newest: CheckpointEntry | None) -> Finding:
+    """Ended from outside before it was done, as its log says: no crash."""
+    step, what = look.sample.progress.step, said.partition(": ")[0]
+    evidence = [f"its log says: {said.partition(': ')[2]}"]
+    if newest is not None:
+        evidence.append(f"newest complete checkpoint: {newest.name}")
+    return Finding(
+        job=look.spec.name,
+        alert=AlertName.JOB_COMPLETED,
+        severity=DEFAULT_SEVERITY[AlertName.JOB_COMPLETED],
+        scope="",
+        summary=f"{look.spec.name} was {what}" + ("." if step is None else f" at step {step:,}, before its end."),
+        evidence=tuple(evidence),
+        advice="It goes on from its last checkpoint once it is started again; see that it was put back into the queue.",
+        since_seconds=since,
+    )
+
+
 def checkpoint_stalled(look: Look, saving: Saving) -> Finding | None:
     """A save that takes longer than its learned limit and whose files do not grow. While steps go on no board waits for
     it: that is a warning."""
