@@ -1,0 +1,175 @@
+"""`wattwatch diagnose`: exit codes, the JSON of the contract, what people read, and bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.watcher.commanding import Shell
+from tests.watcher.diagnose.hung import WORLD, record, records
+from watcher.commands.diagnose import exit_code
+from watcher.diagnose.document import document_of
+from watcher.diagnose.evidence import Evidence
+from watcher.diagnose.fuse import diagnose
+
+DATA = Path(__file__).parents[1] / "data"
+PROVEN = DATA / "flight_recorder" / "gloo_213_barrier_r3"
+LIKELY = DATA / "worker_server"
+CONTRACT = ["verdict", "conclusive", "culprits", "confidence", "step", "groups", "why", "evidence"]
+
+
+def test_a_proven_culprit_is_critical(shell: Shell) -> None:
+    answer = shell.run("diagnose", PROVEN)
+    assert answer.exit_code == 2
+    first = answer.out.splitlines()[0]
+    assert "DESYNC (proven by the records; cause: program)" in first
+    assert "rank 3 is in barrier, 3 ranks are in all_gather: slot 7 of default_pg" in first
+
+
+def test_a_likely_culprit_is_a_warning_with_its_stack(shell: Shell) -> None:
+    answer = shell.run("diagnose", LIKELY)
+    assert answer.exit_code == 1
+    assert "rank 0 waits in all_reduce at slot 2 of default_pg for rank 1, which has not launched it" in answer.out
+    assert "rank 1 stands at (rank1_dump_traceback.txt, innermost first)" in answer.out
+    assert "w (train/dbg2.py:18)" in answer.out
+    assert "agrees    flight recorder, stacks" in answer.out
+
+
+def test_the_json_of_the_contract(shell: Shell) -> None:
+    found = shell.run("diagnose", PROVEN, "--json").json
+    assert [key for key in CONTRACT if key not in found] == []
+    assert (found["verdict"], found["conclusive"], found["culprits"], found["step"]) == ("desync", True, [3], None)
+    assert 0.9 < found["confidence"] <= 1.0
+    group = found["groups"][0]
+    assert (group["group"], group["slot"], group["size"]) == ("default_pg", 7, 4)
+    assert {(row["place"], tuple(row["ranks"])) for row in group["members"]} == {
+        ("waiting", (0, 1, 2)),
+        ("waiting", (3,)),
+    }
+    assert len(found["evidence"]) == 8
+    assert found["cause"] == "program"
+    assert found["nothing_open"] is False
+
+
+def test_exit_codes_follow_the_monitoring_convention() -> None:
+    cases = {
+        0: Evidence(tuple(record(rank, done=True) for rank in range(WORLD))),
+        1: Evidence(records()),
+        2: Evidence(records({3: "barrier"})),
+        3: Evidence(),
+    }
+    assert {code: exit_code(document_of(diagnose(evidence))) for code, evidence in cases.items()} == {
+        code: code for code in cases
+    }
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_bad_input_is_one_sentence_and_code_3(shell: Shell, tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for source, words in (
+        (tmp_path / "nothing", "No such file or directory"),
+        (tmp_path / "file", "not a directory"),
+        (tmp_path / "empty", "it is empty"),
+        (".", "no flight records"),
+    ):
+        directory = tmp_path / "empty" if source == "." else source
+        answer = shell.run("diagnose", directory, *arguments)
+        assert answer.exit_code == 3
+        assert answer.out == ""
+        assert words in answer.err
+        assert len(answer.err.splitlines()) == 1
+
+
+def test_a_dump_that_would_run_code_is_told_and_runs_none(shell: Shell, tmp_path: Path) -> None:
+    for rank in range(4):
+        shutil.copy(PROVEN / f"fr_trace_{rank}", tmp_path / f"trace_rank_{rank}")
+    target = tmp_path / "ran"
+    (tmp_path / "trace_rank_1").write_bytes(
+        b"\x80\x02cos\nsystem\nX"
+        + len(f"touch {target}").to_bytes(4, "little")
+        + f"touch {target}".encode()
+        + b"\x85R."
+    )
+    answer = shell.run("diagnose", tmp_path)
+    assert answer.exit_code in (1, 2)
+    assert "trace_rank_1: " in answer.out
+    assert not target.exists()
+
+
+def test_names_from_dumps_do_not_steer_the_terminal(shell: Shell, tmp_path: Path) -> None:
+    for rank in range(4):
+        dump = json.loads((PROVEN / f"fr_trace_json_{rank}.json").read_text())
+        text = json.dumps(dump).replace("default_pg", "\x1b[2J[red]evil\\u001b[31m")
+        (tmp_path / f"trace_rank_{rank}.json").write_text(text.replace("\x1b", "\\u001b"))
+    answer = shell.run("diagnose", tmp_path)
+    assert "\x1b" not in answer.text
+    assert "[red]evil" in answer.out
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[tuple[str, list[str]]]:
+    """A server with one answer, and the paths that it was asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_job_is_asked_of_the_watcher(shell: Shell) -> None:
+    document = document_of(diagnose(Evidence(records({3: "barrier"}))))
+    with answering(200, json.dumps(document).encode()) as (url, asked):
+        answer = shell.run("diagnose", "pretrain", "--url", url)
+        as_json = shell.run("diagnose", "pretrain", "--url", url, "--json")
+    assert (answer.exit_code, as_json.exit_code) == (2, 2)
+    assert "rank 3 is in barrier" in answer.out
+    assert as_json.json == json.loads(json.dumps(document))
+    assert asked == ["/api/v1/jobs/pretrain/diagnosis"] * 2
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (404, b'{"title": "Not Found", "detail": "no job pretrain"}', "404 no job pretrain"),
+        (200, b"[]", "is no diagnosis"),
+        (200, b"{}", "is no diagnosis"),
+        (200, b"<html>", "not a wattwatch API"),
+        (500, b"oops", "500 oops"),
+    ],
+)
+def test_a_watcher_that_has_no_diagnosis(shell: Shell, status: int, body: bytes, words: str) -> None:
+    with answering(status, body) as (url, _):
+        answer = shell.run("diagnose", "pretrain", "--url", url)
+    assert answer.exit_code == 3
+    assert words in answer.err
+    assert answer.out == ""
+
+
+def test_no_watcher(shell: Shell) -> None:
+    answer = shell.run("diagnose", "pretrain", "--url", "http://127.0.0.1:1")
+    assert answer.exit_code == 3
+    assert "no watcher answers" in answer.err
