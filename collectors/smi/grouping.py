@@ -15,10 +15,13 @@ from typing import Final
 from collectors.samples import GpuSample
 from collectors.smi.columns import IDENTITY
 from collectors.smi.report import GpuSnapshot
+from collectors.smi.rounds import proven_rounds
 
 BURST_SECONDS: Final = 0.05  # boards of one query are printed some 3 ms apart
 _TICK: Final = 0.001  # resolution of nvidia-smi's stamps
 _CLEAR_JUMP: Final = 3.0
+ORDERED_SHARE: Final = 0.9
+"""Of the rows whose index is lower than the one before: as many are the first board's in a log in order."""
 MOST_BOARDS: Final = 16
 """More rows than this without any identity are a log of one board, not one moment of many."""
 
@@ -37,7 +40,7 @@ def _key(gpu: GpuSample) -> str | None:
 
 
 def group_rows(rows: Sequence[Row], number_bursts: bool = False) -> tuple[GpuSnapshot, ...]:
-    """Snapshots in the order of the rows, indices as printed.
+    """Snapshots in the order of the rows, indices as printed. Absences that prove nothing are none (`rounds.py`).
 
     `number_bursts`: where no row has any identity, the rows of one burst become GPU 0..n-1 (CSV prints all boards in
     order; a scrap of a table does not).
@@ -46,32 +49,54 @@ def group_rows(rows: Sequence[Row], number_bursts: bool = False) -> tuple[GpuSna
         return ()
     if not number_bursts or any(_key(row.gpu) for row in rows):
         snapshots = _by_key(rows)
-        return tuple(GpuSnapshot(group[0].seconds, gpus) for group, gpus in _recovered(snapshots))
+        return proven_rounds([GpuSnapshot(group[0].seconds, gpus) for group, gpus in _recovered(snapshots)])
     counted = not any("index" in row.gpu.reasons for row in rows)  # asked for and not said: do not make one up
-    return tuple(
+    bursts = [
         GpuSnapshot(
             group[0].seconds,
             tuple(replace(row.gpu, index=number) if counted else row.gpu for number, row in enumerate(group)),
         )
         for group in _by_burst(rows)
-    )
+    ]
+    return proven_rounds(bursts)
 
 
 def _by_key(rows: Sequence[Row]) -> list[list[Row]]:
     times = Counter(key for row in rows if (key := _key(row.gpu)))
     boards, repeats = len(times), max(times.values(), default=0) > 1
+    first = _first_of_a_round(rows) if repeats else None
     groups: list[list[Row]] = [[]]
     seen: set[str] = set()
     for row in rows:
         key = _key(row.gpu)
         current = groups[-1]
-        if current and (key in seen if key else _begins(current, row, boards, repeats)):
+        if current and (
+            key in seen or _comes_down_to(first, current[-1], row) if key else _begins(current, row, boards, repeats)
+        ):
             groups.append([])
             seen = set()
         groups[-1].append(row)
         if key:
             seen.add(key)
     return groups
+
+
+def _first_of_a_round(rows: Sequence[Row]) -> int | None:
+    """The index that rounds begin with, where boards are listed in order of their index; None where they are not.
+
+    A log that begins within a round would else be cut into rounds that hold the rows of two moments each.
+    """
+    told = [row.gpu.index for row in rows if row.gpu.index is not None]
+    lands = Counter(after for before, after in pairwise(told) if after < before)
+    if not lands or len(told) < len(rows):
+        return None
+    index, times = lands.most_common(1)[0]
+    return index if index == min(told) and times > 1 and times >= ORDERED_SHARE * lands.total() else None
+
+
+def _comes_down_to(first: int | None, before: Row, row: Row) -> bool:
+    last, index = before.gpu.index, row.gpu.index
+    return first is not None and last is not None and index is not None and index < last
 
 
 def _begins(current: Sequence[Row], row: Row, boards: int, repeats: bool) -> bool:

@@ -32,7 +32,6 @@ class _Found:
     rows: list[tuple[int, int, tuple[Column, ...] | None, list[str]]] = field(default_factory=list)
     headers: list[tuple[Column, ...]] = field(default_factory=list)
     unreadable: int = 0
-    last_cut: bool = False
 
 
 def split_cells(line: str) -> list[str]:
@@ -61,9 +60,6 @@ def read_csv(lines: Sequence[str], cut: bool, said: Said, told: tuple[Column, ..
         trouble = _trouble(found.headers[-1]) or "a header and no rows below it"
     rows, last = _boards(usable, found)
     snapshots = group_rows(rows, number_bursts=True)
-    if found.last_cut and len(snapshots) > 1 and len(snapshots[-1].gpus) < len(snapshots[-2].gpus):
-        # The log was cut within a sample: boards that were not written yet are not missing.
-        snapshots = snapshots[:-1]
     return Rows(snapshots, (), found.unreadable, trouble, last)
 
 
@@ -98,7 +94,6 @@ def _collect(lines: Sequence[str], cut: bool, said: Said, told: tuple[Column, ..
         elif columns is not None and len(cells) == len(columns):
             found.rows.append((number, block, columns, cells))
         else:
-            found.last_cut |= is_last
             if columns is not None and (is_last or is_row(cells) or len(cells) > 1):
                 found.unreadable += 1
                 said.warn(f"line {number + 1}: {len(cells)} cells where {len(columns)} belong: {line.strip()!r}")
@@ -118,7 +113,6 @@ def _drop_cut_row(found: _Found) -> None:
     if cut_within or (cut_unit and not last[3][-1].startswith("[")):
         found.rows.pop()
         found.unreadable += 1
-        found.last_cut = True
 
 
 def _with_columns(found: _Found, said: Said) -> list[tuple[int, int, tuple[Column, ...], list[str]]]:

@@ -15,6 +15,7 @@ from collectors.samples import GpuSample
 from collectors.smi.board import read_board
 from collectors.smi.messages import Said
 from collectors.smi.report import GpuSnapshot, Rows
+from collectors.smi.rounds import uncut_rounds
 from collectors.smi.stamps import read_stamps
 
 _DOCUMENT: Final = re.compile(r"<nvidia_smi_log\b.*?(?:</nvidia_smi_log\s*>|\Z)", re.DOTALL)
@@ -50,6 +51,7 @@ _THROTTLE: Final = re.compile(r"clocks_(?:event|throttle)_reasons?_(\w+)$")
 def read_xml(text: str, said: Said) -> Rows:
     """All boards of all documents in the text; a document that is cut keeps the boards that are whole."""
     snapshots, warnings, unreadable = [], [], 0
+    cut = False
     for document in _DOCUMENT.finditer(text):
         gpus: list[GpuSample] = []
         for number, element in enumerate(_gpu_elements(document[0])):
@@ -58,7 +60,8 @@ def read_xml(text: str, said: Said) -> Rows:
             except ElementTree.ParseError as error:
                 unreadable += 1
                 warnings.append(f"GPU element {number} cannot be read: {error}")
-        if not document[0].rstrip().endswith(">") or "</nvidia_smi_log" not in document[0]:
+        cut = not document[0].rstrip().endswith(">") or "</nvidia_smi_log" not in document[0]
+        if cut:
             unreadable += 1
             warnings.append("the XML document is cut off: only whole GPU elements were read")
         stamp = _STAMP.search(document[0])
@@ -66,7 +69,8 @@ def read_xml(text: str, said: Said) -> Rows:
             snapshots.append(GpuSnapshot(read_stamps([stamp[1] if stamp else ""])[0], tuple(gpus)))
     _listen(text, said)
     trouble = "" if snapshots else "nvidia-smi -q -x lists no GPU"
-    return Rows(tuple(snapshots), tuple(warnings), unreadable, trouble, 0)
+    # A document is whole, and proves what it does not list; only one that is cut does not.
+    return Rows(tuple(uncut_rounds(snapshots) if cut else snapshots), tuple(warnings), unreadable, trouble, 0)
 
 
 def _gpu_elements(document: str) -> Iterator[str]:
