@@ -60,6 +60,8 @@ def candidates(paths: Iterable[str | os.PathLike[str]]) -> list[Candidate]:
     for path in map(Path, paths):
         for file in _below(path) if path.is_dir() else (path,):
             named = file == path or is_named_like_one(file.name)
+            if not named and NAMED_OTHERWISE.search(file.name):
+                continue
             found.setdefault(file, Candidate(file, rank_of(file.name), named))
     return [found[path] for path in sorted(found)]
 

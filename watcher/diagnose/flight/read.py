@@ -16,6 +16,7 @@ READERS: Final = 2
 FILES_FOR_TWO: Final = 8  # below this many, a second process takes longer to start than it saves
 # Shared by all files of one reading, so that a thousand hostile ones take no more than one.
 MOST_LAUNCHES: Final = 4_000_000
+FEWEST_LAUNCHES: Final = 200
 ANSWER_BYTES: Final = 512 * 2**20
 SMALLEST_ANSWER: Final = 2**20
 LARGEST_ANSWER: Final = 64 * 2**20
@@ -33,6 +34,8 @@ def read_records(
     another one of its rank can. Raises nothing for what is in files.
     """
     found = candidates([paths] if isinstance(paths, str | os.PathLike) else paths)
+    if not found:
+        return (), ()
     readers = READERS if len(found) >= FILES_FOR_TWO else 1
     same = Same()
     with ThreadPoolExecutor(readers) as pool:
@@ -44,7 +47,7 @@ def read_records(
 
 def _read_share(share: Sequence[Candidate], files: int, same: Same) -> list[RankRecord | Unread]:
     answer = min(LARGEST_ANSWER, max(SMALLEST_ANSWER, ANSWER_BYTES // files))
-    keep = MOST_LAUNCHES // files
+    keep = max(FEWEST_LAUNCHES, MOST_LAUNCHES // files)
     with ApartReader() as reader:
         results = (_read(candidate, reader, answer, keep, same) for candidate in share)
         return [result for result in results if result is not None]

@@ -224,7 +224,7 @@ def test_what_is_no_record_is_refused_in_words(decoded: Any, words: str) -> None
     assert str(refused.value) == words
 
 
-WRONG = ("text", 1.5, True, None, b"bytes", [["x"]], {"a": 1}, 2**70, (), [None], {"": []})
+WRONG: tuple[Any, ...] = ("text", 1.5, True, None, b"bytes", [["x"]], {"a": 1}, 2**70, (), [None], {"": []})
 
 
 @pytest.mark.parametrize("field", [*loaded(NCCL), *loaded(NCCL)["entries"][0]])
