@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final
 
 from watcher.cost import JOULES_PER_KWH
 from watcher.judge.finding import Finding, Severity
 from watcher.judge.verdict import Suspect
+from watcher.quantities import amount, duration
 from watcher.tell.episodes import Episode, Notice, Reason, name_of
 
 HEADLINE: Final = {
@@ -142,19 +142,3 @@ def timing_of(episode: Episode, over: bool, now: float) -> str:
         end = now if episode.absent_seconds is None else episode.absent_seconds
         return f"It lasted {duration(end - episode.began_seconds)}."
     return f"It began {duration(now - episode.began_seconds)} ago."
-
-
-def amount(hours: float) -> str:
-    """Three digits are enough to decide on."""
-    return f"{hours:.2f}" if hours < 10 else f"{hours:.1f}" if hours < 100 else f"{hours:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """ "42 s", "12 min 5 s", "3 h 20 min", "2 d 4 h": the two largest units."""
-    whole = max(0, round(seconds))
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    for (name, size), (smaller_name, smaller) in pairwise(units):
-        if whole >= size:
-            rest = whole % size // smaller
-            return f"{whole // size} {name}" + (f" {rest} {smaller_name}" if rest else "")
-    return f"{whole} s"

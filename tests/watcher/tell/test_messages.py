@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from tests.watcher.tell.givens import WALL, finding
 from watcher.judge.finding import AlertName, Finding
 from watcher.judge.verdict import Suspect
+from watcher.quantities import amount, duration
 from watcher.tell.answers import Delivered, Failure, GiveUp, TryAgain, read_retry_after, read_status
 from watcher.tell.episodes import Decision, Diagnosed, Look, Notice, Reason, advance, decide, opened
-from watcher.tell.messages import Message, amount, compose, duration
+from watcher.tell.messages import Message, compose
 from watcher.tell.slack import (
     CHARACTERS_MOST,
     HEADER_MOST,
