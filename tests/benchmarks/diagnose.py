@@ -1,4 +1,4 @@
-"""What reading the flight records of a hung job costs: seconds and memory, for 16 and for 1,024 ranks.
+"""What reading the flight records of a hung job and naming its culprit costs: seconds and memory, for 16 and for 1,024 ranks.
 
     python -m tests.benchmarks.diagnose [--ranks 16 1024] [--entries 2000] [--frames 5]
 
@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from watcher.diagnose.collectives import read_collectives
 from watcher.diagnose.flight.read import READERS, read_records
 
 # Ranks -> seconds, MB of memory: what a watcher that runs beside other work may take.
@@ -82,8 +83,10 @@ def write(directory: Path, ranks: int, entries: int, frames: int) -> int:
 def read(directory: str) -> dict[str, float]:
     """In this process."""
     before = time.perf_counter()
-    _, unread = read_records(directory)
+    records, unread = read_records(directory)
+    reading = read_collectives(records, unread)
     seconds = time.perf_counter() - before
+    assert reading.culprits == (3,), reading.why
     assert not unread, unread[:3]
     own, child = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     child_mb = child.ru_maxrss / 1000
@@ -122,7 +125,7 @@ def main() -> int:
         seconds, megabytes = TARGETS.get(ranks, (float("inf"), float("inf")))
         missed |= cost["processor_seconds"] > seconds or cost["mb"] > megabytes
         sys.stdout.write(
-            f"{ranks} ranks x {asked.entries} entries, {cost['file_mb']:.0f} MB of files: read in "
+            f"{ranks} ranks x {asked.entries} entries, {cost['file_mb']:.0f} MB of files: diagnosed in "
             f"{cost['seconds']:.2f} s, {cost['processor_seconds']:.2f} s of processor (target {seconds:g}), "
             f"{cost['mb']:.0f} MB (target {megabytes:g}): "
             f"{cost['own_mb']:.0f} and {cost['child_mb']:.0f} for each reading process\n"
