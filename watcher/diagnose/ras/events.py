@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import orjson
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +52,20 @@ def _from_text(text: str) -> Iterator[RasEvent]:
 
 
 def _from_json(text: str) -> Iterator[RasEvent]:
-    """Objects one after another, with nothing between them."""
-    decoder = json.JSONDecoder()
-    at = text.find("{")
-    while at >= 0:
-        try:
-            entry, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            at = text.find("\n{", at + 1)  # each starts a line
-            at = at + 1 if at >= 0 else at
-            continue
-        if isinstance(entry, dict) and isinstance(entry.get("event"), str):
-            yield _event(entry)
-        at = text.find("{", end)
+    """Objects one after another with nothing between them, each from a line "{" to a line "}", or on one line."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("{"):
+            lines = []  # what began before is broken
+        lines.append(line)
+        if line.startswith("}") or (line.startswith("{") and line.rstrip().endswith("}")):
+            try:
+                entry = orjson.loads("\n".join(lines))
+            except orjson.JSONDecodeError:
+                entry = None
+            lines = []
+            if isinstance(entry, dict) and isinstance(entry.get("event"), str):
+                yield _event(entry)
 
 
 def _event(entry: dict[str, Any]) -> RasEvent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 
@@ -66,7 +67,8 @@ def test_json_comes_as_it_was_sent() -> None:
     with serving(speaks_ras(lambda: REPORT)) as server:
         answer = ask(server.connect(), Clock())
     assert (answer.raw, answer.form, answer.suffix, answer.trouble) == (REPORT, "json", ".json", None)
-    assert server.commands == ["CLIENT PROTOCOL 2", "TIMEOUT 5", "SET FORMAT json", "VERBOSE STATUS"]
+    said = re.findall(r"^C: (.*)\\n$", sample("wire_session_json.txt").decode(), re.MULTILINE)
+    assert server.commands == said == ["CLIENT PROTOCOL 2", "TIMEOUT 5", "SET FORMAT json", "VERBOSE STATUS"]
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
