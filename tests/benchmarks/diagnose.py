@@ -1,4 +1,4 @@
-"""What reading the flight records of a hung job and naming its culprit costs: seconds and memory, for 16 and for 1,024 ranks.
+"""What naming the culprit of a hung job from its flight records costs: seconds and memory, for 16 and 1,024 ranks.
 
     python -m tests.benchmarks.diagnose [--ranks 16 1024] [--entries 2000] [--frames 5]
 

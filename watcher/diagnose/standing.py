@@ -21,6 +21,7 @@ class GroupStanding:
     records: dict[int, GroupRecord] = field(default_factory=dict)
     counted: bool = True  # pg_status counts collectives here
     _slots: dict[int, dict[int, Launch]] = field(default_factory=dict)
+    _finished: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def at(self, rank: int, slot: int) -> Launch | None:
         """The rank's launch at the slot, where its record still holds it."""
@@ -57,6 +58,12 @@ class GroupStanding:
             return record.last_completed >= slot
         # What was launched, and is not among those that are open, ended and left the ring.
         return self.launched(rank, slot)
+
+    def finished_by(self, slot: int) -> tuple[int, ...]:
+        """Members that have surely completed it. Kept: a thousand ranks may wait in the same two thousand slots."""
+        if slot not in self._finished:
+            self._finished[slot] = tuple(rank for rank in self.records if self.completed(rank, slot))
+        return self._finished[slot]
 
     def operation_at(self, rank: int, slot: int) -> Operation | None:
         launch = self.at(rank, slot)

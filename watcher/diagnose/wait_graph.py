@@ -92,10 +92,9 @@ def _left_behind(standings: Standings, rank: int) -> tuple[Group, Launch, tuple[
     for group, launch in standings.ranks[rank].waits:
         if launch.operation.point_to_point or not synchronising(launch.operation):
             continue
-        standing = standings.groups[group]
-        ahead = tuple(m for m in group.members if m != rank and standing.completed(m, launch.slot))
-        if ahead:
-            return group, launch, ahead
+        finished = standings.groups[group].finished_by(launch.slot)
+        if finished and finished != (rank,):
+            return group, launch, tuple(member for member in finished if member != rank)
     return None
 
 
