@@ -70,6 +70,7 @@ class EpisodeView:
     closed_wall_seconds: float | None
     gpu_hours_lost: float
     suppressed_by: str | None = None  # root cause that keeps this one quiet, e.g. "NodeUnreachable node-02"
+    kilowatt_hours_lost: float = 0.0  # drawn meanwhile, in looks that saw it
     diagnosis: str = ""  # who holds the job up, in a sentence, once that is known
 
 

@@ -175,7 +175,9 @@ class AlertAnswer(BaseModel):
     opened: datetime
     closed: datetime | None = Field(description="null: open")
     gpu_hours_lost: float
+    kilowatt_hours_lost: float = Field(description="what boards drew meanwhile for nothing; of those read")
     suppressed_by: str | None = Field(description="root cause that keeps this one quiet")
+    diagnosis: str | None = Field(description="who holds the job up, in a sentence, once that is known")
 
 
 def utc(seconds: float) -> datetime:
@@ -345,5 +347,7 @@ def alert_answer(episode: EpisodeView) -> AlertAnswer:
         opened=utc(episode.opened_wall_seconds),
         closed=None if episode.closed_wall_seconds is None else utc(episode.closed_wall_seconds),
         gpu_hours_lost=episode.gpu_hours_lost,
+        kilowatt_hours_lost=episode.kilowatt_hours_lost,
         suppressed_by=episode.suppressed_by,
+        diagnosis=episode.diagnosis or None,
     )

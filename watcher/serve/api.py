@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from importlib import resources
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 from fastapi import Depends, FastAPI, Query, Request, Security
@@ -16,6 +17,7 @@ from fastapi.security import HTTPBearer
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from starlette.exceptions import HTTPException
 
+from watcher.diagnose.report import POLICY
 from watcher.serve.answers import (
     AlertAnswer,
     GpuAnswer,
@@ -28,6 +30,7 @@ from watcher.serve.answers import (
     node_answer,
     timeline_answer,
 )
+from watcher.serve.diagnosis_answers import DiagnosisAnswer, diagnosis_answer, why_none
 from watcher.serve.events import MOST_STREAMS, Event, EventHub, TooManyStreams, read_queue
 from watcher.serve.guard import Guard
 from watcher.serve.latest import Latest
@@ -73,6 +76,7 @@ def create_app(latest: Latest, own: OwnMetrics, hub: EventHub, token: str | None
     )
     app.add_middleware(Guard, token=token)
     add_problem_handlers(app)
+    add_diagnosis_routes(app, latest)
     add_job_routes(app, latest)
     add_fleet_routes(app, latest)
     add_event_route(app, latest, hub)
@@ -83,13 +87,50 @@ def create_app(latest: Latest, own: OwnMetrics, hub: EventHub, token: str | None
     return app
 
 
+def find_job(latest: Latest, job: str) -> JobView:
+    view = latest.snapshot.jobs.get(job)
+    if view is None:
+        known = ", ".join(sorted(latest.snapshot.jobs)) or "none yet"
+        raise HTTPException(404, f"no job is named {job!r}; known jobs: {known}")
+    return view
+
+
+def add_diagnosis_routes(app: FastAPI, latest: Latest) -> None:
+    """Before the other routes of jobs: a job's name may hold slashes, and the longer paths come first."""
+
+    @app.get(
+        "/api/v1/jobs/{job:path}/diagnosis/report",
+        tags=["diagnosis"],
+        responses=documented(404),
+        response_class=HTMLResponse,
+    )
+    def read_report(job: str) -> HTMLResponse:
+        """The page of the job's latest diagnosed incident, complete in itself: to read, print and pass on."""
+        view = latest.snapshot.diagnoses.get(job)
+        if view is None or view.diagnosis is None:
+            find_job(latest, job)
+            raise HTTPException(404, why_none(job, view))
+        try:
+            page = Path(view.report).read_bytes() if view.report else b""
+        except OSError as error:
+            raise HTTPException(404, f"the report cannot be read: {error.strerror or error}") from None
+        if not page:
+            raise HTTPException(404, "the report could not be written; the watcher's log says why")
+        return HTMLResponse(page, headers={"content-security-policy": f"{POLICY}; frame-ancestors 'none'"})
+
+    @app.get("/api/v1/jobs/{job:path}/diagnosis", tags=["diagnosis"], responses=documented(404))
+    def read_diagnosis(job: str) -> DiagnosisAnswer:
+        """Who holds the job up, where and why, from the latest capture that told. 404 says why there is none."""
+        view = latest.snapshot.diagnoses.get(job)
+        if view is None or view.diagnosis is None:
+            find_job(latest, job)
+            raise HTTPException(404, why_none(job, view))
+        return diagnosis_answer(view, view.diagnosis)
+
+
 def add_job_routes(app: FastAPI, latest: Latest) -> None:
     def find(job: str) -> JobView:
-        view = latest.snapshot.jobs.get(job)
-        if view is None:
-            known = ", ".join(sorted(latest.snapshot.jobs)) or "none yet"
-            raise HTTPException(404, f"no job is named {job!r}; known jobs: {known}")
-        return view
+        return find_job(latest, job)
 
     @app.get("/api/v1/jobs", tags=["jobs"])
     def list_jobs() -> list[JobAnswer]:

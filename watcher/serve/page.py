@@ -14,10 +14,11 @@ from collectors.samples import HostStatus
 from watcher.judge.finding import JobState, Severity
 from watcher.judge.job_sample import RankGpu
 from watcher.serve import words
+from watcher.serve.diagnosis_answers import report_path
 from watcher.serve.drawing import History, Strip, history, is_suspect, power_strip, utilization_strip
 from watcher.serve.latest import Latest
 from watcher.serve.metrics import newest_complete, node_status
-from watcher.snapshot import EpisodeView, JobView, NodeView, Snapshot
+from watcher.snapshot import DiagnosisStage, EpisodeView, JobView, NodeView, Snapshot
 
 SEVERITY_ORDER: Final = {Severity.CRITICAL: 0, Severity.WARNING: 1, Severity.INFO: 2}
 URGENT_STATES: Final = {JobState.HUNG, JobState.CRASHED}
@@ -25,6 +26,15 @@ TABLE_BOARDS: Final = 64  # more than this are listed only where they stand out;
 CLOSED_ALERTS: Final = 10
 OUTBOX_LATE_SECONDS: Final = 60.0
 REDRAW_SECONDS: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class DiagnosisNote:
+    """The latest diagnosis of a job, or that it is on its way."""
+
+    head: str
+    words: str
+    report: str  # path; "" where there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,7 @@ class JobCard:
     listed: tuple[RankGpu, ...]
     unlisted: int
     suspects: tuple[str, ...]
+    diagnosis: DiagnosisNote | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +107,10 @@ class PageRenderer:
 
     def _values(self, snapshot: Snapshot) -> dict[str, object]:
         latest = self._latest
-        cards = [job_card(view, latest.age_seconds, latest.wall_seconds) for view in snapshot.jobs.values()]
+        cards = [
+            job_card(view, latest.age_seconds, latest.wall_seconds, diagnosis_note(snapshot, view.name))
+            for view in snapshot.jobs.values()
+        ]
         nodes = [node_cell(view, latest.age_seconds) for view in snapshot.nodes.values()]
         still_open = [episode for episode in snapshot.episodes if episode.closed_wall_seconds is None]
         return {
@@ -120,7 +134,21 @@ def urgency(episode: EpisodeView) -> tuple[int, float]:
     return SEVERITY_ORDER[episode.severity], -episode.opened_wall_seconds
 
 
-def job_card(view: JobView, late_seconds: float, now: float) -> JobCard:
+def diagnosis_note(snapshot: Snapshot, job: str) -> DiagnosisNote | None:
+    """Only while the episode that it explains is open: afterwards the API still has it."""
+    view = snapshot.diagnoses.get(job)
+    still_open = {episode.id for episode in snapshot.episodes if episode.closed_wall_seconds is None}
+    if view is None or view.episode_id not in still_open:
+        return None
+    if view.diagnosis is not None:
+        head = "Diagnosed:" if view.diagnosis.conclusive else "Diagnosed, not proved:"
+        return DiagnosisNote(head, view.diagnosis.summary, report_path(view) if view.report else "")
+    if view.stage is DiagnosisStage.RUNNING:
+        return DiagnosisNote("Being looked into", f"since {words.clock_time(view.began_wall_seconds)}.", "")
+    return DiagnosisNote("Not diagnosed:", f"{view.trouble}.", "")
+
+
+def job_card(view: JobView, late_seconds: float, now: float, diagnosis: DiagnosisNote | None) -> JobCard:
     sample, progress = view.sample, view.sample.progress
     suspects = view.verdict.suspects
     few = len(sample.gpus) <= TABLE_BOARDS
@@ -146,6 +174,7 @@ def job_card(view: JobView, late_seconds: float, now: float) -> JobCard:
         listed=listed,
         unlisted=len(sample.gpus) - len(listed),
         suspects=tuple(str(suspect) for suspect in suspects),
+        diagnosis=diagnosis,
     )
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 from collectors.ssh.link import SshSettings
 from watcher.config import Config, ProfileSection, SshSection, WatcherSection, read_secret
-from watcher.judge.profiles import Band, Profile, shipped_profiles
+from watcher.judge.own_profiles import OwnProfile
 from watcher.serve.guard import is_loopback
 from watcher.tell.posting import NoUrl, url_of
-
-# A user names the middle of the communication band; the paper's own reading spreads about this much around it.
-COMMUNICATION_SPREAD: Final = 0.1
 
 
 def ssh_settings(section: SshSection) -> SshSettings:
@@ -34,25 +30,8 @@ def ssh_settings(section: SshSection) -> SshSettings:
     )
 
 
-def profile_of(section: ProfileSection) -> Profile:
-    """The user's bands as the judge reads them; what is left out is taken from the generic board, by the limit."""
-    generic = shipped_profiles()[-1]
-    middle = section.communication_watts
-    return Profile(
-        name=section.name,
-        match=section.match,
-        limit_watts=section.limit_watts,
-        idle_watts=section.idle_watts,
-        floor_watts=section.floor_watts,
-        compute_watts=section.compute_watts or generic.compute_watts * section.limit_watts / generic.limit_watts,
-        communication=None
-        if middle is None
-        else Band(middle * (1 - COMMUNICATION_SPREAD), middle * (1 + COMMUNICATION_SPREAD)),
-        starvation=None,
-        light=(),
-        certain=generic.certain,
-        source="wattwatch.toml",
-    )
+def profile_of(section: ProfileSection) -> OwnProfile:
+    return OwnProfile(**section.model_dump())
 
 
 def token_of(section: WatcherSection) -> str | None:

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from collectors.clock import Clock
 from watcher.config import ReceiverSection, RouteSection
+from watcher.cost import JOULES_PER_KWH
 from watcher.judge.finding import AlertName, Finding
 from watcher.snapshot import DeliveryStats, EpisodeView
 from watcher.store import Delivery, EpisodeRow, Store, StoreError
@@ -388,5 +389,6 @@ def view_of(episode: Episode) -> EpisodeView:
         closed_wall_seconds=episode.closed_wall_seconds,
         gpu_hours_lost=episode.gpu_seconds_lost / 3600,
         suppressed_by=episode.suppressed_by,
+        kilowatt_hours_lost=episode.joules_lost / JOULES_PER_KWH,
         diagnosis="" if episode.diagnosis is None else str(episode.diagnosis),
     )

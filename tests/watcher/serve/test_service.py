@@ -144,7 +144,7 @@ def test_kinds_of_failure_are_places_not_values() -> None:
         ),
         (
             "",
-            '[[profiles]]\nname = "p"\nmatch = "("\nlimit_watts = 1\nidle_watts = 1\nfloor_watts = 1',
+            '[[profiles]]\nname = "p"\nmatch = "("\nlimit_watts = 3\nidle_watts = 1\nfloor_watts = 2',
             "profiles[0].match",
         ),
     ],
@@ -327,8 +327,9 @@ def test_settings_reach_the_parts_that_need_them(tmp_path: Path) -> None:
     settings = ssh_settings(config.ssh)
     assert (settings.user, settings.passphrase) == ("w", "open sesame")
     assert settings.identity_files == (Path("~/k").expanduser(),)
-    profile = profile_of(config.profiles[0])
-    assert profile.matches("NVIDIA B9")
+    own = profile_of(config.profiles[0])
+    assert own.matches("NVIDIA B9")
+    profile = own.of_board("NVIDIA B9")
     assert profile.communication is not None
     assert 600.0 in profile.communication
     assert profile.floor_watts < profile.compute_watts <= 1000.0

@@ -1,0 +1,191 @@
+"""The page of an incident: complete in itself, safe whatever a job is called, and whole where little is known."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.watcher.diagnose.incidents_by_hand import NOW, incident, timeline
+from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict
+from watcher.diagnose.diagnosis import Testimony as Said
+from watcher.diagnose.evidence import RankSeen
+from watcher.diagnose.report import EvidenceFile, Incident, incident_report, ticked
+from watcher.diagnose.report_drawing import marks, rank_picture, tick_seconds, timeline_picture
+
+HOSTILE = "<script>alert(\"x\")</script> & 'q' </style> `<img src=x>` {{7*7}} \ud800"
+VOID = {"meta", "path", "rect"}
+LITTLE = Incident(
+    "llama",
+    Diagnosis(DiagnosisVerdict.UNKNOWN, False, Cause.UNKNOWN, (), 0.0, None, "Nothing is known.", "", ""),
+)
+
+
+class Balanced(HTMLParser):
+    """Every element that opens is closed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.attributes: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+def parsed(page: str) -> Balanced:
+    found = Balanced()
+    found.feed(page)
+    found.close()
+    assert found.open == []
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 8, 16, 64, 65, 1024])
+def test_it_is_well_formed_whatever_the_size_of_the_job(world: int) -> None:
+    page = incident_report(incident(world, culprit=world // 2))
+    found = parsed(page)
+    assert {"svg", "table", "pre", "h1"} <= found.seen
+    for picture in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(picture)
+    assert len(page) < 150_000
+    assert "nan" not in re.sub(r"<(?:style|pre)>.*?</(?:style|pre)>", "", page, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("world", [16, 1024])
+def test_nothing_is_loaded_and_nothing_runs(world: int) -> None:
+    page = incident_report(incident(world))
+    found = parsed(page)
+    assert not found.seen & {"script", "link", "img", "iframe", "object", "use", "a"}
+    assert not found.attributes & {"src", "href", "style", "onload", "onclick"}
+    assert "http:" not in page
+    assert "https:" not in page
+    assert "url(" not in page
+
+
+def test_its_policy_allows_its_own_style_and_nothing_else() -> None:
+    page = incident_report(incident())
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    (policy,) = re.findall(r'content="(default-src[^"]*)"', page)
+    assert f"style-src &#39;sha256-{digest}&#39;" in policy
+    assert policy.startswith("default-src &#39;none&#39;")
+
+
+def test_what_a_job_calls_itself_is_text_and_no_markup() -> None:
+    whole = incident()
+    testimonies = (Said(HOSTILE, True, HOSTILE), Said(HOSTILE, False, HOSTILE))
+    diagnosis = replace(
+        whole.diagnosis, summary=HOSTILE, why=HOSTILE, advice=HOSTILE, missing=(HOSTILE,), testimonies=testimonies
+    )
+    assert whole.seen is not None
+    ranks = tuple(replace(rank, node=HOSTILE) for rank in whole.seen.ranks)
+    page = incident_report(
+        replace(
+            whole,
+            job=HOSTILE,
+            alert=HOSTILE,
+            summary=HOSTILE,
+            facts=(HOSTILE,),
+            diagnosis=diagnosis,
+            seen=replace(whole.seen, ranks=ranks, faults=(replace(whole.seen.faults[0], words=HOSTILE),)),
+            files=(EvidenceFile(HOSTILE, 1, "0" * 64, HOSTILE),),
+            directory=HOSTILE,
+        )
+    )
+    assert not parsed(page).seen & {"script", "img"}
+    assert "{{7*7}}" in page
+    assert page.count("</style>") == 1
+    page.encode("utf-8", "replace")
+
+
+def test_words_between_backticks_are_code_and_escaped() -> None:
+    assert ticked("set `a<b` or `c`") == "set <code>a&lt;b</code> or <code>c</code>"
+    assert ticked("a lone ` <i>") == "a lone ` &lt;i&gt;"
+
+
+def test_where_little_is_known_the_page_says_so_and_draws_nothing() -> None:
+    page = incident_report(LITTLE)
+    assert "Nothing is known." in page
+    assert "not proved · 0 % sure" in page
+    assert "What happened" not in page
+    assert "Rank by rank" not in page
+    parsed(page)
+
+
+def test_it_names_who_where_and_how_sure() -> None:
+    page = incident_report(incident())
+    for words in (
+        "Rank 3 on node-01 is in the save&#39;s barrier",
+        "conclusive · 97 % sure",
+        "cause: the program",
+        "ranks 0-2, 4-15",
+        "save_checkpoint (/opt/job/train.py:88)",
+        "184 W against 189–193 W",
+        "0.98 <small>GPU-hours",
+        "0.19 <small>kWh",
+        "py-spy is not installed",
+        "cut off after 4,096 bytes",
+    ):
+        assert words in page, words
+
+
+def test_once_it_is_over_it_says_how_long_it_was() -> None:
+    page = incident_report(replace(incident(), closed_wall_seconds=NOW + 385))
+    assert "<dt>lasted</dt><dd>10 min</dd>" in page
+    assert ">over</text>" in page
+
+
+def test_a_rank_without_a_reading_is_drawn_as_such() -> None:
+    ranks = (RankSeen(0, "n", power_watts=190.0), RankSeen(1, "n"))
+    picture = rank_picture(ranks, frozenset({1}), "power_watts", "W")
+    assert picture is not None
+    assert (picture.bars.count("M"), picture.absent.count("M"), picture.marked) == (1, 1, "")
+    assert rank_picture(ranks, frozenset(), "utilization_percent", "%") is None
+
+
+def test_a_thousand_ranks_are_a_column_a_node_and_many_on_one_node_take_several() -> None:
+    ranks = tuple(RankSeen(rank, f"n{rank // 8}", utilization_percent=100.0) for rank in range(1024))
+    picture = rank_picture(ranks, frozenset({9}), "utilization_percent", "%", 100.0)
+    assert picture is not None
+    assert sum(path.count("M") for path in picture.shades) == 1024
+    assert (picture.width, picture.marked.count("M")) == (704.0, 1)
+    nowhere = tuple(replace(rank, node="") for rank in ranks)
+    other = rank_picture(nowhere, frozenset(), "utilization_percent", "%", 100.0)
+    assert other is not None
+    assert other.width == 64 * 11
+
+
+def test_a_gap_in_the_readings_is_a_gap_in_the_picture() -> None:
+    points = [
+        replace(point, power_watts_median=None, power_watts_low=None, power_watts_high=None) if 300 < i < 340 else point
+        for i, point in enumerate(timeline())
+    ]
+    picture = timeline_picture(points, NOW - 215, None, None)
+    assert picture is not None
+    assert picture.median.count("M") == 2
+    assert [ribbon.state for ribbon in picture.ribbons][-2:] == ["waiting", "hung"]
+    assert timeline_picture(points[:1], None, None, None) is None
+
+
+def test_ticks_stand_on_round_times_and_marks_keep_clear_of_each_other() -> None:
+    assert [at % 120 for at in tick_seconds(NOW - 700, NOW)] == [0] * 6
+    assert len(tick_seconds(NOW - 86_400, NOW)) == 4
+    assert [mark.before for mark in marks([(500.0, "alert"), (520.0, "diagnosed"), (990.0, "over")])] == [
+        True,
+        False,
+        True,
+    ]
