@@ -207,7 +207,8 @@ class RouteSection(Section):
 
 
 class ProfileSection(Section):
-    """Power bands of a board, as fractions of its limit, or watts: `wattwatch triage --profile NAME` takes one too."""
+    """What a board draws here, in watts: `wattwatch calibrate` writes it, `wattwatch triage --profile` takes its file.
+    What is left out is as shipped for a board of this name."""
 
     name: str = Field(min_length=1)
     match: str = Field(description="regex on the board's name")
@@ -216,6 +217,18 @@ class ProfileSection(Section):
     floor_watts: float = Field(strict=False, gt=0, description="spinning in a collective, or waiting with a context")
     communication_watts: float | None = Field(None, strict=False, gt=0)
     compute_watts: float | None = Field(None, strict=False, gt=0, description="lower end of the compute plateau")
+
+    @model_validator(mode="after")
+    def watts_rise(self) -> ProfileSection:
+        for lower, higher, watts in (
+            ("idle_watts", "limit_watts", self.limit_watts),
+            ("floor_watts", "limit_watts", self.limit_watts),
+            ("floor_watts", "compute_watts", self.compute_watts),
+            ("floor_watts", "communication_watts", self.communication_watts),
+        ):
+            if watts is not None and watts <= getattr(self, lower):
+                raise ValueError(f"{higher} {watts:g} is not above {lower} {getattr(self, lower):g}")
+        return self
 
 
 class Config(Section):
@@ -275,18 +288,23 @@ def nearest(word: str, known: list[str]) -> str:
 
 def load_config(path: Path) -> Config:
     """Read and check the file. Raises ConfigError with every problem found, each naming its place."""
+    data = read_toml(path)
     try:
-        data = tomllib.loads(path.read_text("utf-8"))
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(path, [line for item in error.errors() for line in problem_lines(item)]) from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises ConfigError."""
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(path, [f"cannot be read: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
         raise ConfigError(path, [f"is not UTF-8 text (byte {error.start})"]) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(path, [f"is not TOML: {error}"]) from None
-    try:
-        return Config.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(path, [line for item in error.errors() for line in problem_lines(item)]) from None
 
 
 def problem_lines(item: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -11,6 +11,7 @@ from typing import Final
 from collectors.clock import Clock
 from watcher.engine import Engine
 from watcher.judge.finding import JobState
+from watcher.judge.own_profiles import OwnProfile
 from watcher.recordings import Recording
 from watcher.snapshot import EpisodeView, Snapshot
 from watcher.sources import GpuLog, PlayedSource
@@ -59,8 +60,8 @@ class SourceClock(Clock):
         return 0.0 if self.start is None else self.now - self.start
 
 
-def replay(name: str, source: GpuLog | Recording) -> Replay:
-    """Judge everything in `source`, in order, as if it came in live."""
+def replay(name: str, source: GpuLog | Recording, profiles: Sequence[OwnProfile] = ()) -> Replay:
+    """Judge everything in `source`, in order, as if it came in live. `profiles`: the user's own."""
     clock = SourceClock()
     played = PlayedSource(source.specs, iter(source.moments))
     interval = min((spec.interval_seconds for spec in source.specs), default=1.0)
@@ -72,7 +73,7 @@ def replay(name: str, source: GpuLog | Recording) -> Replay:
         try:
             teller = Teller(store, (), (), clock)
             known = source.known if isinstance(source, Recording) else None
-            engine = Engine(source.specs, played, teller, clock, known=known)
+            engine = Engine(source.specs, played, teller, clock, profiles, known=known)
             # A log that pauses says nothing of its node; nodes that fall silent in a recording are watched being so.
             look_every = interval if isinstance(source, Recording) else None
             for seconds in played.play(interval * ROUND_SHARE, look_every):

@@ -16,6 +16,7 @@ from watcher.judge.advice import ADVICE
 from watcher.judge.assemble import JobAssembler
 from watcher.judge.classify import ProgressWord, classify
 from watcher.judge.job_sample import JobSample, JobSpec, NodeState
+from watcher.judge.own_profiles import OwnProfile, own_profile
 from watcher.judge.profiles import Profile
 from watcher.judge.verdict import PowerState, Suspect, Verdict
 from watcher.recordings import Recording
@@ -32,6 +33,9 @@ HOST_FAULTS: Final = {HostStatus.NO_DEVICES: 0.6, HostStatus.SAMPLER_TIMEOUT: 0.
 DRIVER_GONE: Final = re.compile("cannot reach the NVIDIA driver|driver is not loaded")
 DRIVER_GONE_CONFIDENCE: Final = 0.6
 
+# One profile for whatever board; or a user's own, for the boards that they match.
+Profiles = Profile | tuple[OwnProfile, ...] | None
+
 
 @dataclass(frozen=True, slots=True)
 class Triage:
@@ -41,7 +45,7 @@ class Triage:
 
 
 def triage_source(
-    name: str, source: GpuLog | Recording, progress: ProgressWord | None, profile: Profile | None
+    name: str, source: GpuLog | Recording, progress: ProgressWord | None, profile: Profiles = None
 ) -> tuple[Triage, ...]:
     """One verdict a job of the source: from its last rounds."""
     if isinstance(source, GpuLog) and len(source.specs) > 1:
@@ -73,6 +77,13 @@ def triage_source(
     )
 
 
+def profile_among(profiles: Profiles, sample: JobSample) -> Profile | None:
+    """The one that holds for these boards; None: the shipped one of their name."""
+    if profiles is None or isinstance(profiles, Profile):
+        return profiles
+    return own_profile(profiles, next((ranked.gpu.name for ranked in sample.gpus if ranked.gpu.name), None))
+
+
 def with_ranks(sample: JobSample, ranks: Mapping[tuple[str, int], int]) -> JobSample:
     """Ranks that the source itself tells replace those guessed from the order of boards."""
     if not ranks:
@@ -81,9 +92,10 @@ def with_ranks(sample: JobSample, ranks: Mapping[tuple[str, int], int]) -> JobSa
     return replace(sample, gpus=told)
 
 
-def judged(rounds: Sequence[JobSample], progress: ProgressWord | None, profile: Profile | None) -> Verdict:
+def judged(rounds: Sequence[JobSample], progress: ProgressWord | None, profiles: Profiles = None) -> Verdict:
     """The verdict on the last round; less sure where the one before says otherwise, or where nodes are missing."""
     last = rounds[-1]
+    profile = profile_among(profiles, last)
     verdict = classify(last, profile, progress)
     faults = [_host_fault(node) for node in last.nodes]
     if not last.gpus and verdict.state is PowerState.UNKNOWN and faults and None not in faults:
@@ -124,7 +136,7 @@ def triage_hosts(
     *,
     as_one_job: bool,
     progress: ProgressWord | None,
-    profile: Profile | None,
+    profile: Profiles,
 ) -> tuple[Triage, ...]:
     """Ask hosts over SSH for two samples each. A host that cannot be asked gets the verdict that says so."""
     names = tuple(dict.fromkeys(hosts))
@@ -163,7 +175,7 @@ def _host_triages(
     links: Mapping[str, NodeLink],
     now: float,
     progress: ProgressWord | None,
-    profile: Profile | None,
+    profile: Profiles,
 ) -> Iterator[Triage]:
     for spec in specs:
         assembler = JobAssembler(spec)

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from watcher.anonymous import write_anonymous
 from watcher.judge.finding import Severity
+from watcher.profile_files import read_profiles
 from watcher.recordings import RecordingError, open_recording
 from watcher.replay import Replay, replay
 from watcher.sources import GpuLog, SourceError, read_file
@@ -25,17 +26,25 @@ UNREADABLE: Final = 3
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="A list of objects, one a file.")
 @click.option(
+    "--profile",
+    "profile_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="What boards draw: a file with [[profiles]], as calibrate writes it; wattwatch.toml too.",
+)
+@click.option(
     "--anonymous",
     type=click.Path(path_type=Path),
     help="Write a copy of the one recording here, with hosts, users, paths and names replaced.",
 )
-def replay_command(files: tuple[Path, ...], as_json: bool, anonymous: Path | None) -> None:
+def replay_command(files: tuple[Path, ...], as_json: bool, profile_file: Path | None, anonymous: Path | None) -> None:
     """Recordings or GPU logs through the detector, at their own times.
 
     With --anonymous the copy is replayed, after it was checked against the recording: look at it before you share it.
 
     Exit code: 0 nothing would have been said, 1 a warning, 2 a critical alert, 3 a file could not be read.
     """
+    profiles = () if profile_file is None else read_profiles(profile_file)
     if anonymous is not None:
         files = (_anonymous_copy(files, anonymous),)
     worst = 0
@@ -47,7 +56,7 @@ def replay_command(files: tuple[Path, ...], as_json: bool, anonymous: Path | Non
                 raise SourceError(f"{path}: {source.detail}")
             if isinstance(source, GpuLog) and all(m.sample is None or m.sample.gpus is None for m in source.moments):
                 raise SourceError(f"{path}: {source.status.value}: {source.detail}")
-            result = replay(str(path), source)
+            result = replay(str(path), source, profiles)
         except (SourceError, RecordingError) as error:
             answers.append({"source": str(path), "error": str(error)})
             click.echo(str(error), err=True)

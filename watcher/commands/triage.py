@@ -14,13 +14,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from collectors.ssh.link import SshSettings
+from watcher.config import ConfigError
 from watcher.judge.classify import ProgressWord
 from watcher.judge.job_sample import RankGpu
-from watcher.judge.profiles import Profile, shipped_profiles
+from watcher.judge.profiles import shipped_profiles
 from watcher.judge.verdict import PowerState
+from watcher.profile_files import read_profiles
 from watcher.recordings import RecordingError
 from watcher.sources import SourceError, read_file, read_source
-from watcher.triage import Triage, triage_hosts, triage_source
+from watcher.triage import Profiles, Triage, profile_among, triage_hosts, triage_source
 
 OK, WARNING, CRITICAL, UNKNOWN = 0, 1, 2, 3
 EXIT_CODE: Final = {
@@ -43,7 +45,13 @@ COLOURS: Final = {OK: "green", WARNING: "yellow", CRITICAL: "red", UNKNOWN: "mag
 @click.argument("sources", nargs=-1)
 @click.option("--job", "as_one_job", is_flag=True, help="All hosts are one job.")
 @click.option("--progress", type=click.Choice([w.value for w in ProgressWord]), help="What you know of the steps.")
-@click.option("--profile", "profile_name", help="Power bands of this board instead of the one that is read.")
+@click.option(
+    "--profile",
+    "profile_name",
+    metavar="FILE|NAME",
+    help="What boards draw: a file with [[profiles]] (as calibrate writes), for the boards that they match; or the "
+    "name of a shipped profile, for any board.",
+)
 @click.option("-F", "--ssh-config", type=click.Path(path_type=Path), help="SSH configuration  [default: ~/.ssh/config]")
 @click.option("--json", "as_json", is_flag=True, help="A list of objects, one a source.")
 def triage_command(
@@ -65,7 +73,7 @@ def triage_command(
             raise click.UsageError("no SOURCE: name a host or a file, or pipe nvidia-smi into `wattwatch triage -`")
         sources = ("-",)
     word = None if progress is None else ProgressWord(progress)
-    profile = None if profile_name is None else _profile(profile_name)
+    profile = None if profile_name is None else profiles_named(profile_name)
     triages: list[Triage] = []
     hosts: list[str] = []
     failed = False
@@ -83,6 +91,10 @@ def triage_command(
     if hosts:
         settings = SshSettings(config_file=ssh_config, use_agent=True)
         triages += triage_hosts(hosts, settings, as_one_job=as_one_job, progress=word, profile=profile)
+    for triage in triages:
+        if isinstance(profile, tuple) and triage.sample.gpus and profile_among(profile, triage.sample) is None:
+            name = next((each.gpu.name for each in triage.sample.gpus if each.gpu.name), "a board without a name")
+            click.echo(f"{triage.source}: no profile in {profile_name} matches {name}: judged as shipped", err=True)
     if as_json:
         click.echo(orjson.dumps([as_object(t) for t in triages], option=orjson.OPT_INDENT_2).decode())
     else:
@@ -109,11 +121,18 @@ def is_file(source: str) -> bool:
     return True
 
 
-def _profile(name: str) -> Profile:
+def profiles_named(name: str) -> Profiles:
     known = {profile.name: profile for profile in shipped_profiles()}
-    if name.lower() not in known:
-        raise click.BadParameter(f"no profile {name!r}; known: {', '.join(known)}", param_hint="--profile")
-    return known[name.lower()]
+    if name.lower() in known:
+        return known[name.lower()]
+    if "/" not in name and not name.endswith(".toml") and not Path(name).exists():
+        raise click.BadParameter(
+            f"no profile {name!r}; known: {', '.join(known)}; or a file with [[profiles]]", param_hint="--profile"
+        )
+    try:
+        return read_profiles(Path(name))
+    except ConfigError as error:
+        raise click.BadParameter(str(error), param_hint="--profile") from None
 
 
 def exit_code(triage: Triage) -> int:

@@ -21,6 +21,7 @@ from watcher.judge.learn_plateau import Plateaus
 from watcher.judge.learn_rest import Batch, Rests
 from watcher.judge.learned import NAMELESS, Board, JobLearned, Kind, Knowledge, Learned, Phase
 from watcher.judge.look import GAP_INTERVALS
+from watcher.judge.own_profiles import OwnProfile, own_profile
 from watcher.judge.profiles import Profile, profile_for
 from watcher.judge.rules import STARVING_WAIT_MS
 from watcher.judge.verdict import PowerState, Shape, Verdict
@@ -46,7 +47,7 @@ SAME_WATTS: Final = 2.0
 class JobLearner:
     """Follows one job. All jobs of a watcher share the knowledge of boards."""
 
-    def __init__(self, spec: JobSpec, knowledge: Knowledge, profiles: Sequence[Profile] = ()) -> None:
+    def __init__(self, spec: JobSpec, knowledge: Knowledge, profiles: Sequence[OwnProfile] = ()) -> None:
         """`profiles`: the user's own, before the shipped ones."""
         self._spec = spec
         self._knowledge = knowledge
@@ -81,7 +82,7 @@ class JobLearner:
         limits = [ranked.gpu.power_limit_watts for ranked in sample.gpus if ranked.gpu.power_limit_watts]
         limit = statistics.median(limits) if limits else None
         if self._base is None or self._base_of != (name, limit):
-            own = next((p for p in self._profiles if name is not None and p.matches(name)), None)
+            own = own_profile(self._profiles, name)
             self._base = profile_for(name, limit) if own is None else own.scaled(limit)
             self._base_of = (name, limit)
         return self._base
