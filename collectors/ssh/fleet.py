@@ -11,6 +11,7 @@ from typing import Final
 from collectors.clock import Clock
 from collectors.probe.request import ProbeRequest
 from collectors.samples import NodeSample
+from collectors.ssh.channels import NodeChannels
 from collectors.ssh.gateways import Connector
 from collectors.ssh.hosts import HostRoute, resolve
 from collectors.ssh.keys import KeyRing
@@ -31,7 +32,8 @@ OnLine = Callable[[str, float, bytes], None]
 
 
 class Fleet:
-    """Keeps a probe running on every node and hands out what they say. `drain`, `links`, `wait`: from any thread."""
+    """Keeps a probe running on every node and hands out what they say. `drain`, `links`, `wait`, `channels`: from any
+    thread."""
 
     def __init__(
         self,
@@ -83,6 +85,11 @@ class Fleet:
         """How each node's connection stands now. A node in trouble is seen here and nowhere else."""
         now = self._clock.monotonic()
         return {node: watch.link(now, self._skews.get(node)) for node, watch in self._nodes.items()}
+
+    def channels(self, node: str) -> NodeChannels:
+        """For other business with the node on the connection that is held to it. Raises KeyError for a node unknown."""
+        watch = self._nodes[node]
+        return NodeChannels(node, lambda: watch.transport(self._clock.monotonic()))
 
     def abandoned_logins(self) -> int:
         """Threads of logins that did not end when told to: a name server, most likely."""

@@ -16,6 +16,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Final
 
+import paramiko
+
 from collectors.probe.payload import LEASE_RENEWAL_SECONDS
 from collectors.probe.request import ProbeRequest
 from collectors.samples import HostStatus, NodeSample
@@ -216,6 +218,15 @@ class NodeWatch:
         return None if self.last_sample is None else self.last_sample.status
 
     # As others see it
+
+    def transport(self, now: float) -> paramiko.Transport | str:
+        """Of the connection that delivers, for other channels on it; else a sentence why none is to be used now."""
+        stream, link = self.stream, self.link(now, None)
+        if stream is None or link.status is not HostStatus.OK:
+            return link.detail or "there is no connection to it now"
+        if self.last_line_seconds is not None and now - self.last_line_seconds > self.silent_seconds:
+            return f"it has said nothing for {now - self.last_line_seconds:.0f} s"
+        return stream.connection.transport
 
     def link(self, now: float, wall_skew: float | None) -> NodeLink:
         status, detail = self._standing(now)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.run_directory import RunDirectory
+from trainer.train.flight import write_flight_record
 from trainer.train.heartbeat import Heartbeat, Phase
 from trainer.train.worker_socket import worker_socket
 
@@ -100,7 +101,11 @@ def main() -> None:
         time.sleep(0.1)  # the heartbeat's thread writes the last step, also where it will not run again
         if kind == "raised" and rank == 2:
             keep_alive_after_error()
-        hang(kind, rank, heartbeat)
+        try:
+            hang(kind, rank, heartbeat)
+        except RuntimeError:  # a collective that failed, because the other end of it has gone
+            write_flight_record(directory, 1, rank, print)
+            raise
 
 
 if __name__ == "__main__":
