@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Final
 
 from collectors.samples import CheckpointEntry
-from watcher.judge import rules
+from watcher.judge import end_findings
 from watcher.judge.finding import Finding
 from watcher.judge.look import Held, Look
 from watcher.judge.pace import Pace
@@ -95,7 +95,7 @@ class Ending:
         if final and (leaving or look.phases == DONE_PHASES) and _last_save_open(look, saving) is None:
             self._completed_since = look.now if self._completed_since is None else self._completed_since
         if self._completed_since is not None:
-            return rules.completed(look, self._completed_since, saving.newest_complete)
+            return end_findings.completed(look, self._completed_since, saving.newest_complete)
         # After the last step ranks leave one by one, and a checkpoint's mark may be there and not be listed yet.
         patience = 0.0 if not final else LISTING_SECONDS if leaving or not pace.known else LEAVING_SECONDS
         if self._gone_since is None or look.now - self._gone_since < patience:
@@ -103,14 +103,14 @@ class Ending:
         stop = None if any(g.cause for g in gone) else self._stop(look)
         if stop is not None and leaving:
             self._stopped = self._stopped or (look.now, stop)
-            return rules.stopped(look, *self._stopped, saving.newest_complete)
+            return end_findings.stopped(look, *self._stopped, saving.newest_complete)
         if stop is not None and look.now - self._gone_since < LEAVING_SECONDS:
             return None  # they were asked to leave, and do
         if not gone and not self._ran:
             return None  # memory that is given back, with no process and no counter to tell more: the boards are idle
         self._crashed_since = look.now if self._crashed_since is None else self._crashed_since
         sure = self._ran or processes.ranked or not _configured(look) or any(g.cause for g in gone)
-        return rules.crashed(look, self._crashed_since, gone, all_gone=leaving, confirmed=sure)
+        return end_findings.crashed(look, self._crashed_since, gone, all_gone=leaving, confirmed=sure)
 
     def _stop(self, look: Look) -> str | None:
         """What a log says of a stop from outside that is not of the run before; it holds until the job comes back."""
