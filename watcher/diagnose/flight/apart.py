@@ -45,7 +45,10 @@ class ApartReader:
 
     def read(self, data: bytes, longest_answer: int, keep: int) -> dict[str, Any]:
         """A table, or {"why", "incomplete"}. Takes as long as the limits let it."""
-        child = self._child = self._child or self._start()
+        try:
+            child = self._child = self._child or self._start()
+        except OSError as error:
+            return {"why": f"no process could be started to read it: {error.strerror}", "incomplete": True}
         assert child.stdin is not None
         assert child.stdout is not None
         deadline = time.monotonic() + WALL_SECONDS

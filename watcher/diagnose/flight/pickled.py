@@ -14,9 +14,11 @@ from typing import Any, Final, NoReturn
 
 MOST_PROTOCOL: Final = 5
 LONGEST_NUMBER: Final = 9  # bytes; 64 bits and a sign
+# A place in the memo ("r") may be 2**22 at most: the machine makes room for all places below it, in a file of few bytes.
 # Instructions of a fixed length, eaten at the speed of C. ("X" and "\x8c" are text: its length says where it ends.)
 FIXED: Final = re.compile(
-    rb"(?:[hqK].|[}\])(\x88\x89Nt\x85\x86\x87aesu\x94]|M..|[Jrj].{4}|\x8a\x08.{8}|[G\x95].{8})*+", re.DOTALL
+    rb"(?:[hqK].|[}\])(\x88\x89Nt\x85\x86\x87aesu\x94]|M..|[Jj].{4}|r..[\x00-\x3f]\x00|\x8a\x08.{8}|[G\x95].{8})*+",
+    re.DOTALL,
 )
 NEEDS: Final = {
     ord(c): n for chars, n in (("hqK", 1), ("M", 2), ("JrjX", 4), ("G\x95", 8), ("\x8c\x8a", 1)) for c in chars
@@ -62,6 +64,8 @@ def scan(data: bytes) -> None:
 
 
 def _refusal(code: int, at: int) -> str:
+    if code == ord("r"):
+        return f"its byte {at:,} puts a value farther away than a flight record has values: it is damaged or hostile"
     name = NAMED.get(chr(code))
     if name is None:
         return f"its byte {at:,} is the pickle instruction 0x{code:02x}, which no flight record has"

@@ -113,6 +113,7 @@ DAMAGED: Final = {
     "unhashable key": b"\x80\x02}]]s.",
     "memo never put": b"\x80\x02h\x07.",
     "far memo": b"\x80\x02}r" + struct.pack("<I", 2**32 - 1) + b".",
+    "less far memo": b"\x80\x02}r" + struct.pack("<I", 2**22) + b".",
     "frame too long": b"\x80\x04\x95" + struct.pack("<Q", 2**60) + b"}.",
     "half a character": b"\x80\x02" + text(1, b"\xff") + b".",
     "deep lists": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
@@ -162,11 +163,11 @@ def test_bombs_end_one_child_and_the_parent_stays_small() -> None:
         "a list of a million tables": b"\x80\x02](" + b"}" * (16 * MEGABYTE) + b"e.",
         "entries without end": with_entries(b"](}q\x01" + b"h\x01" * (4 * MEGABYTE) + b"e"),
         "sizes without end": with_entries(b"]" + entry_with(references(30, 100_000)) + b"e"),
-        "JSON of lists": b'{"pg_config":[' + b"[]," * (20 * MEGABYTE) + b"[]]}",
-        "short texts": b"\x80\x04" + b"\x8c\x00" * (30 * MEGABYTE) + b".",
+        "JSON of lists": b'{"pg_config":[' + b"[]," * (6 * MEGABYTE) + b"[]]}",
+        "short texts": b"\x80\x04" + b"\x8c\x00" * (20 * MEGABYTE) + b".",
     }
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with ApartReader(memory_bytes=256 * MEGABYTE, processor_seconds=2) as reader:
+    with ApartReader(memory_bytes=192 * MEGABYTE, processor_seconds=1) as reader:
         for name, data in bombs.items():
             table = reader.read(data, LONGEST, 1000)
             assert isinstance(table.get("why"), str), name
@@ -189,6 +190,15 @@ def test_a_child_that_dies_is_followed_by_another() -> None:
         child.kill()
         assert "was ended by signal 9" in reader.read(NCCL.read_bytes(), LONGEST, 1000)["why"]
         assert "columns" in reader.read(NCCL.read_bytes(), LONGEST, 1000)
+
+
+def test_a_child_that_cannot_be_started_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("watcher.diagnose.flight.apart.subprocess.Popen", refuse)
+    with ApartReader() as reader:
+        assert reader.read(NCCL.read_bytes(), LONGEST, 1000)["why"].endswith("to read it: Too many open files")
 
 
 def test_the_child_imports_no_torch_and_can_open_nothing() -> None:
