@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 MOST_PROTOCOL: Final = 5
 LONGEST_NUMBER: Final = 9  # bytes; 64 bits and a sign
-# A place in the memo ("r") may be 2**22 at most: the machine makes room for all places below it, in a file of few bytes.
+# A place in the memo ("r") lies below 2**22: the machine makes room for all places before it, for a file of few bytes.
 # Instructions of a fixed length, eaten at the speed of C. ("X" and "\x8c" are text: its length says where it ends.)
 FIXED: Final = re.compile(
     rb"(?:[hqK].|[}\])(\x88\x89Nt\x85\x86\x87aesu\x94]|M..|[Jj].{4}|r..[\x00-\x3f]\x00|\x8a\x08.{8}|[G\x95].{8})*+",
