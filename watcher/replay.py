@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +30,22 @@ class StateChange:
     reason: str
 
 
+class AlertStep(StrEnum):
+    OPENED = "opened"
+    ESCALATED = "escalated"  # to a graver severity
+    CONFIRMED = "confirmed"  # at the same severity: no suspicion any more
+    RESOLVED = "resolved"
+
+
+@dataclass(frozen=True, slots=True)
+class AlertChange:
+    """What became of an episode, with the severity and the words of that moment."""
+
+    at_seconds: float  # since the start of the source
+    step: AlertStep
+    episode: EpisodeView
+
+
 @dataclass(frozen=True, slots=True)
 class Replay:
     """What the watcher would have said of a source."""
@@ -37,7 +54,8 @@ class Replay:
     seconds: float
     rounds: int
     changes: tuple[StateChange, ...]
-    episodes: tuple[EpisodeView, ...]  # in the order in which they opened; times are seconds since the start
+    episodes: tuple[EpisodeView, ...]  # as they were last, in the order in which they opened; seconds since the start
+    alerts: tuple[AlertChange, ...]  # in order of time
 
 
 class SourceClock(Clock):
@@ -67,6 +85,7 @@ def replay(name: str, source: GpuLog | Recording, profiles: Sequence[OwnProfile]
     interval = min((spec.interval_seconds for spec in source.specs), default=1.0)
     changes: list[StateChange] = []
     episodes: dict[str, EpisodeView] = {}
+    alerts: list[AlertChange] = []
     rounds = 0
     with tempfile.TemporaryDirectory(prefix="wattwatch-replay-") as directory:
         store = Store(Path(directory) / "replay.db")
@@ -82,10 +101,24 @@ def replay(name: str, source: GpuLog | Recording, profiles: Sequence[OwnProfile]
                 rounds += 1
                 changes += _changes(snapshot, changes, clock.wall())
                 for episode in snapshot.episodes:
+                    step = _step(episodes.get(episode.id), episode)
+                    if step is not None:
+                        alerts.append(AlertChange(clock.wall(), step, episode))
                     episodes[episode.id] = episode
         finally:
             store.close()
-    return Replay(name, clock.wall(), rounds, tuple(changes), tuple(episodes.values()))
+    return Replay(name, clock.wall(), rounds, tuple(changes), tuple(episodes.values()), tuple(alerts))
+
+
+def _step(before: EpisodeView | None, now: EpisodeView) -> AlertStep | None:
+    """Severity and certainty only ever rise while an episode is open."""
+    if before is None:
+        return AlertStep.OPENED
+    if now.closed_wall_seconds is not None:
+        return AlertStep.RESOLVED if before.closed_wall_seconds is None else None
+    if now.severity is not before.severity:
+        return AlertStep.ESCALATED
+    return AlertStep.CONFIRMED if now.confirmed and not before.confirmed else None
 
 
 def _changes(snapshot: Snapshot, before: list[StateChange], now: float) -> Iterator[StateChange]:

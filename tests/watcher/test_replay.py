@@ -10,8 +10,9 @@ import pytest
 from collectors.samples import GpuSample, HostStatus, NodeSample
 from collectors.ssh.link import NodeLink
 from tests.watcher.commanding import Shell
+from watcher.commands.replay import clock_words
 from watcher.judge.job_sample import JobSpec
-from watcher.recordings import Moment, Recording
+from watcher.recordings import Moment, Recorder, Recording
 from watcher.replay import Replay, replay
 
 PAIR = JobSpec("pair", ("a", "b"))
@@ -134,6 +135,39 @@ def test_a_lost_board_in_a_log_is_a_critical_alert_at_its_time(shell: Shell, tmp
     assert [alert["opened_seconds"] for alert in alerts] == [pytest.approx(30.0, abs=2.0)] * len(alerts)
     assert answer.exit_code == 2
     assert "CRITICAL GpuFault" in shell.run("replay", path).out
+
+
+def test_an_alert_is_shown_as_it_was_said_at_each_time(shell: Shell, tmp_path: Path) -> None:
+    """A suspicion of a hang that turns out to be one, and is over at last."""
+    path = tmp_path / "hangs.csv"
+    path.write_text(log((300, "640.00 W", "100 %"), (900, "149.00 W", "100 %"), (120, "640.00 W", "100 %")))
+    (alert,) = shell.run("replay", "--json", path).json[0]["alerts"]
+    opened, escalated, resolved = alert["changes"]
+    assert (opened["change"], opened["severity"], opened["confirmed"]) == ("opened", "warning", False)
+    assert (escalated["change"], escalated["severity"], escalated["confirmed"]) == ("escalated", "critical", True)
+    assert resolved["change"] == "resolved"
+    assert alert["opened_seconds"] == opened["at_seconds"] < escalated["at_seconds"] < resolved["at_seconds"]
+    assert alert["closed_seconds"] == resolved["at_seconds"]
+    assert "may hang" in opened["summary"]
+    assert "may hang" not in escalated["summary"]
+    told = [line.split(maxsplit=1) for line in shell.run("replay", path).out.splitlines() if "JobHung" in line]
+    assert [words.split(" hangs.csv")[0] for _, words in told] == [
+        "WARNING JobHung (not confirmed)", "CRITICAL JobHung (escalated)", "resolved JobHung",
+    ]  # fmt: skip
+    assert [at for at, _ in told] == [clock_words(change["at_seconds"]) for change in alert["changes"]]
+
+
+def test_lines_of_several_jobs_name_the_job(shell: Shell, tmp_path: Path) -> None:
+    path = tmp_path / "two.gz"
+    recorder = Recorder(path, [JobSpec("one", ("a",)), JobSpec("two", ("b",))])
+    recorder.links({node: NodeLink(node, HostStatus.OK, "") for node in ("a", "b")}, START)
+    for second in range(3):
+        for node in ("a", "b"):
+            recorder.line(node, START + second, b'{"v":1,"seq":%d,"t":%d,"w":%d}' % (second, second, second))
+    recorder.close()
+    out = shell.run("replay", path).out
+    assert " one: " in out
+    assert " two: " in out
 
 
 def test_several_files_are_answered_each_and_an_unreadable_one_is_said(shell: Shell, tmp_path: Path) -> None:

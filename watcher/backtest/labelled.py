@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, get_args
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -22,6 +22,12 @@ from watcher.judge.verdict import PowerState
 SIDECAR: Final = ".label.json"
 LABELS: Final = ("reported_state", "expected_state", "state")
 UNKNOWN_MODEL: Final = "unknown"
+State = Literal[
+    "compute", "communication", "starvation", "checkpoint", "hang", "crash", "gpu_fault", "straggler", "throttle",
+    "completed", "unreachable", "idle",
+]  # fmt: skip
+# What may be reported of a picture: not each is a state that one can have, nor known.
+REPORTED: Final = frozenset({*get_args(State), *(state.value for state in PowerState)})
 # What the person who reported the state knew of the steps. An idle or broken board has no steps to tell of.
 WORDS: Final = {
     PowerState.HANG: ProgressWord.STALLED,
@@ -67,11 +73,8 @@ class Case:
 class Interval(BaseModel):
     """The job was in `state` from and to these seconds since the log's first sample."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    state: Literal[
-        "compute", "communication", "starvation", "checkpoint", "hang", "crash", "gpu_fault", "straggler", "throttle",
-        "completed", "unreachable", "idle",
-    ]  # fmt: skip
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    state: State
     from_seconds: float = Field(default=0.0, ge=0)
     to_seconds: float = Field(default=math.inf, gt=0)
 
@@ -85,9 +88,9 @@ class Interval(BaseModel):
 class Label(BaseModel):
     """The sidecar: {"state": "compute"} for all of it, or {"intervals": [{"state", "from_seconds", "to_seconds"}]}."""
 
-    model_config = ConfigDict(extra="forbid")
-    state: str | None = None
-    intervals: tuple[Interval, ...] = ()
+    model_config = ConfigDict(extra="forbid", strict=True)
+    state: State | None = None
+    intervals: tuple[Interval, ...] = Field((), strict=False)
     gpu_model: str = UNKNOWN_MODEL
     source: str | None = None  # where it is from, and under which licence
     licence: str | None = None
@@ -148,13 +151,15 @@ def _series(name: str, sidecar: Path) -> Series:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise LabelError(f"{sidecar}: {place + ': ' if place else ''}{first['msg']}") from None
+    if whole and label.intervals:
+        raise LabelError(f'{sidecar}: has a "state", which is for all of the log, and "intervals": keep one of them')
     if not whole and not label.intervals:
         raise LabelError(f'{sidecar}: needs a "state", or "intervals" of {{"state", "from_seconds", "to_seconds"}}')
     return Series(name, path, (*whole, *label.intervals))
 
 
 def _cases(path: Path) -> Iterator[Case]:
-    """The labelled pictures of a JSON file; none where it is something else."""
+    """The labelled pictures of a JSON file; none where it is something else. Raises LabelError."""
     try:
         content: Any = orjson.loads(path.read_bytes())
     except (orjson.JSONDecodeError, OSError):
@@ -166,7 +171,11 @@ def _cases(path: Path) -> Iterator[Case]:
         inner = row.get("cases", row.get("samples"))
         nested = [each for each in inner if isinstance(each, dict)] if isinstance(inner, list) else []
         for i, each in enumerate(nested if any("samples" in n for n in nested) else [row]):
-            label = next((str(each[key]) for key in LABELS if each.get(key) is not None), None)
+            label: Any = next((each[key] for key in LABELS if each.get(key) is not None), None)
             if label is not None and isinstance(each.get("samples"), list):
                 name = str(each.get("id") or each.get("name") or (path.stem if each is row else f"{path.stem} {i + 1}"))
+                if not isinstance(label, str) or label not in REPORTED:
+                    raise LabelError(
+                        f"{path}: case {name}: {label!r} is no state of a job; known: {', '.join(sorted(REPORTED))}"
+                    )
                 yield Case(name, label, str(each.get("gpu_model") or UNKNOWN_MODEL), each)

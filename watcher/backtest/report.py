@@ -38,6 +38,7 @@ def as_object(test: BackTest) -> dict[str, Any]:
                             "state": i.state,
                             "from_seconds": i.from_seconds,
                             "delay_seconds": i.delay_seconds,
+                            "confirmed_delay_seconds": i.confirmed_delay_seconds,
                             "confirmed": i.confirmed,
                         }
                         for i in each.incidents
@@ -117,7 +118,8 @@ def as_text(test: BackTest) -> str:
 
 
 def _lines(test: BackTest) -> Iterator[str]:
-    if test.scored or any(test.unscored.no_reading.values()):
+    unscored = test.unscored
+    if test.scored or unscored.state_unknown or unscored.no_such_state or unscored.no_reading:
         yield f"{test.scored} cases with watts, utilisation and a state that a picture can have"
         yield f"  not scored: {_counts('state not known, said', test.unscored.state_unknown)}"
         yield f"              {_counts('no state of a picture', test.unscored.no_such_state)}"
@@ -200,7 +202,11 @@ def _series_lines(test: BackTest) -> Iterator[str]:
     for state, row in alerts_of(test.series).items():
         if row.incidents.of:
             delays = ", ".join(f"{delay:.0f} s" for delay in row.delays_seconds) or "-"
-            yield f"  {state:<18} told {row.incidents.right} of {row.incidents.of}, after {delays}"
+            sure = ", ".join(f"{delay:.0f} s" for delay in row.confirmed_delays_seconds) or "-"
+            yield (
+                f"  {state:<18} told {row.incidents.right} of {row.incidents.of}: first word after {delays}; "
+                f"confirmed after {sure}"
+            )
         else:
             yield f"  {state:<18} {row.false} without a reason: {row.false_per_day:.1f} a day"
     if not any(each.false_alarms for each in test.series):

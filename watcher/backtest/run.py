@@ -44,7 +44,8 @@ class AlertCount:
     """One kind of alert over all logs."""
 
     incidents: Share  # told of those that happened
-    delays_seconds: tuple[float, ...]
+    delays_seconds: tuple[float, ...]  # to the first word of it
+    confirmed_delays_seconds: tuple[float, ...]
     false: int
     false_per_day: float
 
@@ -120,7 +121,8 @@ def alerts_of(series: Sequence[PlayedSeries]) -> dict[str, AlertCount]:
     for state in sorted({incident.state for incident in incidents}):
         mine = [incident for incident in incidents if incident.state == state]
         delays = tuple(sorted(i.delay_seconds for i in mine if i.delay_seconds is not None))
-        rows[state] = AlertCount(Share(len(delays), len(mine)), delays, 0, 0.0)
+        sure = tuple(sorted(i.confirmed_delay_seconds for i in mine if i.confirmed_delay_seconds is not None))
+        rows[state] = AlertCount(Share(len(delays), len(mine)), delays, sure, 0, 0.0)
     for alert, count in sorted(false.items()):
-        rows[alert] = AlertCount(Share(0, 0), (), count, round(count / days, 2) if days else 0.0)
+        rows[alert] = AlertCount(Share(0, 0), (), (), count, round(count / days, 2) if days else 0.0)
     return rows

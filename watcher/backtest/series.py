@@ -9,7 +9,7 @@ from typing import Final
 from watcher.backtest.labelled import Interval, LabelError, Series
 from watcher.judge.finding import AlertName, Severity
 from watcher.recordings import RecordingError
-from watcher.replay import replay
+from watcher.replay import AlertChange, replay
 from watcher.snapshot import EpisodeView
 from watcher.sources import GpuLog, SourceError, read_file
 
@@ -31,12 +31,13 @@ WANTED: Final = frozenset(TELLS) - {"communication"}  # a slow link may be told;
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """One interval that wants an alert. Delay: from its beginning to the first alert of it; None: never told."""
+    """One interval that wants an alert. Delays count from its beginning; None: never told, or never confirmed."""
 
     state: str
     from_seconds: float
-    delay_seconds: float | None
-    confirmed: bool  # in the end; a suspicion may be told long before
+    delay_seconds: float | None  # to the first alert of it, which may be a suspicion
+    confirmed_delay_seconds: float | None  # to the first that is none
+    confirmed: bool  # in the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class PlayedSeries:
 
 
 def play(series: Series) -> PlayedSeries:
-    """Raises LabelError where the file cannot be read."""
+    """Raises LabelError where the file cannot be read, or its label tells of times beyond it."""
     try:
         source = read_file(series.path)
         if isinstance(source, GpuLog) and not any(m.sample and m.sample.gpus for m in source.moments):
@@ -65,12 +66,18 @@ def play(series: Series) -> PlayedSeries:
         result = replay(series.name, source)
     except (SourceError, RecordingError) as error:
         raise LabelError(str(error)) from None
+    for interval in series.intervals:
+        if interval.from_seconds > result.seconds:
+            raise LabelError(
+                f"{series.path}: is {result.seconds:.0f} s long, and its label tells of {interval.state} from "
+                f"{interval.from_seconds:.0f} s on: from_seconds counts from the first sample"
+            )
     told = [e for e in result.episodes if e.suppressed_by is None]
     return PlayedSeries(
         name=series.name,
         seconds=result.seconds,
         rounds=result.rounds,
-        incidents=tuple(_incident(each, told) for each in series.intervals if each.state in WANTED),
+        incidents=tuple(_incident(each, told, result.alerts) for each in series.intervals if each.state in WANTED),
         false_alarms=tuple(
             FalseAlarm(e.alert, e.severity, e.confirmed, round(e.opened_wall_seconds, 1))
             for e in told
@@ -86,13 +93,19 @@ def _tells(episode: EpisodeView, interval: Interval, end_seconds: float) -> bool
     return episode.alert in TELLS.get(interval.state, frozenset()) and overlaps
 
 
-def _incident(interval: Interval, told: Sequence[EpisodeView]) -> Incident:
+def _incident(interval: Interval, told: Sequence[EpisodeView], changes: Sequence[AlertChange]) -> Incident:
     within = [
         e
         for e in told
         if e.alert in TELLS[interval.state] and interval.from_seconds <= e.opened_wall_seconds <= interval.to_seconds
     ]
-
+    of = {e.id for e in within}
     first = min((e.opened_wall_seconds for e in within), default=None)
-    delay = None if first is None else round(first - interval.from_seconds, 1)
-    return Incident(interval.state, interval.from_seconds, delay, any(e.confirmed for e in within))
+    sure = min((c.at_seconds for c in changes if c.episode.id in of and c.episode.confirmed), default=None)
+    return Incident(
+        interval.state,
+        interval.from_seconds,
+        None if first is None else round(first - interval.from_seconds, 1),
+        None if sure is None else round(sure - interval.from_seconds, 1),
+        any(e.confirmed for e in within),
+    )

@@ -45,3 +45,6 @@ def backtest_command(directory: Path, progress: str | None, as_json: bool, out: 
         click.echo(f"{error.filename or out}: {error.strerror}", err=True)
         sys.exit(UNREADABLE)
     click.echo(result.decode() if as_json else as_text(test), nl=not as_json)
+    if not test.scored and not test.series:
+        click.echo(f"{directory}: no case in it could be scored", err=True)
+        sys.exit(UNREADABLE)

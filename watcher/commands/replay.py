@@ -15,9 +15,10 @@ from watcher.anonymous import write_anonymous
 from watcher.judge.finding import Severity
 from watcher.profile_files import read_profiles
 from watcher.recordings import RecordingError, open_recording
-from watcher.replay import Replay, replay
+from watcher.replay import AlertChange, AlertStep, Replay, replay
 from watcher.sources import GpuLog, SourceError, read_file
 
+COLOURS: Final = {Severity.INFO: "blue", Severity.WARNING: "yellow", Severity.CRITICAL: "red"}
 EXIT_CODE: Final = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
 UNREADABLE: Final = 3
 
@@ -130,6 +131,17 @@ def as_object(result: Replay) -> dict[str, Any]:
                 "evidence": e.evidence,
                 "suspects": [{"node": s.node, "gpu": s.gpu, "rank": s.rank} for s in e.suspects],
                 "suppressed_by": e.suppressed_by,
+                "changes": [
+                    {
+                        "at_seconds": change.at_seconds,
+                        "change": change.step,
+                        "severity": change.episode.severity,
+                        "confirmed": change.episode.confirmed,
+                        "summary": change.episode.summary,
+                    }
+                    for change in result.alerts
+                    if change.episode.id == e.id
+                ],
             }
             for e in result.episodes
         ],
@@ -139,17 +151,34 @@ def as_object(result: Replay) -> dict[str, Any]:
 def show(result: Replay) -> None:
     console = Console(highlight=False, soft_wrap=True, emoji=False)
     console.print(f"[bold]{escape(result.source)}[/]: {result.rounds} rounds over {clock_words(result.seconds)}")
-    lines = [(c.at_seconds, f"{c.state.value:<14} {escape(c.reason)}") for c in result.changes]
-    for episode in result.episodes:
-        sure = "" if episode.confirmed else " (not confirmed)"
-        words = f"[red]{episode.severity.value.upper()} {episode.alert}[/]{sure} {escape(episode.summary)}"
-        lines.append((episode.opened_wall_seconds, words))
-        if episode.closed_wall_seconds is not None:
-            lines.append((episode.closed_wall_seconds, f"closed {episode.alert}"))
+    several = len({change.job for change in result.changes}) > 1
+    lines = [
+        (c.at_seconds, f"{escape(c.job) + ': ' if several else ''}{c.state.value:<14} {escape(c.reason)}")
+        for c in result.changes
+    ]
+    lines += [(change.at_seconds, alert_words(change, several=several)) for change in result.alerts]
     for at_seconds, words in sorted(lines, key=lambda line: line[0]):
         console.print(f"  {clock_words(at_seconds):>9}  {words}")
     if not result.episodes:
         console.print("  no alert")
+
+
+def alert_words(change: AlertChange, *, several: bool) -> str:
+    """One line, in markup: what was said at that moment."""
+    episode = change.episode
+    job = escape(episode.job) + ": " if several and episode.job else ""
+    if change.step is AlertStep.RESOLVED:
+        return f"{job}[green]resolved[/] {episode.alert}"
+    sure = "" if episode.confirmed else " (not confirmed)"
+    if change.step is AlertStep.ESCALATED:
+        sure = f"{sure} (escalated)"
+    elif change.step is AlertStep.CONFIRMED:
+        sure = " (now confirmed)"
+    quiet = "" if episode.suppressed_by is None else escape(f" [not sent: it follows from {episode.suppressed_by}]")
+    return (
+        f"{job}[{COLOURS[episode.severity]}]{episode.severity.value.upper()} {episode.alert}[/]{sure} "
+        f"{escape(episode.summary)}{quiet}"
+    )
 
 
 def clock_words(seconds: float) -> str:

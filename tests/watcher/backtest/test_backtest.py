@@ -112,7 +112,11 @@ def test_a_hang_in_a_log_is_told_with_its_delay_and_an_alarm_without_reason_is_c
     found = shell.run("backtest", tmp_path, "--json").json["logs"]
     hangs, moves = found["played"]
     assert [i["state"] for i in hangs["incidents"]] == ["hang"]
-    assert 20 <= hangs["incidents"][0]["delay_seconds"] <= 90
+    (incident,) = hangs["incidents"]
+    assert 20 <= incident["delay_seconds"] <= 90
+    assert incident["delay_seconds"] < incident["confirmed_delay_seconds"] < 600
+    words = f"first word after {incident['delay_seconds']:.0f} s; confirmed after"
+    assert words in shell.run("backtest", tmp_path).out
     assert hangs["false_alarms"] == []
     assert [a["alert"] for a in moves["false_alarms"]] == ["JobHung"]
     assert found["false_alarms_per_day"]["JobHung"] == pytest.approx(86400 / (2 * 890), rel=0.01)
@@ -129,6 +133,35 @@ def test_what_did_not_happen_in_its_time_was_not_told(shell: Shell, tmp_path: Pa
 # Errors.
 
 
+@pytest.mark.parametrize("label", ["hanging", "Hang", "", 5, ["hang"], {"state": "hang"}, True])
+@pytest.mark.parametrize("key", ["reported_state", "state"])
+def test_a_picture_with_a_label_that_is_no_state_is_refused(label: Any, key: str, shell: Shell, tmp_path: Path) -> None:
+    case = labelled("hang", "deadlock", id="x7")
+    del case["reported_state"]
+    case[key] = label
+    (tmp_path / "a.json").write_text(json.dumps([labelled("hang", "deadlock"), case]))
+    answer = shell.run("backtest", tmp_path)
+    assert (answer.exit_code, answer.out) == (3, "")
+    assert f"a.json: case x7: {label!r} is no state of a job; known: checkpoint, communication," in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_a_label_of_times_beyond_its_log_is_refused(shell: Shell, tmp_path: Path) -> None:
+    log(tmp_path / "run.csv", (290, 560, 96))
+    sidecar(tmp_path / "run.csv", {"intervals": [{"state": "hang", "from_seconds": 90000}]})
+    answer = shell.run("backtest", tmp_path)
+    assert (answer.exit_code, answer.out) == (3, "")
+    assert "its label tells of hang from 90000 s on" in answer.err
+
+
+def test_pictures_that_cannot_be_scored_are_said_and_are_no_score(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(labelled("crash", "idle")))
+    answer = shell.run("backtest", tmp_path)
+    assert answer.exit_code == 3
+    assert "no state of a picture: crash 1" in answer.out
+    assert "no case in it could be scored" in answer.err
+
+
 @pytest.mark.parametrize(
     ("label", "words"),
     [
@@ -137,6 +170,9 @@ def test_what_did_not_happen_in_its_time_was_not_told(shell: Shell, tmp_path: Pa
         ('{"state": "asleep"}', "state"),
         ('{"intervals": [{"state": "hang", "from_seconds": 9, "to_seconds": 3}]}', "is not after"),
         ('{"state": "hang", "form": 1}', "form"),
+        ('{"state": "compute", "intervals": [{"state": "hang", "from_seconds": 9}]}', "keep one of them"),
+        ('{"intervals": [{"state": "hang", "from_seconds": "10"}]}', "intervals.0.from_seconds"),
+        ('{"state": 3}', "state"),
     ],
 )
 def test_a_bad_label_is_one_sentence_that_names_its_file(label: str, words: str, shell: Shell, tmp_path: Path) -> None:
