@@ -41,6 +41,7 @@ HEARTBEAT_BYTES = 65536
 DIRECTORY_MOST = 4096  # names looked at
 WAY_OUT_SECONDS = 2.0
 STOPPED = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "D": "is stuck in the kernel"}
+ROOT = os.environ.get("WATTWATCH_NODE_ROOT", "")  # of a simulated node, as for the probe
 TOOL_PATH = os.environ.get("PATH", "") + ":/usr/local/bin:/usr/bin:/bin:/opt/conda/bin"
 
 
@@ -190,7 +191,7 @@ class Capture:
                 row["cpu_percent"] = round(100.0 * (second[2] - first[2]) / (second[0] - first[0]), 1)
             rows.append(row)
             with contextlib.suppress(OSError):
-                self.owners.add(os.stat(f"/proc/{pid}").st_uid)
+                self.owners.add(os.stat(f"{ROOT}/proc/{pid}").st_uid)
         if rows:
             self.say({"file": "processes"}, json.dumps(rows).encode("utf-8"))
         else:
@@ -422,7 +423,7 @@ def words(error: BaseException) -> str:
 def look(pid: int) -> tuple[float, str, float] | None:
     """When, state, CPU seconds of all its threads; None: it is gone."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"{ROOT}/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
         return time.monotonic(), fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, ValueError):
@@ -432,7 +433,7 @@ def look(pid: int) -> tuple[float, str, float] | None:
 def wait_channel(pid: int) -> str | None:
     """Kernel function that its main thread sleeps in. "0": it runs, or we may not know."""
     try:
-        with open(f"/proc/{pid}/wchan") as file:
+        with open(f"{ROOT}/proc/{pid}/wchan") as file:
             name = file.read(100).strip()
     except OSError:
         return None
@@ -442,7 +443,7 @@ def wait_channel(pid: int) -> str | None:
 def kernel_stack(pid: int) -> list[str]:
     """For root only."""
     try:
-        with open(f"/proc/{pid}/stack") as file:
+        with open(f"{ROOT}/proc/{pid}/stack") as file:
             return [line.split("] ", 1)[-1] for line in file.read(4000).splitlines()]
     except OSError:
         return []
