@@ -20,6 +20,7 @@ POWER_HEIGHT: Final = 150.0
 STEP_HEIGHT: Final = 46.0
 BEFORE_SECONDS: Final = 600.0  # of the alert's opening
 POINTS_MOST: Final = 400
+MARGIN: Final = 1.01  # so that what is told last has a line to stand at
 TICKS: Final = (5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600, 86_400)
 TICKS_MOST: Final = 7
 
@@ -102,7 +103,7 @@ def timeline_picture(
         return None
     first = recent[0].wall_seconds
     last = max(recent[-1].wall_seconds, closed or 0.0, diagnosed or 0.0)
-    span = max(last - first, 1.0)
+    span = max((last - first) * MARGIN, 1.0)
 
     def across(seconds: float) -> float:
         return round(min(max((seconds - first) / span, 0.0), 1.0) * WIDTH, 1)

@@ -25,6 +25,7 @@ from watcher.recordings import Recorder
 from watcher.serve.api import create_app
 from watcher.serve.events import EventHub
 from watcher.serve.latest import Latest
+from watcher.serve.looking_into import diagnosing_of
 from watcher.serve.own_metrics import OwnMetrics
 from watcher.serve.own_trouble import OwnTrouble, TellingOwnTrouble
 from watcher.serve.parts import problems_of, profile_of, ssh_settings, token_of
@@ -131,6 +132,8 @@ class Service:
             self._clock,
             self._hear,
         )
+        incidents = section.state_directory / INCIDENTS
+        self._diagnosing = diagnosing_of(self._config, self._specs, self._fleet, self._teller, self._clock, incidents)
         self._engine = Engine(
             self._specs,
             self._fleet,
@@ -138,6 +141,7 @@ class Service:
             self._clock,
             tuple(profile_of(profile) for profile in self._config.profiles),
             self._store,
+            diagnoses=self._diagnosing,
         )
         if self._recorder is not None:
             self._recorder.known(self._engine.known())
@@ -154,6 +158,7 @@ class Service:
         undo.callback(self._web.join, 2.5)
         undo.callback(self._teller.stop, self._seconds(1.0))
         undo.callback(self._fleet.stop, self._seconds(1.5))
+        undo.callback(self._diagnosing.stop)
         undo.callback(self._join_engine, 1.0)
         undo.callback(self._slow_tasks.stop)
         undo.callback(self._web.begin_stop)
@@ -248,6 +253,7 @@ class Service:
             told = {name: view.findings for name, view in snapshot.jobs.items()}
             now = self._clock.monotonic()
             self._incidents.look(self._fleet.links(), told, now, self._clock.wall(), self._engine.known)
+            self._diagnosing.look(snapshot)
             self._log_episodes(before, snapshot)
         if snapshot is not before and self._teller.trouble is not None:
             self._note_trouble("store", "The watcher cannot save its state.", self._teller.trouble, "Free disk space.")

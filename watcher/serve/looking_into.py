@@ -1,0 +1,47 @@
+"""How the daemon looks into a hung job: over the fleet's own connections, with what the configuration allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from collectors.clock import Clock
+from collectors.ssh.fleet import Fleet
+from watcher.config import Config
+from watcher.diagnose.capture.capture import capture
+from watcher.diagnose.capture.plan import CaptureSettings, plan_of
+from watcher.diagnose.diagnosis import Diagnosis
+from watcher.diagnose.evidence import Evidence, Seen
+from watcher.diagnose.fuse import diagnose
+from watcher.diagnose.read_evidence import read_evidence
+from watcher.diagnosing import Diagnosing
+from watcher.incident_page import page_of
+from watcher.inquiry import Inquiry
+from watcher.judge.job_sample import JobSpec
+from watcher.snapshot import JobView
+from watcher.tell.episodes import Diagnosed
+from watcher.tell.teller import Teller
+
+
+def diagnosing_of(
+    config: Config, specs: Sequence[JobSpec], fleet: Fleet, teller: Teller, clock: Clock, incidents: Path
+) -> Diagnosing:
+    """`incidents`: where the recordings of incidents lie."""
+    by_name = {spec.name: spec for spec in specs}
+    settings = {job.name: CaptureSettings() for job in config.jobs}
+
+    def ask(view: JobView, told: Seen, directory: Path) -> None:
+        plan = plan_of(by_name[view.name], view.sample, settings[view.name])
+        capture(plan, fleet.channels, directory, clock)
+
+    def tell(episode_id: str, diagnosis: Diagnosis) -> None:
+        teller.diagnosed(episode_id, Diagnosed(diagnosis.summary, diagnosis.conclusive))
+
+    allowed = {job.name: getattr(job, "capture", True) for job in config.jobs}
+    return Diagnosing(incidents, allowed, Inquiry(ask, conclude, page_of, clock.wall), tell, clock)
+
+
+def conclude(directory: Path) -> tuple[Evidence, Diagnosis]:
+    """What lies in the directory, and what follows from it. Raises NoEvidence."""
+    evidence = read_evidence(directory)
+    return evidence, diagnose(evidence)
