@@ -28,10 +28,8 @@ LOADED_AT_REST: Final = 0.55
 FEW_BOARDS: Final = 3
 # A rank that writes copies its tensors off the board: 3 to 7 % in all public windows of a save. Less is also noise.
 COPIES_PERCENT: Final = 3.0
-# A kernel that spins never leaves the board and polls a few words: the whole window on one rank at least, and a memory
-# controller at rest.
+# A kernel that spins never leaves the board: it reads the whole window, on one rank at least.
 WHOLE_WINDOW_PERCENT: Final = 100.0
-MEMORY_BUSY_PERCENT: Final = 5.0
 # What such kernels draw comes on top of spinning: the upper end of what the floor allows.
 UPPER_END: Final = 0.9
 
@@ -160,12 +158,9 @@ def _all_spin(scene: Scene) -> Verdict:
 def _kernels_end(scene: Scene) -> bool:
     """Jobs that move over a poor link read 97 to 99 % on all boards and draw a little more than spinning does; of ranks
     that spin most read all of the window."""
-    whole = scene.watts < UPPER_END * scene.profile.floor_watts or any(
-        (g.gpu.utilization_percent or 0.0) >= WHOLE_WINDOW_PERCENT for g in scene.gpus
-    )
-    memory = [g.gpu.memory_utilization_percent for g in scene.gpus]
-    moves = [each for each in memory if each is not None and each >= MEMORY_BUSY_PERCENT]
-    return not whole or 2 * len(moves) > len(memory)
+    if scene.watts < UPPER_END * scene.profile.floor_watts:
+        return False
+    return all((g.gpu.utilization_percent or 0.0) < WHOLE_WINDOW_PERCENT for g in scene.gpus)
 
 
 def _slowly_moving(scene: Scene) -> Verdict:

@@ -12,7 +12,7 @@ from typing import Final
 
 from watcher.judge.conclude import conclude, floor_known, left_behind
 from watcher.judge.profiles import generic_profile
-from watcher.judge.scene import HIGHEST_FLOOR_WATTS, NEAR_FLOOR, ProgressWord, Scene, bare, watts_of
+from watcher.judge.scene import HIGHEST_FLOOR_WATTS, NEAR_FLOOR, ProgressWord, Scene, bare, memory_moves, watts_of
 from watcher.judge.shape import LOW_PERCENT, Shape
 from watcher.judge.verdict import PowerState, Verdict
 
@@ -84,6 +84,9 @@ def _evenly_busy(scene: Scene) -> Verdict:
     if advancing or light:
         why = "All ranks are evenly busy below the compute plateau, as light healthy training of this board is"
         return conclude(scene, PowerState.COMPUTE, 0.7 if advancing else 0.45, why, (PowerState.COMMUNICATION, 0.3))
+    if memory_moves(scene.gpus) and watts <= profile.floor_watts:
+        why = "All boards are busy and move memory, at no more than what spinning draws: light work, or a poor link"
+        return conclude(scene, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.3))
     if watts <= profile.floor_watts:
         why = "Some boards spin at the floor, some do not"
         return conclude(scene, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3))

@@ -13,12 +13,10 @@ from typing import Final
 
 from watcher.judge.finding import DEFAULT_SEVERITY, AlertName, Finding, Severity
 from watcher.judge.habits import HangHabits
-from watcher.judge.look import Held, Look
+from watcher.judge.look import Held, Look, left_behind
 from watcher.judge.pace import FLOOR_SECONDS, Pace
 from watcher.judge.patience import WORKING, evaluates, may_work, patience_with
 from watcher.judge.saving import UNSEEN_LIMIT_SECONDS, Saving
-from watcher.judge.scene import members_of
-from watcher.judge.shape import picture_of
 from watcher.judge.verdict import PowerState, Shape, Suspect
 
 SUSPECT_ROUNDS: Final = 2
@@ -36,7 +34,6 @@ FALL_SHARE: Final = 0.85
 LEAST_SAVE_SECONDS: Final = 3.0
 # A signature that flickers off for one round is still there.
 LEAVE_ROUNDS: Final = 2
-LONE: Final = frozenset({Shape.ONE_LOW_REST_BUSY, Shape.RANK0_LOW_REST_BUSY, Shape.ONE_BUSY_REST_LOW})
 SIGNATURES: Final = frozenset({Shape.ALL_BUSY, Shape.ONE_LOW_REST_BUSY})
 OTHER_SHAPES: Final = frozenset({Shape.TWO_GROUPS, Shape.ONE_BUSY_REST_LOW, Shape.SCATTER})
 BUSY_PHASES: Final = frozenset({"save", "load", "done"})
@@ -48,6 +45,7 @@ class Hang:
     def __init__(self) -> None:
         self._signature = Held()
         self._shape = Shape.UNKNOWN  # of the signature
+        self._doubts = 0  # its looks on which the picture itself allows for light work or a save
         self._demand_seconds: dict[Shape, float] = {}  # by shape: what healthy work of this job looked like
         self._away = Held()
         self._at_rest = Held()  # at the floor in another shape, where no counter can tell
@@ -143,7 +141,9 @@ class Hang:
         )
         if shaped and look.verdict.at_floor:
             self._away.clear()
+            self._doubts = 0 if self._signature.since is None else self._doubts
             self._signature.look(True, look)
+            self._doubts += look.verdict.state is not PowerState.HANG
             self._suspects, self._picture, self._shape = look.verdict.suspects, look.verdict.why, look.verdict.shape
             return
         if shaped and self._falls(look):
@@ -216,18 +216,9 @@ class Hang:
             evidence.append(
                 f"a save by all ranks or an evaluation may look the same: a hang after {patience.confirm_seconds:.0f} s"
             )
-        suspects = self._suspects or self._left_behind(look)
+        suspects = self._suspects or left_behind(look)
         since = look.now - stalled + (usual or 0.0)
         return self._finding(look, since, tuple(evidence), suspects, confirmed=confirmed)
-
-    def _left_behind(self, look: Look) -> tuple[Suspect, ...]:
-        """Who stands out at the power floor: one rank, or a group of at most a quarter of the boards."""
-        members = members_of(look.sample.gpus)
-        picture = picture_of(members)
-        few = 4 * len(picture.standing_out) <= len(members) or picture.shape in LONE
-        if not (look.verdict.at_floor and look.sample.complete and few):
-            return ()
-        return tuple(Suspect(g.node, g.gpu.index, g.rank) for g in picture.standing_out)
 
     def _by_signature(self, look: Look, pace: Pace) -> Finding | None:
         signature = self._signature
@@ -239,7 +230,8 @@ class Hang:
             if signature.seconds < BLIND_SUSPECT_SECONDS:
                 return None
             evidence = (self._picture, f"for {signature.seconds:.0f} s; the job's progress cannot be read")
-            confirmed = signature.seconds >= BLIND_CONFIRM_SECONDS
+            # Nothing else than the picture speaks here, so it must say so itself, most of the time.
+            confirmed = signature.seconds >= BLIND_CONFIRM_SECONDS and 2 * self._doubts <= signature.rounds
             return self._finding(look, signature.since, evidence, self._suspects, confirmed=confirmed)
         evidence = (
             self._picture,
@@ -262,7 +254,7 @@ class Hang:
             "job's progress nor its checkpoints can be read",
         )
         confirmed = save.seconds > BLIND_CONFIRM_FACTOR * limit
-        return self._finding(look, look.now - save.seconds, evidence, self._left_behind(look), confirmed=confirmed)
+        return self._finding(look, look.now - save.seconds, evidence, left_behind(look), confirmed=confirmed)
 
     def _by_endless_rest(self, look: Look) -> Finding | None:
         """At the floor in a shape that is no signature for much longer than a pause, where no counter can tell."""
@@ -270,7 +262,7 @@ class Hang:
         if rest.since is None or not rest.for_at_least(SUSPECT_ROUNDS, BLIND_CONFIRM_SECONDS):
             return None
         evidence = (look.verdict.why, f"for {rest.seconds:.0f} s; the job's progress cannot be read")
-        return self._finding(look, rest.since, evidence, self._left_behind(look), confirmed=False)
+        return self._finding(look, rest.since, evidence, left_behind(look), confirmed=False)
 
     def _finding(
         self, look: Look, since: float, evidence: tuple[str, ...], suspects: tuple[Suspect, ...], *, confirmed: bool

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from watcher.judge.job_sample import JobSample, JobSpec
-from watcher.judge.scene import HELD_BYTES
-from watcher.judge.verdict import Verdict
+from watcher.judge.scene import HELD_BYTES, members_of
+from watcher.judge.shape import LONE, picture_of
+from watcher.judge.verdict import Suspect, Verdict
 
 # A look later than this after the one before is a gap: nothing is known of what lay between.
 GAP_INTERVALS: Final = 3.5
@@ -82,3 +83,13 @@ class Held:
 
     def for_at_least(self, rounds: int, seconds: float = 0.0) -> bool:
         return self.rounds >= rounds and self.seconds >= seconds
+
+
+def left_behind(look: Look) -> tuple[Suspect, ...]:
+    """Who stands out at the power floor: one rank, or a group of at most a quarter of the boards."""
+    members = members_of(look.sample.gpus)
+    picture = picture_of(members)
+    few = 4 * len(picture.standing_out) <= len(members) or picture.shape in LONE
+    if not (look.verdict.at_floor and look.sample.complete and few):
+        return ()
+    return tuple(Suspect(g.node, g.gpu.index, g.rank) for g in picture.standing_out)

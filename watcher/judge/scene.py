@@ -36,6 +36,9 @@ HIGHEST_FLOOR_WATTS: Final = 290.0
 HIGHEST_FLOOR_FRACTION: Final = 0.35
 # Below this the profile's floor is no witness: there is no room between it and work.
 CERTAIN_ENOUGH: Final = 0.5
+# A kernel that spins polls a few words. Where the memory controllers of busy boards do more, they work, at whatever
+# power.
+MEMORY_BUSY_PERCENT: Final = 5.0
 # How sure a floor is that the picture itself shows: the nearest witness of all.
 SHOWN: Final = 0.9
 
@@ -57,7 +60,7 @@ class Scene:
     picture: Picture
     watts: float  # median
     fraction: float | None  # of the limit
-    at_floor: bool  # every board draws no more than idle with a context or spinning does
+    at_floor: bool  # every board draws no more than idle with a context or spinning does, and none moves memory
     certain: float  # 0..1: how far a verdict may rest on the floor
     held: bool | None  # memory of a context on most boards; None: memory cannot be read
     words: str  # the numbers, for `why`
@@ -117,7 +120,7 @@ def scene_of(
         picture=picture_of(members),
         watts=median,
         fraction=fraction,
-        at_floor=by_profile or by_picture,
+        at_floor=(by_profile or by_picture) and not memory_moves(members),
         certain=certain,
         held=None if not memory else sum(m >= HELD_BYTES for m in memory) > len(memory) / 2,
         words=_words(members, len(gpus) - len(members), _floor_words(board, known, learned), shown, fraction),
@@ -160,6 +163,12 @@ def bare(gpus: Sequence[RankGpu]) -> bool:
 
 def _busy(gpu: GpuSample) -> bool:
     return (gpu.utilization_percent or 0.0) > LOW_PERCENT
+
+
+def memory_moves(gpus: Sequence[RankGpu]) -> bool:
+    """Whether most busy boards read and write memory; False where none tells."""
+    told = [g.gpu.memory_utilization_percent for g in gpus if _busy(g.gpu)]
+    return 2 * sum(each is not None and each >= MEMORY_BUSY_PERCENT for each in told) > len(told)
 
 
 def shown_floor(gpus: Sequence[RankGpu], floor_watts: float | None = None) -> float | None:

@@ -235,3 +235,15 @@ def test_memory_given_back_tells_no_crash_where_neither_processes_nor_a_counter_
     job.play(60, COMPUTE)
     job.play(60, KILLED)
     assert job.alerts == set()
+
+
+def test_boards_whose_kernels_end_are_no_proved_hang_where_no_counter_tells() -> None:
+    """A poor link from some moment on: 97 % at the upper end of what spinning draws."""
+    job = Job(progress=None)
+    job.play(60, COMPUTE)
+    job.play(900, Activity(225, 97))
+    assert job.seconds_of(HUNG, confirmed=True) == []
+    spins = Job(progress=None)
+    spins.play(60, COMPUTE)
+    spins.play(900, Activity(225, 100))
+    assert spins.seconds_of(HUNG, confirmed=True) != []
