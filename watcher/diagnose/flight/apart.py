@@ -16,7 +16,7 @@ import orjson
 from watcher.diagnose.flight.child import ANSWER, REQUEST
 
 MEMORY_BYTES: Final = 2**30  # of address space, for one child
-PROCESSOR_SECONDS: Final = 20  # a file; the largest real one takes one or two
+PROCESSOR_SECONDS: Final = 2  # a file, and more for a large one: a thousand hostile ones shall not take hours
 WALL_SECONDS: Final = 60.0  # a file, on a busy machine
 ROOT: Final = Path(__file__).parents[3]  # holds the package `watcher`
 START: Final = "import sys; sys.path.append(sys.argv.pop()); from watcher.diagnose.flight.child import main; main()"
