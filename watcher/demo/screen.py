@@ -55,6 +55,8 @@ class TerminalScreen:
         )
         annotations = notice.annotations
         lines = [annotations.get("summary", ""), *annotations.get("description", "").splitlines()][:LINES_MOST]
+        if "diagnosis" in annotations:
+            lines.insert(1, f"Diagnosis: {annotations['diagnosis']}")
         for number, line in enumerate(lines):
             text = Text(shortened(line.strip()), style="" if number == 0 else "dim")
             self._console.print(Padding(text, (0, 0, 0, INDENT)))

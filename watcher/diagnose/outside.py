@@ -137,11 +137,11 @@ def of_heartbeats(seen: Seen) -> Witness | None:
             continue
         usual = common[0][0]
         named = frozenset(rank for rank, value in values.items() if value != usual)
-        told = {rank: words.format(values[rank]) for rank in named}
+        told = {rank: f"is {words.format(values[rank])}" for rank in named}
         cause, left = _blocks(seen, named)
         if cause is None and field == "phase" and usual == "train" and {values[r] for r in named} <= AFTER_TRAINING:
             cause = Cause.DATA
-        sentence = f"{ranks_in_words(named)} {told[min(named)]}, {common[0][1]} others {words.format(usual)}{left}"
+        sentence = f"{ranks_in_words(named)} {words.format(values[min(named)])}, {common[0][1]} others {words.format(usual)}{left}"
         return Witness(HEARTBEATS, sentence, named, weight, cause, told)
     return None
 
