@@ -99,17 +99,38 @@ def standings_of(records: Sequence[RankRecord]) -> Standings:
     """`records`: one a rank, in any order."""
     groups: dict[Group, GroupStanding] = {}
     ranks: dict[int, RankStanding] = {}
+    whole = with_members(records)
     for record in sorted(records, key=lambda each: each.rank):
         waits: list[tuple[Group, Launch]] = []
         for part in record.groups:
-            standing = groups.setdefault(part.group, GroupStanding(part.group))
+            group = whole.get(part.group, part.group)
+            standing = groups.setdefault(group, GroupStanding(group))
             standing.records[record.rank] = part
-            waits += [(part.group, launch) for launch in part.launches if launch.open]
+            waits += [(group, launch) for launch in part.launches if launch.open]
         waits.sort(key=lambda wait: wait[1].record)
         ranks[record.rank] = RankStanding(record.rank, record.source, tuple(waits))
     for standing in groups.values():
         standing.counted = counts_collectives(standing)
     return Standings(groups, ranks)
+
+
+def with_members(records: Sequence[RankRecord]) -> dict[Group, Group]:
+    """Groups of unknown members (gloo overwrites its one entry of pg_config with each new group) -> the same with those
+    that are known: as another rank tells, all ranks of the default group, else who launched something in it."""
+    heard: dict[Group, list[int]] = {}
+    told: dict[tuple[str, str], Group] = {}
+    for record in records:
+        for part in record.groups:
+            if part.group.members:
+                told[part.group.name, part.group.description] = part.group
+            else:
+                heard.setdefault(part.group, []).append(record.rank)
+    everybody = tuple(sorted(record.rank for record in records))
+    return {
+        group: told.get((group.name, group.description))
+        or group._replace(members=everybody if group.description == "default_pg" else tuple(sorted(ranks)))
+        for group, ranks in heard.items()
+    }
 
 
 def collectives(record: GroupRecord) -> list[Launch]:

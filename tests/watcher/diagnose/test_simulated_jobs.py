@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.watcher.diagnose.simulated_job import (
@@ -114,6 +114,20 @@ def test_groups_entered_in_different_orders() -> None:
     assert reading.culprits == (3,)
     assert "ranks 0-2 in all_reduce at slot 1 of PARAMETERS" in reading.why
     assert "rank 3 in all_reduce at slot 1 of EXPERTS" in reading.why
+
+
+@EVERY
+@given(jobs(Fault.HOST_STOPS))
+def test_members_that_are_not_told_are_those_who_are_heard(job: SimulatedJob) -> None:
+    """As gloo's records of a job with several groups; without send and recv, whose places need them."""
+    records = [without_members(record) for record in job.records(only_open=False)]
+    assume(not any(step.operation.point_to_point for rank in job.ranks for step in rank.program))
+    assert read_collectives(records).culprits == (job.culprit,)
+
+
+def without_members(record: RankRecord) -> RankRecord:
+    parts = tuple(replace(part, group=part.group._replace(members=())) for part in record.groups)
+    return replace(record, groups=parts)
 
 
 def test_two_against_two_is_a_tie() -> None:
