@@ -1,8 +1,8 @@
 """A copy of a recording that can be shown to strangers, and gives the same verdicts.
 
-Hosts, users, directories, job names, addresses, board serials and every word that the watcher's own readers do not know
-are replaced, the same one always by the same. What is kept: numbers, times, board models, the words of known log and
-checkpoint formats, and the words of the job's own log pattern, since without them its log could not be read.
+Hosts, users, directories, job names, addresses, board serials and every word that is not in kept_words.toml are
+replaced, the same one always by the same. What is kept besides: numbers, times, board models, and the words of the
+job's own log pattern, since without them its log could not be read.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import fnmatch
 import gzip
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache
-from importlib import resources
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,21 +22,9 @@ from collectors.probe.request import LogSource
 from watcher.judge.job_sample import JobSpec
 from watcher.known_before import KEY, KnownBefore, from_records, to_records
 from watcher.node_requests import request_for
+from watcher.pseudonyms import TRAINER, WORD, Pseudonyms
 from watcher.recordings import FORMAT, VERSION, RecordingError, read_records
 
-WORD: Final = re.compile(r"[^\W\d_]{2,}")
-PATH: Final = re.compile(r"(?<![\w/])/[^\s\"',;:()\[\]{}<>|]+")
-ADDRESS: Final = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\b(?:[0-9a-fA-F]{1,4}:){3,7}[0-9a-fA-F]{1,4}\b")
-SERIAL: Final = re.compile(r"\b(?:GPU|MIG)-[0-9a-fA-F-]{8,}")
-# Words of the probe's own lines, of kernel fault lines, of our detail texts, and of file systems everywhere.
-PLAIN_WORDS: Final = frozenset(
-    "bytes count mtime files index short entries names root dir error kind text list read nvml nvidia smi stat "
-    "home mnt data scratch lustre nfs runs run tmp var opt checkpoint checkpoints ckpt ckpts heartbeat log logs train "
-    "training rank step steps iter global latest complete json txt out err safetensors distcp pt bin metadata model "
-    "optimizer python pid name NVRM Xid PCI GPU has fallen off the bus Out of memory Killed process segfault at ip sp "
-    "in for no line not answered yet after has have does while is was to by from and or on of an it seconds "
-    "connection refused timed reset host unreachable nan inf loss true false null".lower().split()
-)
 BEAT_KEYS: Final = frozenset(
     [
         "step",
@@ -56,105 +42,6 @@ BEAT_KEYS: Final = frozenset(
         "host",
     ]
 )
-TRAINER: Final = "trainer"
-KEPT_NAMES: Final = re.compile(r"python[\d.]*|pt_main_thread|torchrun")
-
-
-@cache
-def known_words() -> frozenset[str]:
-    """All words in the tables of our readers: formats that are public."""
-    words = set(PLAIN_WORDS)
-    for table in _tables(resources.files("collectors")):
-        words.update(word.lower() for word in WORD.findall(table))
-    return frozenset(words)
-
-
-def _tables(directory: Any) -> Iterator[str]:
-    for entry in directory.iterdir():
-        if entry.is_dir() and not entry.name.startswith("_") and entry.name != "simulated":
-            yield from _tables(entry)
-        elif entry.name.endswith(".toml"):
-            yield entry.read_text("utf-8")
-
-
-@dataclass(slots=True)
-class Pseudonyms:
-    """What is replaced by what, over one recording."""
-
-    hosts: dict[str, str] = field(default_factory=dict)
-    kept: frozenset[str] = frozenset()
-    trainers: Sequence[re.Pattern[str]] = ()  # the jobs' patterns of process names
-    _new: dict[tuple[str, str], str] = field(default_factory=dict)
-    _host_pattern: re.Pattern[str] | None = None
-
-    def of(self, kind: str, word: str) -> str:
-        """`kind`, and the number of its kind that this word is."""
-        known = self._new.get((kind, word))
-        if known is None:
-            known = f"{kind}{1 + sum(each == kind for each, _ in self._new)}"
-            self._new[(kind, word)] = known
-        return known
-
-    def add_host(self, host: str, pseudonym: str) -> None:
-        """By its full and its short name."""
-        for name in (host, host.split(".")[0]):
-            self.hosts.setdefault(name, pseudonym)
-        longest_first = sorted(self.hosts, key=len, reverse=True)
-        self._host_pattern = re.compile(
-            r"(?<![\w-])(?:" + "|".join(map(re.escape, longest_first)) + r")(?![\w-])", re.IGNORECASE
-        )
-
-    def text(self, text: str) -> str:
-        """Any text: hosts, serials, paths, addresses, then each word that is not known."""
-        held: list[str] = []
-
-        def hold(replacement: str) -> str:
-            held.append(replacement)
-            return f"\0{len(held) - 1}\0"
-
-        if self._host_pattern is not None:
-            text = self._host_pattern.sub(lambda m: hold(self._host(m[0])), text)
-        text = SERIAL.sub(lambda m: hold(self.serial(m[0])), text)
-        text = PATH.sub(lambda m: hold(self.path(m[0])), text)
-        text = ADDRESS.sub(lambda m: hold(self._address(m[0])), text)
-        text = WORD.sub(lambda m: m[0] if self._known(m[0]) else self.of("w", m[0]), text)
-        return re.sub("\0(\\d+)\0", lambda m: held[int(m[1])], _unheld(text, held))
-
-    def path(self, path: str) -> str:
-        """Each part of it that is not wholly made of known words and numbers beside them."""
-        return "/".join(part if not part or self._is_plain(part) else self.of("d", part) for part in path.split("/"))
-
-    def serial(self, serial: str) -> str:
-        return f"GPU-00000000-0000-0000-0000-{int(self.of('serial', serial).removeprefix('serial')):012}"
-
-    def serials(self, text: str) -> str:
-        """A text of the driver's: board models stay."""
-        return SERIAL.sub(lambda m: self.serial(m[0]), text)
-
-    def process(self, name: str) -> str:
-        if any(pattern.search(name) for pattern in self.trainers):
-            return TRAINER
-        return name if KEPT_NAMES.fullmatch(name) else self.of("program", name)
-
-    def _host(self, name: str) -> str:
-        return self.hosts.get(name) or next(new for old, new in self.hosts.items() if old.lower() == name.lower())
-
-    def _address(self, address: str) -> str:
-        return f"192.0.2.{self.of('', address)}"
-
-    def _is_plain(self, part: str) -> bool:
-        words = WORD.findall(part)
-        return bool(words) and all(map(self._known, words))
-
-    def _known(self, word: str) -> bool:
-        return word.lower() in known_words() or word.lower() in self.kept
-
-
-def _unheld(text: str, held: list[str]) -> str:
-    """Paths may hold what was put aside before them."""
-    for i, each in enumerate(held):
-        held[i] = re.sub("\0(\\d+)\0", lambda m: held[int(m[1])], each)
-    return text
 
 
 def write_anonymous(source: Path, target: Path) -> None:
@@ -164,6 +51,7 @@ def write_anonymous(source: Path, target: Path) -> None:
         kept=_words_of_patterns(specs), trainers=[re.compile(spec.processes) for spec in specs if spec.processes]
     )
     for spec in specs:
+        names.add_job(spec.name)
         for node in spec.nodes:
             names.add_host(node, names.hosts.get(node) or f"node-{1 + len(set(names.hosts.values()))}")
     logs: set[str] = set()
@@ -295,7 +183,10 @@ def _log(row: list[Any], names: Pseudonyms, sources: Sequence[LogSource]) -> lis
 
 
 def _listing(news: dict[str, Any], names: Pseudonyms) -> dict[str, Any]:
-    return {**_strings({k: v for k, v in news.items() if k != "dir"}, names.text), "dir": names.path(str(news["dir"]))}
+    return {
+        **_strings({k: v for k, v in news.items() if k != "dir"}, names.listing),
+        "dir": names.path(str(news["dir"])),
+    }
 
 
 def _strings(value: Any, change: Callable[[str], str]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,14 @@ from tests.faults.plan import Phase, Setting
 from tests.faults.probe_lines import ProbeLines
 from tests.faults.simulated_job import SimulatedJob
 from tests.faults.watching import spec_of
-from watcher.anonymous import Pseudonyms, write_anonymous
+from watcher.anonymous import write_anonymous
 from watcher.commands.replay import replay_command, verdicts_of
 from watcher.judge.job_sample import JobSpec
+from watcher.pseudonyms import Pseudonyms
 from watcher.recordings import Recorder, open_recording
 from watcher.replay import replay
 
+COLLECTORS = Path(__file__).parents[2] / "collectors"
 SECRET = ("acme", "alice", "falcon", "zeus", "GPU-1920", "10.1.2.3", "hunter")
 HOSTS = {"node-1": "zeus-07.acme.example", "node-2": "zeus-08.acme.example"}
 
@@ -123,3 +126,91 @@ def test_a_checkpoint_listing_keeps_its_layout(tmp_path: Path) -> None:
     write_anonymous(tmp_path / "r.gz", tmp_path / "c.gz")
     records = [orjson.loads(each) for each in gzip.decompress((tmp_path / "c.gz").read_bytes()).splitlines()]
     assert orjson.loads(records[1]["line"])["ckpt"][0] == {**news, "dir": "/ckpt/d1"}
+
+
+# What tells of people, and every place where it may stand.
+NAMES = ("gpu-lost", "gpu_lost", "karpathy", "meta", "hiyouga", "acme", "alice", "max", "u48213", "10.1.2.3", "zeus",
+         "hf_Ab1c2D3", "fe80:", "wandb", "secret")  # fmt: skip
+LINES = (
+    "[alice@zeus-07 ~]$ srun -J gpu-lost train.py --user u48213\n"
+    "wandb: View run at https://wandb.ai/acme/gpu-lost/runs/a1b2c3\n"
+    "login alice@acme.example from 10.1.2.3, fe80::1ff:fe23, token hf_Ab1c2D3\n"
+    "karpathy/llm.c, meta-llama/Llama, hiyouga/data: /home/max/gpu-lost/secret.txt gpu_lost\n"
+)
+
+
+def recorded_names(path: Path) -> None:
+    run = "/scratch/meta/karpathy/gpu-lost"
+    spec = JobSpec(
+        "gpu-lost", ("zeus-07.acme.example",), run_directory=run, logs=(f"{run}/logs/*.log",),
+        checkpoint_directory=f"{run}/checkpoints",
+    )  # fmt: skip
+    recorder = Recorder(path, [spec])
+    for n in range(6):
+        text = f"{LINES}step: {n} loss: 2.5\n"
+        beat = f'{{"step": {n}, "rank": 0, "host": "zeus-07", "phase": "train", "user": "alice"}}'
+        recorder.line(
+            "zeus-07.acme.example",
+            10.0 + n,
+            line(
+                n, 100.0 + n, gpu=nvml(100.0 + n, [row(0)]),
+                log=[[0, f"{run}/logs/alice-step.log", 1000 * n, 1000 * n + len(text), 1.7e9 + n, text]],
+                beat=[[f"{run}/heartbeat/rank-0.json", 1.7e9 + n, beat]],
+                listed=[[f"{run}/checkpoints", 100.0]],
+                fs=[[run, 10**9, 2 * 10**9, "Stale file handle on zeus-07", "lustre"]],
+                kmsg=[[1.0, "Out of memory: Killed process 7 (alice_tool)"]],
+                busy=[[f"read {run}", 3.0]], warn=["stat /home/alice: Permission denied"],
+            ),
+        )  # fmt: skip
+    recorder.line("zeus-07.acme.example", 17.0, LINES.encode())
+    recorder.links({spec.nodes[0]: NodeLink(spec.nodes[0], HostStatus.UNREACHABLE, "alice@10.1.2.3 refused")}, 18.0)
+    recorder.close()
+
+
+def test_no_name_of_a_job_a_user_a_host_or_a_company_stays_wherever_it_stands(tmp_path: Path) -> None:
+    recorded_names(tmp_path / "r.gz")
+    write_anonymous(tmp_path / "r.gz", tmp_path / "c.gz")
+    text = gzip.decompress((tmp_path / "c.gz").read_bytes()).decode()
+    assert [name for name in NAMES if name.lower() in text.lower().replace('"max_', "")] == []
+    assert "/scratch/d1/d2/job-1/heartbeat/rank-0.json" in text
+    assert "/scratch/d1/d2/job-1/checkpoints" in text
+    before, after = (list(open_recording(tmp_path / name).moments) for name in ("r.gz", "c.gz"))
+    steps = [[p.step for m in moments if m.sample for p in m.sample.progress] for moments in (before, after)]
+    assert steps[0] == steps[1]
+    assert steps[0]
+
+
+@pytest.mark.parametrize("job", ["train", "step", "run", "runs", "checkpoint-1"])
+def test_a_job_that_has_the_name_of_a_kept_word_is_replaced_in_paths(job: str) -> None:
+    names = Pseudonyms()
+    names.add_job(job)
+    assert names.path(f"/mnt/{job}/heartbeat/rank-0.json") == "/mnt/job-1/heartbeat/rank-0.json"
+    assert names.text("step: 10 loss: 2.5") == "step: 10 loss: 2.5"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step: 10  loss:  2.5e-05", "'loss': 2.5", "step 5/10 (50%) | loss: 2.5",
+        " 10%|##| 10/100 [1:02:03<0:01, 3it/s]", "*** JOB 7 CANCELLED AT 2026-01-01T10:00:00 DUE TO PREEMPTION ***",
+        "global_step10", "checkpoint-1234", "iter_0000100", "step=10-rank0.pt", "latest_checkpointed_iteration.txt",
+        "pytorch_model_fsdp_0", "training_args.bin", "trainer_state.json", "12ms 1h30m 4MiB",
+    ],
+)  # fmt: skip
+def test_what_the_readers_need_stays(text: str) -> None:
+    assert Pseudonyms().listing(text) == text
+
+
+@pytest.mark.parametrize("table", ["progress_formats.toml", "checkpoint_layouts.toml", "stop_lines.toml"])
+def test_no_word_is_kept_for_standing_in_a_table(table: str) -> None:
+    """Tables name their sources: companies and people."""
+    sources = re.findall(r'^source = "([\w-]+)/', (COLLECTORS / table).read_text("utf-8"), re.MULTILINE)
+    kept = {source for source in sources if Pseudonyms().path(f"/{source}") == f"/{source}"}
+    assert kept == set()
+
+
+def test_the_command_says_that_it_wrote_a_copy(tmp_path: Path) -> None:
+    recorded_names(tmp_path / "r.gz")
+    result = CliRunner().invoke(replay_command, [str(tmp_path / "r.gz"), "--anonymous", str(tmp_path / "c.gz")])
+    assert f"{tmp_path / 'c.gz'}: written: an anonymous copy" in result.stderr
+    assert "look at it before you share it" in result.stderr

@@ -91,6 +91,7 @@ def _anonymous_copy(files: tuple[Path, ...], target: Path) -> Path:
             f"{files[0]}: the copy would not give the same verdicts, so none was made: what decides is a name", err=True
         )
         sys.exit(UNREADABLE)
+    click.echo(f"{target}: written: an anonymous copy of {files[0]}; look at it before you share it", err=True)
     return target
 
 
