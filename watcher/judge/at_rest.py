@@ -75,9 +75,10 @@ def at_rest(scene: Scene) -> Verdict | None:
     shape, sure = scene.picture.shape, scene.certain
     # A step counted some seconds ago does not outweigh what is seen now; somebody who says that they advance does.
     told = scene.told and scene.progress is ProgressWord.ADVANCING
-    if shape is Shape.ONE_LOW_REST_BUSY and (told or _copies(scene)):
+    nothing_to_save = bare(scene.gpus)
+    if shape is Shape.ONE_LOW_REST_BUSY and (told or _copies(scene)) and not nothing_to_save:
         return _another_saves(scene, told=told)
-    if told and shape is not Shape.RANK0_LOW_REST_BUSY:
+    if told and (shape is not Shape.RANK0_LOW_REST_BUSY or nothing_to_save):
         return _slowly_moving(scene)
     if shape is Shape.RANK0_LOW_REST_BUSY:
         return _rank_0_low(scene)

@@ -56,6 +56,29 @@ def test_a_low_rank_in_a_job_that_advances_saves(rank: int) -> None:
     assert one_low(rank, 0, ProgressWord.STALLED).state is PowerState.HANG
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_with_bare_contexts_a_low_rank_saves_nothing(rank: int) -> None:
+    watts, busy = [150.0] * 8, [100.0] * 8
+    watts[rank], busy[rank] = 142.0, 4.0
+    bare = picture(watts, busy, name=H100, limit_watts=700, held_bytes=1.1e9)
+    assert classify(bare).state is PowerState.HANG
+    assert classify(bare, progress=ProgressWord.ADVANCING).state is PowerState.COMMUNICATION
+
+
+@pytest.mark.parametrize("held_bytes", [None, 4e6, 1.1e9, 60e9])
+@pytest.mark.parametrize("watts", [70.0, 115.0, 150.0, 240.0, 600.0])
+@pytest.mark.parametrize(
+    "busy",
+    [[0] * 4, [100] * 4, [0, 100, 100, 100], [100, 100, 0, 100], [100, 0, 0, 0], [100, 100, 0, 0], [30, 0, 60, 9]],
+)
+def test_whoever_says_that_steps_advance_is_never_told_of_a_hang_and_whoever_says_they_stand_always(
+    busy: list[float], watts: float, held_bytes: float | None
+) -> None:
+    shown = picture([watts] * 4, busy, name=H100, limit_watts=700, held_bytes=held_bytes)
+    assert classify(shown, progress=ProgressWord.ADVANCING).state is not PowerState.HANG
+    assert classify(shown, progress=ProgressWord.STALLED).state is PowerState.HANG
+
+
 # All are busy near the floor.
 
 
