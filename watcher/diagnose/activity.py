@@ -34,6 +34,7 @@ class Activity:
     words: str
     frames: re.Pattern[str]
     anywhere: bool
+    own: re.Pattern[str] | None = None  # function of the user's own line, where that must fit too
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,13 @@ def _table() -> dict[str, Any]:
 @cache
 def activities() -> tuple[Activity, ...]:
     return tuple(
-        Activity(row["name"], row["words"], re.compile("|".join(row["frames"])), row.get("anywhere", False))
+        Activity(
+            row["name"],
+            row["words"],
+            re.compile("|".join(row["frames"])),
+            row.get("anywhere", False),
+            re.compile(row["own"]) if "own" in row else None,
+        )
         for row in _table()["activity"]
     )
 
@@ -116,6 +123,8 @@ def standing_of(stacks: RankStacks) -> Standing | None:
     depth = thread.frames.index(own) if own is not None else len(thread.frames)
     places = [f"{frame.file}:{frame.function}".replace("\\", "/") for frame in thread.frames]
     for activity in activities():
+        if activity.own is not None and (own is None or not activity.own.search(own.function)):
+            continue
         if any(activity.frames.search(place) for place in (places if activity.anywhere else places[:depth])):
             return Standing(stacks.rank, activity.name, activity.words, own, stacks.source)
     words = "is in its own code" if depth == 0 else "is in a library, called from its own code"

@@ -29,7 +29,7 @@ def cause_of(
     if not weighed.ranks:
         return _of_nobody(verdict, witnesses)
     found = next((told[source] for source in NEAREST_TO_THE_ROOT if source in told), None)
-    found = found or _of_records(weighed.ranks, verdict, reading)
+    found = found or _of_records(weighed.ranks, verdict, reading, evidence)
     if found in (Cause.RANK, Cause.UNKNOWN) and whole_nodes(weighed.ranks, evidence):
         return Cause.HOST
     return found
@@ -44,7 +44,9 @@ def _of_nobody(verdict: DiagnosisVerdict, witnesses: Sequence[Witness]) -> Cause
     return Cause.NETWORK if verdict is DiagnosisVerdict.NO_DESYNC else Cause.UNKNOWN
 
 
-def _of_records(ranks: frozenset[int], verdict: DiagnosisVerdict, reading: CollectiveReading | None) -> Cause:
+def _of_records(
+    ranks: frozenset[int], verdict: DiagnosisVerdict, reading: CollectiveReading | None, evidence: Evidence
+) -> Cause:
     if reading is None:
         return Cause.UNKNOWN
     places = {member.place for group in reading.groups for member in group.members if member.rank in ranks}
@@ -52,7 +54,9 @@ def _of_records(ranks: frozenset[int], verdict: DiagnosisVerdict, reading: Colle
         return Cause.GPU  # it launched what all launched, and stands out from outside: its board does not run it
     if any(left_behind(reading, rank) for rank in ranks):
         return Cause.GPU
-    return Cause.RANK if Place.SILENT in places else Cause.UNKNOWN
+    alive = {process.rank for process in evidence.processes if process.state is not None}
+    # It left no record, its process lives: whatever keeps it from answering is in there.
+    return Cause.RANK if Place.SILENT in places or ranks <= alive else Cause.UNKNOWN
 
 
 def left_behind(reading: CollectiveReading, rank: int) -> bool:

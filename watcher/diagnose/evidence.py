@@ -46,6 +46,7 @@ class RankProcess:
     wait_channel: str | None = None  # kernel function that it sleeps in; None: running, or not allowed to read
     cpu_percent: float | None = None  # over the time between two looks
     source: str = ""
+    kernel_stack: tuple[str, ...] = ()  # innermost first; only root may read it
 
 
 @dataclass(frozen=True, slots=True)

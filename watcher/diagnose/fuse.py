@@ -6,6 +6,7 @@ processes, how ranks ended, faults of nodes, stacks, heartbeats and power are we
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from watcher.diagnose.causes import cause_of
@@ -19,7 +20,7 @@ from watcher.diagnose.ras.reading import read_ras
 from watcher.diagnose.ras_witness import VERDICTS, known_ranks, of_ras
 from watcher.diagnose.sentences import advice_of, culprits_of, summary_of, why_of
 from watcher.diagnose.weigh import Weighed, weigh
-from watcher.diagnose.witness import HEARTBEATS, POWER, RECORDS, Witness
+from watcher.diagnose.witness import HEARTBEATS, POWER, PROCESSES, RECORDS, Witness
 
 STACKS_SHOWN: Final = 4  # of culprits
 AT_WORK: Final = frozenset({"computing", "communicating", "completed", "unknown"})  # states that are no hang
@@ -32,7 +33,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     ras = read_ras(evidence.ras) if evidence.ras else None
     witnesses = testify(evidence, reading, ras)
     weighed = weigh(witnesses, reading)
-    nothing_open = _nothing_open(evidence, reading, weighed)
+    nothing_open = _nothing_open(evidence, reading, weighed, witnesses)
     verdict = verdict_of(weighed, reading, ras, nothing_open)
     cause = Cause.UNKNOWN if nothing_open else cause_of(verdict, weighed, witnesses, reading, evidence)
     culprits = culprits_of(weighed.ranks, evidence, witnesses, reading)
@@ -42,11 +43,11 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         conclusive=reading is not None and reading.conclusive and bool(reading.culprits),
         cause=cause,
         culprits=culprits,
-        confidence=round(weighed.confidence, 2),
+        confidence=round(weighed.confidence, 2) if culprits or verdict is not DiagnosisVerdict.UNKNOWN else 0.0,
         step=step,
         summary=summary_of(verdict, culprits, weighed, witnesses, reading, step, nothing_open),
         why=why_of(weighed, witnesses, reading),
-        advice=advice_of(cause, culprits, evidence, nothing_open),
+        advice=advice_of(verdict, cause, culprits, evidence, nothing_open),
         testimonies=tuple(Testimony(witness.source, yes, witness.words) for witness, yes in weighed.agrees),
         reading=reading,
         evidence=_sources(evidence),
@@ -92,8 +93,12 @@ def verdict_of(
     return DiagnosisVerdict.NEVER_ARRIVED if weighed.ranks and hard else DiagnosisVerdict.UNKNOWN
 
 
-def _nothing_open(evidence: Evidence, reading: CollectiveReading | None, weighed: Weighed) -> bool:
+def _nothing_open(
+    evidence: Evidence, reading: CollectiveReading | None, weighed: Weighed, witnesses: Sequence[Witness]
+) -> bool:
     """Whole records of all ranks, nobody in a collective, and nothing else that speaks of a hang."""
+    if any(witness.source == PROCESSES and witness.doing for witness in witnesses):
+        return False
     if weighed.ranks or (evidence.seen is not None and evidence.seen.state not in AT_WORK):
         return False
     if reading is None:

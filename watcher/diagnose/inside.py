@@ -8,6 +8,7 @@ from typing import Final
 from watcher.diagnose.activity import OWN_CODE, Standing, StandingGroup, grouped, outliers, standings
 from watcher.diagnose.diagnosis import Cause
 from watcher.diagnose.evidence import Evidence, RankEnding
+from watcher.diagnose.ras_witness import known_ranks
 from watcher.diagnose.stacks import in_words
 from watcher.diagnose.witness import ENDINGS, STACKS, Witness
 from watcher.diagnose.words import ranks_in_words
@@ -28,6 +29,7 @@ CAUSE_OF_ACTIVITY: Final = {
 STACKS_WEIGHT: Final = 0.6
 TIED_WEIGHT: Final = 0.35  # as many wait as do not: a line of own code may wait for its GPU, which no frame tells
 ALIKE_WEIGHT: Final = 0.3
+NO_STACKS_WEIGHT: Final = 0.2  # too little to name anybody alone
 ENDING_WEIGHT: Final = 0.8
 SILENT_WEIGHT: Final = 0.6
 STOPPED_ON_REQUEST: Final = 4  # of `wattwatch-train run`
@@ -43,7 +45,13 @@ def of_stacks(evidence: Evidence) -> Witness | None:
     if not odd:
         same = len(groups) == 1 and len(stands) > 2
         words = "; ".join(_group_words(group) for group in groups[:3])
-        return Witness(STACKS, words, weight=ALIKE_WEIGHT if same else 0.0, doing=doing, clears=same)
+        saw = frozenset(doing)
+        silent = known_ranks(evidence) - saw
+        if same and 0 < len(silent) < len(saw):
+            doing |= dict.fromkeys(silent, "gave no stacks")
+            words = f"{ranks_in_words(silent)} gave none, {words}"
+            return Witness(STACKS, words, silent, NO_STACKS_WEIGHT, None, doing)
+        return Witness(STACKS, words, weight=ALIKE_WEIGHT if same else 0.0, doing=doing, clears=same, saw=saw)
     named = frozenset(rank for group in odd for rank in group.ranks)
     rest = [group for group in groups if group not in odd]
     words = f"{'; '.join(_group_words(group) for group in odd[:3])}, beside {_group_words(rest[0])}"

@@ -39,40 +39,46 @@ def of_processes(evidence: Evidence) -> Witness | None:
     """The worst state that a minority of ranks is in."""
     known = [process for process in evidence.processes if process.rank is not None]
     looks: list[tuple[Callable[[RankProcess], bool], str, Cause | None, float]] = [
-        (lambda p: p.state in (None, "Z", "X", "x"), "is gone", Cause.RANK, 0.8),
-        (lambda p: p.state in ("T", "t"), "is stopped (state {state})", Cause.RANK, 0.85),
-        (_in_driver, "sleeps in the GPU driver (state D, {channel})", Cause.GPU, 0.65),
-        (_in_storage, "waits for the file system (state D, {channel})", Cause.STORAGE, 0.65),
-        (lambda p: p.state == "D", "sleeps in the kernel and cannot be interrupted (state D)", Cause.HOST, 0.5),
+        (lambda p: p.state in (None, "Z", "X", "x"), "gone", Cause.RANK, 0.8),
+        (lambda p: p.state in ("T", "t"), "stopped (state {state})", Cause.RANK, 0.85),
+        (_in_driver, "asleep in the GPU driver (state D, {channel})", Cause.GPU, 0.65),
+        (_in_storage, "waiting for the file system (state D, {channel})", Cause.STORAGE, 0.65),
+        (lambda p: p.state == "D", "asleep in the kernel and not to be interrupted (state D)", Cause.HOST, 0.5),
     ]
     for fits, words, cause, weight in looks:
         named = [process for process in known if fits(process)]
         if named:
-            doing = {p.rank: words.format(state=p.state, channel=p.wait_channel) for p in named if p.rank is not None}
+            told = {p.rank: words.format(state=p.state, channel=p.wait_channel) for p in named if p.rank is not None}
             few = 2 * len(named) < max(len(known), 2) or len(named) == 1
             return Witness(
                 PROCESSES,
-                _told(doing),
-                frozenset(doing) if few else frozenset(),
+                _states_in_words(told, len(known)),
+                frozenset(told) if few else frozenset(),
                 weight,
                 cause,
-                doing,
+                {rank: f"is {state}" for rank, state in told.items()},
             )
     return _unlike_the_others(known)
 
 
 def _in_storage(process: RankProcess) -> bool:
-    return process.state == "D" and STORAGE_CHANNEL.search(process.wait_channel or "") is not None
+    return process.state == "D" and any(STORAGE_CHANNEL.search(place) for place in _places(process))
 
 
 def _in_driver(process: RankProcess) -> bool:
-    return process.state == "D" and DRIVER_CHANNEL.search(process.wait_channel or "") is not None
+    return process.state == "D" and any(DRIVER_CHANNEL.search(place) for place in _places(process))
 
 
-def _told(doing: dict[int, str]) -> str:
-    first = min(doing)
-    more = f"; so do {counted(len(doing) - 1, 'more')}".replace("mores", "more") if len(doing) > 1 else ""
-    return f"rank {first} {doing[first]}{more}"
+def _places(process: RankProcess) -> tuple[str, ...]:
+    """Where it is in the kernel; the wait channel alone may be a lock that tells nothing."""
+    return (process.wait_channel or "", *process.kernel_stack)
+
+
+def _states_in_words(told: dict[int, str], known: int) -> str:
+    """`rank 3 is gone`, `4 of 8 processes: ranks 0-3 are gone`."""
+    state = told[min(told)]
+    of_how_many = "" if len(told) == 1 else f"{len(told)} of {known} processes: "
+    return f"{of_how_many}{ranks_in_words(told)} {'is' if len(told) == 1 else 'are'} {state}"
 
 
 def _unlike_the_others(known: Sequence[RankProcess]) -> Witness | None:
@@ -141,7 +147,8 @@ def of_heartbeats(seen: Seen) -> Witness | None:
         cause, left = _blocks(seen, named)
         if cause is None and field == "phase" and usual == "train" and {values[r] for r in named} <= AFTER_TRAINING:
             cause = Cause.DATA
-        sentence = f"{ranks_in_words(named)} {words.format(values[min(named)])}, {common[0][1]} others {words.format(usual)}{left}"
+        odd = f"{ranks_in_words(named)} {words.format(values[min(named)])}"
+        sentence = f"{odd}, {common[0][1]} others {words.format(usual)}{left}"
         return Witness(HEARTBEATS, sentence, named, weight, cause, told)
     return None
 

@@ -39,7 +39,8 @@ def of_ras(reading: RasReading, evidence: Evidence) -> Witness:
     finding = reading.finding
     doing = dict.fromkeys(ranks, DOING.get(finding, ""))
     clears = finding is RasFinding.MATCHED
-    return Witness(RAS, reading.why, frozenset(ranks), reading.confidence, CAUSES.get(finding), doing, clears)
+    cause, saw = CAUSES.get(finding), known_ranks(evidence) if clears else frozenset[int]()
+    return Witness(RAS, reading.why, frozenset(ranks), reading.confidence, cause, doing, clears, saw)
 
 
 def job_rank(suspect: RasSuspect, reading: RasReading, evidence: Evidence) -> int | None:

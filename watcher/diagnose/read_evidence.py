@@ -188,6 +188,7 @@ def _processes(files: Iterable[Found], missing: list[str]) -> Iterable[RankProce
 
 def _process(row: dict[str, Any], node: str, source: str) -> RankProcess:
     fields = {name: row.get(name) for name in ("state", "wait_channel", "cpu_percent")}
+    fields["kernel_stack"] = row.get("kernel_stack") or ()
     process: RankProcess = PROCESS.validate_python(
         {"rank": row.get("rank"), "node": node, "pid": row["pid"], "source": source, **fields}
     )

@@ -93,7 +93,7 @@ def summary_of(
     group = _group_of(reading, culprits)
     who = who_in_words(culprits)
     if not culprits:
-        return _about_nobody(verdict, group, reading, weighed) + at_step
+        return _about_nobody(verdict, group, reading, weighed, witnesses) + at_step
     if group is not None and verdict in PARTED and (words := _parted(who, culprits, group)):
         return words + at_step
     said = said_of(culprits[0].rank, witnesses)
@@ -156,7 +156,11 @@ def _never_arrived(
 
 
 def _about_nobody(
-    verdict: DiagnosisVerdict, group: GroupFrontier | None, reading: CollectiveReading | None, weighed: Weighed
+    verdict: DiagnosisVerdict,
+    group: GroupFrontier | None,
+    reading: CollectiveReading | None,
+    weighed: Weighed,
+    witnesses: Sequence[Witness],
 ) -> str:
     if reading is not None and reading.tied:
         sides = " against ".join(ranks_in_words(ranks) for ranks in reading.tied[:3])
@@ -169,7 +173,8 @@ def _about_nobody(
         )
     if verdict is DiagnosisVerdict.NO_DESYNC:
         return "all ranks launched the same: the network, a board or its driver holds them up"
-    told = next((witness.words for witness, _ in weighed.agrees), reading.why if reading is not None else "")
+    states = next((witness.words for witness in witnesses if witness.source == PROCESSES and witness.doing), "")
+    told = states or next((w.words for w, _ in weighed.agrees), reading.why if reading is not None else "")
     return f"nobody can be named: {told}" if told else "nobody can be named: no source tells the ranks apart"
 
 
@@ -191,12 +196,18 @@ def _next_steps() -> Mapping[str, str]:
     return tomllib.loads(resources.files(__package__).joinpath("next_steps.toml").read_text("utf-8"))
 
 
-def advice_of(cause: Cause, culprits: Sequence[Culprit], evidence: Evidence, nothing_open: bool) -> str:
+def advice_of(
+    verdict: DiagnosisVerdict, cause: Cause, culprits: Sequence[Culprit], evidence: Evidence, nothing_open: bool
+) -> str:
     first = culprits[0] if culprits else Culprit(-1)
     process = next((p for p in evidence.processes if p.rank == first.rank), None)
     key = "nothing" if nothing_open else cause.value
     if cause is Cause.RANK and process is not None and not nothing_open:
         key = {"T": "stopped", "t": "stopped", None: "gone", "Z": "gone"}.get(process.state, key)
+    if cause is Cause.DATA and verdict is DiagnosisVerdict.NEVER_ARRIVED:
+        key = "loader"
+    if cause is Cause.RANK and not culprits:
+        key = "gone"
     if cause is Cause.RANK and process is None and any(e.rank == first.rank for e in evidence.endings):
         key = "gone"
     return _next_steps()[key].format(

@@ -70,7 +70,7 @@ def _stand(witness: Witness, ranks: frozenset[int]) -> bool | None:
     """None: it takes no side. Boards that all read busy are no word against anybody: waiting reads busy too."""
     if witness.ranks:
         return witness.agrees_on(ranks)
-    return False if witness.clears and witness.source != POWER and ranks else None
+    return False if witness.clears and witness.source != POWER and ranks & witness.saw else None
 
 
 def _odds(share: float) -> float:

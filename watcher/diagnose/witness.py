@@ -27,6 +27,7 @@ class Witness:
     cause: Cause | None = None
     doing: Mapping[int, str] = field(default_factory=dict)
     clears: bool = False
+    saw: frozenset[int] = frozenset()  # of one that clears: whom it looked at
 
     def agrees_on(self, ranks: frozenset[int]) -> bool:
         """It names them, or some of them, and not more strangers than there are of them."""

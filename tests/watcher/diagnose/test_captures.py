@@ -1,0 +1,90 @@
+"""Captures of real jobs that hung: what all evidence together says, against what is true of each."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from tests.watcher.diagnose.hung_jobs.hung import KINDS, Kind
+from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict
+from watcher.diagnose.evidence import Evidence, RankSeen, Seen
+from watcher.diagnose.fuse import diagnose
+from watcher.diagnose.read_evidence import read_evidence
+
+CAPTURES = Path(__file__).parents[2] / "data" / "captures"
+HANG = {name: kind for name, kind in KINDS.items() if not kind.dies}
+# Without heartbeats an early end looks like any other collective, and a rank that raised like any other that is silent.
+CAUSE_WITHOUT_MORE = {"early_end": Cause.PROGRAM, "raised": Cause.RANK, "waits_for_data": Cause.DATA}
+
+
+def named(diagnosis: Diagnosis) -> tuple[int, ...]:
+    return tuple(culprit.rank for culprit in diagnosis.culprits)
+
+
+@pytest.mark.parametrize(("name", "kind"), HANG.items(), ids=list(HANG))
+def test_who_holds_it_up(name: str, kind: Kind) -> None:
+    found = diagnose(read_evidence(CAPTURES / name))
+    assert named(found) == kind.culprits, found.why
+    if kind.culprits:
+        assert found.verdict is kind.verdict
+        assert found.cause is CAUSE_WITHOUT_MORE.get(name, kind.cause)
+        assert found.conclusive is (kind.verdict is DiagnosisVerdict.DESYNC)
+        assert found.culprits[0].node == "node-01"
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kind in HANG.items() if kind.culprits])
+def test_with_the_board_that_rests_it_is_surer(name: str, kind: Kind) -> None:
+    evidence = read_evidence(CAPTURES / name)
+    ranks = tuple(
+        RankSeen(rank, "node-01", rank, *((190.0, 0.0) if rank in kind.culprits else (230.0, 100.0)))
+        for rank in range(4)
+    )
+    seen = Seen("job", 0.0, "hung", "one_low_rest_busy", 100, ranks, kind.culprits)
+    alone, together = diagnose(evidence), diagnose(replace(evidence, seen=seen))
+    assert named(together) == kind.culprits
+    assert together.confidence >= alone.confidence
+
+
+def test_an_early_end_is_the_data_once_a_heartbeat_tells_the_phase() -> None:
+    ranks = tuple(RankSeen(rank, "node-01", phase="save" if rank == 3 else "train") for rank in range(4))
+    seen = Seen("job", 0.0, "hung", "unknown", 3, ranks)
+    found = diagnose(replace(read_evidence(CAPTURES / "early_end"), seen=seen))
+    assert (named(found), found.cause) == ((3,), Cause.DATA)
+
+
+def test_a_job_that_has_died_is_no_riddle_of_collectives() -> None:
+    found = diagnose(read_evidence(CAPTURES / "size_mismatch"))
+    assert named(found) == ()
+    assert not found.nothing_open
+    assert "4 of 4 processes: ranks 0-3 are gone" in found.summary
+
+
+@pytest.mark.parametrize(("name", "kind"), HANG.items(), ids=list(HANG))
+def test_with_any_kind_of_evidence_missing_no_other_rank_is_named(name: str, kind: Kind) -> None:
+    whole = read_evidence(CAPTURES / name)
+    parts: list[dict[str, object]] = [{"records": ()}, {"stacks": ()}, {"processes": ()}]
+    for number in range(len(parts) + 1):
+        for chosen in combinations(parts, number):
+            changes = {key: value for part in chosen for key, value in part.items()}
+            found = diagnose(replace(whole, **changes))  # type: ignore[arg-type]
+            assert set(named(found)) <= set(kind.culprits), (sorted(changes), found.why)
+
+
+@pytest.mark.parametrize(("name", "kind"), HANG.items(), ids=list(HANG))
+def test_with_the_files_of_any_one_rank_lost_no_other_rank_is_sure(name: str, kind: Kind, tmp_path: Path) -> None:
+    for lost in range(4):
+        directory = tmp_path / str(lost)
+        shutil.copytree(CAPTURES / name, directory)
+        for path in directory.glob(f"rank-{lost:05d}.*"):
+            path.unlink()
+        found = diagnose(read_evidence(directory))
+        wrong = set(named(found)) - set(kind.culprits)
+        assert not wrong or found.confidence < 0.75, (lost, found)
+
+
+def test_nothing_of_a_capture_at_all() -> None:
+    assert named(diagnose(Evidence())) == ()
