@@ -114,6 +114,18 @@ def test_names_from_dumps_do_not_steer_the_terminal(shell: Shell, tmp_path: Path
     assert "[red]evil" in answer.out
 
 
+def test_the_incident_as_one_page(shell: Shell, tmp_path: Path) -> None:
+    page = tmp_path / "incident.html"
+    assert shell.run("diagnose", LIKELY, "--html", page).exit_code == 1
+    text = page.read_text()
+    assert "rank 1" in text
+    assert "rank1_dump_traceback.txt" in text
+    answer = shell.run("diagnose", LIKELY, "--html", tmp_path / "no" / "page.html")
+    assert (answer.exit_code, answer.out) == (3, "")
+    assert "the page cannot be written: No such file or directory" in answer.err
+    assert shell.run("diagnose", "pretrain", "--html", page).exit_code == 2
+
+
 @contextmanager
 def answering(status: int, body: bytes) -> Iterator[tuple[str, list[str]]]:
     """A server with one answer, and the paths that it was asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ import orjson
 
 from watcher.commands.diagnosis_text import show
 from watcher.commands.watcher_api import DEFAULT_URL, UNKNOWN, ask, give_up, watcher_api
+from watcher.diagnose.diagnosis import Diagnosis
+from watcher.diagnose.evidence import Evidence
 
 OK: Final = 0
 WARNING: Final = 1
@@ -23,9 +26,10 @@ CONTRACT: Final = ("verdict", "conclusive", "culprits", "confidence", "step", "g
 @click.command("diagnose")
 @click.argument("source", metavar="DIR|JOB")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--html", "page", type=click.Path(path_type=Path), help="Of a DIR: write the incident as one page.")
 @click.option("--url", default=DEFAULT_URL, show_default=True, help="Of a JOB: address of the watcher.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="Of a JOB: file with a bearer token.")
-def diagnose_command(source: str, as_json: bool, url: str, token_file: Path | None) -> None:
+def diagnose_command(source: str, as_json: bool, page: Path | None, url: str, token_file: Path | None) -> None:
     """Who holds a hung job up, in which collective, and how sure that is.
 
     DIR is a capture of the watcher, a run directory of wattwatch-train, or any directory with flight-recorder dumps of
@@ -38,7 +42,9 @@ def diagnose_command(source: str, as_json: bool, url: str, token_file: Path | No
                2 the records prove who it is
                3 it cannot be told
     """
-    document = of_directory(Path(source)) if is_path(source) else of_job(source, url, token_file)
+    if page is not None and not is_path(source):
+        raise click.UsageError(f"--html needs a DIR; the page of a job is {url}/api/v1/jobs/{source}/diagnosis/report")
+    document = of_directory(Path(source), page) if is_path(source) else of_job(source, url, token_file)
     try:
         if not isinstance(document, dict) or any(key not in document for key in CONTRACT):
             raise TypeError("no diagnosis")
@@ -57,15 +63,37 @@ def is_path(source: str) -> bool:
     return "/" in source or source in (".", "..") or Path(source).exists()
 
 
-def of_directory(directory: Path) -> dict[str, Any]:
+def of_directory(directory: Path, page: Path | None) -> dict[str, Any]:
+    """Writes the incident's page where one is asked for."""
     from watcher.diagnose.document import document_of
     from watcher.diagnose.fuse import diagnose
     from watcher.diagnose.read_evidence import NoEvidence, read_evidence
 
     try:
-        return document_of(diagnose(read_evidence(directory)))
+        evidence = read_evidence(directory)
     except NoEvidence as error:
         give_up(str(error))
+    diagnosis = diagnose(evidence)
+    if page is not None:
+        write_page(page, directory, evidence, diagnosis)
+    return document_of(diagnosis)
+
+
+def write_page(page: Path, directory: Path, evidence: Evidence, diagnosis: Diagnosis) -> None:
+    from watcher.diagnose.report import EvidenceFile, Incident, incident_report
+
+    try:
+        files = []
+        for name in diagnosis.evidence:
+            data = (directory / name).read_bytes()
+            files.append(EvidenceFile(name, len(data), hashlib.sha256(data).hexdigest()))
+        job = evidence.seen.job if evidence.seen is not None else directory.resolve().name
+        incident = Incident(
+            job, diagnosis, evidence.seen, stacks=evidence.stacks, files=tuple(files), directory=str(directory)
+        )
+        page.write_text(incident_report(incident), "utf-8")
+    except OSError as error:
+        give_up(f"{error.filename or page}: the page cannot be written: {error.strerror or error}")
 
 
 def of_job(job: str, url: str, token_file: Path | None) -> Any:
