@@ -20,12 +20,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from watcher.diagnose.activity import grouped, is_library, standings
-from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict
+from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict, Place
 from watcher.diagnose.document import group_document, wait_documents
 from watcher.diagnose.evidence import RankStacks, Seen, StackFrame
+from watcher.diagnose.operations import operation_words
 from watcher.diagnose.report_drawing import rank_picture, timeline_picture
 from watcher.diagnose.words import counted, ranks_in_words
-from watcher.quantities import amount, duration
+from watcher.quantities import amount, duration, energy
 from watcher.snapshot import TimelinePoint
 
 STYLE: Final = (resources.files("watcher.diagnose") / "templates" / "report.css").read_text("utf-8")
@@ -106,6 +107,7 @@ def incident_report(incident: Incident) -> str:
     diagnosis, reading = incident.diagnosis, incident.diagnosis.reading
     culprits = frozenset(culprit.rank for culprit in diagnosis.culprits)
     waits = [] if reading is None else wait_documents(reading.waits)
+    waits = waits or at_one_slot(diagnosis, culprits)
     waits.sort(key=lambda row: (not culprits & set(row["awaited"]), -len(row["ranks"])))
     groups = [] if reading is None else [group_document(group) for group in reading.groups]
     ranks = () if incident.seen is None else incident.seen.ranks
@@ -131,6 +133,7 @@ def incident_report(incident: Incident) -> str:
         "waits": waits[:ROWS_MOST],
         "waits_left": len(waits) - ROWS_MOST,
         "groups": groups[:GROUPS_MOST],
+        "culprits": culprits,
         "groups_left": len(groups) - GROUPS_MOST,
         "rows_most": ROWS_MOST,
         "stacks": stack_views(incident, culprits),
@@ -139,6 +142,33 @@ def incident_report(incident: Incident) -> str:
         "version": version("wattwatch"),
     }
     return templates().get_template("report.html").render(values)
+
+
+def at_one_slot(diagnosis: Diagnosis, culprits: frozenset[int]) -> list[dict[str, Any]]:
+    """Where ranks met at one slot with different operations there is no edge between them: each waits for the others."""
+    groups = () if diagnosis.reading is None else diagnosis.reading.groups
+    group = next((each for each in groups if culprits & {member.rank for member in each.members}), None)
+    if group is None:
+        return []
+    held = [m for m in group.members if m.rank in culprits and m.operation is not None]
+    others: dict[str, list[int]] = {}
+    for member in group.members:
+        if member.rank not in culprits and member.place is Place.WAITING and member.operation is not None:
+            others.setdefault(operation_words(member.operation), []).append(member.rank)
+    if not held or held[0].operation is None:
+        return []
+    why = f"in {operation_words(held[0].operation)} at the same slot"
+    return [
+        {
+            "ranks": ranks,
+            "awaited": [member.rank for member in held],
+            "group": str(group.group),
+            "slot": f"{group.slot:,}",
+            "operation": operation,
+            "why": why,
+        }
+        for operation, ranks in others.items()
+    ]
 
 
 def stack_views(incident: Incident, culprits: frozenset[int]) -> Sequence[StackView]:
@@ -206,7 +236,13 @@ def templates() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        ranks=ranks_in_words, size=size_words, amount=amount, duration=duration, moment=moment_words, ticked=ticked
+        ranks=ranks_in_words,
+        size=size_words,
+        amount=amount,
+        energy=energy,
+        duration=duration,
+        moment=moment_words,
+        ticked=ticked,
     )
     environment.globals.update(node_words=node_words, counted=counted)
     return environment

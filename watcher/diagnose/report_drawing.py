@@ -26,6 +26,7 @@ TICKS_MOST: Final = 7
 
 BARS_MOST: Final = 64  # more ranks than this are cells
 BAR_HEIGHT: Final = 90.0
+LEAST_WIDTH: Final = 330.0  # so that few bars are not drawn huge
 CELL: Final = 9.0
 PITCH: Final = 11.0
 ROW_GAP: Final = 14.0
@@ -245,7 +246,7 @@ def bars(
         x += pitch
     nodes.append(NodeLabel(began, x - began - 4, node))
     return RankPicture(
-        width=x - 4,
+        width=max(x - 4, LEAST_WIDTH),
         height=BAR_HEIGHT,
         bars="".join(plain),
         shades=(),

@@ -8,7 +8,7 @@ from typing import Final
 from watcher.cost import JOULES_PER_KWH
 from watcher.judge.finding import Finding, Severity
 from watcher.judge.verdict import Suspect
-from watcher.quantities import amount, duration
+from watcher.quantities import amount, duration, energy
 from watcher.tell.episodes import Episode, Notice, Reason, name_of
 
 HEADLINE: Final = {
@@ -129,8 +129,7 @@ def cost_of(episode: Episode, over: bool) -> str:
         return ""
     lost = f"{amount(episode.gpu_seconds_lost / 3600)} GPU-hours lost"
     if episode.joules_lost > 0:
-        energy = amount(episode.joules_lost / JOULES_PER_KWH)
-        lost = f"{amount(episode.gpu_seconds_lost / 3600)} GPU-hours and {energy} kWh lost"
+        lost = f"{amount(episode.gpu_seconds_lost / 3600)} GPU-hours and {energy(episode.joules_lost / JOULES_PER_KWH)} lost"
     if over:
         return f"{lost}."
     boards = episode.finding.gpus_idle

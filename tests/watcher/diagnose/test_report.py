@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.watcher.diagnose.incidents_by_hand import NOW, incident, timeline
-from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict
+from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict, Place
 from watcher.diagnose.diagnosis import Testimony as Said
 from watcher.diagnose.evidence import RankSeen
 from watcher.diagnose.report import EvidenceFile, Incident, incident_report, ticked
@@ -136,7 +136,7 @@ def test_it_names_who_where_and_how_sure() -> None:
         "save_checkpoint (/opt/job/train.py:88)",
         "184 W against 189–193 W",
         "0.98 <small>GPU-hours",
-        "0.19 <small>kWh",
+        "190 <small>Wh",
         "py-spy is not installed",
         "cut off after 4,096 bytes",
     ):
@@ -189,3 +189,19 @@ def test_ticks_stand_on_round_times_and_marks_keep_clear_of_each_other() -> None
         False,
         True,
     ]
+
+
+def test_ranks_that_met_at_one_slot_in_different_operations_wait_for_the_one_that_is_wrong() -> None:
+    made = incident()
+    reading = made.diagnosis.reading
+    assert reading is not None
+    (group,) = reading.groups
+    met = tuple(replace(member, place=Place.WAITING) for member in group.members)
+    parted = replace(reading, waits=(), groups=(replace(group, members=met),))
+    page = incident_report(replace(made, diagnosis=replace(made.diagnosis, reading=parted)))
+    assert "Who waits for whom" in page
+    assert "15 ranks in all_reduce" in page
+    assert "in barrier at the same slot" in page
+    alone = replace(parted, groups=())
+    without = incident_report(replace(made, diagnosis=replace(made.diagnosis, reading=alone)))
+    assert "Who waits for whom" not in without
