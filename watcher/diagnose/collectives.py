@@ -108,7 +108,7 @@ def _ring(ring: tuple[Standstill, ...], standings: Standings, graph: WaitGraph) 
         why += f"; {AS_THE_LIKE_RANKS if culprits else AS_MANY}"
     return _reading(
         DiagnosisVerdict.DESYNC,
-        True,
+        not any(each.group in standings.guessed for each in ring),
         culprits,
         sure,
         why,
@@ -124,11 +124,17 @@ def _sides(ring: tuple[Standstill, ...]) -> list[tuple[Standstill, tuple[int, ..
     ranks: dict[tuple[str, str], list[int]] = defaultdict(list)
     shown: dict[tuple[str, str], Standstill] = {}
     for standstill in ring:
-        side = (standstill.group.description or standstill.group.name, standstill.operation.name)
+        side = (_kind_of(standstill.group, ring), standstill.operation.name)
         ranks[side] += standstill.waiters
         shown.setdefault(side, standstill)
     sides = [(shown[side], tuple(sorted(ranks[side]))) for side in ranks]
     return sorted(sides, key=lambda side: (-len(side[1]), side[1]))
+
+
+def _kind_of(group: Group, ring: tuple[Standstill, ...]) -> str:
+    """Groups of one description are alike where they share no member; else each is a kind of its own."""
+    alike = [each.group for each in ring if each.group != group and str(each.group) == str(group)]
+    return f"{group} {group.name}" if any(set(each.members) & set(group.members) for each in alike) else str(group)
 
 
 def _tied(sides: list[tuple[Standstill, tuple[int, ...]]], common: set[int]) -> tuple[tuple[int, ...], ...]:

@@ -87,8 +87,11 @@ class RankStanding:
 
 @dataclass(frozen=True, slots=True)
 class Standings:
+    """`guessed`: groups whose members no record tells."""
+
     groups: dict[Group, GroupStanding]
     ranks: dict[int, RankStanding]
+    guessed: frozenset[Group] = frozenset()
 
     def absent(self, group: Group) -> tuple[int, ...]:
         """Members without any record."""
@@ -111,26 +114,34 @@ def standings_of(records: Sequence[RankRecord]) -> Standings:
         ranks[record.rank] = RankStanding(record.rank, record.source, tuple(waits))
     for standing in groups.values():
         standing.counted = counts_collectives(standing)
-    return Standings(groups, ranks)
+    return Standings(groups, ranks, frozenset(whole.values()))
 
 
 def with_members(records: Sequence[RankRecord]) -> dict[Group, Group]:
     """Groups of unknown members (gloo overwrites its one entry of pg_config with each new group) -> the same with those
-    that are known: as another rank tells, all ranks of the default group, else who launched something in it."""
-    heard: dict[Group, list[int]] = {}
+    that are known: as another rank tells, else who launched something in it. Where the first launch of all is still
+    open, some may have launched nothing in it yet: then it may be anybody."""
+    heard: dict[Group, list[GroupRecord]] = {}
+    ranks_of: dict[Group, list[int]] = {}
     told: dict[tuple[str, str], Group] = {}
     for record in records:
         for part in record.groups:
             if part.group.members:
                 told[part.group.name, part.group.description] = part.group
             else:
-                heard.setdefault(part.group, []).append(record.rank)
+                heard.setdefault(part.group, []).append(part)
+                ranks_of.setdefault(part.group, []).append(record.rank)
     everybody = tuple(sorted(record.rank for record in records))
-    return {
-        group: told.get((group.name, group.description))
-        or group._replace(members=everybody if group.description == "default_pg" else tuple(sorted(ranks)))
-        for group, ranks in heard.items()
-    }
+    found = {}
+    for group, parts in heard.items():
+        any_rank = group.description == "default_pg" or any(_in_its_first(part) for part in parts)
+        members = everybody if any_rank else tuple(sorted(ranks_of[group]))
+        found[group] = told.get((group.name, group.description)) or group._replace(members=members)
+    return found
+
+
+def _in_its_first(record: GroupRecord) -> bool:
+    return any(launch.open and launch.slot <= 1 for launch in record.launches)
 
 
 def collectives(record: GroupRecord) -> list[Launch]:

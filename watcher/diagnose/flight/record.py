@@ -62,7 +62,8 @@ class Group(NamedTuple):
     description: str = ""  # "default_pg", "TENSOR_MODEL_PARALLEL_GROUP"
 
     def __str__(self) -> str:
-        return self.description or f"group {self.name}"
+        nameless = self.description in ("", "undefined")  # torch's word for a group that nobody described
+        return f"group {self.name}" if nameless else self.description
 
 
 @dataclass(frozen=True, slots=True)
