@@ -145,7 +145,7 @@ def incident_report(incident: Incident) -> str:
 
 
 def at_one_slot(diagnosis: Diagnosis, culprits: frozenset[int]) -> list[dict[str, Any]]:
-    """Where ranks met at one slot with different operations there is no edge between them: each waits for the others."""
+    """Where ranks met at one slot in different operations, each waits for the others: there is no edge to draw."""
     groups = () if diagnosis.reading is None else diagnosis.reading.groups
     group = next((each for each in groups if culprits & {member.rank for member in each.members}), None)
     if group is None:

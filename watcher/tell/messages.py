@@ -129,7 +129,8 @@ def cost_of(episode: Episode, over: bool) -> str:
         return ""
     lost = f"{amount(episode.gpu_seconds_lost / 3600)} GPU-hours lost"
     if episode.joules_lost > 0:
-        lost = f"{amount(episode.gpu_seconds_lost / 3600)} GPU-hours and {energy(episode.joules_lost / JOULES_PER_KWH)} lost"
+        drawn = energy(episode.joules_lost / JOULES_PER_KWH)
+        lost = f"{amount(episode.gpu_seconds_lost / 3600)} GPU-hours and {drawn} lost"
     if over:
         return f"{lost}."
     boards = episode.finding.gpus_idle
