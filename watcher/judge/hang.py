@@ -230,8 +230,11 @@ class Hang:
             if signature.seconds < BLIND_SUSPECT_SECONDS:
                 return None
             evidence = (self._picture, f"for {signature.seconds:.0f} s; the job's progress cannot be read")
-            # Nothing else than the picture speaks here, so it must say so itself, most of the time.
-            confirmed = signature.seconds >= BLIND_CONFIRM_SECONDS and 2 * self._doubts <= signature.rounds
+            limit = BLIND_CONFIRM_SECONDS
+            if 2 * self._doubts > signature.rounds:  # it may be a save, which ends, or a poor link, which need not
+                low = self._shape is Shape.ONE_LOW_REST_BUSY
+                limit = BLIND_CONFIRM_FACTOR * UNSEEN_LIMIT_SECONDS if low else math.inf
+            confirmed = signature.seconds >= limit
             return self._finding(look, signature.since, evidence, self._suspects, confirmed=confirmed)
         evidence = (
             self._picture,

@@ -247,3 +247,13 @@ def test_boards_whose_kernels_end_are_no_proved_hang_where_no_counter_tells() ->
     spins.play(60, COMPUTE)
     spins.play(900, Activity(225, 100))
     assert spins.seconds_of(HUNG, confirmed=True) != []
+
+
+def test_a_low_rank_that_seems_to_copy_is_a_proved_hang_after_three_times_what_a_save_may_take() -> None:
+    job = Job(progress=None)
+    job.play(60, COMPUTE)
+    began = job.now
+    job.play(2000, SPIN, {3: replace(IN_BARRIER, utilization=4)})
+    (first, *_) = job.seconds_of(HUNG, confirmed=True)
+    assert 1800 <= first - began <= 1830
+    assert [suspect.rank for suspect in job.finding(HUNG).suspects] == [3]
