@@ -27,7 +27,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from typing import Any
 
 FILES_SECONDS = 2.0  # for a directory of the job to answer
@@ -92,9 +92,10 @@ class Capture:
         """Do it in a thread, and go on without it after that time. A failure is a sentence."""
         thread = threading.Thread(target=self.guarded, args=(what, work), daemon=True)
         thread.start()
-        thread.join(max(0.0, min(seconds, self.ends - time.monotonic())))
+        limit = max(0.0, min(seconds, self.ends - time.monotonic()))
+        thread.join(limit)
         if thread.is_alive():
-            self.missing(f"{what}: no answer in {seconds:g} s: a file system or a driver hangs")
+            self.missing(f"{what}: not done within {limit:.1f} s: a file system that hangs, or too many to ask")
         return not thread.is_alive()
 
     def guarded(self, what: str, work: Callable[[], None]) -> None:
@@ -138,7 +139,7 @@ class Capture:
         if run is not None:
             self.within(2 * FILES_SECONDS, os.path.join(run, "flight"), lambda: self.fetch_of_run(run))
         if prefix is not None:
-            self.within(2 * FILES_SECONDS, prefix, lambda: self.fetch_by_prefix(prefix, 0.0))
+            self.within(2 * FILES_SECONDS, prefix, lambda: self.fetch_by_prefix(prefix))
         if self.plan["py_spy"]:
             self.guarded("py-spy", self.spy)
 
@@ -159,8 +160,8 @@ class Capture:
             try:
                 beat = json.loads(read_plain(os.path.join(directory, name), HEARTBEAT_BYTES, self.owners)[0])
                 beats.append((int(match.group(1)), str(beat["host"]), int(beat["pid"]), beat))
-            except (Refused, OSError, ValueError, KeyError, TypeError) as error:
-                self.missing(f"rank {match.group(1)}: heartbeat: {words(error)}")
+            except (Refused, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                self.missing(f"rank {int(match.group(1))}: heartbeat: {words(error)}")
         attempts = [beat["restart"] + 1 for *_, beat in beats if isinstance(beat.get("restart"), int)]
         self.attempt = max(attempts) if attempts else None
         for rank, of, pid, beat in beats:
@@ -233,12 +234,8 @@ class Capture:
     def ask_rank(self, rank: int, name: str, elsewhere: list[int]) -> None:
         path = os.path.realpath(name)
         try:
-            found = os.lstat(path)
-            if not stat.S_ISSOCK(found.st_mode):
-                raise Refused(f"{name} is no socket")
-            if found.st_uid not in self.owners:
-                raise Refused(f"{name} belongs to user {found.st_uid}, who is not the job's")
-            self.ask_record(rank, path, name, found.st_uid)
+            owner = self.owner_of_socket(path)
+            self.ask_record(rank, path, name, owner)
         except (FileNotFoundError, ConnectionRefusedError):
             if rank in self.own:
                 raise Refused("nobody serves its worker socket" + self.standing(rank)) from None
@@ -256,16 +253,25 @@ class Capture:
                 f"its worker socket gave no stacks in {STACKS_SECONDS:g} s{self.standing(rank)}; "
                 "what runs there may not let go of the interpreter's lock"
             ) from None
-        self.keep("stacks", rank, stacks, source=name, owner_uid=found.st_uid)
+        self.keep("stacks", rank, stacks, source=name, owner_uid=owner)
 
     def ask_record(self, rank: int, path: str, name: str, owner: int) -> None:
         """NCCL's recorder is another one than that of all other backends."""
         record = self.ask(path, "fr_trace_json", RECORD_SECONDS)
         if b'"entries"' not in record:
             record = self.ask(path, "dump_nccl_trace_json", RECORD_SECONDS) or record
-        if not record:
-            raise Refused("its torch has no handler for the flight record: torch 2.9 or later has")
-        self.keep("recorder.json", rank, record, source=name, owner_uid=owner)
+        if record:
+            self.keep("recorder.json", rank, record, source=name, owner_uid=owner)
+        else:
+            self.missing(f"rank {rank}: its worker socket has no handler for the flight record: a newer torch has")
+
+    def owner_of_socket(self, path: str) -> int:
+        found = os.lstat(path)
+        if not stat.S_ISSOCK(found.st_mode):
+            raise Refused(f"{path} is no socket")
+        if found.st_uid not in self.owners:
+            raise Refused(f"{path} belongs to user {found.st_uid}, who is not the job's")
+        return found.st_uid
 
     def ask(self, path: str, handler: str, seconds: float) -> bytes:
         """The body of the answer; b"" where the handler is unknown. The limit is of the whole answer."""
@@ -304,7 +310,7 @@ class Capture:
         """Ask for dumps through torch's FIFOs. They write a file, so only where the configuration says so."""
         if self.plan["saving"] or "save" in self.phases.values():
             raise Refused("no dump asked for through it: the job is saving a checkpoint")
-        began, asked = time.time(), 0
+        began, asked = time.time(), set()
         for rank in sorted(self.own - self.recorded):
             name = f"{self.plan['recorder_pipe']}{rank}.pipe"
             try:
@@ -317,14 +323,14 @@ class Capture:
                 try:
                     if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
                         os.write(descriptor, b"1")
-                        asked += 1
+                        asked.add(rank)
                 finally:
                     os.close(descriptor)
             except (Refused, OSError) as error:
                 no_reader = isinstance(error, OSError) and error.errno == errno.ENXIO
                 self.missing(f"rank {rank}: {name}: {'nobody reads it' if no_reader else words(error)}")
         if asked:
-            self.fetch_by_prefix(self.plan["recorder_files"], began)
+            self.fetch_by_prefix(self.plan["recorder_files"], began, asked)
 
     def fetch_of_run(self, run: str) -> None:
         flight = os.path.join(run, "flight")
@@ -349,8 +355,8 @@ class Capture:
                 # "recorder-3.json" is the only one without pickle, and sorts last.
                 self.fetch(rank, sorted(paths, key=lambda path: not path.endswith(".json"))[0])
 
-    def fetch_by_prefix(self, prefix: str, since: float) -> None:
-        """Files named prefix and rank; with `since`, those that are younger, once they no longer grow."""
+    def fetch_by_prefix(self, prefix: str, since: float = 0.0, awaited: Collection[int] = ()) -> None:
+        """Files named prefix and rank. Those that are `awaited`: once they are younger than that and grow no more."""
         directory, start = os.path.split(prefix)
         pattern = re.compile(re.escape(start) + r"0*(\d{1,6})$")
         ends = time.monotonic() + (PIPE_SECONDS if since else 0.0)
@@ -369,7 +375,7 @@ class Capture:
                     continue
                 done.add(rank)
                 self.fetch(rank, path)
-            if time.monotonic() >= ends:
+            if time.monotonic() >= ends or done.issuperset(awaited):
                 break
             time.sleep(STABLE_SECONDS)
         if not since:
@@ -457,10 +463,11 @@ def read_plain(path: str, most: int, owners: set[int]) -> tuple[bytes, os.stat_r
         if error.errno in (errno.ELOOP, errno.EMLINK):
             raise Refused("a symbolic link, which is not followed") from None
         raise
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise Refused("no regular file")
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise Refused("no regular file")
         if found.st_uid not in owners:
             raise Refused(f"belongs to user {found.st_uid}, who is not the job's")
         data = file.read(most + 1)
