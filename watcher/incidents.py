@@ -11,6 +11,7 @@ a recording and is told in `error`; the watch goes on.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import re
 import threading
@@ -40,6 +41,8 @@ QUEUED_BYTES: Final = 128 << 20
 CHUNK_SECONDS: Final = 30.0
 SUFFIX: Final = ".wattwatch.gz"
 
+log = logging.getLogger(__name__)
+
 Line = tuple[float, bytes]  # received at, on the control host's clock
 
 
@@ -64,6 +67,16 @@ class NodeMemory:
 
     def _chunk_of(self, seconds: float) -> int:
         return int((seconds + self.offset_seconds) // CHUNK_SECONDS)
+
+
+def name_in_files(job: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", job)[:60] or "job"
+
+
+def newest_of(directory: Path, job: str) -> Path | None:
+    """The job's newest recording there; None without any."""
+    its = re.compile(rf"\d+T\d+Z-{re.escape(name_in_files(job))}-[A-Za-z]+{re.escape(SUFFIX)}")
+    return max((path for path in directory.glob(f"*{SUFFIX}") if its.fullmatch(path.name)), default=None)
 
 
 def unpacked(chunk: bytes) -> list[Line]:
@@ -104,6 +117,8 @@ class Incidents:
         self._queued = 0
         self._writer = threading.Thread(target=self._write, name="incidents", daemon=True)
         self.error: str | None = None
+        self.newest = {name: str(path) for name in self._specs if (path := newest_of(directory, name)) is not None}
+        """By job, the path of its newest recording; may be read from any thread."""
 
     def start(self) -> None:
         self._writer.start()
@@ -166,8 +181,8 @@ class Incidents:
             self._known.popleft()
 
     def _begin(self, spec: JobSpec, alert: str, now: float, wall: float) -> None:
-        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", spec.name)[:60] or "job"
-        path = self._directory / f"{strftime('%Y%m%dT%H%M%SZ', gmtime(wall))}-{name}-{alert}{SUFFIX}"
+        stamp = strftime("%Y%m%dT%H%M%SZ", gmtime(wall))
+        path = self._directory / f"{stamp}-{name_in_files(spec.name)}-{alert}{SUFFIX}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._prune()
@@ -176,6 +191,8 @@ class Incidents:
             self.error = f"an incident of {spec.name} is not recorded: {error.strerror or error}"
             return
         self.error = None
+        self.newest[spec.name] = str(path)
+        log.info("recording this incident of %s, with the minutes before it, in %s", spec.name, path)
         self._open[spec.name] = Incident(spec, recorder, now, last_true=now)
         # Only references: they are unpacked, sorted and written by the writer.
         kept = {
@@ -192,6 +209,8 @@ class Incidents:
         for old in recordings[: max(0, len(recordings) - KEPT + 1)]:
             with contextlib.suppress(OSError):
                 old.unlink()
+            for job in [job for job, path in self.newest.items() if path == str(old)]:
+                del self.newest[job]
 
     def _close(self, job: str) -> None:
         self._work.put(("close", self._open.pop(job).recorder))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import itertools
+import os
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -64,7 +65,8 @@ class Recorder:
     """
 
     def __init__(self, path: Path, specs: Sequence[JobSpec]) -> None:
-        """Raises OSError where the file cannot be made."""
+        """Raises OSError where the file cannot be made. What logs and kernels say is for its owner only."""
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
         self._lock = threading.Lock()
         self._file: gzip.GzipFile | None = gzip.GzipFile(path, "wb", compresslevel=5)
         self._links: dict[str, tuple[HostStatus, str]] = {}

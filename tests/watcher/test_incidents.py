@@ -77,6 +77,20 @@ def test_the_recording_of_a_hang_gives_the_same_verdict_again(tmp_path: Path) ->
     assert [episode.alert for episode in result.episodes] == ["JobHung"]
 
 
+def test_its_path_is_logged_and_named_and_the_file_is_its_owners(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "20250101T000000Z-pretrain-2-JobHung.wattwatch.gz").write_bytes(b"of another job")
+    assert Incidents(tmp_path, [SPEC]).newest == {}
+    path = hung(tmp_path / "here", before_seconds=10)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [record.message for record in caplog.records if str(path) in record.message] == [
+        f"recording this incident of pretrain, with the minutes before it, in {path}"
+    ]
+    assert Incidents(tmp_path / "here", [SPEC, OTHER]).newest == {"pretrain": str(path)}  # after a restart
+
+
 def test_it_begins_some_minutes_before_and_goes_on_until_a_minute_after(tmp_path: Path) -> None:
     play = Play(tmp_path)
     play.play(Phase(900, "train"))

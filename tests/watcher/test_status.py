@@ -44,6 +44,15 @@ def test_all_jobs_with_step_rate_and_reason_and_what_is_open(address: str, shell
     assert "JobSlow" not in answer.out  # closed
 
 
+def test_the_recording_of_the_newest_incident_is_named(shell: Shell) -> None:
+    desk = desk_of(handmade.cluster(), None)
+    desk.latest.recordings = {"finetune-evenfix": "/state/incidents/x.wattwatch.gz"}
+    with served(desk.app) as address:
+        out = shell.run("status", "--url", address).out
+    assert "newest incident of finetune-evenfix: wattwatch replay /state/incidents/x.wattwatch.gz" in out
+    assert out.count("newest incident") == 1
+
+
 def test_names_and_reasons_are_text_and_no_markup(shell: Shell) -> None:
     job = replace(handmade.healthy(), name="[bold]a[/nonsense]", reason="[link=x]y[/]")
     with watching(replace(handmade.cluster(), jobs={job.name: job}, episodes=())) as address:

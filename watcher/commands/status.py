@@ -81,3 +81,6 @@ def _print(jobs: list[dict[str, Any]], alerts: list[dict[str, Any]]) -> None:
         console.print(escape(f"{alert['severity'].upper()} {alert['alert']} {who}: {alert['summary']}{quiet}"))
     if not alerts:
         console.print("no open alerts")
+    for job in jobs:
+        if job.get("incident"):
+            console.print(escape(f"newest incident of {job['name']}: wattwatch replay {job['incident']}"))

@@ -106,6 +106,9 @@ class JobAnswer(BaseModel):
     wasted_energy_joules: dict[str, float] = Field(
         description="what those boards drew meanwhile; of those that were read"
     )
+    incident: str | None = Field(
+        description="the recording of its newest incident, on the watcher's host, for `wattwatch replay`; null: none"
+    )
 
 
 class GpuAnswer(BaseModel):
@@ -184,8 +187,8 @@ def utc(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def job_answer(view: JobView, late_seconds: float, now: float) -> JobAnswer:
-    """`late_seconds`: how old the snapshot is, added to every age in it."""
+def job_answer(view: JobView, late_seconds: float, now: float, incident: str | None = None) -> JobAnswer:
+    """`late_seconds`: how old the snapshot is, added to every age in it. `incident`: path of the newest recording."""
     sample = view.sample
     boards: dict[str, int] = {}
     for board in sample.gpus:
@@ -211,6 +214,7 @@ def job_answer(view: JobView, late_seconds: float, now: float) -> JobAnswer:
         findings=[finding_answer(finding) for finding in view.findings],
         wasted_gpu_seconds=dict(view.wasted_gpu_seconds),
         wasted_energy_joules=dict(view.wasted_joules),
+        incident=incident,
     )
 
 

@@ -135,7 +135,10 @@ def add_job_routes(app: FastAPI, latest: Latest) -> None:
     @app.get("/api/v1/jobs", tags=["jobs"])
     def list_jobs() -> list[JobAnswer]:
         """All jobs, each with its state, why, progress, nodes and findings."""
-        return [job_answer(view, latest.age_seconds, latest.wall_seconds) for view in latest.snapshot.jobs.values()]
+        return [
+            job_answer(view, latest.age_seconds, latest.wall_seconds, latest.recordings.get(view.name))
+            for view in latest.snapshot.jobs.values()
+        ]
 
     # A job's name may hold slashes; the longer paths come first.
     @app.get("/api/v1/jobs/{job:path}/gpus", tags=["jobs"], responses=documented(404))
@@ -155,7 +158,7 @@ def add_job_routes(app: FastAPI, latest: Latest) -> None:
     @app.get("/api/v1/jobs/{job:path}", tags=["jobs"], responses=documented(404))
     def read_job(job: str) -> JobAnswer:
         """One job."""
-        return job_answer(find(job), latest.age_seconds, latest.wall_seconds)
+        return job_answer(find(job), latest.age_seconds, latest.wall_seconds, latest.recordings.get(job))
 
 
 def add_fleet_routes(app: FastAPI, latest: Latest) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from watcher.engine import Time
@@ -17,12 +17,16 @@ FRESH_LEAST_SECONDS: Final = 10.0
 class Latest:
     """The newest snapshot. `came_round` is for the engine's thread; everything else may be asked from any."""
 
-    def __init__(self, snapshot: Snapshot, clock: Time, interval_seconds: float) -> None:
+    def __init__(
+        self, snapshot: Snapshot, clock: Time, interval_seconds: float, recordings: Mapping[str, str] | None = None
+    ) -> None:
+        """`recordings`: by job, the path of the recording of its newest incident; it may change at any time."""
         self._clock = clock
         self._lock = threading.Lock()
         self._listeners: list[Callable[[Snapshot], None]] = []
         self._round_seconds: float | None = None
         self.interval_seconds = interval_seconds
+        self.recordings: Mapping[str, str] = {} if recordings is None else recordings
         self.snapshot = snapshot
         self.rounds = 0  # times the engine came round, whether or not there was anything to judge
 

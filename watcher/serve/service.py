@@ -145,7 +145,7 @@ class Service:
         )
         if self._recorder is not None:
             self._recorder.known(self._engine.known())
-        self._latest = Latest(self._engine.snapshot, self._clock, self._interval)
+        self._latest = Latest(self._engine.snapshot, self._clock, self._interval, self._incidents.newest)
         self._web = WebServer(create_app(self._latest, self._own, self._hub, token_of(section)), listener, self._hub)
         self._slow_tasks = SlowTasks(
             (

@@ -58,6 +58,16 @@ def test_fields_are_as_frozen(client: httpx.Client) -> None:
     assert now == json.loads(FROZEN.read_text("utf-8"))
 
 
+def test_a_job_names_the_recording_of_its_newest_incident(desk: Desk, client: httpx.Client) -> None:
+    assert client.get("/api/v1/jobs/finetune-evenfix").json()["incident"] is None
+    desk.latest.recordings = {"finetune-evenfix": "/var/lib/wattwatch/incidents/x.wattwatch.gz"}
+    assert client.get("/api/v1/jobs/finetune-evenfix").json()["incident"].endswith("x.wattwatch.gz")
+    assert [job["incident"] for job in client.get("/api/v1/jobs").json()].count(None) == len(
+        desk.latest.snapshot.jobs
+    ) - 1
+    desk.latest.recordings = {}
+
+
 def test_a_job_tells_state_reason_progress_and_verdict(client: httpx.Client) -> None:
     job = client.get("/api/v1/jobs/finetune-evenfix").json()
     assert (job["name"], job["state"]) == ("finetune-evenfix", "hung")
