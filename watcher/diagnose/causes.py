@@ -12,7 +12,17 @@ from watcher.diagnose.weigh import Weighed
 from watcher.diagnose.witness import ENDINGS, HEARTBEATS, PROCESSES, RAS, STACKS, Witness
 
 # A board that the kernel gave up explains a stopped process, and that explains where its stack stands.
-NEAREST_TO_THE_ROOT: Final = ("kernel log", "file system", "links", PROCESSES, ENDINGS, HEARTBEATS, STACKS, RAS)
+NEAREST_TO_THE_ROOT: Final = (
+    "kernel log",
+    "reachability",
+    "file system",
+    "links",
+    PROCESSES,
+    ENDINGS,
+    HEARTBEATS,
+    STACKS,
+    RAS,
+)
 OF_THE_JOB: Final = frozenset({DiagnosisVerdict.DESYNC, DiagnosisVerdict.MISMATCH})
 
 
@@ -37,7 +47,7 @@ def cause_of(
 
 def _of_nobody(verdict: DiagnosisVerdict, witnesses: Sequence[Witness]) -> Cause:
     """All ranks launched the same: something between them does not carry it. Faults that name no rank count here."""
-    faults = {w.source: w.cause for w in witnesses if w.source in NEAREST_TO_THE_ROOT[:4] and w.cause is not None}
+    faults = {w.source: w.cause for w in witnesses if w.source in NEAREST_TO_THE_ROOT[:5] and w.cause is not None}
     named = next((faults[source] for source in NEAREST_TO_THE_ROOT if source in faults), None)
     if named is not None:
         return named

@@ -97,7 +97,7 @@ class Seen:
 class Fault:
     """A fault that a node reports: an Xid, a lost board, an out-of-memory kill, a link, a hung file system."""
 
-    kind: str  # "gpu", "oom", "network", "storage", "process", "throttle"
+    kind: str  # "gpu", "oom", "host", "network", "storage", "process", "throttle"
     node: str
     words: str  # with its numbers
     rank: int | None = None

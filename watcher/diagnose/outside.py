@@ -28,7 +28,8 @@ AFTER_TRAINING: Final = frozenset({"barrier", "save", "eval", "done"})
 FAULTS: Final = {  # kind -> who tells it, what is to blame, how sure that alone would be
     "gpu": ("kernel log", Cause.GPU, 0.8),
     "oom": ("kernel log", Cause.HOST, 0.8),
-    "process": ("kernel log", Cause.RANK, 0.7),
+    "process": (PROCESSES, Cause.RANK, 0.7),
+    "host": ("reachability", Cause.HOST, 0.6),  # the node does not answer
     "storage": ("file system", Cause.STORAGE, 0.6),
     "network": ("links", Cause.NETWORK, 0.6),
     "throttle": ("throttle reasons", None, 0.15),  # it slows a job, and does not stop it
@@ -37,7 +38,7 @@ FAULTS: Final = {  # kind -> who tells it, what is to blame, how sure that alone
 
 def of_processes(evidence: Evidence) -> Witness | None:
     """The worst state that a minority of ranks is in."""
-    known = [process for process in evidence.processes if process.rank is not None]
+    known = [*(process for process in evidence.processes if process.rank is not None), *_seen_to_be_gone(evidence)]
     looks: list[tuple[Callable[[RankProcess], bool], str, Cause | None, float]] = [
         (lambda p: p.state in (None, "Z", "X", "x"), "gone", Cause.RANK, 0.8),
         (lambda p: p.state in ("T", "t"), "stopped (state {state})", Cause.RANK, 0.85),
@@ -59,6 +60,19 @@ def of_processes(evidence: Evidence) -> Witness | None:
                 {rank: f"is {state}" for rank, state in told.items()},
             )
     return _unlike_the_others(known)
+
+
+def _seen_to_be_gone(evidence: Evidence) -> list[RankProcess]:
+    """Ranks whose heartbeat names a process that its node no longer lists."""
+    listed = {process.rank for process in evidence.processes}
+    seen = evidence.seen.ranks if evidence.seen is not None else ()
+    if not any(each.alive for each in seen):
+        return []
+    return [
+        RankProcess(each.rank, each.node, 0, None if each.alive is False else "S")
+        for each in seen
+        if each.alive is not None and each.rank not in listed
+    ]
 
 
 def _in_storage(process: RankProcess) -> bool:

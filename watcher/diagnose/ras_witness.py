@@ -40,7 +40,9 @@ def of_ras(reading: RasReading, evidence: Evidence) -> Witness:
     doing = dict.fromkeys(ranks, DOING.get(finding, ""))
     clears = finding is RasFinding.MATCHED
     cause, saw = CAUSES.get(finding), known_ranks(evidence) if clears else frozenset[int]()
-    return Witness(RAS, reading.why, frozenset(ranks), reading.confidence, cause, doing, clears, saw)
+    if finding is RasFinding.PROGRESSING:
+        return Witness(RAS, reading.why, weight=reading.confidence, denies=True)
+    return Witness(RAS, reading.why, frozenset(ranks), reading.confidence, cause, doing, clears, saw=saw)
 
 
 def job_rank(suspect: RasSuspect, reading: RasReading, evidence: Evidence) -> int | None:

@@ -156,7 +156,7 @@ def kernel_fault(node: str, event: KernelEvent, age_seconds: float | None) -> Fa
 def node_faults(node: NodeState) -> Iterator[Fault]:
     """What does not answer there: the node itself, its driver, its file systems, its processes."""
     if node.status is HostStatus.UNREACHABLE:
-        yield Fault("network", node.node, f"the node does not answer: {node.detail}")
+        yield Fault("host", node.node, f"the node does not answer: {node.detail}")
     elif node.status in DRIVER_STATUSES:
         yield Fault("gpu", node.node, f"the GPU driver does not answer as it should: {node.detail}")
     for call in node.hung_calls:

@@ -18,7 +18,7 @@ from watcher.diagnose.witness import ENDINGS, PROCESSES, RECORDS, STACKS, Witnes
 from watcher.diagnose.words import counted, ranks_in_words
 
 PARTED = (DiagnosisVerdict.DESYNC, DiagnosisVerdict.MISMATCH)
-TELLING = ("kernel log", PROCESSES, ENDINGS, STACKS)  # whose word on a culprit comes first
+TELLING = ("kernel log", "reachability", PROCESSES, ENDINGS, STACKS)  # whose word on a culprit comes first
 
 MISSING: Mapping[Place | None, str] = {
     Place.SILENT: "which has not launched it and waits in nothing",
@@ -204,6 +204,9 @@ def advice_of(
     key = "nothing" if nothing_open else cause.value
     if cause is Cause.RANK and process is not None and not nothing_open:
         key = {"T": "stopped", "t": "stopped", None: "gone", "Z": "gone"}.get(process.state, key)
+    seen = evidence.seen.ranks if evidence.seen is not None else ()
+    if cause is Cause.RANK and process is None and any(e.rank == first.rank and e.alive is False for e in seen):
+        key = "gone"
     if cause is Cause.DATA and verdict is DiagnosisVerdict.NEVER_ARRIVED:
         key = "loader"
     if cause is Cause.RANK and not culprits:

@@ -68,6 +68,8 @@ def _side(ranks: frozenset[int], witnesses: Sequence[Witness], base: float, most
 
 def _stand(witness: Witness, ranks: frozenset[int]) -> bool | None:
     """None: it takes no side. Boards that all read busy are no word against anybody: waiting reads busy too."""
+    if witness.denies:
+        return False
     if witness.ranks:
         return witness.agrees_on(ranks)
     return False if witness.clears and witness.source != POWER and ranks & witness.saw else None
@@ -79,7 +81,7 @@ def _odds(share: float) -> float:
 
 
 def _factor(witness: Witness) -> float:
-    return 1 + 2 * witness.weight * (1.0 if witness.ranks else HALF)
+    return 1 + 2 * witness.weight * (1.0 if witness.ranks or witness.denies else HALF)
 
 
 def _break_tie(witnesses: Sequence[Witness], reading: CollectiveReading) -> Weighed:
@@ -103,13 +105,14 @@ def _nobody(witnesses: Sequence[Witness], reading: CollectiveReading | None) -> 
     """No rank is named. Where all wait in the same operation, sources that see all alike agree with that."""
     if reading is None or reading.verdict is not DiagnosisVerdict.NO_DESYNC:
         clear = max((w.weight for w in witnesses if w.clears), default=0.0)
-        return Weighed(frozenset(), clear, tuple((w, True) for w in witnesses if w.clears))
+        sides = tuple((w, not w.denies) for w in witnesses if w.clears or w.denies)
+        return Weighed(frozenset(), clear, sides)
     odds = _odds(reading.confidence)
     agrees = []
     for witness in witnesses:
         if witness.source == RECORDS:
             agrees.append((witness, True))
-        elif witness.clears or witness.ranks:
+        elif witness.clears or witness.ranks or witness.denies:
             odds *= _factor(witness) if witness.clears else 1 / _factor(witness)
             agrees.append((witness, witness.clears))
     return Weighed(frozenset(), min(odds / (1 + odds), MOST_UNCONCLUSIVE), tuple(agrees))

@@ -18,7 +18,7 @@ POWER = "power and utilisation"
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """`clears`: it sees all ranks alike, so it speaks against naming one."""
+    """`clears`: it sees all ranks alike, so it speaks against naming one. `denies`: it sees the job move."""
 
     source: str
     words: str
@@ -27,6 +27,7 @@ class Witness:
     cause: Cause | None = None
     doing: Mapping[int, str] = field(default_factory=dict)
     clears: bool = False
+    denies: bool = False
     saw: frozenset[int] = frozenset()  # of one that clears: whom it looked at
 
     def agrees_on(self, ranks: frozenset[int]) -> bool:

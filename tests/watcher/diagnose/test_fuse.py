@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
 from tests.watcher.diagnose.hung import node_of, processes, record, records, seen, stacks
 from watcher.diagnose.diagnosis import Cause, DiagnosisVerdict
-from watcher.diagnose.evidence import Evidence, Fault, RankEnding, RankSeen, Seen
+from watcher.diagnose.evidence import Evidence, Fault, RankEnding, RankProcess, RankSeen, Seen
 from watcher.diagnose.fuse import diagnose
+from watcher.diagnose.ras.parse import parse_polls
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,18 @@ def with_ranks(seen: Seen, **of_rank_3: object) -> Seen:
 
 def fault(kind: str, words: str, rank: int | None = 3, gpu: int | None = None) -> Seen:
     return seen(faults=(Fault(kind, node_of(3), words, rank, gpu),))
+
+
+def alive() -> Seen:
+    return replace(seen(), ranks=tuple(replace(each, alive=True) for each in seen().ranks))
+
+
+def kernel_stack(place: str) -> tuple[RankProcess, ...]:
+    """Rank 3 sleeps there in state D."""
+    return tuple(
+        replace(each, kernel_stack=("rwsem_down_read_slowpath+0x1", place)) if each.rank == 3 else each
+        for each in processes({3: ("D", "rwsem_down_read_slowpath")})
+    )
 
 
 DESYNC, NEVER, SAME, UNKNOWN = (
@@ -315,6 +329,17 @@ def test_a_node_of_which_all_ranks_hang_is_to_blame_itself() -> None:
     two_nodes = tuple(replace(each, node="node-03") if each.rank in (4, 5) else each for each in gone)
     found = diagnose(Evidence(records({4: None, 5: None}), processes=two_nodes))
     assert ([c.rank for c in found.culprits], found.cause) == ([4, 5], Cause.HOST)
+
+
+def test_counters_that_move_are_shown_against_a_hang() -> None:
+    data = Path(__file__).parents[2] / "data" / "ras"
+    polls = [(f"healthy_poll{i}.json", (data / f"healthy_poll{i}.json").read_bytes()) for i in (1, 2)]
+    ras = (parse_polls("node-01", polls, 5.0),)
+    alone = diagnose(Evidence(records({3: None})))
+    found = diagnose(Evidence(records({3: None}), ras=ras))
+    assert ("NCCL RAS", False) in [(t.source, t.agrees) for t in found.testimonies]
+    assert found.confidence < alone.confidence
+    assert diagnose(Evidence(ras=ras)).culprits == ()
 
 
 def test_numbers_that_are_not_finite_do_no_harm() -> None:

@@ -108,7 +108,7 @@ def test_a_broken_board_is_told_once_with_all_that_says_so() -> None:
         ({"processes": (process(4, "T"),)}, ("process", "rank 4 (pid 104, python) is stopped by a signal")),
         (
             {"status": HostStatus.UNREACHABLE, "detail": "no line for 9 s"},
-            ("network", "the node does not answer: no line for 9 s"),
+            ("host", "the node does not answer: no line for 9 s"),
         ),
         (
             {"kernel_events": (KernelEvent("oom", "Killed process 104 (python)", 30.0),)},
