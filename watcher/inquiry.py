@@ -33,7 +33,7 @@ log = logging.getLogger("wattwatch.diagnosing")
 class Capturing(Protocol):
     """Asks the job's nodes for what gives a hang away, and leaves the answers as files in the directory."""
 
-    def __call__(self, view: JobView, told: Seen, directory: Path) -> None: ...
+    def __call__(self, view: JobView, directory: Path) -> None: ...
 
 
 class Concluding(Protocol):
@@ -89,7 +89,7 @@ class Inquiry:
             words = f"{directory} cannot be written: {error.strerror or error}"
             return Result(directory, told, self.wall(), trouble=words)
         try:
-            self.capture(view, told, directory)
+            self.capture(view, directory)
         except Exception as error:
             log.error("the capture of %s failed", view.name, exc_info=error)
             failure = f"the capture failed ({type(error).__name__}: {str(error)[:200]})"

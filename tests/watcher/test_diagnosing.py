@@ -13,7 +13,7 @@ import pytest
 from collectors.samples import KernelEvent
 from tests.watcher.serve.handmade import cluster, episode, hung
 from watcher.diagnose.diagnosis import Cause, Culprit, Diagnosis, DiagnosisVerdict
-from watcher.diagnose.evidence import Evidence, Seen
+from watcher.diagnose.evidence import Evidence
 from watcher.diagnosing import AN_HOUR_MOST, AT_ONCE_MOST, HOUR_SECONDS, Diagnosing
 from watcher.incidents import KEPT
 from watcher.inquiry import Inquiry, Result, directory_name, prune
@@ -61,7 +61,7 @@ class Field:
         self.directory = directory
         self.now = 1000.0
         self.conclusions: list[Diagnosis | Exception] = []  # of each capture in turn; the last for ever
-        self.captured: list[tuple[str, Seen, Path]] = []
+        self.captured: list[tuple[str, Path]] = []
         self.told: list[tuple[str, Diagnosis]] = []
         self.reports = 0
         self.gate = threading.Event()
@@ -79,9 +79,9 @@ class Field:
     def wall(self) -> float:
         return 1.8e9 + self.now
 
-    def capture(self, view: JobView, told: Seen, directory: Path) -> None:
+    def capture(self, view: JobView, directory: Path) -> None:
         with self.changed:
-            self.captured.append((view.name, told, directory))
+            self.captured.append((view.name, directory))
             self.changed.notify_all()
         assert self.gate.wait(DEADLINE_SECONDS)
         if self.failure is not None:
@@ -202,7 +202,7 @@ def test_so_many_at_once_and_the_others_wait_for_their_turn(field: Field) -> Non
     field.rest()
     for _ in range(5):
         field.look(*episodes)
-    assert sorted(job for job, _, _ in field.captured) == [f"job-{i}" for i in range(5)]
+    assert sorted(job for job, _ in field.captured) == [f"job-{i}" for i in range(5)]
 
 
 def test_so_many_an_hour_of_one_job(field: Field) -> None:
@@ -270,9 +270,10 @@ def test_what_the_kernel_said_minutes_before_is_evidence(field: Field) -> None:
     before = replace(view, sample=replace(view.sample, nodes=nodes), findings=())
     field.look(views=(before,))
     field.look(open_episode(), seconds=100.0)
-    ((_, told, _),) = field.captured
-    assert [fault.kind for fault in told.faults] == ["oom"]
-    assert "Killed process 7 (python) (10" in told.faults[0].words
+    ((_, directory),) = field.captured
+    (fault,) = json.loads((directory / "seen.json").read_text())["faults"]
+    assert fault["kind"] == "oom"
+    assert "Killed process 7 (python) (10" in fault["words"]
     memory = KernelMemory()
     memory.add(before.sample, 0.0)
     assert memory.events(JOB, KERNEL_SECONDS) == ()

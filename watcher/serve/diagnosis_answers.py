@@ -134,10 +134,7 @@ def report_path(view: DiagnosisView) -> str:
 def why_none(job: str, view: DiagnosisView | None) -> str:
     """A sentence for whoever asked and gets none."""
     if view is None:
-        return (
-            f"{job!r} has not been looked into: since the watcher began no hang and no stalled checkpoint of it was "
-            "found. `wattwatch diagnose` looks into it now."
-        )
+        return f"{job!r} has not been looked into: no hang and no stalled checkpoint of it was found so far"
     if view.stage is DiagnosisStage.OFF:
         return f"{job!r} is not looked into: its configuration says `capture = false`"
     if view.stage is DiagnosisStage.RUNNING:

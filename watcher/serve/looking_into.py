@@ -11,7 +11,7 @@ from watcher.config import Config
 from watcher.diagnose.capture.capture import capture
 from watcher.diagnose.capture.plan import CaptureSettings, plan_of
 from watcher.diagnose.diagnosis import Diagnosis
-from watcher.diagnose.evidence import Evidence, Seen
+from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.fuse import diagnose
 from watcher.diagnose.read_evidence import read_evidence
 from watcher.diagnosing import Diagnosing
@@ -30,7 +30,7 @@ def diagnosing_of(
     by_name = {spec.name: spec for spec in specs}
     settings = {job.name: CaptureSettings() for job in config.jobs}
 
-    def ask(view: JobView, told: Seen, directory: Path) -> None:
+    def ask(view: JobView, directory: Path) -> None:
         plan = plan_of(by_name[view.name], view.sample, settings[view.name])
         capture(plan, fleet.channels, directory, clock)
 

@@ -69,7 +69,7 @@ def test_it_answers_who_where_why_and_how_sure(done: DiagnosisView) -> None:
 @pytest.mark.parametrize(
     ("view", "says"),
     [
-        (None, "no hang and no stalled checkpoint"),
+        (None, "no hang and no stalled checkpoint of it was found so far"),
         (DiagnosisView(JOB, DiagnosisStage.OFF), "`capture = false`"),
         (replace(NO_REPORT, stage=DiagnosisStage.RUNNING, diagnosis=None), "being looked into since 10:11:25 UTC"),
         (
