@@ -25,7 +25,7 @@ from watcher.judge.learner import JobLearner
 from watcher.judge.own_profiles import OwnProfile, own_profile
 from watcher.judge.profiles import Profile
 from watcher.known_before import KnownBefore
-from watcher.snapshot import DeliveryStats, EpisodeView, JobView, NodeView, Snapshot
+from watcher.snapshot import DeliveryStats, DiagnosisView, EpisodeView, JobView, NodeView, Snapshot
 from watcher.store import StoreError
 from watcher.timeline import Timeline, point_of
 from watcher.witness import Witness, Witnessing
@@ -70,6 +70,12 @@ class Memory(Protocol):
     def learned_rows(self) -> Mapping[str, bytes]: ...
 
     def keep_learned(self, rows: Mapping[str, bytes | None]) -> None: ...
+
+
+class Diagnoses(Protocol):
+    """What is known of who holds which job up."""
+
+    def views(self) -> Mapping[str, DiagnosisView]: ...
 
 
 class Time(Protocol):
@@ -155,6 +161,7 @@ class Engine:
         profiles: Sequence[OwnProfile] = (),
         memory: Memory | None = None,
         known: KnownBefore | None = None,
+        diagnoses: Diagnoses | None = None,
     ) -> None:
         """`profiles`: the user's own; `memory`: what was learned is read from it and kept in it; `known`: what a
         recording brings of it."""
@@ -163,6 +170,7 @@ class Engine:
         self._clock = clock
         self._profiles = tuple(profiles)
         self._memory = memory
+        self._diagnoses = diagnoses
         known = known or KnownBefore()
         self._knowledge = Knowledge(known.boards) if memory is None else remembered(memory, clock.wall())
         self._keep_from = clock.monotonic() + KEEP_EVERY_SECONDS
@@ -279,6 +287,7 @@ class Engine:
             blind=self._blindness.since is not None,
             ticks_overrun=self._blindness.starved_looks,
             detection_delays_seconds=delays,
+            diagnoses={} if self._diagnoses is None else self._diagnoses.views(),
         )
 
 
