@@ -7,6 +7,7 @@ processes, how ranks ended, faults of nodes, stacks, heartbeats and power are we
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from watcher.diagnose.causes import cause_of
@@ -29,6 +30,7 @@ FROM_OUTSIDE: Final = frozenset({POWER, HEARTBEATS, "throttle reasons"})
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Neither the order of files nor that of ranks changes the answer."""
+    evidence = in_order(evidence)
     reading = read_collectives(evidence.records, evidence.unread) if evidence.records else None
     ras = read_ras(evidence.ras) if evidence.ras else None
     witnesses = testify(evidence, reading, ras)
@@ -55,6 +57,23 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         unread=evidence.unread,
         stacks=tuple(s for s in evidence.stacks if s.rank in weighed.ranks)[:STACKS_SHOWN],
         nothing_open=nothing_open,
+    )
+
+
+def in_order(evidence: Evidence) -> Evidence:
+    """So that two words on one rank are always heard in the same order."""
+    seen = evidence.seen
+    if seen is not None:
+        ranks = sorted(seen.ranks, key=lambda each: (each.rank, each.node, str(each.gpu)))
+        seen = replace(seen, ranks=tuple(ranks), faults=tuple(sorted(seen.faults, key=repr)))
+    return replace(
+        evidence,
+        stacks=tuple(sorted(evidence.stacks, key=lambda each: (each.rank, each.source))),
+        processes=tuple(
+            sorted(evidence.processes, key=lambda each: (str(each.rank), each.node, each.pid, str(each.state)))
+        ),
+        endings=tuple(sorted(evidence.endings, key=lambda each: (each.rank, each.source, each.code))),
+        seen=seen,
     )
 
 
