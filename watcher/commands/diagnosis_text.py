@@ -23,10 +23,8 @@ def show(source: str, document: Mapping[str, Any], code: int) -> None:
     verdict = plain(document["verdict"]).replace("_", " ").upper()
     proven = "proven by the records" if document["conclusive"] else f"confidence {document['confidence']:.2f}"
     cause = plain(document.get("cause") or "unknown")
-    console.print(
-        f"[bold]{plain(source)}[/]: [bold {COLOURS[code]}]{verdict}[/] ({proven}; cause: {cause}) "
-        f"{plain(document.get('summary') or '')}"
-    )
+    console.print(f"[bold]{plain(source)}[/]: [bold {COLOURS[code]}]{verdict}[/] ({proven}; cause: {cause})")
+    console.print(f"  who       {plain(document.get('summary') or '')}")
     console.print(f"  why       {plain(document['why'])}")
     for side, words in (("agrees", True), ("against", False)):
         sources = [each["source"] for each in document.get("testimonies", ()) if each["agrees"] is words]
