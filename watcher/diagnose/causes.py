@@ -8,6 +8,7 @@ from typing import Final
 
 from watcher.diagnose.diagnosis import Cause, CollectiveReading, DiagnosisVerdict, Place
 from watcher.diagnose.evidence import Evidence
+from watcher.diagnose.ras_witness import nodes_of_ranks
 from watcher.diagnose.weigh import Weighed
 from watcher.diagnose.witness import ENDINGS, HEARTBEATS, PROCESSES, RAS, STACKS, Witness
 
@@ -85,11 +86,3 @@ def whole_nodes(ranks: frozenset[int], evidence: Evidence) -> tuple[str, ...]:
         of_node[node].add(rank)
     whole = tuple(sorted(node for node, held in of_node.items() if len(held) > 1 and held <= ranks))
     return whole if len(of_node) > 1 and ranks == {rank for node in whole for rank in of_node[node]} else ()
-
-
-def nodes_of_ranks(evidence: Evidence) -> dict[int, str]:
-    """By whichever source tells it."""
-    nodes = {process.rank: process.node for process in evidence.processes if process.rank is not None}
-    if evidence.seen is not None:
-        nodes |= {each.rank: each.node for each in evidence.seen.ranks if each.node}
-    return nodes | dict(evidence.node_of_rank)

@@ -18,7 +18,7 @@ from watcher.diagnose.inside import of_endings, of_stacks
 from watcher.diagnose.outside import median_step, of_faults, of_heartbeats, of_power, of_processes
 from watcher.diagnose.ras.findings import RasReading
 from watcher.diagnose.ras.reading import read_ras
-from watcher.diagnose.ras_witness import VERDICTS, known_ranks, of_ras
+from watcher.diagnose.ras_witness import VERDICTS, hosts_of, known_ranks, of_ras
 from watcher.diagnose.sentences import advice_of, culprits_of, summary_of, why_of
 from watcher.diagnose.weigh import Weighed, weigh
 from watcher.diagnose.witness import HEARTBEATS, POWER, PROCESSES, RECORDS, Witness
@@ -35,6 +35,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     ras = read_ras(evidence.ras) if evidence.ras else None
     witnesses = testify(evidence, reading, ras)
     weighed = weigh(witnesses, reading)
+    if ras is not None:
+        evidence = replace(evidence, node_of_rank=hosts_of(ras, evidence) | dict(evidence.node_of_rank))
     nothing_open = _nothing_open(evidence, reading, weighed, witnesses)
     verdict = verdict_of(weighed, reading, ras, nothing_open)
     cause = Cause.UNKNOWN if nothing_open else cause_of(verdict, weighed, witnesses, reading, evidence)
@@ -120,10 +122,13 @@ def _nothing_open(
         return False
     if weighed.ranks or (evidence.seen is not None and evidence.seen.state not in AT_WORK):
         return False
+    if reading is None and any(witness.denies for witness in witnesses):
+        return True
     if reading is None:
         ended = {ending.rank for ending in evidence.endings if ending.code == 0}
         return bool(ended) and ended >= known_ranks(evidence)
-    whole = not evidence.unread and {record.rank for record in evidence.records} >= known_ranks(evidence)
+    told = any(part.group.members for record in evidence.records for part in record.groups)
+    whole = told and not evidence.unread and {record.rank for record in evidence.records} >= known_ranks(evidence)
     return whole and reading.verdict is DiagnosisVerdict.NO_DESYNC and not reading.groups
 
 

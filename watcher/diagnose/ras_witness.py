@@ -65,6 +65,26 @@ def job_rank(suspect: RasSuspect, reading: RasReading, evidence: Evidence) -> in
     return suspect.rank if size == (world or largest) else None
 
 
+def hosts_of(reading: RasReading, evidence: Evidence) -> dict[int, str]:
+    """Where RAS says that its suspects are, of those that nothing else places."""
+    placed = nodes_of_ranks(evidence)
+    return {
+        rank: suspect.host
+        for suspect in reading.suspects
+        if suspect.host is not None
+        and (rank := job_rank(suspect, reading, evidence)) is not None
+        and rank not in placed
+    }
+
+
+def nodes_of_ranks(evidence: Evidence) -> dict[int, str]:
+    """By whichever source tells it."""
+    nodes = {process.rank: process.node for process in evidence.processes if process.rank is not None}
+    if evidence.seen is not None:
+        nodes |= {each.rank: each.node for each in evidence.seen.ranks if each.node}
+    return nodes | dict(evidence.node_of_rank)
+
+
 def known_ranks(evidence: Evidence) -> frozenset[int]:
     """All ranks that any part of the evidence names."""
     members = (rank for record in evidence.records for part in record.groups for rank in part.group.members)

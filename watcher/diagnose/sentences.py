@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 
-from watcher.diagnose.causes import left_behind, nodes_of_ranks
+from watcher.diagnose.causes import left_behind
 from watcher.diagnose.diagnosis import Cause, CollectiveReading, Culprit, DiagnosisVerdict, GroupFrontier, Member, Place
 from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.flight.record import Operation
 from watcher.diagnose.operations import operation_words
+from watcher.diagnose.ras_witness import nodes_of_ranks
 from watcher.diagnose.weigh import Weighed
 from watcher.diagnose.witness import ENDINGS, PROCESSES, RECORDS, STACKS, Witness
 from watcher.diagnose.words import counted, ranks_in_words
@@ -88,6 +89,9 @@ def summary_of(
     nothing_open: bool,
 ) -> str:
     at_step = "" if step is None else f", step {step:,}"
+    moves = next((witness.words for witness in witnesses if witness.denies), None)
+    if nothing_open and reading is None and moves is not None:
+        return f"the job moves: {moves}"
     if nothing_open:
         return f"no rank waits in a collective: no hang in these records{at_step}"
     group = _group_of(reading, culprits)
@@ -183,7 +187,8 @@ def why_of(weighed: Weighed, witnesses: Sequence[Witness], reading: CollectiveRe
     sides = [(w, yes) for w, yes in weighed.agrees if w.source != RECORDS]
     parts = [reading.why] if reading is not None else []
     parts += [f"{witness.source}: {witness.words}" for witness, yes in sides if yes]
-    parts += [f"against it {witness.source}: {witness.words}" for witness, yes in sides if not yes]
+    against = "against it " if weighed.ranks else ""
+    parts += [f"{against}{witness.source}: {witness.words}" for witness, yes in sides if not yes]
     if not parts:
         parts = [f"{witness.source}: {witness.words}" for witness in witnesses if witness.words]
     if weighed.tie_broken:

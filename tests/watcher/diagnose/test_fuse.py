@@ -339,7 +339,25 @@ def test_counters_that_move_are_shown_against_a_hang() -> None:
     found = diagnose(Evidence(records({3: None}), ras=ras))
     assert ("NCCL RAS", False) in [(t.source, t.agrees) for t in found.testimonies]
     assert found.confidence < alone.confidence
-    assert diagnose(Evidence(ras=ras)).culprits == ()
+    only = diagnose(Evidence(ras=ras))
+    assert (only.culprits, only.nothing_open) == ((), True)
+    assert only.summary.startswith("the job moves: ")
+
+
+def test_ras_alone_names_rank_and_host() -> None:
+    data = Path(__file__).parents[2] / "data" / "ras"
+    name = "desync_crossed_counts_poll{}.json"
+    polls = [(name.format(i), (data / name.format(i)).read_bytes()) for i in (1, 2)]
+    found = diagnose(Evidence(ras=(parse_polls("", polls, 5.0),)))
+    assert (found.verdict, found.conclusive, found.cause) == (DESYNC, False, Cause.PROGRAM)
+    assert [(culprit.rank, culprit.node) for culprit in found.culprits] == [(3, "10.0.0.11")]
+
+
+def test_one_record_of_unknown_groups_proves_no_absence_of_a_hang() -> None:
+    alone = record(0, done=True)
+    part = alone.groups[0]
+    unknown = replace(alone, groups=(replace(part, group=part.group._replace(members=())),))
+    assert not diagnose(Evidence((unknown,))).nothing_open
 
 
 def test_numbers_that_are_not_finite_do_no_harm() -> None:
