@@ -21,6 +21,7 @@ from collectors.samples import GpuSample, HostStatus, NodeSample
 from collectors.smi import SmiReport, read_gpu_output
 from collectors.ssh.link import NodeLink
 from watcher.judge.job_sample import JobSpec
+from watcher.log_end import end_of_log
 from watcher.recordings import Moment, Recording, is_recording, open_recording, read_recording
 
 MEBIBYTE: Final = 1024.0**2
@@ -66,14 +67,18 @@ def read_source(name: str, data: bytes) -> GpuLog | Recording:
     return _from_report(name, read_gpu_output(data))
 
 
-def read_file(path: Path) -> GpuLog | Recording:
-    """Raises SourceError, or RecordingError for a recording that cannot be read. A pipe is as good as a file."""
+def read_file(path: Path, *, only_the_end: bool = False) -> GpuLog | Recording:
+    """Raises SourceError, or RecordingError for a recording that cannot be read. A pipe is as good as a file.
+
+    `only_the_end`: of a long log, the last rounds and the boards of the first.
+    """
     try:
         with path.open("rb") as file:
             start = file.read(512)
             if path.is_file() and is_recording(start):
                 return open_recording(path)
-            return read_source(path.name, start + file.read(LARGEST_FILE_BYTES))
+            data = start + file.read(LARGEST_FILE_BYTES)
+            return read_source(path.name, end_of_log(data) if only_the_end else data)
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib import resources
 from typing import Final
 
@@ -45,6 +46,11 @@ _ABSENT_WORDS: Final = re.compile(
 )
 
 
+# A log of a day has half a million rows, and few different cells.
+KEPT_CELLS: Final = 1 << 15
+
+
+@lru_cache(KEPT_CELLS)
 def reason_of_text(text: str) -> Reason | None:
     """The reason that this text states, or None where it is no token (a number, a name, a word we do not know)."""
     word = text.strip()
@@ -64,6 +70,7 @@ def reason_of_text(text: str) -> Reason | None:
     return Reason.UNREADABLE
 
 
+@lru_cache(KEPT_CELLS)
 def read_number(text: str, unit: str = "", bottom: float = 0.0, top: float = 1e18) -> Reading:
     """The number of a cell in our unit. `unit`: what counts where the cell names none, e.g. from the header.
 

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final
 
 from collectors.samples import Reason
@@ -138,6 +139,7 @@ def _with_columns(found: _Found, said: Said) -> list[tuple[int, int, tuple[Colum
     return result
 
 
+@lru_cache
 def _trouble(columns: tuple[Column, ...]) -> str:
     """Why rows of these columns are no boards; "" if they are. Names what was found and what is needed."""
     fields = {column.field for column in columns} - {""}

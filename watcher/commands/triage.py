@@ -82,7 +82,7 @@ def triage_command(
             if source == "-":
                 triages += triage_source("-", read_source("-", sys.stdin.buffer.read()), word, profile)
             elif is_file(source):
-                triages += triage_source(source, read_file(Path(source)), word, profile)
+                triages += triage_source(source, read_file(Path(source), only_the_end=True), word, profile)
             else:
                 hosts.append(source)
         except (SourceError, RecordingError) as error:
