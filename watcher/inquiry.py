@@ -18,6 +18,7 @@ from typing import Final, Protocol
 
 import orjson
 
+from watcher.concluding import CannotConclude
 from watcher.diagnose.diagnosis import Diagnosis
 from watcher.diagnose.document import document_of
 from watcher.diagnose.evidence import Evidence, Seen
@@ -25,6 +26,7 @@ from watcher.incidents import KEPT
 from watcher.snapshot import EpisodeView, JobView
 
 SUFFIX: Final = ".capture"
+KEPT_BYTES: Final = 2 << 30  # of all captures; a thousand ranks give some 450 MB
 REPORT: Final = "report.html"
 
 log = logging.getLogger("wattwatch.diagnosing")
@@ -36,8 +38,8 @@ class Capturing(Protocol):
     def __call__(self, view: JobView, directory: Path) -> None: ...
 
 
-class Concluding(Protocol):
-    """Reads a capture directory and weighs what is in it. Raises where nothing is."""
+class Concludes(Protocol):
+    """Reads a capture directory and weighs what is in it. Raises CannotConclude."""
 
     def __call__(self, directory: Path) -> tuple[Evidence, Diagnosis]: ...
 
@@ -66,7 +68,7 @@ class Inquiry:
     """How a job is looked into. Shared by all threads; holds nothing of any job."""
 
     capture: Capturing
-    conclude: Concluding
+    conclude: Concludes
     report: Reporting
     wall: Callable[[], float]
 
@@ -93,16 +95,17 @@ class Inquiry:
         except Exception as error:
             log.error("the capture of %s failed", view.name, exc_info=error)
             failure = f"the capture failed ({type(error).__name__}: {str(error)[:200]})"
-        evidence, diagnosis = self.conclude(directory)
+        try:
+            evidence, diagnosis = self.conclude(directory)
+        except CannotConclude as error:
+            return Result(directory, told, self.wall(), trouble=f"{failure}; {error}" if failure else str(error))
         if failure:
             diagnosis = replace(diagnosis, missing=(*diagnosis.missing, failure))
         with contextlib.suppress(OSError):  # a full disk: it is told all the same
             text = orjson.dumps(document_of(diagnosis), option=orjson.OPT_INDENT_2)
             (directory / "diagnosis.json").write_bytes(text + b"\n")
         result = Result(directory, told, self.wall(), evidence, diagnosis)
-        report = self.write_report(view, episode, result)
-        # An episode may stay open for days: the records of a thousand ranks are not kept that long.
-        return replace(result, evidence=replace(evidence, records=()), report=report)
+        return replace(result, report=self.write_report(view, episode, result))
 
     def write_report(self, view: JobView, episode: EpisodeView, result: Result) -> Path | None:
         """None where it cannot be drawn or written; the log says why."""
@@ -121,8 +124,10 @@ def directory_name(job: str, alert: str, wall: float, number: int) -> str:
     return f"{strftime('%Y%m%dT%H%M%SZ', gmtime(wall))}-{name}-{alert}{f'-{number + 1}' if number else ''}{SUFFIX}"
 
 
-def prune(directory: Path, kept: int = KEPT) -> None:
-    """Makes room for one more."""
-    captures = sorted(directory.glob(f"*{SUFFIX}"))
-    for old in captures[: max(0, len(captures) - kept + 1)]:
-        shutil.rmtree(old, ignore_errors=True)
+def prune(directory: Path, kept: int = KEPT, kept_bytes: int = KEPT_BYTES) -> None:
+    """Makes room for one more; the newest stay."""
+    left = kept_bytes
+    for place, capture in enumerate(sorted(directory.glob(f"*{SUFFIX}"), reverse=True), 1):
+        left -= sum(file.stat().st_size for file in capture.iterdir() if file.is_file()) if left > 0 else 0
+        if place >= kept or left <= 0:
+            shutil.rmtree(capture, ignore_errors=True)

@@ -12,6 +12,7 @@ import pytest
 
 from collectors.samples import KernelEvent
 from tests.watcher.serve.handmade import cluster, episode, hung
+from watcher.concluding import CannotConclude
 from watcher.diagnose.diagnosis import Cause, Culprit, Diagnosis, DiagnosisVerdict
 from watcher.diagnose.evidence import Evidence
 from watcher.diagnosing import AN_HOUR_MOST, AT_ONCE_MOST, HOUR_SECONDS, Diagnosing
@@ -288,6 +289,24 @@ def test_as_many_captures_are_kept_as_recordings(tmp_path: Path) -> None:
     assert len(left) == KEPT - 1
     assert left[-1] == directory_name("llama", "JobHung", 1.8e9 + KEPT + 2, 0)
     assert len(list(tmp_path.glob("*.gz"))) == 1
+
+
+def test_large_captures_make_room_for_each_other_and_the_newest_stays(tmp_path: Path) -> None:
+    for second in range(4):
+        capture = tmp_path / directory_name("llama", "JobHung", 1.8e9 + second, 0)
+        capture.mkdir()
+        (capture / "rank-00000.recorder").write_bytes(b"x" * 100)
+    prune(tmp_path, kept_bytes=250)
+    assert [path.name[13:15] for path in sorted(tmp_path.iterdir())] == ["02", "03"]
+
+
+def test_where_there_is_no_evidence_it_says_so(field: Field) -> None:
+    field.conclusions = [CannotConclude("/captures/x: nothing in it can be used")]
+    field.failure = ConnectionError("no node answers")
+    field.look(open_episode())
+    assert field.view().trouble == (
+        "the capture failed (ConnectionError: no node answers); /captures/x: nothing in it can be used"
+    )
 
 
 def test_a_directory_is_named_by_time_job_and_alert_whatever_the_job_is_called() -> None:

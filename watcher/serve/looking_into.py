@@ -7,13 +7,11 @@ from pathlib import Path
 
 from collectors.clock import Clock
 from collectors.ssh.fleet import Fleet
+from watcher.concluding import Concluding
 from watcher.config import Config
 from watcher.diagnose.capture.capture import capture
 from watcher.diagnose.capture.plan import CaptureSettings, plan_of
 from watcher.diagnose.diagnosis import Diagnosis
-from watcher.diagnose.evidence import Evidence
-from watcher.diagnose.fuse import diagnose
-from watcher.diagnose.read_evidence import read_evidence
 from watcher.diagnosing import Diagnosing
 from watcher.incident_page import page_of
 from watcher.inquiry import Inquiry
@@ -24,7 +22,13 @@ from watcher.tell.teller import Teller
 
 
 def diagnosing_of(
-    config: Config, specs: Sequence[JobSpec], fleet: Fleet, teller: Teller, clock: Clock, incidents: Path
+    config: Config,
+    specs: Sequence[JobSpec],
+    fleet: Fleet,
+    teller: Teller,
+    clock: Clock,
+    concluding: Concluding,
+    incidents: Path,
 ) -> Diagnosing:
     """`incidents`: where the recordings of incidents lie."""
     by_name = {spec.name: spec for spec in specs}
@@ -38,10 +42,4 @@ def diagnosing_of(
         teller.diagnosed(episode_id, Diagnosed(diagnosis.summary, diagnosis.conclusive))
 
     allowed = {job.name: getattr(job, "capture", True) for job in config.jobs}
-    return Diagnosing(incidents, allowed, Inquiry(ask, conclude, page_of, clock.wall), tell, clock)
-
-
-def conclude(directory: Path) -> tuple[Evidence, Diagnosis]:
-    """What lies in the directory, and what follows from it. Raises NoEvidence."""
-    evidence = read_evidence(directory)
-    return evidence, diagnose(evidence)
+    return Diagnosing(incidents, allowed, Inquiry(ask, concluding.conclude, page_of, clock.wall), tell, clock)

@@ -17,6 +17,7 @@ from typing import Final
 
 from collectors.clock import Clock
 from collectors.ssh.fleet import Fleet
+from watcher.concluding import Concluding
 from watcher.config import Config
 from watcher.engine import Engine
 from watcher.incidents import Incidents
@@ -133,7 +134,10 @@ class Service:
             self._hear,
         )
         incidents = section.state_directory / INCIDENTS
-        self._diagnosing = diagnosing_of(self._config, self._specs, self._fleet, self._teller, self._clock, incidents)
+        self._concluding = Concluding()
+        self._diagnosing = diagnosing_of(
+            self._config, self._specs, self._fleet, self._teller, self._clock, self._concluding, incidents
+        )
         self._engine = Engine(
             self._specs,
             self._fleet,
@@ -159,6 +163,7 @@ class Service:
         undo.callback(self._teller.stop, self._seconds(1.0))
         undo.callback(self._fleet.stop, self._seconds(1.5))
         undo.callback(self._diagnosing.stop)
+        undo.callback(self._concluding.stop)
         undo.callback(self._join_engine, 1.0)
         undo.callback(self._slow_tasks.stop)
         undo.callback(self._web.begin_stop)
@@ -253,7 +258,10 @@ class Service:
             told = {name: view.findings for name, view in snapshot.jobs.items()}
             now = self._clock.monotonic()
             self._incidents.look(self._fleet.links(), told, now, self._clock.wall(), self._engine.known)
-            self._diagnosing.look(snapshot)
+            try:
+                self._diagnosing.look(snapshot)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._engine_failed(error)
             self._log_episodes(before, snapshot)
         if snapshot is not before and self._teller.trouble is not None:
             self._note_trouble("store", "The watcher cannot save its state.", self._teller.trouble, "Free disk space.")
