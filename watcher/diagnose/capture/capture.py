@@ -30,7 +30,12 @@ RAS_BYTES: Final = 32 * MIB
 PROTOCOL_BYTES: Final = 2 * MIB  # heads and sentences of one node
 MOST_SENTENCES: Final = 200  # of one node
 MOST_RANK: Final = 999_999
-SUFFIXES: Final = {"recorder.json": "recorder.json", "recorder": "recorder", "stacks": "stacks.txt"}
+SUFFIXES: Final = {
+    "recorder.json": "recorder.json",
+    "recorder-cpu.json": "recorder-cpu.json",  # of the backends beside NCCL
+    "recorder": "recorder",  # a pickle
+    "stacks": "stacks.txt",
+}
 
 Access = Callable[[str], NodeChannels]
 

@@ -256,14 +256,17 @@ class Capture:
         self.keep("stacks", rank, stacks, source=name, owner_uid=owner)
 
     def ask_record(self, rank: int, path: str, name: str, owner: int) -> None:
-        """NCCL's recorder is another one than that of all other backends."""
-        record = self.ask(path, "fr_trace_json", RECORD_SECONDS)
-        if b'"entries"' not in record:
-            record = self.ask(path, "dump_nccl_trace_json", RECORD_SECONDS) or record
-        if record:
-            self.keep("recorder.json", rank, record, source=name, owner_uid=owner)
-        else:
+        """NCCL has a recorder of its own beside that of all other backends; a job on GPUs has both."""
+        general = self.ask(path, "fr_trace_json", RECORD_SECONDS)
+        nccl = self.ask(path, "dump_nccl_trace_json", RECORD_SECONDS)
+        if not general and not nccl:
             self.missing(f"rank {rank}: its worker socket has no handler for the flight record: a newer torch has")
+        elif b'"entries"' in nccl:
+            self.keep("recorder.json", rank, nccl, source=name, owner_uid=owner)
+            if b'"entries"' in general:
+                self.keep("recorder-cpu.json", rank, general, source=name, owner_uid=owner)
+        else:
+            self.keep("recorder.json", rank, general or nccl, source=name, owner_uid=owner)
 
     def owner_of_socket(self, path: str) -> int:
         found = os.lstat(path)

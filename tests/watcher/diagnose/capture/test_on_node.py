@@ -51,6 +51,7 @@ def test_ranks_that_answer_in_impossible_ways_cost_a_sentence_each_and_the_other
         servers.drips,
         servers.floods,
         servers.is_no_torch,
+        servers.of_nccl_and_gloo,
     ]
     with contextlib.ExitStack() as stack:
         for rank, talk in enumerate(talks):
@@ -59,8 +60,9 @@ def test_ranks_that_answer_in_impossible_ways_cost_a_sentence_each_and_the_other
     assert answer.complete
     assert answer.files["recorder.json", 0] == answer.files["recorder.json", 1] == servers.RECORD
     assert answer.files["stacks", 0] == answer.files["stacks", 1] == answer.files["stacks", 2] == servers.STACKS
-    assert answer.ranks("recorder.json") == {0, 1}
-    assert answer.ranks("stacks") == {0, 1, 2}
+    assert answer.ranks("recorder.json") == {0, 1, 7}
+    assert answer.ranks("recorder-cpu.json") == {7}
+    assert answer.ranks("stacks") == {0, 1, 2, 7}
     assert "no handler for the flight record" in answer.why(2)
     assert "gave no flight record in 2 s" in answer.why(3)
     assert "gave no flight record in 2 s" in answer.why(4)

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-RECORD = b'{"version": "2.10", "entries": []}'
+CAPTURES = Path(__file__).parents[3] / "data" / "captures"
+RECORD = (CAPTURES / "early_end" / "rank-00000.recorder.json").read_bytes()
 STACKS = b'Thread 0x1 (most recent call first):\n  File "train.py", line 3 in step\n'
 
 Talk = Callable[[socket.socket, threading.Event], None]
@@ -30,12 +31,19 @@ def respond(connection: socket.socket, body: bytes, status: str = "200 OK") -> N
 
 
 def answers(connection: socket.socket, _: threading.Event) -> None:
-    respond(connection, {"fr_trace_json": RECORD, "dump_traceback": STACKS}.get(request(connection), b""))
+    """On a machine without NCCL."""
+    body = {"fr_trace_json": RECORD, "dump_traceback": STACKS}.get(request(connection))
+    respond(connection, body or b"Handler not found", "200 OK" if body else "404 Not Found")
 
 
 def of_nccl(connection: socket.socket, _: threading.Event) -> None:
-    """NCCL's own recorder; the general one exists and is empty."""
+    """NCCL has a recorder of its own; the general one exists and is empty."""
     bodies = {"fr_trace_json": b'{"version": "2.10"}', "dump_nccl_trace_json": RECORD, "dump_traceback": STACKS}
+    respond(connection, bodies[request(connection)])
+
+
+def of_nccl_and_gloo(connection: socket.socket, _: threading.Event) -> None:
+    bodies = {"fr_trace_json": RECORD + b" ", "dump_nccl_trace_json": RECORD, "dump_traceback": STACKS}
     respond(connection, bodies[request(connection)])
 
 

@@ -1,0 +1,155 @@
+"""Other business on a connection that is held: it gets its answer or a sentence, and the probe notices nothing."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from collectors.samples import HostStatus
+from collectors.ssh.channels import MOST_WRITTEN_BYTES, Ran
+from tests.collectors.ssh.real_sshd import RealSshd, Site, free_port
+from tests.collectors.ssh.watching import Watching, watching
+
+KEPT = 10_000_000
+
+
+def run(
+    watch: Watching, command: str, stdin: bytes = b"", seconds: float = 30.0, most: int = KEPT
+) -> tuple[Ran, bytes]:
+    output = bytearray()
+    ran = watch.fleet.channels("node").run(command, stdin, output.extend, deadline_seconds=seconds, byte_limit=most)
+    return ran, bytes(output)
+
+
+@pytest.fixture
+def node(here: Site) -> RealSshd:
+    return here.server()
+
+
+@pytest.fixture
+def watch(here: Site, node: RealSshd) -> Iterator[Watching]:
+    with watching(here.settings()) as watch:
+        watch.until_lines(1)
+        yield watch
+        watch.until_lines(2)  # the probe goes on, on the connection that it had
+        assert watch.link().status is HostStatus.OK
+        assert watch.link().logins == 1
+
+
+def test_a_command_gets_its_stdin_and_its_end(watch: Watching) -> None:
+    ran, output = run(watch, "wc -c; echo so >&2; exit 3", b"x" * MOST_WRITTEN_BYTES)
+    assert output.split() == [str(MOST_WRITTEN_BYTES).encode()]
+    assert ran == Ran(3, "so")
+
+
+def test_a_command_that_floods_is_cut_off(watch: Watching) -> None:
+    ran, output = run(watch, "yes", most=300_000)
+    assert len(output) == 300_000
+    assert ran.trouble == "it sends more than 300,000 bytes"
+
+
+def test_a_command_that_does_not_end_is_left_at_the_deadline_with_what_it_said(watch: Watching) -> None:
+    ran, output = run(watch, "echo first; exec sleep 60", seconds=1.0)
+    assert output == b"first\n"
+    assert ran.trouble == "not done within 1 s"
+
+
+def test_many_at_once_have_a_channel_each(watch: Watching) -> None:
+    answers: list[bytes] = []
+    threads = [threading.Thread(target=lambda: answers.append(run(watch, "cat", b"x" * 1000)[1])) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert answers == [b"x" * 1000] * 8
+
+
+def test_a_port_of_the_node_is_reached_or_refused(watch: Watching) -> None:
+    channels = watch.fleet.channels("node")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        channel = channels.connect(server.getsockname()[1], 10.0)
+        connection, _ = server.accept()
+        with channel, connection:
+            channel.sendall(b"STATUS\n")
+            assert connection.recv(100) == b"STATUS\n"
+            connection.sendall(b"OK\n")
+            channel.settimeout(10.0)
+            assert channel.recv(100) == b"OK\n"
+    with pytest.raises(ConnectionRefusedError, match="nothing listens on"):
+        channels.connect(free_port(), 10.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "action", "words"),
+    [
+        (("MaxSessions 1",), lambda watch: run(watch, "true")[0].trouble, "MaxSessions"),
+        (("AllowTcpForwarding no",), lambda watch: refused(watch, 28028), 'permitopen="127.0.0.1:28028"'),
+    ],
+    ids=["MaxSessions", "AllowTcpForwarding"],
+)
+def test_what_a_node_does_not_allow_is_a_sentence(
+    here: Site, options: tuple[str, ...], action: Callable[[Watching], str], words: str
+) -> None:
+    here.server("node", *options)
+    with watching(here.settings()) as watch:
+        watch.until_lines(1)
+        assert words in action(watch)
+        watch.until_lines(2)
+        assert watch.link().logins == 1
+
+
+def refused(watch: Watching, port: int) -> str:
+    with pytest.raises(PermissionError) as error:
+        watch.fleet.channels("node").connect(port, 10.0)
+    return str(error.value)
+
+
+def test_the_key_in_deploy_may_run_commands_and_reach_the_port_of_nccl_alone(here: Site) -> None:
+    node = here.server()
+    example = (Path(__file__).parents[3] / "deploy" / "authorized_keys").read_text()
+    options = next(line for line in example.splitlines() if line.startswith("restrict")).split(" ssh-ed25519")[0]
+    key = Path(f"{here.key}.pub").read_text()
+    node.authorized_keys.write_text(f"{options.replace('10.0.0.5', '127.0.0.1')} {key}")
+    with watching(here.settings()) as watch:
+        watch.until_lines(1)
+        assert run(watch, "cat", b"x")[1] == b"x"
+        assert "permitopen" in refused(watch, 9)
+        with pytest.raises(ConnectionRefusedError):
+            watch.fleet.channels("node").connect(28028, 10.0)
+
+
+def test_a_connection_that_is_lost_leaves_what_had_come(here: Site) -> None:
+    node = here.server()
+    with watching(here.settings()) as watch:
+        watch.until_lines(1)
+        output = bytearray()
+
+        def take(chunk: bytes) -> None:
+            output.extend(chunk)
+            node.kill_sessions()
+
+        ran = watch.fleet.channels("node").run(
+            "echo first; exec sleep 60", b"", take, deadline_seconds=30.0, byte_limit=KEPT
+        )
+        assert output == b"first\n"
+        assert ran.trouble is not None
+        assert "connection" in ran.trouble
+
+
+def test_without_a_connection_the_link_says_why(here: Site) -> None:
+    node = here.server()
+    node.stop()
+    with watching(here.settings()) as watch:
+        watch.until(lambda: "refused" in watch.link().detail, "a reason")
+        assert "connection refused" in (run(watch, "true")[0].trouble or "")
+        with pytest.raises(ConnectionError, match="connection refused"):
+            watch.fleet.channels("node").connect(28028, 1.0)
+
+
+def test_more_stdin_than_may_wait_is_refused_before_it_is_sent(watch: Watching) -> None:
+    with pytest.raises(ValueError, match="at most 32,768"):
+        run(watch, "cat", bytes(MOST_WRITTEN_BYTES + 1))

@@ -1,0 +1,72 @@
+"""Real jobs that hang: over SSH the ranks that can answer do, the others are named with the reason, and nobody is hurt.
+
+The seconds of each kind are printed: `pytest -s`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from collectors.clock import Clock
+from tests.collectors.ssh.watching import Watching
+from tests.watcher.diagnose.hung_jobs import KINDS, HungJob, hung_job
+from watcher.diagnose.capture.capture import CaptureResult, capture
+from watcher.diagnose.capture.plan import CapturePlan, NodePlan
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'wattwatch[trainer]'")
+
+
+def files_of(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if not path.name.endswith(".tmp")}
+
+
+def fates(job: HungJob) -> dict[int, str]:
+    """Whether each process runs, is stopped or has ended: S and R are one."""
+    return {rank: state if state in "TZ" else "runs" for rank, state in job.states().items()}
+
+
+def why(result: CaptureResult, rank: int) -> str:
+    return "; ".join(sentence for sentence in result.missing if f"rank {rank}:" in sentence)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hung_job_gives_its_evidence_and_does_not_notice(kind: str, watch: Watching, tmp_path: Path) -> None:
+    with hung_job(kind, tmp_path) as job:
+        before, files = fates(job), files_of(job.run_directory)
+        plan = CapturePlan("job", (NodePlan("node"),), str(job.run_directory))
+        result = capture(plan, watch.fleet.channels, tmp_path / "capture", Clock())
+        print(f"\n{kind}: {result.took_seconds:.2f} s", *result.missing, sep="\n  ")  # noqa: T201 - a measurement
+        assert fates(job) == before
+        assert files_of(job.run_directory) == files, "nothing was written on the node"
+    assert not any("not done" in sentence or "not all" in sentence for sentence in result.missing)
+    for rank in job.processes:
+        if rank in job.answering:
+            assert json.loads((result.directory / f"rank-{rank:05d}.recorder.json").read_text())["entries"]
+        else:
+            assert f"process {job.pids[rank]} " in why(result, rank)
+        if rank in job.answering and rank not in job.kind.mute:
+            assert "most recent call first" in (result.directory / f"rank-{rank:05d}.stacks.txt").read_text()
+        elif rank in job.kind.mute:
+            assert "interpreter's lock" in why(result, rank)
+    processes = json.loads((result.directory / "node-node.processes.json").read_text())
+    assert {row["rank"]: row["pid"] for row in processes} == job.pids
+    assert {row["rank"]: row["state"] for row in processes if row["state"] in "TZ"} == {
+        rank: fate for rank, fate in before.items() if fate != "runs"
+    }
+    for rank in job.kind.culprits if not job.kind.dies else ():
+        stacks = result.directory / f"rank-{rank:05d}.stacks.txt"
+        assert not stacks.exists() or job.kind.function in stacks.read_text()
+
+
+def test_a_job_that_gloo_ended_leaves_the_records_of_those_that_saw_it(watch: Watching, tmp_path: Path) -> None:
+    with hung_job("size_mismatch", tmp_path) as job:
+        plan = CapturePlan("job", (NodePlan("node"),), str(job.run_directory))
+        result = capture(plan, watch.fleet.channels, tmp_path / "capture", Clock())
+    for rank in (0, 1, 3):
+        kept = result.files[f"rank-{rank:05d}.recorder.json"]
+        assert kept.source == f"{job.run_directory}/flight/attempt-01/recorder-{rank:05d}.json"
+        assert kept.age_seconds is not None
+    assert "has ended" in why(result, 2)
