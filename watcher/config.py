@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from watcher.diagnose.capture.plan import RAS_PORT, CaptureSettings
 from watcher.judge.finding import AlertName, Severity
 from watcher.judge.job_sample import JobSpec
 
@@ -134,6 +135,20 @@ class JobSection(Section):
     stall_limit: Duration | None = Field(
         None, description="JobHung after this long without a step; else learned from the job's own pace"
     )
+    capture: bool = Field(
+        True, description="when the job hangs, ask its ranks and nodes once for flight records, stacks and NCCL RAS"
+    )
+    flight_recorder_files: str | None = Field(
+        None, description="prefix of torch's dumps, as in TORCH_FR_DUMP_TEMP_FILE; else only those of run_directory"
+    )
+    flight_recorder_pipe: str | None = Field(
+        None,
+        description="prefix of torch's FIFOs, as in TORCH_NCCL_DEBUG_INFO_PIPE_FILE: a capture asks through them for "
+        "dumps, which writes flight_recorder_files on the nodes; never if absent, nor in a save",
+    )
+    nccl_ras_port: int = Field(
+        RAS_PORT, description="port of NCCL RAS on the nodes, as in NCCL_RAS_ADDR", ge=1, le=65535
+    )
 
     @field_validator("name")
     @classmethod
@@ -163,9 +178,30 @@ class JobSection(Section):
             compiled(value)
         return value
 
+    @field_validator("flight_recorder_files", "flight_recorder_pipe")
+    @classmethod
+    def prefix_is_absolute(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith("/"):
+            raise ValueError(
+                f'expected an absolute path to which the rank is added, like "/nfs/fr/dump_", got {value!r}'
+            )
+        return value
+
+    @model_validator(mode="after")
+    def dumps_can_be_found(self) -> JobSection:
+        if self.flight_recorder_pipe is not None and self.flight_recorder_files is None:
+            raise ValueError(
+                "flight_recorder_pipe needs flight_recorder_files: where the dumps that it asks for appear"
+            )
+        return self
+
     @property
     def node_names(self) -> tuple[str, ...]:
         return expand_nodes(self.nodes)
+
+    @property
+    def capture_settings(self) -> CaptureSettings:
+        return CaptureSettings(self.flight_recorder_files, self.flight_recorder_pipe, self.nccl_ras_port)
 
     def spec(self, interval_seconds: float) -> JobSpec:
         """The same as the judge reads it. Checkpoints: checkpoints/ of the run directory by default."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from watcher.config import Config, ConfigError, load_config, parse_duration, read_secret
+from watcher.diagnose.capture.plan import CaptureSettings
 
 MINIMUM = """
 [[jobs]]
@@ -59,6 +60,18 @@ def test_five_lines_watch_a_cluster(tmp_path: Path) -> None:
         ("", "jobs: no [[jobs]] table"),
         ("[[jobs]\n", "is not TOML: "),
         (
+            MINIMUM + "flight_recorder_file = '/nfs/fr_'\n",
+            "jobs[0].flight_recorder_file: unknown key; did you mean 'flight_recorder_files'?",
+        ),
+        (
+            MINIMUM + "flight_recorder_files = 'fr_'\n",
+            "jobs[0].flight_recorder_files: expected an absolute path to which the rank is added",
+        ),
+        (
+            MINIMUM + "flight_recorder_pipe = '/tmp/fr_'\n",
+            "jobs[0]: flight_recorder_pipe needs flight_recorder_files",
+        ),
+        (
             MINIMUM + "[[receivers]]\nname = 'ops'\ntype = 'slak'\nurl_file = 'u'\n",
             "receivers[0].type: Input should be 'slack' or 'webhook', got 'slak'",
         ),
@@ -72,6 +85,16 @@ def test_five_lines_watch_a_cluster(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, text: str, expected: str) -> None:
     assert any(problem.startswith(expected) for problem in problems(tmp_path, text)), problems(tmp_path, text)
+
+
+def test_what_a_capture_may_ask_for_is_as_configured(tmp_path: Path) -> None:
+    job = loaded(tmp_path, MINIMUM).jobs[0]
+    assert (job.capture, job.capture_settings) == (True, CaptureSettings())
+    job = loaded(
+        tmp_path,
+        MINIMUM + "flight_recorder_files = '/nfs/fr_'\nflight_recorder_pipe = '/tmp/fr_'\nnccl_ras_port = 28029\n",
+    ).jobs[0]
+    assert job.capture_settings == CaptureSettings("/nfs/fr_", "/tmp/fr_", 28029)
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
