@@ -24,7 +24,8 @@ from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict, Place
 from watcher.diagnose.document import group_document, wait_documents
 from watcher.diagnose.evidence import RankStacks, Seen, StackFrame
 from watcher.diagnose.operations import operation_words
-from watcher.diagnose.report_drawing import rank_picture, timeline_picture
+from watcher.diagnose.report_ranks import rank_picture
+from watcher.diagnose.report_timeline import timeline_picture
 from watcher.diagnose.words import counted, ranks_in_words
 from watcher.quantities import amount, duration, energy
 from watcher.snapshot import TimelinePoint

@@ -16,7 +16,8 @@ from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict, Place
 from watcher.diagnose.diagnosis import Testimony as Said
 from watcher.diagnose.evidence import RankSeen
 from watcher.diagnose.report import EvidenceFile, Incident, incident_report, ticked
-from watcher.diagnose.report_drawing import marks, rank_picture, tick_seconds, timeline_picture
+from watcher.diagnose.report_ranks import rank_picture
+from watcher.diagnose.report_timeline import marks, tick_seconds, timeline_picture
 
 HOSTILE = "<script>alert(\"x\")</script> & 'q' </style> `<img src=x>` {{7*7}} \ud800"
 VOID = {"meta", "path", "rect"}

@@ -1,6 +1,6 @@
-"""What an incident's page draws: power and steps over time, and every rank at the moment of the capture. Pure.
+"""What an incident's page draws of its ranks at the moment of the capture: few as bars, many as cells. Pure.
 
-Paths and places only; the template gives them their looks. One path for many marks keeps a thousand ranks small.
+Paths and places only; one path for many marks keeps a thousand ranks small.
 """
 
 from __future__ import annotations
@@ -9,21 +9,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Final
 
 from watcher.diagnose.evidence import RankSeen
-from watcher.snapshot import TimelinePoint
 
 WIDTH: Final = 1000.0
-POWER_HEIGHT: Final = 150.0
-STEP_HEIGHT: Final = 46.0
-BEFORE_SECONDS: Final = 600.0  # of the alert's opening
-POINTS_MOST: Final = 400
-MARGIN: Final = 1.01  # so that what is told last has a line to stand at
-TICKS: Final = (5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600, 86_400)
-TICKS_MOST: Final = 7
-
 BARS_MOST: Final = 64  # more ranks than this are cells
 BAR_HEIGHT: Final = 90.0
 LEAST_WIDTH: Final = 330.0  # so that few bars are not drawn huge
@@ -32,42 +22,6 @@ PITCH: Final = 11.0
 ROW_GAP: Final = 14.0
 SHADES: Final = 8
 MOST_ROWS: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    x: float
-    words: str
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    x: float
-    words: str
-    before: bool  # its words stand before the line, where the next one or the edge is near behind it
-
-
-@dataclass(frozen=True, slots=True)
-class Ribbon:
-    x: float
-    width: float
-    state: str
-    named: bool  # wide enough for its name
-
-
-@dataclass(frozen=True, slots=True)
-class TimelinePicture:
-    """Power above, the state as a ribbon, the step below; vertical marks where something was told."""
-
-    band: str
-    median: str
-    steps: str
-    step_words: str
-    ribbons: tuple[Ribbon, ...]
-    ticks: tuple[Tick, ...]
-    marks: tuple[Mark, ...]
-    top_words: str
-    day: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,102 +46,6 @@ class RankPicture:
     spread: str
     others: str  # what the others show, where culprits are known
     top_words: str
-
-
-def timeline_picture(
-    points: Sequence[TimelinePoint], opened: float | None, diagnosed: float | None, closed: float | None
-) -> TimelinePicture | None:
-    """None where there are less than two moments to draw."""
-    start = None if opened is None else opened - BEFORE_SECONDS
-    recent = [point for point in points if start is None or point.wall_seconds >= start]
-    if len(recent) < 2:
-        return None
-    first = recent[0].wall_seconds
-    last = max(recent[-1].wall_seconds, closed or 0.0, diagnosed or 0.0)
-    span = max((last - first) * MARGIN, 1.0)
-
-    def across(seconds: float) -> float:
-        return round(min(max((seconds - first) / span, 0.0), 1.0) * WIDTH, 1)
-
-    top = max((p.power_watts_high for p in recent if p.power_watts_high is not None), default=0.0) * 1.06 or 1.0
-    band, median = [], []
-    drawn = recent[:: max(1, len(recent) // POINTS_MOST)]
-    for stretch in unbroken([*drawn, recent[-1]] if drawn[-1] is not recent[-1] else drawn):
-        over = [f"{across(p.wall_seconds)} {down(p.power_watts_high, top)}" for p in stretch]
-        under = [f"{across(p.wall_seconds)} {down(p.power_watts_low, top)}" for p in stretch]
-        band.append("M" + "L".join([*over, *reversed(under)]) + "z")
-        median.append("M" + "L".join(f"{across(p.wall_seconds)} {down(p.power_watts_median, top)}" for p in stretch))
-    told = (("alert", opened), ("diagnosed", diagnosed), ("over", closed))
-    return TimelinePicture(
-        band="".join(band),
-        median="".join(median),
-        steps=steps_path([(across(p.wall_seconds), p.step) for p in drawn if p.step is not None]),
-        step_words=step_words([p.step for p in recent if p.step is not None]),
-        ribbons=ribbons([(across(p.wall_seconds), p.state.value) for p in recent], across(last)),
-        ticks=tuple(Tick(across(at), clock_words(at, span)) for at in tick_seconds(first, last)),
-        marks=marks([(across(at), words) for words, at in told if at is not None and at >= first]),
-        top_words=f"{top:,.0f} W",
-        day=datetime.fromtimestamp(first, UTC).strftime("%Y-%m-%d"),
-    )
-
-
-def marks(told: Sequence[tuple[float, str]]) -> tuple[Mark, ...]:
-    ends = [*(x for x, _ in told[1:]), WIDTH]
-    return tuple(Mark(x, words, end - x < 7.5 * len(words)) for (x, words), end in zip(told, ends, strict=True))
-
-
-def down(watts: float | None, top: float) -> str:
-    return f"{POWER_HEIGHT - (watts or 0.0) / top * POWER_HEIGHT:.1f}"
-
-
-def unbroken(points: Sequence[TimelinePoint]) -> list[list[TimelinePoint]]:
-    """Stretches with readings: a gap in the data is a gap in the picture."""
-    stretches: list[list[TimelinePoint]] = [[]]
-    for point in points:
-        if point.power_watts_median is None:
-            stretches.append([])
-        else:
-            stretches[-1].append(point)
-    return [stretch for stretch in stretches if len(stretch) > 1]
-
-
-def steps_path(steps: Sequence[tuple[float, int]]) -> str:
-    """A staircase: it stays at a step until the next is reported."""
-    if len(steps) < 2:
-        return ""
-    low, high = min(step for _, step in steps), max(step for _, step in steps)
-    scale = (STEP_HEIGHT - 6) / max(1, high - low)
-    path = [f"M{steps[0][0]} {STEP_HEIGHT - 3 - (steps[0][1] - low) * scale:.1f}"]
-    path += [f"H{x}V{STEP_HEIGHT - 3 - (step - low) * scale:.1f}" for x, step in steps[1:]]
-    return "".join(path)
-
-
-def step_words(steps: Sequence[int]) -> str:
-    if not steps:
-        return ""
-    return f"step {steps[-1]:,}" if steps[0] == steps[-1] else f"step {min(steps):,} to {max(steps):,}"
-
-
-def ribbons(states: Sequence[tuple[float, str]], end: float) -> tuple[Ribbon, ...]:
-    changes: list[tuple[float, str]] = []
-    for x, state in states:
-        if not changes or changes[-1][1] != state:
-            changes.append((x, state))
-    ends = [x for x, _ in changes[1:]] + [end]
-    return tuple(
-        Ribbon(x, round(until - x, 1), state, until - x > 8.5 * len(state))
-        for (x, state), until in zip(changes, ends, strict=True)
-    )
-
-
-def tick_seconds(first: float, last: float) -> list[float]:
-    step = next((each for each in TICKS if (last - first) / each <= TICKS_MOST), TICKS[-1])
-    start = (int(first) // step + 1) * step
-    return [float(at) for at in range(start, int(last) + 1, step)]
-
-
-def clock_words(seconds: float, span: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M" if span >= 420 else "%H:%M:%S")
 
 
 def rank_picture(
