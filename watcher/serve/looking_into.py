@@ -10,7 +10,7 @@ from collectors.ssh.fleet import Fleet
 from watcher.concluding import Concluding
 from watcher.config import Config
 from watcher.diagnose.capture.capture import capture
-from watcher.diagnose.capture.plan import CaptureSettings, plan_of
+from watcher.diagnose.capture.plan import plan_of
 from watcher.diagnose.diagnosis import Diagnosis
 from watcher.diagnosing import Diagnosing
 from watcher.incident_page import page_of
@@ -32,7 +32,7 @@ def diagnosing_of(
 ) -> Diagnosing:
     """`incidents`: where the recordings of incidents lie."""
     by_name = {spec.name: spec for spec in specs}
-    settings = {job.name: CaptureSettings() for job in config.jobs}
+    settings = {job.name: job.capture_settings for job in config.jobs}
 
     def ask(view: JobView, directory: Path) -> None:
         plan = plan_of(by_name[view.name], view.sample, settings[view.name])
@@ -41,5 +41,5 @@ def diagnosing_of(
     def tell(episode_id: str, diagnosis: Diagnosis) -> None:
         teller.diagnosed(episode_id, Diagnosed(diagnosis.summary, diagnosis.conclusive))
 
-    allowed = {job.name: getattr(job, "capture", True) for job in config.jobs}
+    allowed = {job.name: job.capture for job in config.jobs}
     return Diagnosing(incidents, allowed, Inquiry(ask, concluding.conclude, page_of, clock.wall), tell, clock)
