@@ -83,7 +83,7 @@ def test_members_that_a_later_gloo_group_overwrote_are_not_told() -> None:
     assert {str(group.group): group.group.members for group in found.groups} == {
         "default_pg": (),
         "dp": (),
-        "undefined": (),
+        "group 1": (),
     }
 
 
