@@ -11,8 +11,10 @@ from typing import Any, Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from collectors.samples import HostStatus
+from watcher.cost import kilowatt_hours
 from watcher.judge.finding import JobState, Severity
 from watcher.judge.job_sample import RankGpu
+from watcher.quantities import energy
 from watcher.serve import words
 from watcher.serve.diagnosis_answers import report_path
 from watcher.serve.drawing import History, Strip, history, is_suspect, power_strip, utilization_strip
@@ -49,6 +51,7 @@ class JobCard:
     checkpoint_age_seconds: float | None
     done: float | None  # share of the planned steps
     gpu_hours_lost: float
+    energy_lost: str  # "" where nothing is known to be drawn for nothing
     power: Strip
     utilization: Strip
     history: History | None
@@ -168,6 +171,7 @@ def job_card(view: JobView, late_seconds: float, now: float, diagnosis: Diagnosi
         else newest.age_seconds + late_seconds,
         done=done,
         gpu_hours_lost=sum(view.wasted_gpu_seconds.values()) / 3600,
+        energy_lost=energy(kilowatt_hours(view.wasted_joules)) if any(view.wasted_joules.values()) else "",
         power=power_strip(sample.gpus, suspects),
         utilization=utilization_strip(sample.gpus, suspects),
         history=history(view.timeline, sample.gpus, now),

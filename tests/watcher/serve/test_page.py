@@ -51,6 +51,7 @@ def test_each_job_tells_its_state_since_when_how_sure_and_why() -> None:
     assert "Suspect: rank 3 on gpu-03 GPU 3" in said
     assert "94 % sure · seen 0.4 s ago" in said
     assert "step 1,923 of 3,854" in said
+    assert "GPU-hours lost 1.0 187 Wh" in said
     assert "tokens/s 52,980" in said
     assert "power by rank 184–194 W of 1,100 W" in said
 
