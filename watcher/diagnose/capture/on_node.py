@@ -147,7 +147,7 @@ class Capture:
 
     def read_heartbeats(self, run: str) -> None:
         self.owners.add(os.stat(run).st_uid)
-        host, directory = socket.gethostname(), os.path.join(run, "heartbeat")
+        host, directory = host_name(), os.path.join(run, "heartbeat")
         beats = []
         try:
             names = sorted(os.listdir(directory))[:DIRECTORY_MOST]
@@ -403,7 +403,7 @@ class Capture:
         tool = shutil.which("py-spy", path=TOOL_PATH)
         wanted = {rank: pid for pid, rank in self.pids.items() if rank is not None and rank not in self.stacked}
         wanted = {rank: pid for rank, pid in wanted.items() if look(pid) is not None}
-        if tool is None or not wanted:
+        if tool is None or not wanted or ROOT:
             return
 
         def dump(rank: int) -> None:
@@ -421,6 +421,14 @@ class Capture:
                 raise Refused(f"py-spy: {last[:200]}")
 
         self.each_rank(sorted(wanted), dump, "py-spy", PY_SPY_SECONDS + 0.5)
+
+
+def host_name() -> str:
+    try:
+        with open(ROOT + "/proc/sys/kernel/hostname") as file:
+            return file.read().strip() or os.uname().nodename
+    except OSError:
+        return os.uname().nodename
 
 
 def words(error: BaseException) -> str:
@@ -495,7 +503,7 @@ def main(plan: dict[str, Any]) -> None:
     # A write to a frozen peer waits for ever; the alarm's default is to end the process.
     signal.alarm(int(plan["deadline_seconds"] + WAY_OUT_SECONDS) + 1)
     capture = Capture(plan)
-    capture.say({"hello": 1, "host": socket.gethostname(), "uid": os.geteuid(), "python": sys.version.split()[0]})
+    capture.say({"hello": 1, "host": host_name(), "uid": os.geteuid(), "python": sys.version.split()[0]})
 
     def gather() -> None:
         capture.guarded("capture", capture.gather)
