@@ -19,9 +19,9 @@ from watcher.judge.finding import AlertName, Finding
 from watcher.snapshot import DeliveryStats, EpisodeView
 from watcher.store import Delivery, EpisodeRow, Store, StoreError
 from watcher.tell.causes import Key, lends_severity, place_of, root_causes, successors_of
+from watcher.tell.decisions import CLEAR_SECONDS, decide
 from watcher.tell.episodes import (
     AGAIN_SECONDS,
-    CLEAR_SECONDS,
     GRAVE,
     Decision,
     Diagnosed,
@@ -31,7 +31,6 @@ from watcher.tell.episodes import (
     Notice,
     Reason,
     advance,
-    decide,
     grave_news,
     name_of,
     opened,

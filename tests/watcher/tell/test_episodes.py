@@ -9,26 +9,18 @@ import pytest
 
 from tests.watcher.tell.givens import WALL, finding, witness
 from watcher.judge.finding import AlertName, Finding, Severity
-from watcher.tell.episodes import (
+from watcher.tell.decisions import (
     CLEAR_SECONDS,
     RELEASE_SECONDS,
     SETTLE_SECONDS_LEAST,
     SETTLE_SECONDS_MOST,
     XID_SECONDS,
-    Diagnosed,
-    Ending,
-    Episode,
-    Look,
-    Notice,
-    Reason,
-    Told,
-    advance,
     clear_seconds,
     decide,
     is_refuted,
-    opened,
     settle_seconds,
 )
+from watcher.tell.episodes import Diagnosed, Ending, Episode, Look, Notice, Reason, Told, advance, opened
 from watcher.witness import Witness
 
 HUNG = finding()

@@ -18,7 +18,8 @@ from watcher.judge.finding import AlertName, Finding
 from watcher.judge.verdict import Suspect
 from watcher.quantities import amount, duration
 from watcher.tell.answers import Delivered, Failure, GiveUp, TryAgain, read_retry_after, read_status
-from watcher.tell.episodes import Decision, Diagnosed, Look, Notice, Reason, advance, decide, opened
+from watcher.tell.decisions import decide
+from watcher.tell.episodes import Decision, Diagnosed, Look, Notice, Reason, advance, opened
 from watcher.tell.messages import Message, compose
 from watcher.tell.slack import (
     CHARACTERS_MOST,

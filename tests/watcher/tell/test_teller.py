@@ -14,7 +14,8 @@ from tests.watcher.tell.givens import HandClock, Hook, finding, hook_on, receive
 from watcher.config import ReceiverSection, RouteSection
 from watcher.judge.finding import AlertName, Finding, Severity
 from watcher.store import Store, StoreError
-from watcher.tell.episodes import SETTLE_SECONDS_MOST, Diagnosed
+from watcher.tell.decisions import SETTLE_SECONDS_MOST
+from watcher.tell.episodes import Diagnosed
 from watcher.tell.teller import Teller
 from watcher.witness import Witness
 
