@@ -9,6 +9,7 @@ import io
 import itertools
 import math
 import statistics
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +23,13 @@ from collectors.smi import SmiReport, read_gpu_output
 from collectors.ssh.link import NodeLink
 from watcher.judge.job_sample import JobSpec
 from watcher.log_end import end_of_log
+from watcher.no_readings import is_headless_recording, training_log, what_it_is
 from watcher.recordings import Moment, Recording, is_recording, open_recording, read_recording
+from watcher.several_hosts import by_prefix, trouble_of
 
 MEBIBYTE: Final = 1024.0**2
 LARGEST_FILE_BYTES: Final = 512 * 1024**2
+GZIP: Final = b"\x1f\x8b"
 MOST_LOOKS: Final = 7200  # into one silence: whatever it means has been said by then
 
 
@@ -43,6 +47,7 @@ class GpuLog:
     detail: str
     ranks: Mapping[tuple[str, int], int]  # (node, index) -> rank, from JSON samples
     warnings: tuple[str, ...] = ()
+    advice: str = ""  # what to do about a source that holds no readings
 
 
 def by_job(log: GpuLog) -> tuple[GpuLog, ...]:
@@ -61,10 +66,52 @@ def read_source(name: str, data: bytes) -> GpuLog | Recording:
         raise SourceError(f"{name}: {len(data) / 1e9:.1f} GB is more than is read at once; give its last part")
     if is_recording(data[:512]):
         return read_recording(name, io.BytesIO(data))
+    if data.startswith(GZIP):
+        data = _unzipped(name, data)
+    if is_headless_recording(data):
+        raise SourceError(f"{name}: a wattwatch recording without its beginning: its first line names the jobs")
     pictures = _json_pictures(name, data)
     if pictures is not None:
         return _from_json(name, pictures)
-    return _from_report(name, read_gpu_output(data))
+    if hosts := by_prefix(data):
+        return _of_hosts(hosts)
+    report = read_gpu_output(data)
+    if (trouble := trouble_of(report)) is not None:
+        raise SourceError(f"{name}: {trouble}")
+    if not any(_tells(gpu) for snapshot in report.snapshots for gpu in snapshot.gpus) and training_log(data):
+        # Its own words ("timeout", a name and a number side by side) are no word of a GPU tool.
+        report = SmiReport("", HostStatus.PARSE_ERROR, "")
+    log = _from_report(name, report)
+    if report.snapshots or report.status is not HostStatus.PARSE_ERROR:
+        return log
+    detail, advice = what_it_is(data)
+    return replace(log, detail=detail or log.detail, advice=advice)
+
+
+def _tells(gpu: GpuSample) -> bool:
+    return gpu.power_watts is not None or gpu.utilization_percent is not None or bool(gpu.reasons)
+
+
+def _of_hosts(hosts: Mapping[str, bytes]) -> GpuLog:
+    """One job a host. Only the first that ends in trouble gives its last word to the whole."""
+    logs = [_from_report(host, read_gpu_output(data)) for host, data in hosts.items()]
+    moments = sorted((moment for log in logs for moment in log.moments), key=lambda moment: moment.seconds)
+    last = next((log for log in logs if log.status is not HostStatus.OK), logs[0])
+    return GpuLog(tuple(spec for log in logs for spec in log.specs), tuple(moments), last.status, last.detail, {})
+
+
+def _unzipped(name: str, data: bytes) -> bytes:
+    """A file that is cut short is read up to the cut; what is no gzip stays as it is. Raises SourceError."""
+    unzip = zlib.decompressobj(wbits=31)
+    try:
+        text = unzip.decompress(data, LARGEST_FILE_BYTES)
+    except zlib.error:
+        return data
+    if unzip.unconsumed_tail:
+        raise SourceError(
+            f"{name}: holds more than {LARGEST_FILE_BYTES / 1e9:.1f} GB; unpack it and give its last part"
+        )
+    return text
 
 
 def read_file(path: Path, *, only_the_end: bool = False) -> GpuLog | Recording:
@@ -78,7 +125,9 @@ def read_file(path: Path, *, only_the_end: bool = False) -> GpuLog | Recording:
             if path.is_file() and is_recording(start):
                 return open_recording(path)
             data = start + file.read(LARGEST_FILE_BYTES)
-            return read_source(path.name, end_of_log(data) if only_the_end else data)
+            if only_the_end and not data.startswith(GZIP):
+                data = end_of_log(data)
+            return read_source(path.name, data)
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror}") from None
 

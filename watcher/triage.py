@@ -30,6 +30,11 @@ HOST_SECONDS: Final = 20.0
 # A driver that cannot be asked (upgraded under the job, a container without its devices) says nothing of the boards,
 # unless it is gone.
 HOST_FAULTS: Final = {HostStatus.NO_DEVICES: 0.6, HostStatus.SAMPLER_TIMEOUT: 0.6}
+# Live, a job's progress is read; here the asker has to say it.
+ASK_FOR_PROGRESS: Final = (
+    "Give the job's progress (a log or a run directory)",
+    "Say what the steps do, --progress stalled or --progress advancing (`wattwatch progress LOG` reads them)",
+)
 DRIVER_GONE: Final = re.compile("cannot reach the NVIDIA driver|driver is not loaded")
 DRIVER_GONE_CONFIDENCE: Final = 0.6
 
@@ -70,6 +75,11 @@ def triage_source(
         unread = NodeSample(source.specs[0].nodes[0], source.status, source.detail, 0, 0.0, 0.0, 0.0)
         assemblers[0].add(unread)
         pictures[source.specs[0].name] = [assemblers[0].assemble({}, 0.0, 0.0)]
+    if isinstance(source, GpuLog) and source.advice:
+        (rounds,) = pictures.values()
+        verdict = judged(rounds, progress, profile)
+        why = f"No board in it: {source.detail}."
+        return (Triage(name, replace(verdict, why=why, advice=source.advice), rounds[-1]),)
     return tuple(
         Triage(name if len(pictures) == 1 else f"{name}: {job}", judged(rounds, progress, profile), rounds[-1])
         for job, rounds in pictures.items()
@@ -106,6 +116,8 @@ def judged(rounds: Sequence[JobSample], progress: ProgressWord | None, profiles:
             suspects=tuple(Suspect(node.node) for node in last.nodes),
             advice=ADVICE[PowerState.GPU_FAULT],
         )
+    if progress is None:
+        verdict = replace(verdict, advice=verdict.advice.replace(*ASK_FOR_PROGRESS))
     for earlier in rounds[:-1]:
         before = classify(earlier, profile, progress)
         # A board that is lost now was well before: that is no disagreement.

@@ -217,7 +217,7 @@ def test_the_command_says_that_it_recognises_nothing(tmp_path: Path) -> None:
 def test_the_command_says_that_the_file_is_missing(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         result = CliRunner().invoke(progress_command, [str(path), "--json"])
-        assert result.exit_code == 2
+        assert result.exit_code == 3
         assert str(path) in result.stderr
 
 

@@ -12,8 +12,7 @@ import click
 from collectors.checkpoints import LAYOUTS, Listing, list_directory, read_checkpoints
 from collectors.samples import CheckpointEntry
 
-NOTHING_RECOGNISED: Final = 3
-UNREADABLE: Final = 2
+UNKNOWN: Final = 3
 WORDS: Final = {True: "complete", False: "incomplete", None: "not known"}
 
 
@@ -23,19 +22,19 @@ WORDS: Final = {True: "complete", False: "incomplete", None: "not known"}
 def checkpoints_command(directory: Path, as_json: bool) -> None:
     """Which checkpoints DIRECTORY (or a run directory's checkpoints/) holds, oldest first, and which are complete.
 
-    Exit code 0: read. 2: the directory cannot be read. 3: nothing in it is recognised.
+    Exit code 0: read. 3: the directory cannot be read, or nothing in it is recognised.
     """
     directory = checkpoints_of(directory)
     listing, ages = list_directory(str(directory))
     sample = read_checkpoints(str(directory), listing, ages)
     if sample.error is not None:
         click.echo(f"{directory}: {sample.error}", err=True)
-        sys.exit(UNREADABLE)
+        sys.exit(UNKNOWN)
     if as_json:
         click.echo(json.dumps([as_object(entry) for entry in sample.entries]))
     if not sample.entries:
         click.echo(f"{directory}: {why_nothing(directory, listing)}", err=True)
-        sys.exit(NOTHING_RECOGNISED)
+        sys.exit(UNKNOWN)
     if not as_json:
         for entry in sample.entries:
             step = "-" if entry.step is None else entry.step

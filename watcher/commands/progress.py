@@ -15,8 +15,7 @@ from collectors.samples import ProgressSample
 
 READ_BYTES: Final = 4 * 1024 * 1024
 """From the end of the file: more than any format needs for its last step and its pace."""
-NOTHING_RECOGNISED: Final = 3
-UNREADABLE: Final = 2
+UNKNOWN: Final = 3
 
 
 @click.command("progress")
@@ -29,18 +28,18 @@ def progress_command(file: Path, pattern: str | None, as_json: bool) -> None:
     """What the watcher reads of a job's progress from FILE: a log, a heartbeat, a run directory of wattwatch-train
     (its newest log, else heartbeat), - for standard input.
 
-    Exit code 0: read. 2: the file cannot be read. 3: nothing in it is recognised.
+    Exit code 0: read. 3: the file cannot be read, or nothing in it is recognised.
     """
     try:
         sample = read_run(file, pattern) if file.is_dir() else read_file(file, pattern)
     except OSError as error:
         click.echo(f"{error.filename or file}: {error.strerror or error}", err=True)
-        sys.exit(UNREADABLE)
+        sys.exit(UNKNOWN)
     if as_json:
         click.echo(json.dumps(as_object(sample)))
     if sample.step is None:
         click.echo(f"{sample.source}: {sample.why}", err=True)
-        sys.exit(NOTHING_RECOGNISED)
+        sys.exit(UNKNOWN)
     if not as_json:
         if sample.source != str(file):
             click.echo(f"{'file':22} {sample.source}")

@@ -53,10 +53,9 @@ def replay_command(files: tuple[Path, ...], as_json: bool, profile_file: Path | 
     for path in files:
         try:
             source = read_file(path)
-            if isinstance(source, GpuLog) and not source.moments:
-                raise SourceError(f"{path}: {source.detail}")
             if isinstance(source, GpuLog) and all(m.sample is None or m.sample.gpus is None for m in source.moments):
-                raise SourceError(f"{path}: {source.status.value}: {source.detail}")
+                advice = f". {source.advice.removesuffix('.')}" if source.advice else ""
+                raise SourceError(f"{path}: no GPU reading in it: {source.detail}{advice}")
             result = replay(str(path), source, profiles)
         except (SourceError, RecordingError) as error:
             answers.append({"source": str(path), "error": str(error)})

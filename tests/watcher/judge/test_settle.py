@@ -99,7 +99,7 @@ def at_step(step: int, age_seconds: float, data_wait_ms: float | None = None) ->
 
 def test_a_hang_without_a_counter_asks_for_one() -> None:
     said = told(picture([190.0] * 8, ALL))
-    assert said == "whether the step counter moves: give --progress, a log or a run directory"
+    assert said == "whether the step counter moves: give --progress stalled or advancing, a log or a run directory"
 
 
 def test_a_hang_with_a_counter_says_where_it_stands() -> None:
