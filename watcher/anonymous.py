@@ -121,7 +121,7 @@ def _known_before(record: dict[str, Any], names: Pseudonyms) -> dict[str, Any]:
         replace(
             value,
             node=names.hosts.get(value.node, "host"),
-            board=names.serials(value.board),
+            board=names.driver(value.board),
             job=names.of("job-", value.job),
         )
         for value in known.boards
@@ -134,7 +134,7 @@ def _line(message: dict[str, Any], names: Pseudonyms, specs: Sequence[JobSpec], 
     """A probe's line, field by field; what this version does not know is left out."""
     new: dict[str, Any] = {key: message[key] for key in ("v", "seq", "t", "w", "load", "gpu") if key in message}
     if "gpu" in new:
-        new["gpu"] = _strings(new["gpu"], names.serials)
+        new["gpu"] = _strings(new["gpu"], names.driver)
     if message.get("hello"):
         new["hello"] = {"host": names.hosts.get(str(message["hello"]["host"]), node)}
     if "beat" in message:
@@ -153,7 +153,7 @@ def _line(message: dict[str, Any], names: Pseudonyms, specs: Sequence[JobSpec], 
         ]
     if message.get("proc") is not None:
         new["proc"] = [
-            [pid, at, state, names.process(name), cpu, _strings(held, names.serials), *waits_in]
+            [pid, at, state, names.process(name), cpu, _strings(held, names.driver), *waits_in]
             for pid, at, state, name, cpu, held, *waits_in in message["proc"]
         ]
     elif "proc" in message:

@@ -219,7 +219,10 @@ def profiles_of(calibrations: Sequence[Calibration]) -> tuple[tuple[LearnedProfi
         limits = [limit for board in members if (limit := boards[board].power_limit_watts)]
         if model is None or not limits:
             lack = "name" if model is None else "power limit"
-            refusals.append(f"no profile of {model or 'these boards'}: their {lack} is not in the source")
+            refusals.append(
+                f"no profile of {model or 'these boards'}: their {lack} is not in the source: ask nvidia-smi "
+                "for name and power.limit too, or write a [[profiles]] table by hand"
+            )
             continue
         made.append(_profile(model, statistics.mode(limits), members, knowledge))
     return tuple(made), tuple(refusals)

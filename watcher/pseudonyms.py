@@ -86,7 +86,8 @@ class Pseudonyms:
         text = PATH.sub(lambda m: hold(self.path(m[0])), text)
         text = ADDRESS.sub(lambda m: hold(self._address(m[0])), text)
         text = BUS_ID.sub(lambda m: hold(m[0]), text)
-        text = TOKEN.sub(lambda m: m[0] if self._is_kept(m[0], kind) else self.of("w", m[0]), text)
+        if kind != "driver":
+            text = TOKEN.sub(lambda m: m[0] if self._is_kept(m[0], kind) else self.of("w", m[0]), text)
         return re.sub("\0(\\d+)\0", lambda m: held[int(m[1])], _unheld(text, held))
 
     def path(self, path: str) -> str:
@@ -102,9 +103,9 @@ class Pseudonyms:
     def serial(self, serial: str) -> str:
         return f"GPU-00000000-0000-0000-0000-{int(self.of('serial', serial).removeprefix('serial')):012}"
 
-    def serials(self, text: str) -> str:
-        """A text of the driver's: board models stay."""
-        return SERIAL.sub(lambda m: self.serial(m[0]), text)
+    def driver(self, text: str) -> str:
+        """A text of the driver's tools, or a board: their words and models stay."""
+        return self.text(text, "driver")
 
     def process(self, name: str) -> str:
         if any(pattern.search(name) for pattern in self.trainers):

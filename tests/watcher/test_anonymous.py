@@ -146,6 +146,13 @@ def recorded_names(path: Path) -> None:
         checkpoint_directory=f"{run}/checkpoints",
     )  # fmt: skip
     recorder = Recorder(path, [spec])
+    tool = {
+        "src": "nvidia-smi",
+        "t": 100.0,
+        "rc": 9,
+        "out": "",
+        "err": "zeus-07: /home/alice/bin/nvidia-smi: not found",
+    }
     for n in range(6):
         text = f"{LINES}step: {n} loss: 2.5\n"
         beat = f'{{"step": {n}, "rank": 0, "host": "zeus-07", "phase": "train", "user": "alice"}}'
@@ -153,7 +160,7 @@ def recorded_names(path: Path) -> None:
             "zeus-07.acme.example",
             10.0 + n,
             line(
-                n, 100.0 + n, gpu=nvml(100.0 + n, [row(0)]),
+                n, 100.0 + n, gpu=nvml(100.0 + n, [row(0)]) if n else tool,
                 log=[[0, f"{run}/logs/alice-step.log", 1000 * n, 1000 * n + len(text), 1.7e9 + n, text]],
                 beat=[[f"{run}/heartbeat/rank-0.json", 1.7e9 + n, beat]],
                 listed=[[f"{run}/checkpoints", 100.0]],
