@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FILES_SECONDS = 2.0  # for a directory of the job to answer
 RECORD_SECONDS = 2.0
-STACKS_SECONDS = 1.5  # needs the interpreter's lock: a rank that does not let go of it cannot answer
+STACKS_SECONDS = 2.5  # needs the interpreter's lock: a rank that does not let go of it cannot answer
 PY_SPY_SECONDS = 3.0
 PIPE_SECONDS = 3.0  # for a dump that a FIFO asked for
 LOOKS_APART_SECONDS = 0.5

@@ -22,6 +22,7 @@ from trainer.run_directory import RunDirectory
 from watcher.diagnose.diagnosis import Cause, DiagnosisVerdict
 
 WORLD: Final = 4
+STEPS_BEFORE: Final = 3  # one all_reduce each
 PATIENCE_SECONDS: Final = 90.0
 TRAIN: Final = Path(__file__).parent / "train.py"
 
@@ -151,7 +152,7 @@ def start(name: str, run: RunDirectory, rank: int) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with run.rank_log(1, rank).open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-u", str(TRAIN), str(run.path), str(rank), str(WORLD), name],
+            [sys.executable, "-u", str(TRAIN), str(run.path), str(rank), str(WORLD), name, str(STEPS_BEFORE)],
             env={**environment, "PYTHONPATH": str(TRAIN.parents[4])},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -178,11 +179,13 @@ def hangs(job: HungJob) -> bool:
         elif job.name == "raised" and rank == 2:
             settled = "ValueError" in job.log(rank) and not run.worker_socket(rank).exists()
         elif job.name == "endless_call" and rank == 2:
-            settled = last_launch(run.worker_socket(rank)) == (3, True) and not answers(run.worker_socket(rank))
+            settled = last_launch(run.worker_socket(rank)) == (STEPS_BEFORE, True) and not answers(
+                run.worker_socket(rank)
+            )
         elif rank in job.kind.culprits and job.kind.verdict is DiagnosisVerdict.NEVER_ARRIVED:
             settled = job.kind.function in (ask(run.worker_socket(rank), "dump_traceback") or "")
         else:
-            settled = last_launch(run.worker_socket(rank))[1] is False
+            settled = last_launch(run.worker_socket(rank)) == (STEPS_BEFORE + 1, False)
         if not settled:
             return False
     return True

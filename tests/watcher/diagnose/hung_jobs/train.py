@@ -1,4 +1,4 @@
-"""One rank of a small job that hangs on purpose: `train.py RUN RANK WORLD KIND`. CPU and gloo; started by hung.py."""
+"""One rank of a small job that hangs on purpose: `train.py RUN RANK WORLD KIND STEPS`. CPU and gloo; see hung.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from trainer.train.flight import write_flight_record
 from trainer.train.heartbeat import Heartbeat, Phase
 from trainer.train.worker_socket import worker_socket
 
-STEPS_BEFORE = 3
 GRADIENTS = 64
 LONG_SECONDS = 3600.0
 
@@ -85,7 +84,7 @@ def hang(kind: str, rank: int, heartbeat: Heartbeat) -> None:
 
 
 def main() -> None:
-    run, rank, world, kind = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    run, rank, world, kind, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
     torch.set_num_threads(1)
     directory = RunDirectory(run)
     with (
@@ -95,7 +94,7 @@ def main() -> None:
         dist.init_process_group(
             "gloo", f"file://{run}/store", timedelta(seconds=LONG_SECONDS), rank=rank, world_size=world
         )
-        for step in range(1, STEPS_BEFORE + 1):
+        for step in range(1, steps + 1):
             reduce_gradients()
             heartbeat.beat(Phase.TRAIN, step, tokens_per_second=1000.0, data_wait_ms=1.0)
         time.sleep(0.1)  # the heartbeat's thread writes the last step, also where it will not run again
