@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Final
 
 from watcher.diagnose.flight.apart import ApartReader
 from watcher.diagnose.flight.files import Candidate, NotUsable, candidates, content
-from watcher.diagnose.flight.record import RankRecord, Unread
+from watcher.diagnose.flight.record import Group, RankRecord, Unread
 from watcher.diagnose.flight.tables import Same, record_of
 
 READERS: Final = 2
@@ -18,6 +19,7 @@ FILES_FOR_TWO: Final = 8  # below this many, a second process takes longer to st
 MOST_LAUNCHES: Final = 4_000_000
 FEWEST_LAUNCHES: Final = 200
 ANSWER_BYTES: Final = 512 * 2**20
+SECOND_RECORDER: Final = "recorder-cpu"
 SMALLEST_ANSWER: Final = 2**20
 LARGEST_ANSWER: Final = 64 * 2**20
 
@@ -78,10 +80,28 @@ def _sentence(why: str, incomplete: bool) -> str:
 
 
 def _best(records: Iterable[RankRecord]) -> tuple[RankRecord, ...]:
-    best: dict[int, RankRecord] = {}
+    best: dict[tuple[int, bool], RankRecord] = {}
     for record in sorted(records, key=_tells, reverse=True):
-        best.setdefault(record.rank, record)
-    return tuple(best[rank] for rank in sorted(best))
+        best.setdefault((record.rank, _of_the_host(record)), record)
+    return tuple(_joined(best, rank) for rank in sorted({rank for rank, _ in best}))
+
+
+def _of_the_host(record: RankRecord) -> bool:
+    """A process with boards has two recorders: NCCL's, and one of what its groups do on the host (gloo)."""
+    return SECOND_RECORDER in os.path.basename(record.source)
+
+
+def _joined(best: Mapping[tuple[int, bool], RankRecord], rank: int) -> RankRecord:
+    """Both recorders of the rank as one record. Each counts the slots of a group for itself, so they are two groups."""
+    first, second = best.get((rank, False)), best.get((rank, True))
+    if second is None:
+        return best[rank, False]
+    groups = tuple(replace(part, group=_on_the_host(part.group)) for part in second.groups)
+    return replace(second, groups=groups) if first is None else replace(first, groups=(*first.groups, *groups))
+
+
+def _on_the_host(group: Group) -> Group:
+    return group._replace(name=f"{group.name} on the host", description=f"{group} on the host")
 
 
 def _tells(record: RankRecord) -> tuple[int, int, int, bool, str]:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.watcher.diagnose.flight.dumps import DATA, NCCL, as_json, loaded
+from tests.watcher.diagnose.flight.dumps import DATA, GLOO, NCCL, as_json, loaded
+from watcher.diagnose.collectives import read_collectives
+from watcher.diagnose.diagnosis import DiagnosisVerdict
 from watcher.diagnose.flight import files
 from watcher.diagnose.flight.files import is_named_like_one, rank_of
 from watcher.diagnose.flight.read import read_records
@@ -210,3 +212,24 @@ def test_other_json_of_a_capture_is_passed_over(tmp_path: Path) -> None:
 def _made(directory: Path) -> Path:
     directory.mkdir(exist_ok=True)
     return directory
+
+
+def test_both_recorders_of_a_rank_are_one_record(tmp_path: Path) -> None:
+    """Rank 3 is in a barrier of gloo, on the host; the others reduce on their boards."""
+    for rank in range(4):
+        boards, host = loaded(NCCL), loaded(GLOO)
+        if rank == 3:
+            boards["entries"].pop()
+            boards["pg_status"]["0"]["last_enqueued_collective"] -= 1
+        else:
+            host["entries"].pop()
+            host["pg_status"]["0"]["last_enqueued_collective"] -= 1
+        (tmp_path / f"rank-{rank:05d}.recorder.json").write_bytes(as_json(boards))
+        (tmp_path / f"rank-{rank:05d}.recorder-cpu.json").write_bytes(as_json(host))
+    records, unread = read_records(tmp_path)
+    assert not unread
+    assert [record.rank for record in records] == [0, 1, 2, 3]
+    assert [str(part.group) for part in records[3].groups] == ["default_pg", "default_pg on the host"]
+    reading = read_collectives(records)
+    assert reading.verdict is DiagnosisVerdict.DESYNC
+    assert reading.culprits == (3,)
