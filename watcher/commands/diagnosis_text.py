@@ -35,6 +35,7 @@ def show(source: str, document: Mapping[str, Any], code: int) -> None:
         _group(console, group)
     _waits(console, document.get("waits", ()), document["culprits"])
     _stacks(console, document.get("stacks", ()))
+    _logs(console, document.get("logs", ()))
     _missing(console, document)
 
 
@@ -78,6 +79,13 @@ def _stacks(console: Console, stacks: Iterable[Mapping[str, Any]]) -> None:
         for frame in each["frames"]:
             line = "" if frame["line"] is None else f":{frame['line']}"
             console.print(f"  {plain(frame['function'])} ({plain(frame['file'])}{line})")
+
+
+def _logs(console: Console, logs: Iterable[Mapping[str, Any]]) -> None:
+    for each in logs:
+        console.print(f"\nrank {each['rank']} printed last ({plain(each['source'])})")
+        for line in each["lines"]:
+            console.print(f"  {plain(line)}")
 
 
 def _missing(console: Console, document: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from watcher.diagnose.diagnosis import Cause, CollectiveReading, DiagnosisVerdic
 from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.ras_witness import nodes_of_ranks
 from watcher.diagnose.weigh import Weighed
-from watcher.diagnose.witness import ENDINGS, HEARTBEATS, PROCESSES, RAS, STACKS, Witness
+from watcher.diagnose.witness import ENDINGS, HEARTBEATS, LOGS, PROCESSES, RAS, STACKS, Witness
 
 # A board that the kernel gave up explains a stopped process, and that explains where its stack stands.
 NEAREST_TO_THE_ROOT: Final = (
@@ -18,6 +18,7 @@ NEAREST_TO_THE_ROOT: Final = (
     "reachability",
     "file system",
     "links",
+    LOGS,
     PROCESSES,
     ENDINGS,
     HEARTBEATS,
@@ -48,7 +49,7 @@ def cause_of(
 
 def _of_nobody(verdict: DiagnosisVerdict, witnesses: Sequence[Witness]) -> Cause:
     """All ranks launched the same: something between them does not carry it. Faults that name no rank count here."""
-    faults = {w.source: w.cause for w in witnesses if w.source in NEAREST_TO_THE_ROOT[:5] and w.cause is not None}
+    faults = {w.source: w.cause for w in witnesses if w.source in NEAREST_TO_THE_ROOT[:6] and w.cause is not None}
     named = next((faults[source] for source in NEAREST_TO_THE_ROOT if source in faults), None)
     if named is not None:
         return named

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from watcher.diagnose.evidence import RankStacks
+from watcher.diagnose.evidence import RankLog, RankStacks
 from watcher.diagnose.flight.record import Frame, Group, Operation, Unread
 
 
@@ -84,6 +84,7 @@ class CollectiveReading:
     groups: tuple[GroupFrontier, ...] = ()  # those that matter first
     waits: tuple[Wait, ...] = ()
     sources: tuple[str, ...] = ()  # files that it rests on
+    absent: tuple[int, ...] = ()  # the one without a record for whom all wait: its record may only be lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +124,4 @@ class Diagnosis:
     unread: tuple[Unread, ...] = ()  # records that are there and cannot be used
     stacks: tuple[RankStacks, ...] = ()  # of the culprits; the others' are in the evidence
     nothing_open: bool = False  # the records are whole, and no rank is in a collective: no hang in them
+    logs: tuple[RankLog, ...] = ()  # of the culprits: their last lines

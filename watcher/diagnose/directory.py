@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from watcher.diagnose.file_kinds import HEAD_BYTES, FileKind, kind_of
 
@@ -73,13 +73,31 @@ def _walk(directory: Path, missing: list[str]) -> Iterator[Path]:
 def read_bytes(path: Path, most: int = FILE_BYTES_MOST, whole: bool = True) -> bytes | None:
     """None for what is no plain file: torch keeps FIFOs beside its dumps, and to open one could wait for ever. Raises
     OSError, also for a file that is larger than `most` where it is wanted whole."""
-    if not stat.S_ISREG(path.stat().st_mode):
+    file = _open_plain(path)
+    if file is None:
         return None
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            return None
+    with file:
         data = file.read(most + 1)
     if len(data) > most and whole:
         raise OSError(27, f"larger than {most:,} bytes")
     return data[:most]
+
+
+def read_end(path: Path, most: int) -> bytes | None:
+    """Its last bytes, at most so many; None for what is no plain file. Raises OSError."""
+    file = _open_plain(path)
+    if file is None:
+        return None
+    with file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+        return file.read(most)
+
+
+def _open_plain(path: Path) -> BinaryIO | None:
+    if not stat.S_ISREG(path.stat().st_mode):
+        return None
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    return None

@@ -36,6 +36,7 @@ def document_of(diagnosis: Diagnosis) -> dict[str, Any]:
             {"source": each.source, "agrees": each.agrees, "words": each.words} for each in diagnosis.testimonies
         ],
         "stacks": [stack_document(each) for each in diagnosis.stacks],
+        "logs": [{"rank": log.rank, "source": log.source, "lines": list(log.lines)} for log in diagnosis.logs],
         "evidence": list(diagnosis.evidence),
         "missing": list(diagnosis.missing),
         "nothing_open": diagnosis.nothing_open,

@@ -62,6 +62,28 @@ class RankEnding:
 
 
 @dataclass(frozen=True, slots=True)
+class LogFailure:
+    """What a rank's log ends with. `kind` is a row of failures.toml, or "raised"; `cause` a value of `Cause`."""
+
+    kind: str
+    words: str
+    follows: bool = False  # a consequence of another rank's end
+    cause: str | None = None
+    frame: StackFrame | None = None  # innermost line of its own code
+
+
+@dataclass(frozen=True, slots=True)
+class RankLog:
+    """The end of a rank's log. `lines`: the last, without anything that a terminal would obey."""
+
+    rank: int
+    source: str
+    lines: tuple[str, ...]
+    failure: LogFailure | None = None
+    age_seconds: float | None = None  # since it was written to, as the capture came; None: not known
+
+
+@dataclass(frozen=True, slots=True)
 class RankSeen:
     """One rank from outside, as the watcher saw it. None: not known."""
 
@@ -118,3 +140,4 @@ class Evidence:
     node_of_rank: Mapping[int, str] = field(default_factory=dict)
     sources: tuple[str, ...] = ()  # files that something was read from
     missing: tuple[str, ...] = ()
+    logs: tuple[RankLog, ...] = ()  # of ranks that are gone or did not answer

@@ -17,6 +17,7 @@ class FileKind(StrEnum):
     RAS = "ras"
     PROCESSES = "processes"
     ENDING = "ending"
+    LOG = "log"
     OTHER = "other"
 
 
@@ -27,6 +28,7 @@ OUR_NAMES: Final = (
     (re.compile(r"node-.+\.processes\.json"), FileKind.PROCESSES),
     (re.compile(r"node-.+\.ras-\d+\.(json|txt)"), FileKind.RAS),
     (re.compile(r"rank-\d+\.ending\.json"), FileKind.ENDING),
+    (re.compile(r"rank-\d+\.log\.txt"), FileKind.LOG),
 )
 OF_A_RUN: Final = re.compile(r"(rank|nccl|recorder)-\d+(\.json)?")
 NOT_EVIDENCE: Final = frozenset(

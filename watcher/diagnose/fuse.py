@@ -15,6 +15,7 @@ from watcher.diagnose.collectives import read_collectives
 from watcher.diagnose.diagnosis import Cause, CollectiveReading, Diagnosis, DiagnosisVerdict, Testimony
 from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.inside import of_endings, of_stacks
+from watcher.diagnose.log_witness import of_logs
 from watcher.diagnose.outside import median_step, of_faults, of_heartbeats, of_power, of_processes
 from watcher.diagnose.ras.findings import RasReading
 from watcher.diagnose.ras.reading import read_ras
@@ -24,6 +25,8 @@ from watcher.diagnose.weigh import Weighed, weigh
 from watcher.diagnose.witness import HEARTBEATS, POWER, PROCESSES, RECORDS, Witness
 
 STACKS_SHOWN: Final = 4  # of culprits
+LOGS_SHOWN: Final = 2
+OF_ABSENCE: Final = 0.25  # who left no record is not named for that, only where another source names it too
 AT_WORK: Final = frozenset({"computing", "communicating", "completed", "unknown"})  # states that are no hang
 FROM_OUTSIDE: Final = frozenset({POWER, HEARTBEATS, "throttle reasons"})
 
@@ -59,6 +62,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         unread=evidence.unread,
         stacks=tuple(s for s in evidence.stacks if s.rank in weighed.ranks)[:STACKS_SHOWN],
         nothing_open=nothing_open,
+        logs=tuple(log for log in evidence.logs if log.rank in weighed.ranks)[:LOGS_SHOWN],
     )
 
 
@@ -76,6 +80,7 @@ def in_order(evidence: Evidence) -> Evidence:
         ),
         endings=tuple(sorted(evidence.endings, key=lambda each: (each.rank, each.source, each.code))),
         seen=seen,
+        logs=tuple(sorted(evidence.logs, key=lambda each: (each.rank, each.source))),
     )
 
 
@@ -87,6 +92,7 @@ def testify(evidence: Evidence, reading: CollectiveReading | None, ras: RasReadi
         of_ras(ras, evidence) if ras is not None else None,
         *of_faults(evidence),
         of_processes(evidence),
+        of_logs(evidence),
         of_endings(evidence),
         of_stacks(evidence),
         of_heartbeats(seen) if seen is not None else None,
@@ -96,6 +102,8 @@ def testify(evidence: Evidence, reading: CollectiveReading | None, ras: RasReadi
 
 
 def of_records(reading: CollectiveReading) -> Witness:
+    if reading.absent:
+        return Witness(RECORDS, reading.why, frozenset(reading.absent), OF_ABSENCE)
     joined = reading.verdict is DiagnosisVerdict.NO_DESYNC and bool(reading.groups)
     return Witness(RECORDS, reading.why, frozenset(reading.culprits), reading.confidence, clears=joined)
 
@@ -110,6 +118,9 @@ def verdict_of(
     from_ras = None if ras is None else VERDICTS.get(ras.finding)
     if from_ras is not None:
         return from_ras
+    printed = next((witness.verdict for witness, yes in weighed.agrees if yes and witness.verdict is not None), None)
+    if printed is not None:
+        return printed
     hard = any(yes and witness.source not in FROM_OUTSIDE for witness, yes in weighed.agrees)
     return DiagnosisVerdict.NEVER_ARRIVED if weighed.ranks and hard else DiagnosisVerdict.UNKNOWN
 
@@ -144,6 +155,7 @@ def _sources(evidence: Evidence) -> tuple[str, ...]:
         *(stacks.source for stacks in evidence.stacks),
         *(process.source for process in evidence.processes),
         *(ending.source for ending in evidence.endings),
+        *(log.source for log in evidence.logs),
         *(report.source for polls in evidence.ras for report in polls.reports),
     }
     return evidence.sources or tuple(sorted(named - {""}))

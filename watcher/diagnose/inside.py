@@ -8,6 +8,7 @@ from typing import Final
 from watcher.diagnose.activity import OWN_CODE, Standing, StandingGroup, grouped, outliers, standings
 from watcher.diagnose.diagnosis import Cause
 from watcher.diagnose.evidence import Evidence, RankEnding
+from watcher.diagnose.failures import kind_of_words
 from watcher.diagnose.ras_witness import known_ranks
 from watcher.diagnose.stacks import in_words
 from watcher.diagnose.witness import ENDINGS, STACKS, Witness
@@ -94,8 +95,10 @@ def of_endings(evidence: Evidence) -> Witness | None:
     failed = [each for each in ended.values() if each.code not in (0, STOPPED_ON_REQUEST) and not each.follows]
     if failed and 2 * len(failed) <= len(world):
         named = frozenset(each.rank for each in failed)
+        kinds = {None if kind is None else kind.cause for kind in map(kind_of_words, (each.why for each in failed))}
+        cause = (kinds.pop() if len(kinds) == 1 else None) or Cause.RANK
         doing = {each.rank: f"ended with code {each.code}" for each in failed}
-        return Witness(ENDINGS, _ending_words(failed), named, ENDING_WEIGHT, Cause.RANK, doing)
+        return Witness(ENDINGS, _ending_words(failed), named, ENDING_WEIGHT, cause, doing)
     silent = world - frozenset(ended)
     if silent and 2 * len(silent) < len(world):
         words = f"{ranks_in_words(silent)} left no word of an end, {len(ended)} others did: killed, or still hanging"

@@ -16,14 +16,15 @@ from typing import Any, Final
 from pydantic import TypeAdapter, ValidationError
 
 from watcher.diagnose.directory import Found, list_directory, read_bytes
-from watcher.diagnose.evidence import Evidence, RankProcess, RankStacks, Seen
+from watcher.diagnose.evidence import Evidence, RankEnding, RankLog, RankProcess, RankStacks, Seen
 from watcher.diagnose.file_kinds import FileKind
 from watcher.diagnose.flight.files import rank_of
 from watcher.diagnose.flight.read import read_records
 from watcher.diagnose.flight.record import RankRecord, Unread
+from watcher.diagnose.rank_logs import read_log
 from watcher.diagnose.ras.parse import parse_polls
 from watcher.diagnose.ras.report import RasPolls
-from watcher.diagnose.run_evidence import read_run
+from watcher.diagnose.run_evidence import read_ending, read_run
 from watcher.diagnose.stacks import read_stacks
 
 SEEN: Final = TypeAdapter(Seen)
@@ -58,9 +59,11 @@ def read_evidence(directory: Path) -> Evidence:
     processes = tuple(_processes(kinds[FileKind.PROCESSES], missing))
     ras = tuple(_ras(directory, kinds[FileKind.RAS], missing))
     seen = _seen(directory / "seen.json", missing) or run.seen
-    if not (records or unread or stacks or processes or ras or seen or run.endings):
+    endings = (*run.endings, *_endings(directory, kinds[FileKind.ENDING], missing))
+    logs = (*run.logs, *_logs(kinds[FileKind.LOG], manifest, missing))
+    if not (records or unread or stacks or processes or ras or seen or endings or any(log.failure for log in logs)):
         raise NoEvidence(_nothing(directory, len(listing.files), missing))
-    used = (FileKind.RECORD, FileKind.STACKS, FileKind.PROCESSES, FileKind.RAS, FileKind.ENDING)
+    used = (FileKind.RECORD, FileKind.STACKS, FileKind.PROCESSES, FileKind.RAS, FileKind.ENDING, FileKind.LOG)
     return Evidence(
         records,
         unread,
@@ -68,10 +71,11 @@ def read_evidence(directory: Path) -> Evidence:
         processes,
         ras,
         seen,
-        run.endings,
+        endings,
         run.node_of_rank | _nodes(manifest),
         tuple(found.name for kind in used for found in kinds[kind]),
         (*_sentences(manifest), *run.missing, *missing),
+        logs,
     )
 
 
@@ -174,6 +178,23 @@ def _stacks(files: Iterable[Found], missing: list[str]) -> Iterable[RankStacks]:
             yield stacks
         else:
             missing.append(f"{found.name}: no Python stacks in it")
+
+
+def _endings(directory: Path, files: Iterable[Found], missing: list[str]) -> Iterable[RankEnding]:
+    for found in files:
+        if (ending := read_ending(found.path, directory, missing)) is not None:
+            yield ending
+
+
+def _logs(files: Iterable[Found], manifest: dict[str, Any], missing: list[str]) -> Iterable[RankLog]:
+    listed = manifest.get("files")
+    for found in files:
+        text, rank = _text(found, missing), rank_of(found.name)
+        log = None if text is None or rank is None else read_log(text.encode(), rank, found.name)
+        if log is not None:
+            told = listed.get(found.path.name) if isinstance(listed, dict) else None
+            age = told.get("age_seconds") if isinstance(told, dict) else None
+            yield replace(log, age_seconds=float(age) if isinstance(age, (int, float)) else None)
 
 
 def _processes(files: Iterable[Found], missing: list[str]) -> Iterable[RankProcess]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from watcher.diagnose.directory import ATTEMPT, read_bytes
-from watcher.diagnose.evidence import RankEnding, RankSeen, Seen
+from watcher.diagnose.directory import ATTEMPT, read_bytes, read_end
+from watcher.diagnose.evidence import RankEnding, RankLog, RankSeen, Seen
 from watcher.diagnose.flight.files import rank_of
+from watcher.diagnose.rank_logs import TAIL_BYTES, read_log
 
 ANSWER_BYTES_MOST: Final = 1024 * 1024
 
@@ -21,6 +22,7 @@ class RunEvidence:
     endings: tuple[RankEnding, ...]
     node_of_rank: dict[int, str]
     missing: tuple[str, ...]
+    logs: tuple[RankLog, ...] = ()
 
 
 def read_run(directory: Path) -> RunEvidence:
@@ -36,18 +38,23 @@ def read_run(directory: Path) -> RunEvidence:
     endings = tuple(
         ending
         for path in sorted((run / "logs" / f"attempt-{attempt:02d}").glob("rank-*.ending.json"))
-        if (ending := _ending(path, run, missing)) is not None
+        if (ending := read_ending(path, run, missing)) is not None
+    )
+    logs = tuple(
+        log
+        for path in sorted((run / "logs" / f"attempt-{attempt:02d}").glob("rank-*.log"))
+        if (log := _log(path, run, missing)) is not None
     )
     beats = [_object(path, missing) for path in sorted((run / "heartbeat").glob("rank-*.json"))]
     ranks = tuple(each for beat in beats if (each := _seen(beat, attempt)) is not None)
     nodes = _nodes(record) | {each.rank: each.node for each in ranks if each.node}
     if not ranks:
-        return RunEvidence(None, endings, nodes, tuple(missing))
+        return RunEvidence(None, endings, nodes, tuple(missing), logs)
     steps = [each.step for each in ranks if each.step is not None]
     walls = [wall for beat in beats if (wall := _number(beat.get("t_wall"))) is not None]
     name = str(record.get("run") or run.name)
     seen = Seen(name, max(walls, default=0.0), "unknown", "unknown", min(steps, default=None), ranks)
-    return RunEvidence(seen, endings, nodes, tuple(missing))
+    return RunEvidence(seen, endings, nodes, tuple(missing), logs)
 
 
 def _attempt(directory: Path, run: Path) -> int:
@@ -67,7 +74,19 @@ def _object(path: Path, missing: list[str]) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _ending(path: Path, run: Path, missing: list[str]) -> RankEnding | None:
+def _log(path: Path, run: Path, missing: list[str]) -> RankLog | None:
+    """Its end; the age of a log that may still be written tells nothing."""
+    rank = rank_of(path.name)
+    try:
+        data = None if rank is None else read_end(path, TAIL_BYTES)
+    except OSError as error:
+        missing.append(f"{path.name}: cannot be read: {error.strerror or error}")
+        return None
+    return None if rank is None or data is None else read_log(data, rank, str(path.relative_to(run)))
+
+
+def read_ending(path: Path, run: Path, missing: list[str]) -> RankEnding | None:
+    """Of the file that a rank left; `run`: what its name is told against. What it cannot read is told in `missing`."""
     data, rank = _object(path, missing), rank_of(path.name)
     code = _whole(data.get("code"))
     if rank is None or code is None:

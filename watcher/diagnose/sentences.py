@@ -11,15 +11,16 @@ from importlib import resources
 from watcher.diagnose.causes import left_behind
 from watcher.diagnose.diagnosis import Cause, CollectiveReading, Culprit, DiagnosisVerdict, GroupFrontier, Member, Place
 from watcher.diagnose.evidence import Evidence
+from watcher.diagnose.failures import RAISED, SIZES
 from watcher.diagnose.flight.record import Operation
 from watcher.diagnose.operations import operation_words
 from watcher.diagnose.ras_witness import nodes_of_ranks
 from watcher.diagnose.weigh import Weighed
-from watcher.diagnose.witness import ENDINGS, PROCESSES, RECORDS, STACKS, Witness
+from watcher.diagnose.witness import ENDINGS, LOGS, PROCESSES, RECORDS, STACKS, Witness
 from watcher.diagnose.words import counted, ranks_in_words
 
 PARTED = (DiagnosisVerdict.DESYNC, DiagnosisVerdict.MISMATCH)
-TELLING = ("kernel log", "reachability", PROCESSES, ENDINGS, STACKS)  # whose word on a culprit comes first
+TELLING = ("kernel log", "reachability", LOGS, PROCESSES, ENDINGS, STACKS)  # whose word on a culprit comes first
 
 MISSING: Mapping[Place | None, str] = {
     Place.SILENT: "which has not launched it and waits in nothing",
@@ -106,6 +107,8 @@ def summary_of(
         return f"all ranks launched the same; {who} stands out{several}{at_step}"
     if verdict is DiagnosisVerdict.UNKNOWN:
         return f"{who} {'stands' if len(culprits) == 1 else 'stand'} out{several}{at_step}"
+    if verdict is DiagnosisVerdict.MISMATCH:
+        return f"{who} and the others differ in the sizes of a collective{several}{at_step}"
     if group is not None and verdict is DiagnosisVerdict.NEVER_ARRIVED:
         return _never_arrived(who, culprits, group, reading, several) + at_step
     return f"the job waits for {who}{several}{at_step}"
@@ -207,6 +210,7 @@ def advice_of(
     first = culprits[0] if culprits else Culprit(-1)
     process = next((p for p in evidence.processes if p.rank == first.rank), None)
     key = "nothing" if nothing_open else cause.value
+    printed = next((log.failure for log in evidence.logs if log.rank == first.rank and log.failure is not None), None)
     if cause is Cause.RANK and process is not None and not nothing_open:
         key = {"T": "stopped", "t": "stopped", None: "gone", "Z": "gone"}.get(process.state, key)
     seen = evidence.seen.ranks if evidence.seen is not None else ()
@@ -214,6 +218,8 @@ def advice_of(
         key = "gone"
     if cause is Cause.DATA and verdict is DiagnosisVerdict.NEVER_ARRIVED:
         key = "loader"
+    if printed is not None and cause.value == printed.cause:
+        key = {RAISED: RAISED, SIZES: SIZES}.get(printed.kind, key)
     if cause is Cause.RANK and not culprits:
         key = "gone"
     if cause is Cause.RANK and process is None and any(e.rank == first.rank for e in evidence.endings):

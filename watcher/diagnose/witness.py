@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from watcher.diagnose.diagnosis import Cause
+from watcher.diagnose.diagnosis import Cause, DiagnosisVerdict
 
 RECORDS = "flight recorder"
 RAS = "NCCL RAS"
 STACKS = "stacks"
 PROCESSES = "processes"
 ENDINGS = "endings"
+LOGS = "logs"
 HEARTBEATS = "heartbeats"
 POWER = "power and utilisation"
 
@@ -29,6 +30,7 @@ class Witness:
     clears: bool = False
     denies: bool = False
     saw: frozenset[int] = frozenset()  # of one that clears: whom it looked at
+    verdict: DiagnosisVerdict | None = None  # where its words tell that too
 
     def agrees_on(self, ranks: frozenset[int]) -> bool:
         """It names them, or some of them, and not more strangers than there are of them."""

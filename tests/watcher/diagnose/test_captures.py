@@ -17,8 +17,8 @@ from watcher.diagnose.read_evidence import read_evidence
 
 CAPTURES = Path(__file__).parents[2] / "data" / "captures"
 HANG = {name: kind for name, kind in KINDS.items() if not kind.dies}
-# Without heartbeats an early end looks like any other collective, and a rank that raised like any other that is silent.
-CAUSE_WITHOUT_MORE = {"early_end": Cause.PROGRAM, "raised": Cause.RANK, "waits_for_data": Cause.DATA}
+# Without heartbeats an early end looks like any other collective.
+CAUSE_WITHOUT_MORE = {"early_end": Cause.PROGRAM, "waits_for_data": Cause.DATA}
 
 
 def named(diagnosis: Diagnosis) -> tuple[int, ...]:
@@ -58,9 +58,20 @@ def test_an_early_end_is_the_data_once_a_heartbeat_tells_the_phase() -> None:
 
 def test_a_job_that_has_died_is_no_riddle_of_collectives() -> None:
     found = diagnose(read_evidence(CAPTURES / "size_mismatch"))
-    assert named(found) == ()
-    assert not found.nothing_open
-    assert "4 of 4 processes: ranks 0-3 are gone" in found.summary
+    assert (named(found), found.verdict, found.cause) == ((2,), DiagnosisVerdict.MISMATCH, Cause.PROGRAM)
+    assert "32 vs 8" in found.summary
+    assert "ranks 0-1, 3 all launched all_reduce of [64] Float" in found.why
+    silent = diagnose(replace(read_evidence(CAPTURES / "size_mismatch"), logs=()))
+    assert named(silent) == ()
+    assert not silent.nothing_open
+    assert "4 of 4 processes: ranks 0-3 are gone" in silent.summary
+
+
+def test_the_log_of_a_rank_that_raised_tells_why() -> None:
+    found = diagnose(read_evidence(CAPTURES / "raised"))
+    assert "it raised ValueError: shard 7 holds no tokens, at read_shard" in found.summary
+    assert found.logs[0].lines[-1] == "ValueError: shard 7 holds no tokens"
+    assert "log tell of" in found.advice
 
 
 @pytest.mark.parametrize(("name", "kind"), HANG.items(), ids=list(HANG))

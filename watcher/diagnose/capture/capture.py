@@ -35,6 +35,8 @@ SUFFIXES: Final = {
     "recorder-cpu.json": "recorder-cpu.json",  # of the backends beside NCCL
     "recorder": "recorder",  # a pickle
     "stacks": "stacks.txt",
+    "ending.json": "ending.json",
+    "log": "log.txt",
 }
 
 Access = Callable[[str], NodeChannels]
@@ -57,6 +59,9 @@ def capture(plan: CapturePlan, access: Access, directory: Path, clock: Clock) ->
     began = time.monotonic()
     kept = CaptureDirectory(directory, plan.total_bytes)
     kept.make()
+    for node in plan.nodes:  # first of all: another node may tell of a rank that it is not the node of
+        for rank in node.ranks:
+            kept.place(rank, node.node)
     stop = threading.Event()
     elsewhere: dict[str, list[int]] = defaultdict(list)
     pool = ThreadPoolExecutor(min(NODES_AT_ONCE, 2 * len(plan.nodes)) or 1, thread_name_prefix="capture")
@@ -106,8 +111,6 @@ def _ask_node(
     ends: float,
     elsewhere: dict[str, list[int]],
 ) -> None:
-    for rank in node.ranks:
-        kept.place(rank, node.node)
     if node.unreachable is not None:
         kept.lack(f"{node.node}: not asked: {node.unreachable}")
         return

@@ -38,8 +38,11 @@ PIPE_SECONDS = 3.0  # for a dump that a FIFO asked for
 LOOKS_APART_SECONDS = 0.5
 STABLE_SECONDS = 0.25
 HEARTBEAT_BYTES = 65536
+ENDING_BYTES = 65536
+LOG_BYTES = 8192  # the end of it
 DIRECTORY_MOST = 4096  # names looked at
 WAY_OUT_SECONDS = 2.0
+ATTEMPT = re.compile(r"attempt-(\d{1,6})$")
 STOPPED = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "D": "is stuck in the kernel"}
 ROOT = os.environ.get("WATTWATCH_NODE_ROOT", "")  # of a simulated node, as for the probe
 TOOL_PATH = os.environ.get("PATH", "") + ":/usr/local/bin:/usr/bin:/bin:/opt/conda/bin"
@@ -84,7 +87,8 @@ class Capture:
             self.left -= len(data) if fits else 0
         if fits:
             self.say(dict(more, file=what, rank=rank), data)
-            (self.stacked if what == "stacks" else self.recorded).add(rank)
+            if what in ("stacks", "recorder", "recorder.json"):
+                (self.stacked if what == "stacks" else self.recorded).add(rank)
         else:
             self.missing(f"rank {rank}: {what} of {len(data):,} bytes: more than is allowed")
 
@@ -133,6 +137,8 @@ class Capture:
             self.within(2 * FILES_SECONDS + RECORD_SECONDS + STACKS_SECONDS, run, lambda: self.ask_ranks(run))
         time.sleep(max(0.0, LOOKS_APART_SECONDS - (time.monotonic() - began)))
         self.tell_processes()
+        if run is not None:
+            self.within(FILES_SECONDS, os.path.join(run, "logs"), lambda: self.fetch_last_words(run))
         prefix = self.plan["recorder_files"]
         if self.plan["recorder_pipe"] is not None:
             self.within(PIPE_SECONDS + FILES_SECONDS, self.plan["recorder_pipe"], self.trigger)
@@ -307,6 +313,39 @@ class Capture:
             raise Refused(f"its worker socket answers {top[:60]!r} with {len(body)} bytes")
         return body
 
+    # How ranks ended
+
+    def fetch_last_words(self, run: str) -> None:
+        """Of ranks of this node, and of those whose node cannot be asked. The log only of one that does not answer."""
+        newest = newest_attempt(os.path.join(run, "logs"))
+        if newest is None:
+            return
+        directory = os.path.join(run, "logs", newest[1])
+        if self.attempt is not None and newest[0] < self.attempt:
+            self.missing(f"{directory}: the newest logs, and attempt {self.attempt} runs")
+            return
+        away = set(self.plan["stands_in_for"])
+        for name in sorted(os.listdir(directory))[: 2 * DIRECTORY_MOST]:
+            match = re.match(r"rank-(\d{1,6})\.(ending\.json|log)$", name)
+            rank = int(match.group(1)) if match else -1
+            if match is None or not (rank in away or (rank in self.own if self.own else rank not in self.others)):
+                continue
+            if match.group(2) == "log" and rank in self.stacked:
+                continue
+            self.fetch_words(rank, os.path.join(directory, name), match.group(2))
+
+    def fetch_words(self, rank: int, path: str, what: str) -> None:
+        def work() -> None:
+            if what == "log":
+                data, found = read_end(path, LOG_BYTES, self.owners)
+            else:
+                data, found = read_plain(path, ENDING_BYTES, self.owners)
+            age = round(max(0.0, time.time() - found.st_mtime), 1)
+            if data:
+                self.keep(what, rank, data, source=path, owner_uid=found.st_uid, age_seconds=age)
+
+        self.guarded(f"rank {rank}: {path}", work)
+
     # Flight records that are files
 
     def trigger(self) -> None:
@@ -337,17 +376,14 @@ class Capture:
 
     def fetch_of_run(self, run: str) -> None:
         flight = os.path.join(run, "flight")
-        try:
-            attempts = [int(m.group(1)) for m in (re.match(r"attempt-(\d{1,6})$", n) for n in os.listdir(flight)) if m]
-        except FileNotFoundError:
+        found = newest_attempt(flight)
+        if found is None:
             return
-        if not attempts:
-            return
-        newest = max(attempts)
+        newest, name_of_newest = found
         if self.attempt is not None and newest < self.attempt:
             self.missing(f"{flight}: its newest dumps are of attempt {newest}, and attempt {self.attempt} runs")
             return
-        directory = os.path.join(flight, f"attempt-{newest:02d}")
+        directory = os.path.join(flight, name_of_newest)
         candidates: dict[int, list[str]] = {}
         for name in sorted(os.listdir(directory))[:DIRECTORY_MOST]:
             match = re.match(r"(recorder|rank|nccl)-0*(\d{1,6})(\.json)?$", name)
@@ -466,8 +502,17 @@ def kernel_stack(pid: int) -> list[str]:
         return []
 
 
-def read_plain(path: str, most: int, owners: set[int]) -> tuple[bytes, os.stat_result]:
-    """A regular file that one of `owners` owns, read through no link. Raises Refused, OSError."""
+def newest_attempt(directory: str) -> tuple[int, str] | None:
+    """Its number and the name of its directory; None where there is none. Raises OSError."""
+    try:
+        found = [(int(m.group(1)), m.group(0)) for m in map(ATTEMPT.match, os.listdir(directory)) if m]
+    except FileNotFoundError:
+        return None
+    return max(found) if found else None
+
+
+def open_plain(path: str, owners: set[int]) -> tuple[int, os.stat_result]:
+    """A descriptor of a regular file that one of `owners` owns, reached through no link. Raises Refused, OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -475,16 +520,33 @@ def read_plain(path: str, most: int, owners: set[int]) -> tuple[bytes, os.stat_r
             raise Refused("a symbolic link, which is not followed") from None
         raise
     found = os.fstat(descriptor)
+    why = None
     if not stat.S_ISREG(found.st_mode):
+        why = "no regular file"
+    elif found.st_uid not in owners:
+        why = f"belongs to user {found.st_uid}, who is not the job's"
+    if why is not None:
         os.close(descriptor)
-        raise Refused("no regular file")
+        raise Refused(why)
+    return descriptor, found
+
+
+def read_plain(path: str, most: int, owners: set[int]) -> tuple[bytes, os.stat_result]:
+    """The whole of it. Raises Refused, also where it is larger than `most`, and OSError."""
+    descriptor, found = open_plain(path, owners)
     with os.fdopen(descriptor, "rb") as file:
-        if found.st_uid not in owners:
-            raise Refused(f"belongs to user {found.st_uid}, who is not the job's")
         data = file.read(most + 1)
     if len(data) > most:
         raise Refused(f"{found.st_size:,} bytes: more than the {most:,} that are allowed")
     return data, found
+
+
+def read_end(path: str, most: int, owners: set[int]) -> tuple[bytes, os.stat_result]:
+    """Its last bytes, at most so many. Raises Refused, OSError."""
+    descriptor, found = open_plain(path, owners)
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(max(0, found.st_size - most))
+        return file.read(most), found
 
 
 def connect(connection: socket.socket, path: str) -> None:

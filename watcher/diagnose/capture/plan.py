@@ -5,7 +5,7 @@ A plan rests on what was seen before: which ranks and processes are on which nod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from collectors.samples import HostStatus
@@ -36,6 +36,7 @@ class NodePlan:
     processes: tuple[tuple[int | None, int], ...] = ()  # rank and pid
     unreachable: str | None = None
     ras: bool = False
+    stands_in_for: tuple[int, ...] = ()  # ranks of nodes that cannot be asked: a shared directory has their last words
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,11 @@ def plan_of(spec: JobSpec, sample: JobSample, settings: CaptureSettings) -> Capt
     reachable = [node.node for node in sample.nodes if node.status in ASKABLE]
     # Any process answers for the whole job, and asks all others for it: a second node only in case the first has none.
     asked = {*reachable[:1], *reachable[-1:]}
+    plans = [_node_plan(node, sample, node.node in asked) for node in sample.nodes]
+    lost = tuple(sorted(rank for plan in plans if plan.unreachable is not None for rank in plan.ranks))
     return CapturePlan(
         job=spec.name,
-        nodes=tuple(_node_plan(node, sample, node.node in asked) for node in sample.nodes),
+        nodes=tuple(replace(plan, stands_in_for=lost) if plan.node in reachable[:1] else plan for plan in plans),
         run_directory=spec.run_directory,
         settings=settings,
         saving="save" in phases,

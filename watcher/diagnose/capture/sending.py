@@ -19,6 +19,7 @@ def command_and_stdin(plan: CapturePlan, node: NodePlan, seconds: float) -> tupl
     asked = {
         "run_directory": plan.run_directory,
         "ranks": node.ranks,
+        "stands_in_for": node.stands_in_for,
         "processes": node.processes,
         "recorder_files": plan.settings.recorder_files,
         "recorder_pipe": plan.settings.recorder_pipe,
