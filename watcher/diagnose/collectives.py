@@ -8,8 +8,8 @@ nor that of the ranks changes the answer.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from watcher.diagnose.diagnosis import CollectiveReading, DiagnosisVerdict, GroupFrontier, Wait
@@ -17,8 +17,10 @@ from watcher.diagnose.disagreements import Disagreement, disagreements
 from watcher.diagnose.flight.record import Group, RankRecord, Unread
 from watcher.diagnose.frontier import frontier
 from watcher.diagnose.operations import operation_words
+from watcher.diagnose.ring_sides import sides_of, tied_of
 from watcher.diagnose.siblings import odd_among_siblings, odd_by_count
 from watcher.diagnose.standing import Standings, standings_of
+from watcher.diagnose.standstill_words import most_waited_in, waiting_words
 from watcher.diagnose.wait_graph import Ends, Hold, Standstill, WaitGraph, ends_of, wait_graph
 from watcher.diagnose.words import ranks_in_words
 
@@ -27,7 +29,9 @@ SURE_DISAGREEMENT: Final = 0.97
 SURE_RING: Final = 0.8
 SURE_VOTED: Final = 0.7
 SURE_JOINED: Final = 0.75
-SURE_OF_HOLD: Final = {Hold.SILENT: 0.9, Hold.LEFT_BEHIND: 0.85, Hold.ABSENT: 0.55}
+SURE_SILENT: Final = 0.9
+SURE_LEFT_BEHIND: Final = 0.85
+SURE_DOUBTED: Final = 0.55  # it may be in a send that is not written down, or have noticed late, or most are silent
 SURE_TIED: Final = 0.5
 AS_MANY: Final = "as many on each side, so the records do not tell which one is wrong"
 AS_THE_LIKE_GROUPS: Final = "the other groups of this kind tell who is wrong"
@@ -48,17 +52,20 @@ def read_collectives(records: Sequence[RankRecord], unread: Sequence[Unread] = (
     if parted:
         return _disagreement(parted, standings, graph)
     ends = ends_of(graph, standings)
-    if ends.rings and not _seen(ends):
+    if ends.rings and not ends.holders:
         return _ring(ends.rings[0], standings, graph)
     if ends.holders:
+        paired = [rank for rank, hold in ends.holders.items() if _may_be_paired(rank, hold, standings)]
+        if len(paired) > 1 or (paired and standings.unrecorded):
+            return _silent_or_paired(paired, standings, graph)
         return _never_arrived(ends, standings, graph)
     if ends.unrecorded:
         return _no_records(ends, standings, graph)
-    return _joined(ends, standings, graph)
+    return _joined(ends, standings, graph) if ends.joined else _no_end(standings, graph)
 
 
-def _seen(ends: Ends) -> bool:
-    return any(hold is not Hold.ABSENT for hold in ends.holders.values())
+def _may_be_paired(rank: int, hold: Hold, standings: Standings) -> bool:
+    return hold is Hold.SILENT and rank in standings.unseen_pairs
 
 
 def _disagreement(parted: list[Disagreement], standings: Standings, graph: WaitGraph) -> CollectiveReading:
@@ -90,7 +97,7 @@ def _disagreement(parted: list[Disagreement], standings: Standings, graph: WaitG
 
 def _ring(ring: tuple[Standstill, ...], standings: Standings, graph: WaitGraph) -> CollectiveReading:
     """Groups entered in different orders. Only where all of them have the same members can their number decide."""
-    sides = _sides(ring)
+    sides = sides_of(ring)
     common = set.intersection(*(set(each.group.members) for each in ring))
     voters = sum(len(ranks) for _, ranks in sides)
     culprits: tuple[int, ...] = ()
@@ -115,32 +122,8 @@ def _ring(ring: tuple[Standstill, ...], standings: Standings, graph: WaitGraph) 
         standings,
         graph,
         [(each.group, each.slot) for each in ring],
-        tied=() if culprits else _tied(sides, common),
+        tied=() if culprits else tied_of(sides, common),
     )
-
-
-def _sides(ring: tuple[Standstill, ...]) -> list[tuple[Standstill, tuple[int, ...]]]:
-    """Ranks in the like operation of the like group are one side; the largest first, with one standstill of each."""
-    ranks: dict[tuple[str, str], list[int]] = defaultdict(list)
-    shown: dict[tuple[str, str], Standstill] = {}
-    for standstill in ring:
-        side = (_kind_of(standstill.group, ring), standstill.operation.name)
-        ranks[side] += standstill.waiters
-        shown.setdefault(side, standstill)
-    sides = [(shown[side], tuple(sorted(ranks[side]))) for side in ranks]
-    return sorted(sides, key=lambda side: (-len(side[1]), side[1]))
-
-
-def _kind_of(group: Group, ring: tuple[Standstill, ...]) -> str:
-    """Groups of one description are alike where they share no member; else each is a kind of its own."""
-    alike = [each.group for each in ring if each.group != group and str(each.group) == str(group)]
-    return f"{group} {group.name}" if any(set(each.members) & set(group.members) for each in alike) else str(group)
-
-
-def _tied(sides: list[tuple[Standstill, tuple[int, ...]]], common: set[int]) -> tuple[tuple[int, ...], ...]:
-    """Those who are in all of the groups disagree; where there is no such rank on two sides, it may be anybody."""
-    inside = [both for _, ranks in sides if (both := tuple(rank for rank in ranks if rank in common))]
-    return tuple(inside) if len(inside) > 1 else tuple(ranks for _, ranks in sides)
 
 
 def _never_arrived(ends: Ends, standings: Standings, graph: WaitGraph) -> CollectiveReading:
@@ -158,7 +141,7 @@ def _never_arrived(ends: Ends, standings: Standings, graph: WaitGraph) -> Collec
         DiagnosisVerdict.NEVER_ARRIVED,
         False,
         culprits,
-        min(SURE_OF_HOLD[hold] for hold in ends.holders.values()),
+        min(_sure_of(rank, hold, standings, graph) for rank, hold in ends.holders.items()),
         why,
         standings,
         graph,
@@ -166,55 +149,106 @@ def _never_arrived(ends: Ends, standings: Standings, graph: WaitGraph) -> Collec
     )
 
 
+def _sure_of(rank: int, hold: Hold, standings: Standings, graph: WaitGraph) -> float:
+    if rank in graph.by_a_few or _may_be_paired(rank, hold, standings):
+        return SURE_DOUBTED
+    if hold is Hold.LEFT_BEHIND:
+        return SURE_LEFT_BEHIND
+    missing = [each for each in graph.standstills if rank in each.awaited]
+    # A member that is gone ends the operations of others in gloo, and they may have given up for that.
+    gone = any(each.operation.backend == "gloo" and standings.absent(each.group) for each in missing)
+    return SURE_DOUBTED if gone or all(len(each.waiters) < len(each.awaited) for each in missing) else SURE_SILENT
+
+
+def _silent_or_paired(paired: Sequence[int], standings: Standings, graph: WaitGraph) -> CollectiveReading:
+    """gloo writes no sends and receives down: of ranks that seem to wait in nothing, some may wait for the others."""
+    place = most_waited_in(graph.standstills)
+    why = (
+        f"{waiting_words(place)}; {ranks_in_words(paired)} wait in nothing that is on record. Their recorder leaves "
+        "out sends and receives, so it does not tell who of them waits for whom"
+    )
+    return _unknown(why, standings, graph)
+
+
+def _no_end(standings: Standings, graph: WaitGraph) -> CollectiveReading:
+    places = sorted(graph.standstills, key=lambda each: (-len(each.waiters), each.group, each.slot))
+    words = "; ".join(waiting_words(each) for each in places[:3])
+    more = f"; and {len(places) - 3} more such places" if len(places) > 3 else ""
+    return _unknown(f"all wait for one another, and the records do not tell who began: {words}{more}", standings, graph)
+
+
 def _hold_words(rank: int, hold: Hold, graph: WaitGraph) -> tuple[str, Group, int]:
     """The sentence of one rank, with the group and slot at which it is missed."""
     if hold is Hold.LEFT_BEHIND:
         group, launch, ahead = graph.left_behind[rank]
         what = f"{operation_words(launch.operation)} at slot {launch.slot:,} of {group}"
-        return f"rank {rank} did not finish {what}, which {ranks_in_words(ahead)} finished", group, launch.slot
+        late = " (by so little that its record may only be late)" if rank in graph.by_a_few else ""
+        return f"rank {rank} did not finish {what}, which {ranks_in_words(ahead)} finished{late}", group, launch.slot
     missing = [each for each in graph.standstills if rank in each.awaited]
     # Where most wait is where it is missed most plainly.
-    place = min(missing, key=lambda each: (-len(each.waiters), each.group, each.slot))
-    what = f"{operation_words(place.operation)} at slot {place.slot:,} of {place.group}"
-    waiters = f"{ranks_in_words(place.waiters)} {'waits' if len(place.waiters) == 1 else 'wait'} in {what}"
-    if hold is Hold.ABSENT:
-        return f"{waiters}, and only rank {rank} is missing there: it left no record", place.group, place.slot
-    return f"{waiters}; rank {rank} has not launched it and waits in nothing", place.group, place.slot
+    place = most_waited_in(missing)
+    told = f"{waiting_words(place)}; rank {rank} has not launched it and waits in nothing"
+    return told, place.group, place.slot
 
 
 def _no_records(ends: Ends, standings: Standings, graph: WaitGraph) -> CollectiveReading:
-    place = min(ends.unrecorded, key=lambda each: (-len(each.waiters), each.group, each.slot))
-    why = (
-        f"{ranks_in_words(place.waiters)} {'waits' if len(place.waiters) == 1 else 'wait'} in "
-        f"{operation_words(place.operation)} at slot {place.slot:,} of {place.group}; {ranks_in_words(place.awaited)} "
-        "left no record, so any of them may hold the others up"
-    )
+    place = most_waited_in(ends.unrecorded)
+    who = "it may hold" if len(place.awaited) == 1 else "any of them may hold"
+    why = f"{waiting_words(place)}; {ranks_in_words(place.awaited)} left no record, so {who} the others up"
     frontiers = [(place.group, place.slot)]
-    return _reading(DiagnosisVerdict.UNKNOWN, False, (), 0.0, why, standings, graph, frontiers)
+    reading = _reading(DiagnosisVerdict.UNKNOWN, False, (), 0.0, why, standings, graph, frontiers)
+    return replace(reading, absent=ends.awaited_absent)
 
 
 def _joined(ends: Ends, standings: Standings, graph: WaitGraph) -> CollectiveReading:
-    place = min(ends.joined, key=lambda each: (-len(each.waiters), each.group, each.slot))
+    place = most_waited_in(ends.joined)
+    overflown = [rank for rank in standings.ranks if standings.ranks[rank].overflown]
+    if overflown:
+        why = f"{ranks_in_words(overflown)} launched more than the record holds, so what they wait in is not in it"
+        return _unknown(f"{waiting_words(place)}; {why} (TORCH_FR_BUFFER_SIZE sets how much)", standings, graph)
+    rest = set(standings.groups[place.group].records) - set(place.waiters)
+    if rest and not place.operation.point_to_point:
+        why = f"{waiting_words(place)}, which {ranks_in_words(rest)} finished or gave up"
+        return _unknown(why, standings, graph)
+    if place.group in standings.guessed and len(place.waiters) == 1:
+        why = f"{waiting_words(place)}, and no record tells who else is in it"
+        return _unknown(why, standings, graph)
     what = f"{operation_words(place.operation, sizes=True)} at slot {place.slot:,} of {place.group}"
-    others = len(ends.joined) - 1
-    why = f"all {len(place.waiters)} members wait in the same {what}"
-    why += f" ({others} more such groups)" if others else ""
+    more = f" ({len(ends.joined) - 1} more such groups)" if len(ends.joined) > 1 else ""
+    why = f"all {len(place.waiters)} members wait in the same {what}{more}"
+    uneven = _uneven(place, standings)
+    agreed = "the sizes differ, which is right only if they match in pairs" if uneven else "the program agrees"
+    so = f"so the network, a board or its driver holds it up{', or those sizes' if uneven else ''}"
     return _reading(
         DiagnosisVerdict.NO_DESYNC,
         False,
         (),
-        SURE_JOINED,
-        f"{why}: the program agrees, so the network, a board or its driver holds it up",
+        SURE_TIED if uneven else SURE_JOINED,
+        f"{why}: {agreed}, {so}",
         standings,
         graph,
         [(each.group, each.slot) for each in ends.joined],
     )
 
 
+def _uneven(place: Standstill, standings: Standings) -> bool:
+    """Sizes that the rules leave to each rank, and that may be what is wrong."""
+    standing = standings.groups[place.group]
+    seen = {standing.operation_at(rank, place.slot) for rank in place.waiters} - {None}
+    return place.operation.name == "all_to_all" and len(seen) > 1
+
+
 def _nobody_waits(standings: Standings, graph: WaitGraph, unread: Sequence[Unread]) -> CollectiveReading:
     launches = sum(len(part.launches) for group in standings.groups.values() for part in group.records.values())
     if not launches:
-        why = "the records hold no launches: the recorder is off (TORCH_FR_BUFFER_SIZE=2000 turns it on)"
+        why = (
+            "the records hold no launches: the recorder is off (TORCH_FR_BUFFER_SIZE=2000 turns it on), or there were "
+            "none but sends and receives of gloo, which it leaves out"
+        )
+        return _unknown(why + _unread_words(unread), standings, graph)
+    gone = standings.unrecorded
+    if gone:
+        why = f"no rank of {len(standings.ranks)} with a record waits in a collective; {ranks_in_words(gone)} left none"
         return _unknown(why + _unread_words(unread), standings, graph)
     why = f"no rank of {len(standings.ranks)} waits in a collective: every launch on record is finished"
     return _reading(DiagnosisVerdict.NO_DESYNC, False, (), SURE_TIED, why, standings, graph, [])

@@ -19,7 +19,7 @@ NOT_COMPARED = frozenset({"coalesced"})
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """The first slot of a group at which its members part. Parties by size, then by rank."""
+    """The first slot of a group at which its members part and that somebody is still in. Parties by size, then rank."""
 
     group: Group
     slot: int
@@ -42,7 +42,10 @@ class Disagreement:
 
 def disagreements(standings: Standings) -> list[Disagreement]:
     """The first one of each group in which somebody waits; the largest group first."""
-    waited_in = {group for rank in standings.ranks.values() for group, _ in rank.waits}
+    # By identity first: a group of a thousand members takes long to hash, and a rank may wait in it often.
+    waited_in = {
+        group for rank in standings.ranks.values() for group in {id(group): group for group, _ in rank.waits}.values()
+    }
     found = [
         parting
         for group, standing in standings.groups.items()
@@ -65,7 +68,10 @@ def _first(standing: GroupStanding) -> Disagreement | None:
                 and signature(first) != signature(operation)
             ):
                 parted.add(launch.slot)
-    return None if not parted else _at(standing, min(parted))
+    # What all finished nevertheless is not what they wait for.
+    open_slots = {launch.slot for record in standing.records.values() for launch in record.launches if launch.open}
+    held = parted & open_slots
+    return None if not held else _at(standing, min(held))
 
 
 def _at(standing: GroupStanding, slot: int) -> Disagreement:

@@ -59,7 +59,8 @@ def _launched_before(standstill: Standstill, rank: int, kinds: set[str], standin
         record = standing.records.get(rank)
         if record is None or group.description not in kinds or record.last_enqueued is None:
             continue
-        counts[group.description] = record.last_enqueued - sum(_after(launch, own) for launch in record.launches)
+        before = record.last_enqueued - sum(_after(launch, own) for launch in record.launches)
+        counts[group.description] = counts.get(group.description, 0) + before
     return tuple(sorted(counts.items()))
 
 

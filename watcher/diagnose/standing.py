@@ -7,10 +7,13 @@ last launch was one (seen in NCCL 2.27 records of pipelined jobs), so in a group
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from watcher.diagnose.flight.record import Group, GroupRecord, Launch, Operation, RankRecord
+
+WORLD: Final = "default_pg"  # torch's description of the group of all ranks
 
 
 @dataclass(slots=True)
@@ -77,21 +80,37 @@ class RankStanding:
     rank: int
     source: str
     waits: tuple[tuple[Group, Launch], ...]  # open ones, in the order of their launch
+    overflown: bool = False  # what it has been in for longest is not in its record any more
 
     @property
     def primary(self) -> tuple[Group, Launch] | None:
         """What it is in: of those whose kernel runs the first, else the first launched. The rest queues behind it."""
-        running = (wait for wait in self.waits if wait[1].started)
-        return next(running, next(iter(self.waits), None))
+        return self.first_but(())
+
+    def first_but(self, passed: Collection[tuple[Group, Launch]]) -> tuple[Group, Launch] | None:
+        """The like, of those that are not in `passed`."""
+        waits = [wait for wait in self.waits if wait not in passed] if passed else self.waits
+        running = (wait for wait in waits if wait[1].started)
+        return next(running, next(iter(waits), None))
 
 
 @dataclass(frozen=True, slots=True)
 class Standings:
-    """`guessed`: groups whose members no record tells."""
+    """`guessed`: groups whose members no record tells. `uncertain`: those of them that may have members who launched
+    nothing in them yet. `unseen_pairs`: ranks whose sends and receives are not written down, so that one of them that
+    waits in nothing may wait in those."""
 
     groups: dict[Group, GroupStanding]
     ranks: dict[int, RankStanding]
     guessed: frozenset[Group] = frozenset()
+    uncertain: frozenset[Group] = frozenset()
+    unseen_pairs: frozenset[int] = frozenset()
+
+    @property
+    def unrecorded(self) -> tuple[int, ...]:
+        """Members of any group without any record, and numbers that are left out: ranks are counted from 0."""
+        known = {rank for group in self.groups for rank in group.members} | set(range(max(self.ranks, default=-1)))
+        return tuple(sorted(known - set(self.ranks)))
 
     def absent(self, group: Group) -> tuple[int, ...]:
         """Members without any record."""
@@ -114,7 +133,33 @@ def standings_of(records: Sequence[RankRecord]) -> Standings:
         ranks[record.rank] = RankStanding(record.rank, record.source, tuple(waits))
     for standing in groups.values():
         standing.counted = counts_collectives(standing)
-    return Standings(groups, ranks, frozenset(whole.values()))
+        if standing.counted:
+            for rank, part in standing.records.items():
+                ranks[rank].overflown |= _overflown(part)
+    guessed = frozenset(whole.values())
+    uncertain = {group for group in guessed if any(map(_in_its_first, groups[group].records.values()))}
+    # In a group that has only sends and receives nothing is written down, not even the group.
+    unseen = {
+        rank
+        for standing in groups.values()
+        if standing.group in guessed or any(part.unseen_pairs for part in standing.records.values())
+        for rank in (*standing.group.members, *standing.records)
+    }
+    return Standings(
+        groups,
+        ranks,
+        guessed,
+        frozenset(group for group in uncertain if group.description != WORLD),
+        frozenset(unseen),
+    )
+
+
+def _overflown(record: GroupRecord) -> bool:
+    """It counts an open operation that is older than all that it still holds."""
+    if record.last_enqueued is None or record.last_completed is None or record.last_completed >= record.last_enqueued:
+        return False
+    oldest = min((launch.slot for launch in record.launches), default=record.last_enqueued + 1)
+    return oldest > max(record.last_completed, 0) + 1
 
 
 def with_members(records: Sequence[RankRecord]) -> dict[Group, Group]:
@@ -124,20 +169,37 @@ def with_members(records: Sequence[RankRecord]) -> dict[Group, Group]:
     heard: dict[Group, list[GroupRecord]] = {}
     ranks_of: dict[Group, list[int]] = {}
     told: dict[tuple[str, str], Group] = {}
+    mistold = _mistold(records)
+    untold: dict[Group, Group] = {}
     for record in records:
         for part in record.groups:
-            if part.group.members:
-                told[part.group.name, part.group.description] = part.group
+            name = part.group.name, part.group.description
+            if part.group.members and name not in mistold:
+                told[name] = part.group
             else:
-                heard.setdefault(part.group, []).append(part)
-                ranks_of.setdefault(part.group, []).append(record.rank)
+                nameless = untold.setdefault(part.group, part.group._replace(members=()))
+                heard.setdefault(nameless, []).append(part)
+                ranks_of.setdefault(nameless, []).append(record.rank)
     everybody = tuple(sorted(record.rank for record in records))
     found = {}
     for group, parts in heard.items():
-        any_rank = group.description == "default_pg" or any(_in_its_first(part) for part in parts)
+        any_rank = group.description == WORLD or any(_in_its_first(part) for part in parts)
         members = everybody if any_rank else tuple(sorted(ranks_of[group]))
         found[group] = told.get((group.name, group.description)) or group._replace(members=members)
-    return found
+    return {said: found[group] for said, group in untold.items()}
+
+
+def _mistold(records: Sequence[RankRecord]) -> set[tuple[str, str]]:
+    """Groups of gloo whose members do not fit who is in them: they are those of another group, which was made later."""
+    members: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+    ranks: dict[tuple[str, str], set[int]] = {}
+    for record in records:
+        for part in record.groups:
+            if any(launch.operation.backend == "gloo" for launch in part.launches[:1]):
+                name = part.group.name, part.group.description
+                ranks.setdefault(name, set()).add(record.rank)
+                members.setdefault(name, set()).update({part.group.members} - {()})
+    return {name for name, told in members.items() if told and (len(told) > 1 or ranks[name] - set(*told))}
 
 
 def _in_its_first(record: GroupRecord) -> bool:

@@ -3,7 +3,8 @@
 Each rank waits in its first open operation; whoever has not launched it, or is still in an earlier one, is awaited.
 Ranks in the same slot form one standstill, so the graph has as many nodes as there are groups stuck, not ranks squared.
 It ends in a rank that waits in nothing (silent), a rank that did not finish what its peers finished (left behind), a
-rank without a record (absent), a standstill that everybody has joined (so it is not the program), or a ring.
+rank without a record (which says nothing of it: its record may only be lost), a standstill that everybody has joined
+(so it is not the program), or a ring.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from watcher.diagnose.flight.record import Group, Launch, Operation
 from watcher.diagnose.operations import synchronising
-from watcher.diagnose.standing import Standings
+from watcher.diagnose.standing import GroupStanding, Standings
 
 
 class Hold(StrEnum):
@@ -22,12 +24,13 @@ class Hold(StrEnum):
 
     SILENT = "silent"
     LEFT_BEHIND = "left_behind"
-    ABSENT = "absent"
 
 
 NOT_LAUNCHED = "has not launched it"
 EARLIER = "is still in an earlier operation"
 NO_RECORD = "left no record"
+MOST_TRIED: Final = 8  # late ranks that are looked at one by one
+A_FEW: Final = 2  # operations that a record may be late with: completions are looked for now and then, not at once
 
 
 @dataclass(slots=True)
@@ -46,6 +49,7 @@ class WaitGraph:
     standstills: tuple[Standstill, ...]
     of_rank: Mapping[int, Standstill]
     left_behind: Mapping[int, tuple[Group, Launch, tuple[int, ...]]]  # rank -> its launch, and who finished it
+    by_a_few: frozenset[int] = frozenset()  # of those, who may only have noticed late
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +60,42 @@ class Ends:
     joined: tuple[Standstill, ...]  # everybody is in it
     rings: tuple[tuple[Standstill, ...], ...]  # each waits for one that waits for it
     unrecorded: tuple[Standstill, ...]  # nobody with a record explains these: members left none
+    awaited_absent: tuple[int, ...]  # the one without a record for whom all of these wait
 
 
 Key = tuple[Group, int, tuple[int, int] | None]
+Behind = Mapping[int, list[tuple[Group, Launch, tuple[int, ...]]]]
 
 
 def wait_graph(standings: Standings) -> WaitGraph:
-    behind = {rank: found for rank in standings.ranks if (found := _left_behind(standings, rank)) is not None}
+    """A rank that is behind its peers by a few operations may only have been late to notice that they ended: where the
+    waiting leads to somebody who is not in doubt without it, it is taken to wait with its peers."""
+    behind = {rank: found for rank in standings.ranks if (found := _left_behind(standings, rank))}
+    graph = _graph(standings, behind, {})
+    late = sorted(rank for rank, found in behind.items() if len(found) <= A_FEW)
+    excused: Behind = {}
+    for ranks in [[rank] for rank in late] if len(late) <= MOST_TRIED else [late]:
+        tried = {**excused, **{rank: behind[rank] for rank in ranks}}
+        without = _graph(standings, behind, tried)
+        ends = ends_of(without, standings)
+        if ends.holders.keys() - set(late) and not ends.joined and not ends.rings:
+            excused, graph = tried, without
+    return graph
+
+
+def _graph(standings: Standings, behind: Behind, excused: Behind) -> WaitGraph:
     standstills: dict[Key, Standstill] = {}
     of_rank: dict[int, Standstill] = {}
+    held = {rank: found[0] for rank, found in behind.items() if rank not in excused}
     for rank, standing in standings.ranks.items():
-        if standing.primary is not None and rank not in behind:
-            of_rank[rank] = _join(standstills, rank, *standing.primary)
+        passed = [(group, launch) for group, launch, _ in excused.get(rank, ())]
+        waits_in = standing.first_but(passed)
+        if waits_in is not None and rank not in held:
+            of_rank[rank] = _join(standstills, rank, *waits_in)
     for standstill in standstills.values():
         standstill.awaited = _awaited(standings, standstill)
     ordered = sorted(standstills.values(), key=lambda each: (each.waiters, each.group, each.slot))
-    return WaitGraph(tuple(ordered), of_rank, behind)
+    return WaitGraph(tuple(ordered), of_rank, held, frozenset(r for r in held if len(behind[r]) <= A_FEW))
 
 
 def _join(standstills: dict[Key, Standstill], rank: int, group: Group, launch: Launch) -> Standstill:
@@ -86,16 +110,30 @@ def _join(standstills: dict[Key, Standstill], rank: int, group: Group, launch: L
     return standstill
 
 
-def _left_behind(standings: Standings, rank: int) -> tuple[Group, Launch, tuple[int, ...]] | None:
-    """Its earliest open launch that another member has finished although nobody can before all came: its part was
-    done, and this rank did not notice. Its board, or the thread that follows it, stopped."""
+def _left_behind(standings: Standings, rank: int) -> list[tuple[Group, Launch, tuple[int, ...]]]:
+    """Its open launches that another member has finished although nobody can before all came: its part was done, and
+    this rank did not notice. Its board, or the thread that follows it, stopped."""
+    found: list[tuple[Group, Launch, tuple[int, ...]]] = []
+    # By identity: a group of a thousand members takes long to hash, and a rank may wait in it two thousand times.
+    known: dict[int, GroupStanding | None] = {}
     for group, launch in standings.ranks[rank].waits:
         if launch.operation.point_to_point or not synchronising(launch.operation):
             continue
-        finished = standings.groups[group].finished_by(launch.slot)
+        if id(group) not in known:
+            known[id(group)] = _followed(standings, group, launch)
+        standing = known[id(group)]
+        finished = () if standing is None else standing.finished_by(launch.slot)
         if finished and finished != (rank,):
-            return group, launch, tuple(member for member in finished if member != rank)
-    return None
+            found.append((group, launch, tuple(member for member in finished if member != rank)))
+            if len(found) > A_FEW:
+                break
+    return found
+
+
+def _followed(standings: Standings, group: Group, launch: Launch) -> GroupStanding | None:
+    """None: operations of gloo also end where a member is gone, so that others finished one says nothing."""
+    gone = launch.operation.backend == "gloo" and (group in standings.guessed or standings.absent(group))
+    return None if gone else standings.groups[group]
 
 
 def _awaited(standings: Standings, standstill: Standstill) -> dict[int, str]:
@@ -136,8 +174,8 @@ def _awaited_peer(standings: Standings, standstill: Standstill) -> dict[int, str
 
 
 def ends_of(graph: WaitGraph, standings: Standings) -> Ends:
-    """Where the waiting leads to. Who left no record is named only where nothing seen explains any waiting: a healthy
-    rank whose record was lost looks the same, and mostly waits for the one that is named."""
+    """Where the waiting leads to. Who left no record is never a holder: a healthy rank whose record was lost looks the
+    same."""
     holders: dict[int, Hold] = dict.fromkeys(sorted(graph.left_behind), Hold.LEFT_BEHIND)
     absent: dict[int, list[Standstill]] = {}
     joined: list[Standstill] = []
@@ -150,9 +188,8 @@ def ends_of(graph: WaitGraph, standings: Standings) -> Ends:
             elif rank not in graph.of_rank:
                 holders.setdefault(rank, Hold.SILENT)
     unrecorded = [each for waiting in absent.values() for each in waiting]
-    if not holders and len(absent) == 1 and all(_agree_on_absence(each) for each in unrecorded):
-        holders[next(iter(absent))] = Hold.ABSENT
-    return Ends(holders, tuple(joined), _rings(graph, standings), tuple(_unique(unrecorded)))
+    alone = tuple(absent) if len(absent) == 1 and all(map(_agree_on_absence, unrecorded)) else ()
+    return Ends(holders, tuple(joined), _rings(graph, standings), tuple(_unique(unrecorded)), alone)
 
 
 def _agree_on_absence(standstill: Standstill) -> bool:
@@ -166,7 +203,7 @@ def _rings(graph: WaitGraph, standings: Standings) -> tuple[tuple[Standstill, ..
     following = {id(each): _next(graph, each.awaited) for each in graph.standstills}
     rings = []
     for ring in components(graph.standstills, following):
-        if len(ring) < 2:
+        if len(ring) < 2 or any(each.group in standings.uncertain for each in ring):
             continue
         inside = {rank for each in ring for rank in each.waiters}
         if all(set(each.awaited) <= inside for each in ring) and not _other_ways_out(standings, inside):

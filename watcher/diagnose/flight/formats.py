@@ -112,7 +112,8 @@ def _whole(field: str, told: int | str) -> int:
 
 
 def _groups(entries: Entries, config: Config, status: dict[int, Counts]) -> list[list[Any]]:
-    """Rows of name, description, members, three counts. Those with entries come first, in the order of `keys`."""
+    """Rows of name, description, members, three counts, whether sends and receives are not written down. Those with
+    entries come first, in the order of `keys`."""
     named = _named(entries, config, status)
     watched = entries.watched or any(started not in (None, -1) for _, started, _ in status.values())
     rows: list[list[Any]] = []
@@ -125,7 +126,7 @@ def _groups(entries: Entries, config: Config, status: dict[int, Counts]) -> list
         if name not in config and "" in config and len({*status, *named}) == 1:
             members = config[""][1]  # gloo, and no second group has overwritten it
         counts = _counts(entries, of_group[place], status.get(number, NOT_TOLD), watched)
-        rows.append([name, told or description, members, *counts])
+        rows.append([name, told or description, members, *counts, _unseen_pairs(entries, of_group[place])])
     with_entries = {number for number, _, _ in entries.keys}
     ids = {name: number for number, name in named.items() if number not in with_entries}
     without = [name for name in config if name not in {row[0] for row in rows}]
@@ -137,7 +138,7 @@ def _groups(entries: Entries, config: Config, status: dict[int, Counts]) -> list
             name, description = "0", description or "default_pg"
             ids.setdefault("0", next(iter(status), 0))
         counts = _from_status(status.get(ids.get(name, -1), NOT_TOLD), watched)
-        rows.append([name, description, members, *counts])
+        rows.append([name, description, members, *counts, False])
     return rows
 
 
@@ -179,6 +180,13 @@ def _counts(entries: Entries, rows: list[int], told: Counts, watched: bool) -> C
     unfinished = [columns.slot[i] for i in rows if not entries.alone[i] and is_open(entries, i)]
     waiting = [columns.slot[i] for i in rows if not entries.alone[i] and columns.started[i] is False]
     return newest, min(waiting, default=newest + 1) - 1 if watched else None, min(unfinished, default=newest + 1) - 1
+
+
+def _unseen_pairs(entries: Entries, rows: list[int]) -> bool:
+    """gloo counts sends and receives with all that it does, and writes down only the collectives."""
+    return any(
+        not entries.counted_alike[i] and entries.operations[entries.columns.operation[i]][0] == "gloo" for i in rows
+    ) and not any(entries.alone[i] for i in rows)
 
 
 def is_open(entries: Entries, row: int) -> bool:

@@ -75,6 +75,7 @@ class GroupRecord:
     last_started: int | None
     last_completed: int | None
     launches: tuple[Launch, ...]  # oldest first; may hold only what is open
+    unseen_pairs: bool = False  # sends and receives were counted and not written down: gloo
 
 
 @dataclass(frozen=True, slots=True)

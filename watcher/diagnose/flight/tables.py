@@ -43,8 +43,8 @@ def record_of(table: dict[str, Any], rank: int, source: str, same: Same) -> Rank
     parts = []
     for (name, description, members, *counts), own in zip(table["groups"], launches, strict=True):
         group = _one(same, Group(name, tuple(members), description))
-        enqueued, begun, done = counts
-        parts.append(GroupRecord(group, enqueued, begun, done, tuple(own)))
+        enqueued, begun, done, unseen_pairs = counts
+        parts.append(GroupRecord(group, enqueued, begun, done, tuple(own), unseen_pairs))
     return RankRecord(rank, source, table["version"], table["library"], tuple(parts))
 
 
