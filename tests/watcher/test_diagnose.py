@@ -114,6 +114,16 @@ def test_names_from_dumps_do_not_steer_the_terminal(shell: Shell, tmp_path: Path
     assert "[red]evil" in answer.out
 
 
+def test_what_a_rank_printed_last_is_shown_and_does_not_steer_the_terminal(shell: Shell, tmp_path: Path) -> None:
+    frame = '  File "/srv/train.py", line 9, in step'
+    (tmp_path / "rank-00002.log.txt").write_text(f"{frame}\nValueError: \x1b[2J[red]evil\x1b]0;x\x07 {'x' * 5000}\n")
+    answer = shell.run("diagnose", tmp_path)
+    assert "rank 2 printed last (rank-00002.log.txt)" in answer.out
+    assert "ValueError: [red]evil" in answer.out
+    assert "\x1b" not in answer.text
+    assert max(map(len, answer.out.splitlines())) < 2000
+
+
 def test_the_incident_as_one_page(shell: Shell, tmp_path: Path) -> None:
     page = tmp_path / "incident.html"
     assert shell.run("diagnose", LIKELY, "--html", page).exit_code == 1

@@ -72,6 +72,14 @@ class StackAnswer(BaseModel):
     frames: list[StackFrameAnswer]
 
 
+class LogAnswer(BaseModel):
+    """What a culprit printed last, without what a terminal would obey."""
+
+    rank: int
+    source: str
+    lines: list[str]
+
+
 class UnreadAnswer(BaseModel):
     """A record that is there and cannot be used."""
 
@@ -107,6 +115,7 @@ class DiagnosisAnswer(BaseModel):
     waits: list[WaitAnswer]
     testimonies: list[TestimonyAnswer]
     stacks: list[StackAnswer]
+    logs: list[LogAnswer]
     evidence: list[str] = Field(description="files in the directory that it rests on")
     missing: list[str] = Field(description="what was asked for and not had")
     unread: list[UnreadAnswer]

@@ -104,6 +104,31 @@ def test_of_a_run_the_newest_attempt_counts(tmp_path: Path) -> None:
     assert [c.rank for c in diagnose(read_evidence(tmp_path / "flight" / "attempt-01")).culprits] == [2]
 
 
+def test_how_ranks_ended_is_read_of_a_capture_and_of_a_run_alike(tmp_path: Path) -> None:
+    ending = {"code": 5, "why": "a collective failed, another rank has gone", "step": 9, "follows": True}
+    raised = 'Traceback (most recent call last):\n  File "/srv/train.py", line 9, in step\nValueError: no tokens\n'
+    capture, run = tmp_path / "capture", tmp_path / "run"
+    write(capture / "rank-00000.ending.json", ending)
+    write(capture / "rank-00002.log.txt", raised)
+    manifest = {
+        "node_of_rank": {str(rank): "b" for rank in range(4)},
+        "files": {"rank-00002.log.txt": {"age_seconds": 7}},
+    }
+    write(capture / "manifest.json", manifest)
+    write(run / "run.json", {"nodes": ["b"], "world": 4})
+    write(run / "logs" / "attempt-01" / "rank-00002.log", "of an attempt before")
+    write(run / "logs" / "attempt-02" / "rank-00000.ending.json", ending)
+    write(run / "logs" / "attempt-02" / "rank-00002.log", raised)
+    for directory in (capture, run):
+        evidence = read_evidence(directory)
+        assert [(each.rank, each.follows) for each in evidence.endings] == [(0, True)]
+        assert [each.rank for each in evidence.logs] == [2]
+        found = diagnose(evidence)
+        assert ([culprit.rank for culprit in found.culprits], found.cause) == ([2], Cause.PROGRAM)
+        assert found.logs[0].lines[-1] == "ValueError: no tokens"
+    assert read_evidence(capture).logs[0].age_seconds == 7.0
+
+
 def test_folders_that_hold_some_ranks_each_are_one_set(tmp_path: Path) -> None:
     for rank in range(4):
         target = tmp_path / f"node-{rank // 2}"

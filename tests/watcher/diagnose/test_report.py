@@ -14,7 +14,7 @@ import pytest
 from tests.watcher.diagnose.incidents_by_hand import NOW, incident, timeline
 from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict, Place
 from watcher.diagnose.diagnosis import Testimony as Said
-from watcher.diagnose.evidence import RankSeen
+from watcher.diagnose.evidence import RankLog, RankSeen
 from watcher.diagnose.report import EvidenceFile, Incident, incident_report, ticked
 from watcher.diagnose.report_ranks import rank_picture
 from watcher.diagnose.report_timeline import marks, tick_seconds, timeline_picture
@@ -90,7 +90,13 @@ def test_what_a_job_calls_itself_is_text_and_no_markup() -> None:
     whole = incident()
     testimonies = (Said(HOSTILE, True, HOSTILE), Said(HOSTILE, False, HOSTILE))
     diagnosis = replace(
-        whole.diagnosis, summary=HOSTILE, why=HOSTILE, advice=HOSTILE, missing=(HOSTILE,), testimonies=testimonies
+        whole.diagnosis,
+        summary=HOSTILE,
+        why=HOSTILE,
+        advice=HOSTILE,
+        missing=(HOSTILE,),
+        testimonies=testimonies,
+        logs=(RankLog(3, HOSTILE, (HOSTILE, "ValueError: no tokens")),),
     )
     assert whole.seen is not None
     ranks = tuple(replace(rank, node=HOSTILE) for rank in whole.seen.ranks)
@@ -109,6 +115,7 @@ def test_what_a_job_calls_itself_is_text_and_no_markup() -> None:
     )
     assert not parsed(page).seen & {"script", "img"}
     assert "{{7*7}}" in page
+    assert "ValueError: no tokens" in page
     assert page.count("</style>") == 1
     page.encode("utf-8", "replace")
 

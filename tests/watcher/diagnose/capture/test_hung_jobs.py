@@ -15,8 +15,12 @@ from tests.collectors.ssh.watching import Watching
 from tests.watcher.diagnose.hung_jobs import KINDS, HungJob, hung_job
 from watcher.diagnose.capture.capture import CaptureResult, capture
 from watcher.diagnose.capture.plan import CapturePlan, NodePlan
+from watcher.diagnose.fuse import diagnose
+from watcher.diagnose.read_evidence import read_evidence
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'wattwatch[trainer]'")
+
+TOLD_BY_LOGS = ("raised", "size_mismatch")  # what the ranks printed last is what tells
 
 
 def files_of(directory: Path) -> set[str]:
@@ -61,6 +65,13 @@ def test_a_hung_job_gives_its_evidence_and_does_not_notice(kind: str, watch: Wat
         assert {rank: Path(dump.source or "").name for rank, dump in dumps.items()} == {
             rank: f"recorder-{rank:05d}.json" for rank in dumps
         }
+    elif kind == "raised":
+        assert "ValueError: shard 7" in (result.directory / "rank-00002.log.txt").read_text()
+    if kind in TOLD_BY_LOGS:
+        found = diagnose(read_evidence(result.directory))
+        assert tuple(culprit.rank for culprit in found.culprits) == job.kind.culprits
+        assert (found.verdict, found.cause) == (job.kind.verdict, job.kind.cause)
+    if job.kind.dies:
         return
     for rank in job.kind.culprits:
         stacks = result.directory / f"rank-{rank:05d}.stacks.txt"

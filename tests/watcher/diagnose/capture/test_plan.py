@@ -49,3 +49,9 @@ def test_a_node_that_cannot_be_reached_keeps_its_reason() -> None:
 def test_a_job_that_saves_is_known_to() -> None:
     assert plan_of(SPEC, sample(node("node-01"), phase="save"), CaptureSettings()).saving
     assert not plan_of(SPEC, sample(node("node-01"), phase="barrier"), CaptureSettings()).saving
+
+
+def test_the_first_node_that_answers_stands_in_for_ranks_of_those_that_do_not() -> None:
+    lost = node("node-01", HostStatus.UNREACHABLE, process(11, 3), process(12, 2))
+    plan = plan_of(SPEC, sample(lost, node("node-02"), node("node-03")), CaptureSettings())
+    assert [each.stands_in_for for each in plan.nodes] == [(), (2, 3), ()]
