@@ -164,8 +164,8 @@ def _silent_or_paired(paired: Sequence[int], standings: Standings, graph: WaitGr
     """gloo writes no sends and receives down: of ranks that seem to wait in nothing, some may wait for the others."""
     place = most_waited_in(graph.standstills)
     why = (
-        f"{waiting_words(place)}; {ranks_in_words(paired)} wait in nothing that is on record. Their recorder leaves "
-        "out sends and receives, so it does not tell who of them waits for whom"
+        f"{waiting_words(place)}; nothing on record shows {ranks_in_words(paired)} waiting, but their recorder leaves "
+        "out sends and receives, so it does not tell who holds up whom"
     )
     return _unknown(why, standings, graph)
 

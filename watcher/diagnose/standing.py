@@ -180,7 +180,7 @@ def with_members(records: Sequence[RankRecord]) -> dict[Group, Group]:
                 nameless = untold.setdefault(part.group, part.group._replace(members=()))
                 heard.setdefault(nameless, []).append(part)
                 ranks_of.setdefault(nameless, []).append(record.rank)
-    everybody = tuple(sorted(record.rank for record in records))
+    everybody = tuple(range(max((record.rank for record in records), default=-1) + 1))  # who left no record too
     found = {}
     for group, parts in heard.items():
         any_rank = group.description == WORLD or any(_in_its_first(part) for part in parts)

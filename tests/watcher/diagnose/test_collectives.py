@@ -28,6 +28,14 @@ CULPRITS = {
     "nc_early_r3": {3},
     "nc_missing_r2": {2},
 }
+# Records that leave out what would tell, so that nobody, or one of a tie, is all that can be said.
+DOUBTFUL = {
+    "gloo_213_batch_r1": {1},
+    "gloo_213_exit_r3": {3},
+    "gloo_213_mesh_r3": {3},
+    "gloo_213_skip_r2": {2},
+    "gloo_213_two_r2_r3": {2, 3},
+}
 INJECTED = ("nccl_gpu_error_1st", "nccl_lock_gil_1st")
 EVERY_SET = sorted([*CULPRITS, *INJECTED])
 
@@ -90,6 +98,30 @@ def test_one_file_less(name: str, harm: str, tmp_path: Path) -> None:
         assert set(reading.culprits) >= truth - {rank}, f"without rank {rank}: {reading.why}"
         if rank in truth - set(reading.culprits):
             assert f"rank {rank} left no record" in reading.why
+
+
+@pytest.mark.parametrize("name", sorted(DOUBTFUL))
+def test_where_records_do_not_tell_no_healthy_rank_is_named(name: str) -> None:
+    records = records_of(name)
+    for kept in (records, *([r for r in records if r.rank != missing.rank] for missing in records)):
+        reading = read_collectives(kept)
+        present = {record.rank for record in kept}
+        assert set(reading.culprits) <= DOUBTFUL[name], reading.why
+        assert not reading.tied or any(DOUBTFUL[name] & present & set(side) for side in reading.tied), reading.why
+        if DOUBTFUL[name] - present:
+            assert reading.verdict is not DiagnosisVerdict.NO_DESYNC or max(DOUBTFUL[name]) > max(present), reading.why
+
+
+def test_ranks_in_sends_that_are_not_written_down_are_not_taken_for_silent() -> None:
+    reading = read_collectives(records_of("gloo_213_batch_r1"))
+    assert reading.verdict is DiagnosisVerdict.UNKNOWN
+    assert "ranks 3-5 wait in all_reduce at slot 4 of default_pg; nothing on record shows ranks 0-2" in reading.why
+
+
+def test_operations_that_end_because_a_peer_is_gone_are_not_finished() -> None:
+    reading = read_collectives(records_of("gloo_213_exit_r3"))
+    assert reading.culprits == ()
+    assert "rank 3 left no record" in reading.why
 
 
 def _harm(path: Path, harm: str) -> None:
