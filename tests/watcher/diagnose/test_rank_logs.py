@@ -117,6 +117,21 @@ def test_what_the_clean_up_met_does_not_hide_why() -> None:
     assert failure(wrapped).follows
 
 
+def test_a_worker_of_a_loader_raised() -> None:
+    text = raised("ValueError: Caught ValueError in DataLoader worker process 0.") + (
+        "Original Traceback (most recent call last):\n"
+        '  File "/usr/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 349, in _worker_loop\n'
+        "    data = fetcher.fetch(index)\n"
+        '  File "/srv/shards.py", line 12, in __getitem__\n'
+        "    raise ValueError(path)\n"
+        "ValueError: shard 7 is cut off\n"
+    )
+    found = failure(text)
+    assert (found.words, found.cause) == ("ValueError: shard 7 is cut off", Cause.DATA.value)
+    assert found.frame is not None
+    assert found.frame.function == "__getitem__"
+
+
 def test_a_failure_that_the_rank_survived_is_none() -> None:
     went_on = raised("ValueError: retried") + "".join(f"step {number}\n" for number in range(40))
     assert log_of(went_on).failure is None
