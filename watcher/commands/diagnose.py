@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,12 +51,17 @@ def diagnose_command(source: str, as_json: bool, page: Path | None, url: str, to
             raise TypeError("no diagnosis")
         code = exit_code(document)
         if as_json:
-            click.echo(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode())
+            click.echo(escaped(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()))
         else:
             show(source, document, code)
     except (KeyError, TypeError, ValueError, AttributeError):
         give_up(f"{source}: the answer of {url} is no diagnosis, or one of another version")
     sys.exit(code)
+
+
+def escaped(document: str) -> str:
+    """The same JSON without a character that a terminal obeys, or that turns what is read around."""
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in document)
 
 
 def is_path(source: str) -> bool:
@@ -80,12 +86,15 @@ def of_directory(directory: Path, page: Path | None) -> dict[str, Any]:
 
 
 def write_page(page: Path, directory: Path, evidence: Evidence, diagnosis: Diagnosis) -> None:
+    from watcher.diagnose.directory import list_directory
     from watcher.diagnose.report import EvidenceFile, Incident, incident_report
 
     try:
         files = []
+        # A name that people are shown is not always the one on the disk.
+        paths = {found.name: found.path for found in list_directory(directory).files}
         for name in diagnosis.evidence:
-            data = (directory / name).read_bytes()
+            data = paths.get(name, directory / name).read_bytes()
             files.append(EvidenceFile(name, len(data), hashlib.sha256(data).hexdigest()))
         job = evidence.seen.job if evidence.seen is not None else directory.resolve().name
         incident = Incident(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from watcher.diagnose.file_kinds import HEAD_BYTES, FileKind, kind_of
+from watcher.diagnose.words import printable
 
 FILES_MOST: Final = 100_000
 DEPTH_MOST: Final = 3
@@ -42,7 +43,7 @@ def list_directory(directory: Path) -> Listing:
         if len(found) == FILES_MOST:
             missing.append(f"{directory}: only the first {FILES_MOST:,} files were looked at")
             break
-        name = str(path.relative_to(directory))
+        name = printable(os.fsencode(path.relative_to(directory)).decode("utf-8", "replace"))
         try:
             head = read_bytes(path, HEAD_BYTES, whole=False)
         except OSError as error:

@@ -199,7 +199,7 @@ def _logs(files: Iterable[Found], manifest: dict[str, Any], missing: list[str]) 
 
 def _processes(files: Iterable[Found], missing: list[str]) -> Iterable[RankProcess]:
     for found in files:
-        node = found.path.name.removeprefix("node-").removesuffix(".processes.json")
+        node = Path(found.name).name.removeprefix("node-").removesuffix(".processes.json")
         try:
             rows = PROCESSES.validate_json(_text(found, missing) or "[]")
             yield from [_process(row, node, found.name) for row in rows]

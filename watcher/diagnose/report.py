@@ -26,7 +26,7 @@ from watcher.diagnose.evidence import RankStacks, Seen, StackFrame
 from watcher.diagnose.operations import operation_words
 from watcher.diagnose.report_ranks import rank_picture
 from watcher.diagnose.report_timeline import timeline_picture
-from watcher.diagnose.words import counted, ranks_in_words
+from watcher.diagnose.words import counted, printable, ranks_in_words
 from watcher.quantities import amount, duration, energy
 from watcher.snapshot import TimelinePoint
 
@@ -227,12 +227,18 @@ def node_words(seen: Seen | None) -> str:
     return f"{counted(len(seen.ranks), 'rank')} on {counted(len(nodes), 'node')}"
 
 
+def _shown(value: object) -> object:
+    """What a template writes out."""
+    return type(value)(printable(value)) if isinstance(value, str) else value
+
+
 @cache
 def templates() -> Environment:
     environment = Environment(
         loader=PackageLoader("watcher.diagnose", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -23,6 +23,14 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"{'rank' if len(every) == 1 else 'ranks'} {', '.join(shown) or 'none'}{more}"
 
 
+def printable(words: str) -> str:
+    """Names come from dumps of any origin: nothing in them that a terminal obeys, and nothing that turns what is read
+    around. Line ends and tabs stay."""
+    if words.isprintable():
+        return words
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in words)
+
+
 def counted(number: int, what: str) -> str:
     """`1 rank`, `15 ranks`."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
