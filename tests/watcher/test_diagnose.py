@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -122,6 +123,17 @@ def test_what_a_rank_printed_last_is_shown_and_does_not_steer_the_terminal(shell
     assert "ValueError: [red]evil" in answer.out
     assert "\x1b" not in answer.text
     assert max(map(len, answer.out.splitlines())) < 2000
+
+
+def test_a_file_that_is_named_in_no_text_is_shown_and_does_not_steer_the_terminal(shell: Shell, tmp_path: Path) -> None:
+    directory, page = tmp_path / "dumps", tmp_path / "page.html"
+    shutil.copytree(DATA / "flight_recorder" / "nc_early_r3", directory)
+    named = os.fsencode(directory) + b"/rank-3-\xff\x1b[2J\xe2\x80\xae.recorder"
+    os.rename(os.fsencode(directory / "_dump_3"), named)
+    answer = shell.run("diagnose", directory, "--json", "--html", page)
+    assert answer.json["culprits"] == [3]
+    assert not set(answer.text + page.read_text()) & set("\x1b\u202e")
+    assert "rank-3-\ufffd\ufffd[2J\ufffd.recorder" in page.read_text()
 
 
 def test_the_incident_as_one_page(shell: Shell, tmp_path: Path) -> None:
