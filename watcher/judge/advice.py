@@ -11,8 +11,9 @@ ADVICE: Final[dict[PowerState, str]] = {
     PowerState.COMMUNICATION: "If tokens per second fell, look at the links; else nothing to do.",
     PowerState.STARVATION: "Look upstream: data loading, tokenising, the file system, host CPU.",
     PowerState.CHECKPOINT: "Wait for the save; look at the checkpoint directory if its files do not grow.",
-    PowerState.HANG: "Look at the step counter. If it stands: collect flight-recorder dumps and stacks before the "
-    "watchdog or anybody ends the job, then restart from the last checkpoint.",
+    PowerState.HANG: "Look at the step counter. If it stands: before the watchdog or anybody ends the job, have its "
+    "flight records and stacks (`wattwatch serve` collects them by itself where capture is on); then restart from the "
+    "last checkpoint.",
     PowerState.IDLE: "Nothing runs here. If a job should, look for why it ended.",
     PowerState.GPU_FAULT: "Read the kernel log for Xid lines, drain the node, reset or replace the board.",
     PowerState.STRAGGLER: "Compare clocks, temperature and throttle reasons of the boards that work with the others.",

@@ -286,8 +286,10 @@ class Hang:
             scope="",
             summary=f"{look.spec.name} {'hangs' if confirmed else 'may hang'}{where}: {who}.",
             evidence=evidence,
-            advice="Collect flight-recorder dumps and stacks before the watchdog or anybody ends the job; then restart "
-            "from the last checkpoint." + (f" Look first at {who}." if suspects else ""),
+            advice="Leave the job as it is for a moment: `wattwatch serve` collects its flight records and stacks by "
+            "itself, unless its configuration says `capture = false`; then collect them before the watchdog or anybody "
+            "ends the job. After that restart from the last checkpoint."
+            + (f" Look first at {who}." if suspects else ""),
             since_seconds=since,
             confirmed=confirmed,
             suspects=suspects,

@@ -39,7 +39,7 @@ def diagnosing_of(
         capture(plan, fleet.channels, directory, clock)
 
     def tell(episode_id: str, diagnosis: Diagnosis) -> None:
-        teller.diagnosed(episode_id, Diagnosed(diagnosis.summary, diagnosis.conclusive))
+        teller.diagnosed(episode_id, Diagnosed(diagnosis.summary, diagnosis.conclusive, diagnosis.advice))
 
     allowed = {job.name: job.capture for job in config.jobs}
     return Diagnosing(incidents, allowed, Inquiry(ask, concluding.conclude, page_of, clock.wall), tell, clock)

@@ -128,6 +128,7 @@ class PageRenderer:
                 (e for e in snapshot.episodes if e.closed_wall_seconds is not None),
                 key=lambda e: -(e.closed_wall_seconds or 0.0),
             )[:CLOSED_ALERTS],
+            "reports": report_paths(snapshot),
             "nodes": sorted(nodes, key=lambda cell: (cell.good, cell.view.node)),
             "nodes_good": sum(cell.good for cell in nodes),
         }
@@ -137,8 +138,13 @@ def urgency(episode: EpisodeView) -> tuple[int, float]:
     return SEVERITY_ORDER[episode.severity], -episode.opened_wall_seconds
 
 
+def report_paths(snapshot: Snapshot) -> dict[str, str]:
+    """By the id of the episode; of each job the page of its latest diagnosis is served."""
+    return {view.episode_id: report_path(view) for view in snapshot.diagnoses.values() if view.report}
+
+
 def diagnosis_note(snapshot: Snapshot, job: str) -> DiagnosisNote | None:
-    """Only while the episode that it explains is open: afterwards the API still has it."""
+    """Only while the episode that it explains is open: afterwards it stands at the closed alert."""
     view = snapshot.diagnoses.get(job)
     still_open = {episode.id for episode in snapshot.episodes if episode.closed_wall_seconds is None}
     if view is None or view.episode_id not in still_open:

@@ -67,6 +67,7 @@ class Diagnosed:
 
     words: str  # one sentence: who, where, in what
     conclusive: bool
+    advice: str = ""  # what to do next, once this is known
 
     def __str__(self) -> str:
         return f"{self.words.rstrip('. ')} ({'conclusive' if self.conclusive else 'not proved'})"
@@ -115,6 +116,12 @@ class Episode:
     @property
     def key(self) -> tuple[str, str, str]:
         return self.finding.key
+
+    @property
+    def advice(self) -> str:
+        """What to do next: of who holds the job up, once that is known, else of the finding."""
+        known = "" if self.diagnosis is None else self.diagnosis.advice
+        return known or self.finding.advice
 
     def shifted(self, seconds: float, now: float = float("inf")) -> Episode:
         """The same on another clock. No time may lie after `now`: wall clocks are set back sometimes."""

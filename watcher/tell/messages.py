@@ -95,7 +95,7 @@ def compose(
         summary=finding.summary if episode.confirmed or over else f"{finding.summary} (not confirmed yet)",
         evidence=finding.evidence,
         suspects=episode.told.suspects,
-        advice=finding.advice,
+        advice=episode.advice,
         cost=cost_of(episode, over),
         timing=timing_of(episode, over, now),
         reason=" ".join((reason.value, *(f"{name_of(each)}: {each.summary}" for each in news))),

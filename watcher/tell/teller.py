@@ -382,7 +382,7 @@ def view_of(episode: Episode) -> EpisodeView:
         confirmed=episode.confirmed,
         summary=finding.summary,
         evidence=finding.evidence,
-        advice=finding.advice,
+        advice=episode.advice,
         suspects=finding.suspects,
         opened_wall_seconds=episode.opened_wall_seconds,
         closed_wall_seconds=episode.closed_wall_seconds,

@@ -129,6 +129,17 @@ def test_the_page_shows_it_at_the_job_while_its_episode_is_open(done: DiagnosisV
     assert "Diagnosed" not in shown(replace(done, episode_id="one before"))
 
 
+def test_a_closed_alert_has_its_diagnosis_and_the_way_to_its_report(done: DiagnosisView) -> None:
+    snapshot = cluster(done)
+    first = replace(snapshot.episodes[0], closed_wall_seconds=handmade.NOW - 20, diagnosis="rank 3 (conclusive)")
+    other = replace(first, id="one before", diagnosis="rank 4 (not proved)")
+    closed = replace(snapshot, episodes=(first, other, *snapshot.episodes[1:]))
+    page = PageRenderer(desk_of(closed).latest).page().split("Closed lately")[1]
+    assert "<b>Diagnosis:</b> rank 3 (conclusive)" in page
+    assert "<b>Diagnosis:</b> rank 4 (not proved)" in page
+    assert page.count(f'<a href="{PATH}/report">report</a>') == 1
+
+
 def test_an_alert_carries_its_diagnosis_and_what_it_cost() -> None:
     snapshot = handmade.cluster()
     first = replace(snapshot.episodes[0], diagnosis="rank 3 (conclusive)", kilowatt_hours_lost=0.19)

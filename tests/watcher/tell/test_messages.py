@@ -312,3 +312,18 @@ def test_a_diagnosis_stands_right_below_the_verdict() -> None:
     assert slack["blocks"][2]["text"]["text"] == f"*Diagnosis:* {words}"
     (alert,) = orjson.loads(webhook_payload(told, "webhook"))["alerts"]
     assert alert["annotations"]["diagnosis"] == words
+
+
+def test_what_to_do_is_the_next_step_of_the_diagnosis_once_there_is_one() -> None:
+    found = finding(suspects=RANK_3)
+    at = Look(found, now=95.0, wall=WALL)
+    episode = advance(opened("e1", at, found), at, decide(None, at), ("webhook",))
+    before = compose(episode, Notice.OPENED, Reason.OPENED, 95.0, WALL, None)
+    assert before.advice == found.advice
+    later = replace(at, now=99.0, diagnosis=Diagnosed("Rank 3 is in barrier.", True, "Compare the two lines of code."))
+    after = advance(episode, later, decide(episode, later), ("webhook",))
+    told = compose(after, Notice.DIAGNOSED, Reason.DIAGNOSED, 99.0, WALL, None)
+    assert after.advice == told.advice == "Compare the two lines of code."
+    assert "*What to do:* Compare the two lines of code." in slack_payload(told).decode()
+    (alert,) = orjson.loads(webhook_payload(told, "webhook"))["alerts"]
+    assert alert["annotations"]["advice"] == "Compare the two lines of code."

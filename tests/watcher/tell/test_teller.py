@@ -120,9 +120,10 @@ def test_a_diagnosis_is_one_more_message_of_the_same_alert_and_stays_in_the_last
     (episode,) = watch.teller.episodes()
     watch.teller.diagnosed(episode.id, PROOF)
     watch.look(HUNG, times=5)
-    watch.teller.diagnosed(episode.id, replace(PROOF, words="Rank 4 does."))
+    watch.teller.diagnosed(episode.id, replace(PROOF, words="Rank 4 does.", advice="Compare the two lines."))
     watch.look(HUNG, times=5)
     assert watch.teller.episodes()[0].diagnosis == "Rank 4 does (conclusive)"
+    assert watch.teller.episodes()[0].advice == "Compare the two lines."
     watch.look(times=5)
     said = [post.content["alerts"][0] for post in watch.hook.wait_for(3)]
     assert [alert["status"] for alert in said] == ["firing", "firing", "resolved"]
