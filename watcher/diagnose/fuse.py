@@ -19,6 +19,7 @@ from watcher.diagnose.log_witness import of_logs
 from watcher.diagnose.outside import median_step, of_faults, of_heartbeats, of_power, of_processes
 from watcher.diagnose.ras.findings import RasReading
 from watcher.diagnose.ras.reading import read_ras
+from watcher.diagnose.ras_fit import with_fitting_ras
 from watcher.diagnose.ras_witness import VERDICTS, hosts_of, known_ranks, of_ras
 from watcher.diagnose.sentences import advice_of, culprits_of, summary_of, why_of
 from watcher.diagnose.weigh import Weighed, weigh
@@ -33,7 +34,7 @@ FROM_OUTSIDE: Final = frozenset({POWER, HEARTBEATS, "throttle reasons"})
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Neither the order of files nor that of ranks changes the answer."""
-    evidence = in_order(evidence)
+    evidence = with_fitting_ras(in_order(evidence))
     reading = read_collectives(evidence.records, evidence.unread) if evidence.records else None
     ras = read_ras(evidence.ras) if evidence.ras else None
     witnesses = testify(evidence, reading, ras)

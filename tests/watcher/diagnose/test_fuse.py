@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.watcher.diagnose.hung import node_of, processes, record, records, seen, stacks
+from tests.watcher.diagnose.hung import GROUP, node_of, processes, record, records, seen, stacks
 from watcher.diagnose.diagnosis import Cause, DiagnosisVerdict
 from watcher.diagnose.evidence import Evidence, Fault, RankEnding, RankProcess, RankSeen, Seen
 from watcher.diagnose.fuse import diagnose
@@ -335,8 +335,13 @@ def test_counters_that_move_are_shown_against_a_hang() -> None:
     data = Path(__file__).parents[2] / "data" / "ras"
     polls = [(f"healthy_poll{i}.json", (data / f"healthy_poll{i}.json").read_bytes()) for i in (1, 2)]
     ras = (parse_polls("node-01", polls, 5.0),)
-    alone = diagnose(Evidence(records({3: None})))
-    found = diagnose(Evidence(records({3: None}), ras=ras))
+    one_of_many = GROUP._replace(description="DATA_PARALLEL_GROUP")  # RAS tells of 16 ranks
+    parts = tuple(
+        replace(each, groups=tuple(replace(part, group=one_of_many) for part in each.groups))
+        for each in records({3: None})
+    )
+    alone = diagnose(Evidence(parts))
+    found = diagnose(Evidence(parts, ras=ras))
     assert ("NCCL RAS", False) in [(t.source, t.agrees) for t in found.testimonies]
     assert found.confidence < alone.confidence
     only = diagnose(Evidence(ras=ras))
