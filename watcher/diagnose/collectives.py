@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from watcher.diagnose.diagnosis import CollectiveReading, DiagnosisVerdict, GroupFrontier, Wait
-from watcher.diagnose.disagreements import Disagreement, disagreements
+from watcher.diagnose.disagreements import Disagreement, disagreements, sizes_differ
 from watcher.diagnose.flight.record import Group, RankRecord, Unread
 from watcher.diagnose.frontier import frontier
 from watcher.diagnose.operations import operation_words
@@ -52,6 +52,9 @@ def read_collectives(records: Sequence[RankRecord], unread: Sequence[Unread] = (
     if parted:
         return _disagreement(parted, standings, graph)
     ends = ends_of(graph, standings)
+    overflown = [rank for rank in standings.ranks if standings.ranks[rank].overflown]
+    if overflown and not ends.holders and (ends.rings or not ends.unrecorded):
+        return _overflown(overflown, standings, graph)
     if ends.rings and not ends.holders:
         return _ring(ends.rings[0], standings, graph)
     if ends.holders:
@@ -62,6 +65,12 @@ def read_collectives(records: Sequence[RankRecord], unread: Sequence[Unread] = (
     if ends.unrecorded:
         return _no_records(ends, standings, graph)
     return _joined(ends, standings, graph) if ends.joined else _no_end(standings, graph)
+
+
+def _overflown(ranks: Sequence[int], standings: Standings, graph: WaitGraph) -> CollectiveReading:
+    where = waiting_words(most_waited_in(graph.standstills))
+    why = f"{ranks_in_words(ranks)} launched more than the record holds, so what they wait in is not in it"
+    return _unknown(f"{where}; {why} (TORCH_FR_BUFFER_SIZE sets how much)", standings, graph)
 
 
 def _may_be_paired(rank: int, hold: Hold, standings: Standings) -> bool:
@@ -173,8 +182,9 @@ def _silent_or_paired(paired: Sequence[int], standings: Standings, graph: WaitGr
 def _no_end(standings: Standings, graph: WaitGraph) -> CollectiveReading:
     places = sorted(graph.standstills, key=lambda each: (-len(each.waiters), each.group, each.slot))
     words = "; ".join(waiting_words(each) for each in places[:3])
-    more = f"; and {len(places) - 3} more such places" if len(places) > 3 else ""
-    return _unknown(f"all wait for one another, and the records do not tell who began: {words}{more}", standings, graph)
+    words += f"; and {len(places) - 3} more such places" if len(places) > 3 else ""
+    words += f"; {ranks_in_words(standings.unrecorded)} left no record" if standings.unrecorded else ""
+    return _unknown(f"all wait for one another, and the records do not tell who began: {words}", standings, graph)
 
 
 def _hold_words(rank: int, hold: Hold, graph: WaitGraph) -> tuple[str, Group, int]:
@@ -202,10 +212,6 @@ def _no_records(ends: Ends, standings: Standings, graph: WaitGraph) -> Collectiv
 
 def _joined(ends: Ends, standings: Standings, graph: WaitGraph) -> CollectiveReading:
     place = most_waited_in(ends.joined)
-    overflown = [rank for rank in standings.ranks if standings.ranks[rank].overflown]
-    if overflown:
-        why = f"{ranks_in_words(overflown)} launched more than the record holds, so what they wait in is not in it"
-        return _unknown(f"{waiting_words(place)}; {why} (TORCH_FR_BUFFER_SIZE sets how much)", standings, graph)
     rest = set(standings.groups[place.group].records) - set(place.waiters)
     if rest and not place.operation.point_to_point:
         why = f"{waiting_words(place)}, which {ranks_in_words(rest)} finished or gave up"
@@ -216,7 +222,7 @@ def _joined(ends: Ends, standings: Standings, graph: WaitGraph) -> CollectiveRea
     what = f"{operation_words(place.operation, sizes=True)} at slot {place.slot:,} of {place.group}"
     more = f" ({len(ends.joined) - 1} more such groups)" if len(ends.joined) > 1 else ""
     why = f"all {len(place.waiters)} members wait in the same {what}{more}"
-    uneven = _uneven(place, standings)
+    uneven = sizes_differ(standings.groups[place.group], place.slot)
     agreed = "the sizes differ, which is right only if they match in pairs" if uneven else "the program agrees"
     so = f"so the network, a board or its driver holds it up{', or those sizes' if uneven else ''}"
     return _reading(
@@ -229,13 +235,6 @@ def _joined(ends: Ends, standings: Standings, graph: WaitGraph) -> CollectiveRea
         graph,
         [(each.group, each.slot) for each in ends.joined],
     )
-
-
-def _uneven(place: Standstill, standings: Standings) -> bool:
-    """Sizes that the rules leave to each rank, and that may be what is wrong."""
-    standing = standings.groups[place.group]
-    seen = {standing.operation_at(rank, place.slot) for rank in place.waiters} - {None}
-    return place.operation.name == "all_to_all" and len(seen) > 1
 
 
 def _nobody_waits(standings: Standings, graph: WaitGraph, unread: Sequence[Unread]) -> CollectiveReading:

@@ -88,3 +88,9 @@ def _at(standing: GroupStanding, slot: int) -> Disagreement:
     )
     kinds = any(not same_kind(parties[0][0], operation) for operation, _ in parties[1:])
     return Disagreement(standing.group, slot, tuple(parties), kinds)
+
+
+def sizes_differ(standing: GroupStanding, slot: int) -> bool:
+    """Where the sizes are each rank's own, so that they prove nothing and may still be what is wrong."""
+    operations = {standing.operation_at(rank, slot) for rank in standing.records} - {None}
+    return len(operations) > 1 and all(each is not None and each.name == "all_to_all" for each in operations)

@@ -24,6 +24,7 @@ SETS = Path(__file__).parents[2] / "data" / "flight_recorder"
 CULPRITS = {
     "gloo_213_barrier_r3": {3},
     "gloo_213_early_r3": {3},
+    "gloo_213_fsdp_r1": {1},
     "gloo_213_missing_r2": {2},
     "nc_early_r3": {3},
     "nc_missing_r2": {2},

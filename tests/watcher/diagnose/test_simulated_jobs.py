@@ -159,6 +159,40 @@ def without_members(record: RankRecord) -> RankRecord:
     return replace(record, groups=parts)
 
 
+def test_a_circle_that_a_lost_record_leaves_open_names_nobody() -> None:
+    job = simulated_job(2, 1, 2, Fault.SKIPS_ONE, culprit=1, at=5, ahead=10)
+    reading = read_collectives([record for record in job.records(only_open=False) if record.rank])
+    assert reading.verdict is DiagnosisVerdict.UNKNOWN
+    assert reading.culprits == ()
+    assert reading.why.startswith("all wait for one another, and the records do not tell who began: ")
+    assert reading.why.endswith("; rank 0 left no record")
+
+
+def test_sizes_that_an_operation_allows_to_differ_are_said_and_named_for_nobody() -> None:
+    group = Group("0", (0, 1, 2, 3), "default_pg")
+    programs = [[Step(group, collective("all_to_all", 2 + (rank == 1), 2))] for rank in range(4)]
+    job = SimulatedJob([SimulatedRank(rank, program) for rank, program in enumerate(programs)])
+    job.run()
+    reading = read_collectives(job.records(only_open=True))
+    assert reading.verdict is DiagnosisVerdict.NO_DESYNC
+    assert reading.culprits == ()
+    assert reading.confidence == 0.5
+    assert "the sizes differ, which is right only if they match in pairs" in reading.why
+
+
+def test_what_all_finished_is_not_what_they_wait_for() -> None:
+    """Ranks 0 and 1 parted in types long ago, and went on: now rank 2 is missing."""
+    group = Group("0", (0, 1, 2, 3), "default_pg")
+    reduce = collective("all_reduce", 1, 1)
+    usual, other = [Step(group, reduce)] * 6, [Step(group, reduce)] * 6
+    job = SimulatedJob([SimulatedRank(rank, list(usual)) for rank in range(4)], Fault.HOST_STOPS, culprit=2, at=4)
+    job.run()
+    other[1] = Step(group, reduce._replace(input_types=("Half",)))
+    job.ranks[0].program = other
+    reading = read_collectives(job.records(only_open=False))
+    assert (reading.verdict, reading.culprits) == (DiagnosisVerdict.NEVER_ARRIVED, (2,))
+
+
 def test_two_against_two_is_a_tie() -> None:
     group = Group("0", (0, 1, 2, 3), "default_pg")
     one, other = [Step(group, collective("all_reduce", 1, 1))], [Step(group, collective("broadcast", 1, 1))]
