@@ -16,12 +16,13 @@ from watcher.diagnose.diagnosis import Cause, CollectiveReading, Diagnosis, Diag
 from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.inside import of_endings, of_stacks
 from watcher.diagnose.log_witness import of_logs
+from watcher.diagnose.next_step import advice_of
 from watcher.diagnose.outside import median_step, of_faults, of_heartbeats, of_power, of_processes
 from watcher.diagnose.ras.findings import RasReading
 from watcher.diagnose.ras.reading import read_ras
 from watcher.diagnose.ras_fit import with_fitting_ras
 from watcher.diagnose.ras_witness import VERDICTS, hosts_of, known_ranks, of_ras
-from watcher.diagnose.sentences import advice_of, culprits_of, summary_of, why_of
+from watcher.diagnose.sentences import culprits_of, summary_of, why_of
 from watcher.diagnose.weigh import Weighed, weigh
 from watcher.diagnose.witness import HEARTBEATS, POWER, PROCESSES, RECORDS, Witness
 
@@ -55,7 +56,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         step=step,
         summary=summary_of(verdict, culprits, weighed, witnesses, reading, step, nothing_open),
         why=why_of(weighed, witnesses, reading),
-        advice=advice_of(verdict, cause, culprits, evidence, nothing_open),
+        advice=advice_of(verdict, cause, culprits, evidence, nothing_open, ras),
         testimonies=tuple(Testimony(witness.source, yes, witness.words) for witness, yes in weighed.agrees),
         reading=reading,
         evidence=_sources(evidence),

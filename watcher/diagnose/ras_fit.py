@@ -1,6 +1,6 @@
 """Whether NCCL RAS speaks of this job: its port answers for whichever job holds it, and files get mixed up. Pure.
 
-Hosts are counted, not compared: RAS gives the address of NCCL's own interface, which may be none that a node is known by.
+Hosts are counted, not compared: RAS gives the address of NCCL's own interface, which may be none that others use.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""The words of a diagnosis: who, where, in what, against how many; why; what to do next. Pure."""
+"""The words of a diagnosis: who, where, in what, against how many; why. Pure."""
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from importlib import resources
 
 from watcher.diagnose.causes import left_behind
-from watcher.diagnose.diagnosis import Cause, CollectiveReading, Culprit, DiagnosisVerdict, GroupFrontier, Member, Place
+from watcher.diagnose.diagnosis import CollectiveReading, Culprit, DiagnosisVerdict, GroupFrontier, Member, Place
 from watcher.diagnose.evidence import Evidence
-from watcher.diagnose.failures import RAISED, SIZES
 from watcher.diagnose.flight.record import Operation
 from watcher.diagnose.operations import operation_words
 from watcher.diagnose.ras_witness import nodes_of_ranks
@@ -197,36 +193,3 @@ def why_of(weighed: Weighed, witnesses: Sequence[Witness], reading: CollectiveRe
     if weighed.tie_broken:
         parts.append("the records are even, the other sources decide")
     return ". ".join(part[:1].upper() + part[1:] for part in parts) or "No source says anything"
-
-
-@cache
-def _next_steps() -> Mapping[str, str]:
-    return tomllib.loads(resources.files(__package__).joinpath("next_steps.toml").read_text("utf-8"))
-
-
-def advice_of(
-    verdict: DiagnosisVerdict, cause: Cause, culprits: Sequence[Culprit], evidence: Evidence, nothing_open: bool
-) -> str:
-    first = culprits[0] if culprits else Culprit(-1)
-    process = next((p for p in evidence.processes if p.rank == first.rank), None)
-    key = "nothing" if nothing_open else cause.value
-    printed = next((log.failure for log in evidence.logs if log.rank == first.rank and log.failure is not None), None)
-    if cause is Cause.RANK and process is not None and not nothing_open:
-        key = {"T": "stopped", "t": "stopped", None: "gone", "Z": "gone"}.get(process.state, key)
-    seen = evidence.seen.ranks if evidence.seen is not None else ()
-    if cause is Cause.RANK and process is None and any(e.rank == first.rank and e.alive is False for e in seen):
-        key = "gone"
-    if cause is Cause.DATA and verdict is DiagnosisVerdict.NEVER_ARRIVED:
-        key = "loader"
-    if printed is not None and cause.value == printed.cause:
-        key = {RAISED: RAISED, SIZES: SIZES}.get(printed.kind, key)
-    if cause is Cause.RANK and not culprits:
-        key = "gone"
-    if cause is Cause.RANK and process is None and any(e.rank == first.rank for e in evidence.endings):
-        key = "gone"
-    return _next_steps()[key].format(
-        rank=first.rank if culprits else "RANK",
-        node=first.node or "NODE",
-        gpu="GPU" if first.gpu is None else first.gpu,
-        pid="PID" if process is None else process.pid,
-    )

@@ -71,7 +71,7 @@ def test_the_log_of_a_rank_that_raised_tells_why() -> None:
     found = diagnose(read_evidence(CAPTURES / "raised"))
     assert "it raised ValueError: shard 7 holds no tokens, at read_shard" in found.summary
     assert found.logs[0].lines[-1] == "ValueError: shard 7 holds no tokens"
-    assert "log tell of" in found.advice
+    assert "the log of rank 2 tell, code or data" in found.advice
 
 
 @pytest.mark.parametrize(("name", "kind"), HANG.items(), ids=list(HANG))

@@ -1,0 +1,140 @@
+"""The next step for people: commands with what is known filled in, and words for what is not. Pure.
+
+Nodes come from files of any origin, and people paste what stands here: a name that is more than a name is never in a
+command.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Final
+
+from watcher.diagnose.diagnosis import Cause, Culprit, DiagnosisVerdict
+from watcher.diagnose.evidence import Evidence
+from watcher.diagnose.failures import RAISED, SIZES
+from watcher.diagnose.ras.findings import RasReading, RasSuspect
+from watcher.diagnose.ras_witness import job_rank, nodes_of_ranks
+from watcher.diagnose.words import ranks_in_words
+
+SPOTS_MOST: Final = 3  # that have a command of their own
+PLAIN_NODE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}")
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a command would run. None: not known; `rank` None: the whole node."""
+
+    rank: int | None
+    node: str | None
+    gpu: int | None = None
+    pid: int | None = None
+
+
+def advice_of(
+    verdict: DiagnosisVerdict,
+    cause: Cause,
+    culprits: Sequence[Culprit],
+    evidence: Evidence,
+    nothing_open: bool,
+    ras: RasReading | None = None,
+) -> str:
+    step = _next_steps()[_key_of(verdict, cause, culprits, evidence, nothing_open)]
+    spots = spots_of(culprits, evidence, ras)
+    return step["text"].format(
+        run=f"Run {run_words(step.get('run', ''), step.get('bare', ''), spots)}",
+        then=run_words(step.get("then", ""), step.get("then", ""), spots),
+        ranks=ranks_in_words(culprit.rank for culprit in culprits) if culprits else "each rank",
+    )
+
+
+def _key_of(
+    verdict: DiagnosisVerdict, cause: Cause, culprits: Sequence[Culprit], evidence: Evidence, nothing_open: bool
+) -> str:
+    if nothing_open:
+        return "nothing"
+    first = culprits[0] if culprits else Culprit(-1)
+    printed = next((log.failure for log in evidence.logs if log.rank == first.rank and log.failure is not None), None)
+    if printed is not None and cause.value == printed.cause and printed.kind in (RAISED, SIZES):
+        return printed.kind
+    if cause is Cause.RANK:
+        return _key_of_rank(first, evidence) if culprits else "gone"
+    if cause is Cause.DATA and verdict is DiagnosisVerdict.NEVER_ARRIVED:
+        return "loader"
+    if cause is Cause.UNKNOWN and not evidence.records:
+        return "unrecorded"
+    return cause.value
+
+
+def _key_of_rank(culprit: Culprit, evidence: Evidence) -> str:
+    process = next((each for each in evidence.processes if each.rank == culprit.rank), None)
+    if process is not None:
+        return {"T": "stopped", "t": "stopped", None: "gone", "Z": "gone"}.get(process.state, "rank")
+    seen = evidence.seen.ranks if evidence.seen is not None else ()
+    gone = any(each.rank == culprit.rank and each.alive is False for each in seen)
+    return "gone" if gone or any(each.rank == culprit.rank for each in evidence.endings) else "rank"
+
+
+def spots_of(culprits: Sequence[Culprit], evidence: Evidence, ras: RasReading | None) -> list[Spot]:
+    """Of the culprits, from whichever source tells; without any the nodes that are known."""
+    nodes = {*nodes_of_ranks(evidence).values(), *(polls.node for polls in evidence.ras)} - {""}
+    if not culprits:
+        return [Spot(None, node) for node in sorted(nodes)] or [Spot(None, None)]
+    suspects: dict[int | None, RasSuspect] = {}
+    if ras is not None:
+        suspects = {job_rank(each, ras, evidence): each for each in ras.suspects}
+    only = nodes.pop() if len(nodes) == 1 else None
+    spots = []
+    for culprit in culprits:
+        process = next((each for each in evidence.processes if each.rank == culprit.rank), None)
+        suspect = suspects.get(culprit.rank)
+        spots.append(
+            Spot(
+                culprit.rank,
+                culprit.node or (suspect.host if suspect is not None else None) or only,
+                culprit.gpu if culprit.gpu is not None or suspect is None else suspect.gpu,
+                process.pid if process is not None else suspect.pid if suspect is not None else None,
+            )
+        )
+    return spots
+
+
+def run_words(run: str, bare: str, spots: Iterable[Spot]) -> str:
+    """`ssh node-01 'py-spy dump --pid 4003'` and `py-spy dump` for the process of rank 9 on its node."""
+    whole: dict[str, None] = {}
+    rest: dict[str, list[int]] = {}  # ranks by place, "" where the node is not known
+    for spot in spots:
+        command = run.format(pid=spot.pid, gpu=spot.gpu)
+        of_process = "{pid}" in run
+        if ("{gpu}" in run and spot.gpu is None) or (of_process and spot.pid is None):
+            command = bare
+        if spot.node and PLAIN_NODE.fullmatch(spot.node) and not (of_process and spot.pid is None):
+            whole[f"`ssh {spot.node} '{command}'`"] = None
+        else:
+            named = spot.node if spot.node and PLAIN_NODE.fullmatch(spot.node) else ""
+            rest.setdefault(named, []).extend([] if spot.rank is None else [spot.rank])
+    listed = [*whole, *(_in_words(run, bare, node, ranks) for node, ranks in rest.items())]
+    if len(listed) > SPOTS_MOST:
+        more = f"{len(listed) - SPOTS_MOST:,} more of the same"
+        return f"{', '.join(listed[:SPOTS_MOST])} and {more}"
+    return " and ".join([", ".join(listed[:-1]), listed[-1]] if len(listed) > 1 else listed)
+
+
+def _in_words(run: str, bare: str, node: str, ranks: Sequence[int]) -> str:
+    who = ranks_in_words(ranks) if ranks else "each rank"
+    several = len(ranks) > 1
+    if "{pid}" in run:
+        of = f" for the process{'es' if several else ''} of {who}" if ranks else " for each rank"
+        where = node or (("their nodes" if several else "its node") if ranks else "its node")
+        return f"`{bare}`{of} on {where}"
+    where = node or (f"the node{'s' if several else ''} of {who}" if ranks else "each node")
+    return f"`{bare}` on {where}"
+
+
+@cache
+def _next_steps() -> Mapping[str, Mapping[str, str]]:
+    return tomllib.loads(resources.files(__package__).joinpath("next_steps.toml").read_text("utf-8"))
