@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.watcher.commanding import Shell
-from tests.watcher.diagnose.hung import WORLD, record, records
+from tests.watcher.diagnose.hung import WORLD, record, records, seen
 from watcher.commands.diagnose import exit_code
+from watcher.commands.diagnosis_text import headline
 from watcher.diagnose.document import document_of
 from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.fuse import diagnose
@@ -41,6 +42,26 @@ def test_a_likely_culprit_is_a_warning_with_its_stack(shell: Shell) -> None:
     assert "rank 1 stands at (rank1_dump_traceback.txt, innermost first)" in answer.out
     assert "w (train/dbg2.py:18)" in answer.out
     assert "agrees    flight recorder, stacks" in answer.out
+
+
+def test_the_first_word_fits_what_was_found() -> None:
+    named = document_of(diagnose(Evidence(seen=seen((3,)))))
+    assert (named["verdict"], named["culprits"], headline(named)) == ("unknown", [3], "SUSPECTED")
+    assert headline(document_of(diagnose(Evidence()))) == "UNKNOWN"
+    assert headline(document_of(diagnose(Evidence(records({3: None}))))) == "NEVER ARRIVED"
+    moves = document_of(diagnose(Evidence(tuple(record(rank, done=True) for rank in range(WORLD)))))
+    assert headline(moves) == "NO HANG"
+
+
+def test_a_job_that_moves_reads_as_no_hang(shell: Shell, tmp_path: Path) -> None:
+    for number in (1, 2):
+        shutil.copy(DATA / "ras" / f"healthy_poll{number}.json", tmp_path)
+    page = tmp_path / "page.html"
+    answer = shell.run("diagnose", tmp_path, "--html", page)
+    assert answer.exit_code == 0
+    assert answer.out.splitlines()[0] == f"{tmp_path}: NO HANG"
+    assert "not proved" not in page.read_text()
+    assert "<h1>The job moves" in page.read_text()
 
 
 def test_the_json_of_the_contract(shell: Shell) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from watcher.diagnose.words import ranks_in_words
+from watcher.diagnose.words import agreeing, grouped_by_rank, ranks_in_words
 
 COLOURS: Final = {0: "green", 1: "yellow", 2: "red", 3: "magenta"}
 GROUPS_MOST: Final = 3
@@ -20,10 +20,10 @@ MISSING_MOST: Final = 8
 
 def show(source: str, document: Mapping[str, Any], code: int) -> None:
     console = Console(highlight=False, soft_wrap=True, emoji=False)
-    verdict = plain(document["verdict"]).replace("_", " ").upper()
     proven = "proven by the records" if document["conclusive"] else f"confidence {document['confidence']:.2f}"
     cause = plain(document.get("cause") or "unknown")
-    console.print(f"[bold]{plain(source)}[/]: [bold {COLOURS[code]}]{verdict}[/] ({proven}; cause: {cause})")
+    sure = "" if document.get("nothing_open") else f" ({proven}; cause: {cause})"
+    console.print(f"[bold]{plain(source)}[/]: [bold {COLOURS[code]}]{plain(headline(document))}[/]{sure}")
     console.print(f"  who       {plain(document.get('summary') or '')}")
     console.print(f"  why       {plain(document['why'])}")
     for side, words in (("agrees", True), ("against", False)):
@@ -37,6 +37,14 @@ def show(source: str, document: Mapping[str, Any], code: int) -> None:
     _stacks(console, document.get("stacks", ()))
     _logs(console, document.get("logs", ()))
     _missing(console, document)
+
+
+def headline(document: Mapping[str, Any]) -> str:
+    """The verdict in capitals; that it is unknown is no word for a job that moves, nor where somebody is named."""
+    if document.get("nothing_open"):
+        return "NO HANG"
+    verdict = str(document["verdict"])
+    return "SUSPECTED" if verdict == "unknown" and document["culprits"] else verdict.replace("_", " ").upper()
 
 
 def plain(words: object) -> str:
@@ -55,7 +63,7 @@ def _group(console: Console, group: Mapping[str, Any]) -> None:
     console.print(f"\n{plain(group['group'])} ({group['size']:,} ranks), slot {group['slot']:,}")
     console.print(table)
     if len(group["members"]) > ROWS_MOST:
-        console.print(f"  {len(group['members']) - ROWS_MOST} more rows: see --json")
+        console.print(f"  {len(group['members']) - ROWS_MOST:,} more rows: see --json")
 
 
 def _waits(console: Console, waits: Sequence[Mapping[str, Any]], culprits: Sequence[int]) -> None:
@@ -67,10 +75,11 @@ def _waits(console: Console, waits: Sequence[Mapping[str, Any]], culprits: Seque
     for wait in waits[:WAITS_MOST]:
         waiting, awaited = ranks_in_words(wait["ranks"]), ranks_in_words(wait["awaited"])
         verb = "waits" if len(wait["ranks"]) == 1 else "wait"
+        why = agreeing(str(wait["why"]), len(wait["awaited"]))
         what = f"{wait['operation']} at slot {wait['slot']:,} of {wait['group']}"
-        console.print(f"  {waiting} {verb} in {plain(what)} for {awaited}, which {plain(wait['why'])}")
+        console.print(f"  {waiting} {verb} in {plain(what)} for {awaited}, which {plain(why)}")
     if len(waits) > WAITS_MOST:
-        console.print(f"  {len(waits) - WAITS_MOST} more: see --json")
+        console.print(f"  {len(waits) - WAITS_MOST:,} more: see --json")
 
 
 def _stacks(console: Console, stacks: Iterable[Mapping[str, Any]]) -> None:
@@ -90,10 +99,10 @@ def _logs(console: Console, logs: Iterable[Mapping[str, Any]]) -> None:
 
 def _missing(console: Console, document: Mapping[str, Any]) -> None:
     unread = [f"{each['source']}: {each['why']}" for each in document.get("unread", ())]
-    lines = [*document.get("missing", ()), *unread]
+    lines = [*grouped_by_rank(map(str, document.get("missing", ()))), *unread]
     if lines:
         console.print("\nmissing")
     for line in lines[:MISSING_MOST]:
         console.print(f"  {plain(line)}")
     if len(lines) > MISSING_MOST:
-        console.print(f"  {len(lines) - MISSING_MOST} more: see --json")
+        console.print(f"  {len(lines) - MISSING_MOST:,} more: see --json")

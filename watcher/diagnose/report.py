@@ -26,7 +26,7 @@ from watcher.diagnose.evidence import RankStacks, Seen, StackFrame
 from watcher.diagnose.operations import operation_words
 from watcher.diagnose.report_ranks import rank_picture
 from watcher.diagnose.report_timeline import timeline_picture
-from watcher.diagnose.words import counted, printable, ranks_in_words
+from watcher.diagnose.words import agreeing, capital, counted, grouped_by_rank, printable, ranks_in_words
 from watcher.quantities import amount, duration, energy
 from watcher.snapshot import TimelinePoint
 
@@ -117,7 +117,8 @@ def incident_report(incident: Incident) -> str:
         "diagnosis": diagnosis,
         "style": STYLE,
         "policy": POLICY,
-        "verdict": VERDICT_WORDS[diagnosis.verdict],
+        "verdict": verdict_words(diagnosis),
+        "missing": grouped_by_rank(diagnosis.missing),
         "cause": CAUSE_WORDS[diagnosis.cause],
         "places": PLACE_WORDS,
         "for_it": [each for each in diagnosis.testimonies if each.agrees],
@@ -145,6 +146,14 @@ def incident_report(incident: Incident) -> str:
     return templates().get_template("report.html").render(values)
 
 
+def verdict_words(diagnosis: Diagnosis) -> str:
+    if diagnosis.nothing_open:
+        return "no hang"
+    if diagnosis.verdict is DiagnosisVerdict.UNKNOWN and diagnosis.culprits:
+        return "suspected"
+    return VERDICT_WORDS[diagnosis.verdict]
+
+
 def at_one_slot(diagnosis: Diagnosis, culprits: frozenset[int]) -> list[dict[str, Any]]:
     """Where ranks met at one slot in different operations, each waits for the others: there is no edge to draw."""
     groups = () if diagnosis.reading is None else diagnosis.reading.groups
@@ -164,7 +173,7 @@ def at_one_slot(diagnosis: Diagnosis, culprits: frozenset[int]) -> list[dict[str
             "ranks": ranks,
             "awaited": [member.rank for member in held],
             "group": str(group.group),
-            "slot": f"{group.slot:,}",
+            "slot": group.slot,
             "operation": operation,
             "why": why,
         }
@@ -250,6 +259,8 @@ def templates() -> Environment:
         duration=duration,
         moment=moment_words,
         ticked=ticked,
+        capital=capital,
+        thousands="{:,}".format,
     )
-    environment.globals.update(node_words=node_words, counted=counted)
+    environment.globals.update(node_words=node_words, counted=counted, agreeing=agreeing)
     return environment

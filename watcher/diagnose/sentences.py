@@ -13,15 +13,15 @@ from watcher.diagnose.operations import operation_words
 from watcher.diagnose.ras_witness import nodes_of_ranks
 from watcher.diagnose.weigh import Weighed
 from watcher.diagnose.witness import ENDINGS, LOGS, PROCESSES, RECORDS, STACKS, Witness
-from watcher.diagnose.words import counted, ranks_in_words
+from watcher.diagnose.words import agreeing, counted, ranks_in_words
 
 PARTED = (DiagnosisVerdict.DESYNC, DiagnosisVerdict.MISMATCH)
 TELLING = ("kernel log", "reachability", LOGS, PROCESSES, ENDINGS, STACKS)  # whose word on a culprit comes first
 
 MISSING: Mapping[Place | None, str] = {
-    Place.SILENT: "which has not launched it and waits in nothing",
-    Place.BEHIND: "which has not launched it and waits elsewhere",
-    Place.ABSENT: "which left no record",
+    Place.SILENT: "has not launched it and waits in nothing",
+    Place.BEHIND: "has not launched it and waits elsewhere",
+    Place.ABSENT: "left no record",
 }
 
 
@@ -152,8 +152,9 @@ def _never_arrived(
     if found is None:
         return f"the job waits for {who}{several}"
     wait = "waits" if len(waiting) == 1 else "wait"
-    place = next((m.place for m in group.members if m.rank == culprits[0].rank), None)
-    missing = f", {MISSING[place]}" if place in MISSING and len(culprits) == 1 else ""
+    places = {m.place for m in group.members if m.rank in ranks}
+    place = next(iter(places), None)
+    missing = f", which {agreeing(MISSING[place], len(culprits))}" if place in MISSING and len(places) == 1 else ""
     what = f"{operation_words(found[0])} at {where}"
     return f"{counted(len(waiting), 'rank')} {wait} in {what} for {who}{missing}{several}"
 

@@ -1,0 +1,39 @@
+"""Words for one rank and for a thousand."""
+
+from __future__ import annotations
+
+from watcher.diagnose.words import agreeing, capital, counted, grouped_by_rank, ranks_in_words
+
+
+def test_what_is_said_of_one_is_said_of_several() -> None:
+    assert agreeing("has not launched it and waits in nothing", 1) == "has not launched it and waits in nothing"
+    assert agreeing("has not launched it and waits in nothing", 2) == "have not launched it and wait in nothing"
+    assert agreeing("is still in barrier", 3) == "are still in barrier"
+    assert agreeing("left no record", 3) == "left no record"
+
+
+def test_a_sentence_begins_with_a_capital_and_keeps_its_names() -> None:
+    assert capital("rank 3 is in NCCL") == "Rank 3 is in NCCL"
+    assert capital("") == ""
+
+
+def test_what_lacks_of_many_ranks_is_one_line() -> None:
+    lines = [
+        "rank 0: no worker socket",
+        "node-02: no answer",
+        *(f"rank {rank}: no worker socket" for rank in range(1, 1024)),
+        "rank 7: no log",
+        "rank 9 is odd",
+    ]
+    assert grouped_by_rank(lines) == [
+        "1,024 ranks (0-1023): no worker socket",
+        "node-02: no answer",
+        "rank 7: no log",
+        "rank 9 is odd",
+    ]
+
+
+def test_numbers_have_separators_and_ranks_are_names() -> None:
+    assert counted(12_345, "rank") == "12,345 ranks"
+    assert ranks_in_words([1023, 1024]) == "ranks 1023-1024"
+    assert ranks_in_words(range(0, 10_000, 2)).endswith("and 4,992 more")
