@@ -84,11 +84,11 @@ def start(run: Path, timeout_seconds: float) -> list[subprocess.Popen[str]]:
 
 
 def names_when_stuck(path: Path) -> list[str]:
-    """The recorded collectives, once there are two."""
+    """The recorded collectives, once there are two. Before the first there is no list of them."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
         if path.exists():
-            names = [entry["profiling_name"] for entry in json.loads(ask(path, "fr_trace_json"))["entries"]]
+            names = [entry["profiling_name"] for entry in json.loads(ask(path, "fr_trace_json")).get("entries", ())]
             if len(names) == 2:
                 return names
         time.sleep(0.05)
