@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from watcher.diagnose.file_kinds import HEAD_BYTES, FileKind, kind_of
+from watcher.diagnose.flight.files import is_named_like_one
 from watcher.diagnose.words import printable
 
 FILES_MOST: Final = 100_000
@@ -49,6 +50,8 @@ def list_directory(directory: Path) -> Listing:
         except OSError as error:
             missing.append(f"{name}: cannot be read: {error.strerror or error}")
             continue
+        if head is None and is_named_like_one(path.name):
+            missing.append(f"{name}: it is {_what(path)} where a flight record would be; it was not opened")
         if head is not None:
             found.append(Found(path, name, kind_of(path.name, head)))
     return Listing(tuple(found), tuple(missing))
@@ -57,6 +60,10 @@ def list_directory(directory: Path) -> Listing:
 def _walk(directory: Path, missing: list[str]) -> Iterator[Path]:
     for at, directories, names in os.walk(directory):
         here = Path(at)
+        for name in sorted(directories):
+            if is_named_like_one(name) and ((here / name).is_symlink() or not _holds_any(here / name)):
+                of = printable(os.fsencode((here / name).relative_to(directory)).decode("utf-8", "replace"))
+                missing.append(f"{of}: it is {_what(here / name)} where a flight record would be")
         attempts = {int(m[1]): name for name in directories if (m := ATTEMPT.fullmatch(name))}
         newest = attempts[max(attempts)] if attempts else None
         is_run = (here / "run.json").exists()
@@ -69,6 +76,21 @@ def _walk(directory: Path, missing: list[str]) -> Iterator[Path]:
             missing.append(f"{here.relative_to(directory)}: folders below it were not looked at")
             directories.clear()
         yield from (here / name for name in sorted(names))
+
+
+def _holds_any(directory: Path) -> bool:
+    try:
+        with os.scandir(directory) as inside:
+            return next(inside, None) is not None
+    except OSError:
+        return False
+
+
+def _what(path: Path) -> str:
+    link = "a link to " if path.is_symlink() else ""
+    mode = path.stat().st_mode
+    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"))
+    return link + next((words for fits, words in kinds if fits(mode)), "a device")
 
 
 def read_bytes(path: Path, most: int = FILE_BYTES_MOST, whole: bool = True) -> bytes | None:

@@ -35,6 +35,9 @@ RAS_NAME: Final = re.compile(r"(?:node-)?(?P<node>.+?)[._-]?(?:ras|poll)?[._-]?(
 POLL_NAME: Final = re.compile(r"(?P<series>.*?)(?:\.ras-|[._-]poll[._-]?)\d+\.(?:json|txt)")
 
 
+PACKED: Final = (".gz", ".tgz", ".tar", ".zip", ".bz2", ".xz", ".zst", ".7z")
+
+
 class NoEvidence(Exception):
     """There is nothing that a diagnosis could rest on; the sentence says what was looked for."""
 
@@ -47,7 +50,7 @@ def read_evidence(directory: Path) -> Evidence:
         raise NoEvidence(f"{directory}: not a directory; name the directory that the dumps lie in") from None
     except OSError as error:
         raise NoEvidence(f"{directory}: cannot be read: {error.strerror or error}") from None
-    missing = list(listing.missing)
+    missing = [*listing.missing, *_packed(listing.files)]
     kinds: dict[FileKind, list[Found]] = defaultdict(list)
     for found in listing.files:
         kinds[found.kind].append(found)
@@ -102,6 +105,13 @@ def _nothing(directory: Path, files: int, missing: Sequence[str]) -> str:
         f"{directory}: no flight records, stacks or NCCL RAS reports: {held}. Name a directory of torch's dumps "
         "(TORCH_FR_DUMP_TEMP_FILE), a capture of wattwatch, or a run directory"
     )
+
+
+def _packed(files: Sequence[Found]) -> Iterable[str]:
+    packed = [found.name for found in files if found.name.lower().endswith(PACKED)]
+    if packed:
+        number = "1 file is" if len(packed) == 1 else f"{len(packed):,} files are"
+        yield f"{number} packed, the first is {packed[0]}: unpack what is packed, then run this again"
 
 
 def _records(files: Sequence[Found]) -> tuple[tuple[RankRecord, ...], tuple[Unread, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -194,3 +195,29 @@ def test_what_is_no_directory(tmp_path: Path) -> None:
         read_evidence(tmp_path / "file")
     with pytest.raises(NoEvidence, match="No such file"):
         read_evidence(tmp_path / "nothing")
+
+
+def test_what_is_no_file_in_place_of_a_record_is_missing_and_not_opened(tmp_path: Path) -> None:
+    for rank in range(4):
+        shutil.copy(RECORDS / "gloo_213_barrier_r3" / f"fr_trace_{rank}", tmp_path / f"trace_rank_{rank}")
+    os.mkfifo(tmp_path / "trace_rank_4")
+    (tmp_path / "trace_rank_5").mkdir()
+    (tmp_path / "trace_rank_6").symlink_to("/dev/zero")
+    (tmp_path / "trace_rank_7").symlink_to("/")
+    (tmp_path / "rank_8_dumps").mkdir()
+    (tmp_path / "rank_8_dumps" / "note").write_text("a folder with something in it is looked into")
+    os.mkfifo(tmp_path / "_dump_3.pipe")
+    found = read_evidence(tmp_path)
+    assert [each for each in found.missing if "would be" in each] == [
+        "trace_rank_5: it is a folder where a flight record would be",
+        "trace_rank_7: it is a link to a folder where a flight record would be",
+        "trace_rank_4: it is a FIFO where a flight record would be; it was not opened",
+        "trace_rank_6: it is a link to a device where a flight record would be; it was not opened",
+    ]
+    assert len(found.records) == 4
+
+
+def test_packed_dumps_are_told_to_be_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "_dump_0.gz").write_bytes(gzip.compress(b"x"))
+    with pytest.raises(NoEvidence, match=r"1 file is packed, the first is _dump_0\.gz: unpack"):
+        read_evidence(tmp_path)

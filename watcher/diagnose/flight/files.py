@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickletools
 import re
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from watcher.diagnose.flight.pickled import NAMED as NAMING_INSTRUCTIONS
 
 LARGEST_BYTES: Final = 64 * 2**20
 MOST_FILES: Final = 100_000  # of a directory: somebody named the wrong one
@@ -21,6 +24,7 @@ NAMED_OTHERWISE: Final = re.compile(
 )
 FIELDS: Final = (b'"pg_config"', b'"pg_status"', b'"nccl_comm_state"', b'"comm_lib_version"', b'"collective_seq_id"')
 HEAD_BYTES: Final = 4096
+A_NAME: Final = re.compile(r"[\w.]+ [\w.]+")  # "posix system"
 
 
 class NotUsable(Exception):
@@ -109,7 +113,7 @@ def _whole(file: int) -> bytes:
     if not head:
         raise NotUsable("it is empty: the rank has not written it yet", incomplete=True)
     if not looks_like_one(head):
-        raise NotUsable("it is neither a pickle nor JSON of a flight record")
+        raise NotUsable(old_pickle(head) or "it is neither a pickle nor JSON of a flight record")
     if status.st_size > LARGEST_BYTES:
         raise NotUsable(f"it has {status.st_size:,} bytes where at most {LARGEST_BYTES:,} are read")
     parts = [head]
@@ -125,3 +129,21 @@ def looks_like_one(head: bytes) -> bool:
     if head[:1] == b"\x80":
         return len(head) < 2 or head[1] <= 5
     return head.lstrip()[:1] == b"{" and any(field in head for field in FIELDS)
+
+
+def old_pickle(head: bytes) -> str | None:
+    """A pickle of protocol 0 or 1 has no mark at its beginning, and is told by its instructions alone: listed, not run.
+    torch writes none; one that names or calls something was put there. None: it is no pickle."""
+    found: list[str] = []
+    try:
+        for instruction, told, _ in pickletools.genops(head):
+            if instruction.name in ("GLOBAL", "INST") and not A_NAME.fullmatch(str(told)):
+                return None  # a text that begins like one
+            found.append(instruction.name)
+    except (ValueError, OverflowError) as error:
+        if len(head) < HEAD_BYTES or "unknown" in str(error):  # else the head ends before the pickle does
+            return None
+    runs = next((name for name in found if name in NAMING_INSTRUCTIONS.values()), None)
+    if runs is None:
+        return "it is a pickle of protocol 0 or 1, which torch does not write" if len(found) > 1 else None
+    return f"it is a pickle of protocol 0 or 1 with the instruction {runs}, which runs code: no flight record has it"

@@ -18,6 +18,7 @@ from tests.watcher.diagnose.flight.dumps import GLOO, NCCL, PIPELINE, as_json, l
 from watcher.diagnose.flight.apart import ApartReader
 from watcher.diagnose.flight.child import answer
 from watcher.diagnose.flight.pickled import CutOff, Refused, load, scan
+from watcher.diagnose.flight.read import read_records
 
 MEGABYTE: Final = 2**20
 LONGEST: Final = MEGABYTE
@@ -75,6 +76,33 @@ def test_a_payload_deep_inside_a_real_record_does_not_run(marker: Path) -> None:
             load(pickle.dumps(dump, protocol))
     with pytest.raises(Refused, match="no pickle of protocol 2"):
         load(pickle.dumps(dump, 0))
+
+
+@pytest.mark.parametrize("protocol", [0, 1])
+@pytest.mark.parametrize("deep", [False, True])
+def test_an_old_pickle_that_runs_code_is_told_as_one(marker: Path, tmp_path: Path, protocol: int, deep: bool) -> None:
+    payload: Any = {"version": "2.10", "entries": [Payload(marker)] * 500} if deep else Payload(marker)
+    (tmp_path / "trace_rank_3").write_bytes(pickle.dumps(payload, protocol))
+    records, (unread,) = read_records(tmp_path)
+    assert (records, unread.rank, unread.incomplete) == ((), 3, False)
+    assert "which runs code: no flight record has it; do not open it with other tools" in unread.why
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"(S'touch x'\niposix\nsystem\n.", "instruction INST, which runs code"),
+        (b"cposix\nsystem\n(S'x'\ntR.", "instruction GLOBAL, which runs code"),
+        (pickle.dumps({"version": "2.10", "entries": []}, 0), "of protocol 0 or 1, which torch does not write"),
+        (b"command not found\nsecond line\n" * 300, "neither a pickle nor JSON"),
+        (b"(hello) world", "neither a pickle nor JSON"),
+        (b".", "neither a pickle nor JSON"),
+    ],
+)
+def test_what_an_unmarked_file_is(tmp_path: Path, data: bytes, says: str) -> None:
+    (tmp_path / "_dump_3").write_bytes(data)
+    _, (unread,) = read_records(tmp_path)
+    assert says in unread.why
 
 
 def test_the_machine_finds_no_class_when_the_scan_is_blind(marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
