@@ -8,7 +8,7 @@ nor that of the ranks changes the answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -16,10 +16,11 @@ from watcher.diagnose.diagnosis import CollectiveReading, DiagnosisVerdict, Grou
 from watcher.diagnose.disagreements import Disagreement, disagreements, sizes_differ
 from watcher.diagnose.flight.record import Group, RankRecord, Unread
 from watcher.diagnose.frontier import frontier
+from watcher.diagnose.laggards import laggards
 from watcher.diagnose.operations import operation_words
 from watcher.diagnose.ring_sides import sides_of, tied_of
 from watcher.diagnose.siblings import odd_among_siblings, odd_by_count
-from watcher.diagnose.standing import Standings, standings_of
+from watcher.diagnose.standing import GroupStanding, Standings, standings_of
 from watcher.diagnose.standstill_words import most_waited_in, waiting_words
 from watcher.diagnose.wait_graph import Ends, Hold, Standstill, WaitGraph, ends_of, wait_graph
 from watcher.diagnose.words import ranks_in_words
@@ -32,6 +33,7 @@ SURE_JOINED: Final = 0.75
 SURE_SILENT: Final = 0.9
 SURE_LEFT_BEHIND: Final = 0.85
 SURE_DOUBTED: Final = 0.55  # it may be in a send that is not written down, or have noticed late, or most are silent
+SURE_STOPPED: Final = 0.7
 SURE_TIED: Final = 0.5
 AS_MANY: Final = "as many on each side, so the records do not tell which one is wrong"
 AS_THE_LIKE_GROUPS: Final = "the other groups of this kind tell who is wrong"
@@ -64,6 +66,9 @@ def read_collectives(records: Sequence[RankRecord], unread: Sequence[Unread] = (
         return _never_arrived(ends, standings, graph)
     if ends.unrecorded:
         return _no_records(ends, standings, graph)
+    stopped = laggards(standings)
+    if ends.joined and stopped and 2 * len(stopped) < len(standings.ranks):
+        return _stopped_launching(stopped, standings, graph)
     return _joined(ends, standings, graph) if ends.joined else _no_end(standings, graph)
 
 
@@ -185,6 +190,22 @@ def _no_end(standings: Standings, graph: WaitGraph) -> CollectiveReading:
     words += f"; and {len(places) - 3} more such places" if len(places) > 3 else ""
     words += f"; {ranks_in_words(standings.unrecorded)} left no record" if standings.unrecorded else ""
     return _unknown(f"all wait for one another, and the records do not tell who began: {words}", standings, graph)
+
+
+def _stopped_launching(
+    stopped: Mapping[int, tuple[GroupStanding, int]], standings: Standings, graph: WaitGraph
+) -> CollectiveReading:
+    words, places = [], []
+    for rank, (standing, count) in sorted(stopped.items()):
+        last = standing.records[rank].last_enqueued or 0
+        words.append(
+            f"rank {rank} launched nothing after slot {last:,} of {standing.group}, its peers {count} operations more"
+        )
+        places.append((standing.group, last + 1))
+    why = f"{waiting_words(most_waited_in(graph.standstills))}, which all have joined; {'; '.join(words[:4])}"
+    why += f"; and {len(words) - 4} more ranks" if len(words) > 4 else ""
+    culprits = tuple(sorted(stopped))
+    return _reading(DiagnosisVerdict.NEVER_ARRIVED, False, culprits, SURE_STOPPED, why, standings, graph, places)
 
 
 def _hold_words(rank: int, hold: Hold, graph: WaitGraph) -> tuple[str, Group, int]:

@@ -19,6 +19,7 @@ ELEMENTS = 64
 class Fault(StrEnum):
     HOST_STOPS = "host_stops"  # endless loop, lock, data loader: launches nothing more
     BOARD_STOPS = "board_stops"  # its completions are never seen again, and it runs a few more operations
+    DIES = "dies"  # its board runs nothing more, and its host launches no more than that operation
     OTHER_COLLECTIVE = "other_collective"
     OTHER_SIZE = "other_size"
     SKIPS_ONE = "skips_one"  # a branch not taken on one rank: all of its later operations are one too early
@@ -135,6 +136,8 @@ class SimulatedJob:
             until = min(len(each.program), each.done + self.ahead)
             if self.fault is Fault.HOST_STOPS and each.rank == self.culprit:
                 until = min(until, self.at)
+            if self.fault is Fault.DIES and each.rank == self.culprit:
+                until = min(until, self.at + 1)
             moved |= until > each.launched
             each.launched = max(each.launched, until)
         return moved
@@ -153,6 +156,8 @@ class SimulatedJob:
         return moved
 
     def _stopped(self, rank: SimulatedRank) -> bool:
+        if self.fault is Fault.DIES:
+            return rank.rank == self.culprit and rank.done >= self.at
         return self.fault is Fault.BOARD_STOPS and rank.rank == self.culprit and rank.done >= self.at + 2
 
     def _finish(self, rank: SimulatedRank) -> None:

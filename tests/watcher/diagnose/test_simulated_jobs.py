@@ -73,6 +73,22 @@ def test_who_skips_one_is_named_or_tied(job: SimulatedJob, only_open: bool) -> N
 
 
 @EVERY
+@given(jobs(Fault.DIES), st.booleans())
+def test_whose_board_and_host_stop_together_is_named_where_the_others_went_on(
+    job: SimulatedJob, only_open: bool
+) -> None:
+    reading = read_collectives(job.records(only_open))
+    assert set(reading.culprits) <= {job.culprit}, reading.why
+
+
+def test_who_launches_nothing_more_in_what_all_have_joined() -> None:
+    reading = read_collectives(simulated_job(4, 1, 4, Fault.DIES, culprit=9, at=3, ahead=12).records(only_open=True))
+    assert reading.verdict is DiagnosisVerdict.NEVER_ARRIVED
+    assert reading.culprits == (9,)
+    assert "rank 9 launched nothing after slot" in reading.why
+
+
+@EVERY
 @given(jobs(Fault.LINK_FAILS), st.booleans())
 def test_a_link_that_fails_names_no_rank(job: SimulatedJob, only_open: bool) -> None:
     reading = read_collectives(job.records(only_open))
