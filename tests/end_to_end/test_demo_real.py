@@ -29,9 +29,22 @@ def test_a_real_job_deadlocks_is_named_and_ends_well_behind_the_gate() -> None:
     assert played["problems"] == []
     assert answer.return_value == 0
 
-    kinds = [event["kind"] for event in played["events"] if event["kind"] not in ("told", "gate")]
+    kinds = [event["kind"] for event in played["events"] if event["kind"] not in ("told", "gate", "diagnosed")]
     once = list(dict.fromkeys(kinds))
-    assert once == ["watching", "packed", "started", "training", "parted", "recorded", "killed", "completed"]
+    (diagnosis,) = (event["text"] for event in played["events"] if event["kind"] == "diagnosed")
+    assert diagnosis.startswith("diagnosis: rank 3 ")
+    assert diagnosis.endswith(" (conclusive)")
+    assert once == [
+        "watching",
+        "packed",
+        "started",
+        "training",
+        "parted",
+        "recorded",
+        "diagnosed",
+        "killed",
+        "completed",
+    ]
     assert kinds.count("started") == 2
 
     said = [(notice["status"], notice["alert"]) for notice in played["notices"]]

@@ -165,6 +165,7 @@ class Story:
         if hung.severity != "critical":
             confirmed = self._until_told("JobHung", TOLD_SECONDS, severity="critical")
             self._expect_suspect(confirmed)
+        self._until(self._diagnosed, TOLD_SECONDS, f"a message that says who holds {NAME} up")
         pids = self._job.end()
         ended_at = self._now()
         self._note("killed", f"the ranks, by pid: {', '.join(map(str, pids))}")
@@ -277,6 +278,10 @@ class Story:
         self._until(told, seconds, f"{severity} {alert} of {NAME}".strip())
         return found[-1]
 
+    def _diagnosed(self) -> bool:
+        """Told in a message, and shown."""
+        return any(event.kind == "diagnosed" for event in self.outcome.events)
+
     def _look(self) -> None:
         """Show what the watcher has said since."""
         notices = self._receiver.notices()
@@ -284,6 +289,9 @@ class Story:
             severity = f" {notice.severity}" if notice.status == "firing" else ""
             summary = notice.annotations.get("summary", "")
             self._note("told", f"{notice.status}{severity} {notice.alert}: {summary}", notice.severity)
+            diagnosis = notice.annotations.get("diagnosis", "")
+            if diagnosis and not self._diagnosed():
+                self._note("diagnosed", f"diagnosis: {diagnosis}", notice.severity)
         self._shown = len(notices)
 
     def _note(self, kind: str, text: str, style: str = "") -> None:
