@@ -166,7 +166,33 @@ def test_the_incident_as_one_page(shell: Shell, tmp_path: Path) -> None:
     answer = shell.run("diagnose", LIKELY, "--html", tmp_path / "no" / "page.html")
     assert (answer.exit_code, answer.out) == (3, "")
     assert "the page cannot be written: No such file or directory" in answer.err
-    assert shell.run("diagnose", "pretrain", "--html", page).exit_code == 2
+    wrong = shell.run("diagnose", "pretrain", "--html", page)
+    assert (wrong.exit_code, wrong.out) == (3, "")
+    assert "--html needs a DIR" in wrong.err
+
+
+def test_it_says_where_the_page_is_and_leaves_json_alone(shell: Shell, tmp_path: Path) -> None:
+    page = tmp_path / "incident.html"
+    answer = shell.run("diagnose", LIKELY, "--html", page, "--json")
+    assert answer.json["culprits"] == [1]
+    assert answer.err == f"the incident's page is in {page}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--nonsense"], ["a", "b"], ["a", "--html"]])
+def test_wrong_use_is_no_proof(shell: Shell, arguments: list[str]) -> None:
+    answer = shell.run("diagnose", *arguments)
+    assert (answer.exit_code, answer.out) == (3, "")
+    assert "Usage: " in answer.err
+
+
+def test_a_directory_that_is_called_like_a_job_is_read_and_that_is_said(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pretrain").mkdir()
+    monkeypatch.chdir(tmp_path)
+    answer = shell.run("diagnose", "pretrain")
+    assert answer.exit_code == 3
+    assert "To ask the watcher for a job of that name" in answer.err
 
 
 @contextmanager

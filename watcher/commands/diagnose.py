@@ -24,7 +24,21 @@ CRITICAL: Final = 2
 CONTRACT: Final = ("verdict", "conclusive", "culprits", "confidence", "step", "groups", "why", "evidence")
 
 
-@click.command("diagnose")
+class WrongUse(click.UsageError):
+    """Code 2 means a proof here, so wrong use is 3: it cannot be told."""
+
+    exit_code = UNKNOWN
+
+
+class DiagnoseCommand(click.Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            raise WrongUse(error.format_message(), ctx) from error
+
+
+@click.command("diagnose", cls=DiagnoseCommand)
 @click.argument("source", metavar="DIR|JOB")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("--html", "page", type=click.Path(path_type=Path), help="Of a DIR: write the incident as one page.")
@@ -41,10 +55,10 @@ def diagnose_command(source: str, as_json: bool, page: Path | None, url: str, to
     Exit code: 0 whole records, and no rank waits in a collective
                1 something is found and not proven
                2 the records prove who it is
-               3 it cannot be told
+               3 it cannot be told, or wrong use
     """
     if page is not None and not is_path(source):
-        raise click.UsageError(f"--html needs a DIR; the page of a job is {url}/api/v1/jobs/{source}/diagnosis/report")
+        give_up(f"--html needs a DIR; the page of a job is {url}/api/v1/jobs/{source}/diagnosis/report")
     document = of_directory(Path(source), page) if is_path(source) else of_job(source, url, token_file)
     try:
         if not isinstance(document, dict) or any(key not in document for key in CONTRACT):
@@ -78,6 +92,8 @@ def of_directory(directory: Path, page: Path | None) -> dict[str, Any]:
     try:
         evidence = read_evidence(directory)
     except NoEvidence as error:
+        if directory.name == str(directory):  # it could be meant as the name of a job
+            give_up(f"{error}. (To ask the watcher for a job of that name: run this where no {directory} lies.)")
         give_up(str(error))
     diagnosis = diagnose(evidence)
     if page is not None:
@@ -101,6 +117,7 @@ def write_page(page: Path, directory: Path, evidence: Evidence, diagnosis: Diagn
             job, diagnosis, evidence.seen, stacks=evidence.stacks, files=tuple(files), directory=str(directory)
         )
         page.write_text(incident_report(incident), "utf-8")
+        click.echo(f"the incident's page is in {page}", err=True)
     except OSError as error:
         give_up(f"{error.filename or page}: the page cannot be written: {error.strerror or error}")
 

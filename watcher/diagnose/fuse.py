@@ -23,6 +23,7 @@ from watcher.diagnose.ras.reading import read_ras
 from watcher.diagnose.ras_fit import with_fitting_ras
 from watcher.diagnose.ras_witness import VERDICTS, hosts_of, known_ranks, of_ras
 from watcher.diagnose.sentences import culprits_of, summary_of, why_of
+from watcher.diagnose.stack_lines import with_lines
 from watcher.diagnose.weigh import Weighed, weigh
 from watcher.diagnose.witness import HEARTBEATS, POWER, PROCESSES, RECORDS, Witness
 
@@ -58,7 +59,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         why=why_of(weighed, witnesses, reading),
         advice=advice_of(verdict, cause, culprits, evidence, nothing_open, ras),
         testimonies=tuple(Testimony(witness.source, yes, witness.words) for witness, yes in weighed.agrees),
-        reading=reading,
+        reading=None if reading is None else with_lines(reading, evidence.stacks),
         evidence=_sources(evidence),
         missing=(*evidence.missing, *(ras.notes if ras is not None else ())),
         unread=evidence.unread,

@@ -20,6 +20,8 @@ POINTS_MOST: Final = 400
 MARGIN: Final = 1.01  # so that what is told last has a line to stand at
 TICKS: Final = (5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600, 86_400)
 TICKS_MOST: Final = 7
+LETTER: Final = 7.5  # width of one, of the words at marks
+MARK_GAP: Final = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Mark:
     x: float
     words: str
     before: bool  # its words stand before the line, where the next one or the edge is near behind it
+    row: int = 0  # above the lowest, where the words of another stand in its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,26 @@ def timeline_picture(
 
 
 def marks(told: Sequence[tuple[float, str]]) -> tuple[Mark, ...]:
+    """No words stand over others."""
     ends = [*(x for x, _ in told[1:]), WIDTH]
-    return tuple(Mark(x, words, end - x < 7.5 * len(words)) for (x, words), end in zip(told, ends, strict=True))
+    found: list[Mark] = []
+    for (x, words), end in zip(told, ends, strict=True):
+        width = LETTER * len(words)
+        before = end - x < width + MARK_GAP and x > width + MARK_GAP
+        rows = (row for row in range(len(told)) if not any(_meet(Mark(x, words, before, row), each) for each in found))
+        found.append(Mark(x, words, before, next(rows)))
+    return tuple(found)
+
+
+def _meet(one: Mark, other: Mark) -> bool:
+    (left, right), (start, end) = _reach(one), _reach(other)
+    return one.row == other.row and left < end and start < right
+
+
+def _reach(mark: Mark) -> tuple[float, float]:
+    """From the line itself, which no other's words may cross."""
+    far = LETTER * len(mark.words) + MARK_GAP
+    return (mark.x - far, mark.x) if mark.before else (mark.x, mark.x + far)
 
 
 def down(watts: float | None, top: float) -> str:

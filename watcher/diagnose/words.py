@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 RUNS_MOST: Final = 8
+NODES_MOST: Final = 3
 OF_SEVERAL: Final = {"has": "have", "is": "are", "waits": "wait"}
 VERB: Final = re.compile(r"^(has|is|waits)\b|(?<= and )waits\b")
 
@@ -44,23 +45,32 @@ def capital(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-SUBJECT: Final = re.compile(r"rank (\d{1,9}): (.+)", re.DOTALL)
+SUBJECT: Final = re.compile(
+    r"(?:\S+: )?rank (?P<rank>\d{1,9}): (?P<what>.+)|(?P<node>\S+): (?P<of_node>NCCL RAS.+)", re.DOTALL
+)
+OF_ONE: Final = re.compile(r"process \d+")
 
 
 def grouped_by_rank(sentences: Iterable[str]) -> list[str]:
-    """`rank 0: no answer`, `rank 1: no answer` -> `2 ranks (0-1): no answer`; each in the place of its first."""
-    ranks: dict[str, list[int]] = {}
+    """`rank 0: no answer`, `node-02: rank 1: no answer` -> `2 ranks (0-1): no answer`; each in the place of its first.
+    So with what nodes say of NCCL RAS. What differs from process to process, its number, is left out of those."""
+    together: dict[str, list[tuple[str, re.Match[str] | None]]] = {}
     for sentence in sentences:
         found = SUBJECT.fullmatch(sentence)
-        about, of = (found[2], [int(found[1])]) if found else (sentence, [])
-        ranks.setdefault(about, []).extend(of)
-    return [_of_all(about, of) for about, of in ranks.items()]
+        what = sentence if found is None else OF_ONE.sub("process", found["what"] or found["of_node"])
+        together.setdefault(what, []).append((sentence, found))
+    return [_of_all(what, rows) for what, rows in together.items()]
 
 
-def _of_all(about: str, ranks: list[int]) -> str:
-    if len(ranks) < 2:
-        return f"rank {ranks[0]}: {about}" if ranks else about
-    return f"{counted(len(set(ranks)), 'rank')} ({ranks_in_words(ranks).partition(' ')[2]}): {about}"
+def _of_all(what: str, rows: list[tuple[str, re.Match[str] | None]]) -> str:
+    ranks = {int(found["rank"]) for _, found in rows if found is not None and found["rank"]}
+    nodes = dict.fromkeys(found["node"] for _, found in rows if found is not None and found["node"])
+    if len(ranks) > 1:
+        return f"{counted(len(ranks), 'rank')} ({ranks_in_words(ranks).partition(' ')[2]}): {what}"
+    if len(nodes) > 1:
+        more = f" and {len(nodes) - NODES_MOST:,} more" if len(nodes) > NODES_MOST else ""
+        return f"{counted(len(nodes), 'node')} ({', '.join([*nodes][:NODES_MOST])}{more}): {what}"
+    return rows[0][0]
 
 
 def counted(number: int, what: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.watcher.diagnose.hung import GROUP, node_of, processes, record, records, seen, stacks
-from watcher.diagnose.diagnosis import Cause, DiagnosisVerdict
+from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict
 from watcher.diagnose.evidence import Evidence, Fault, RankEnding, RankProcess, RankSeen, Seen
 from watcher.diagnose.fuse import diagnose
 from watcher.diagnose.ras.parse import parse_polls
@@ -303,6 +303,33 @@ def test_of_a_rank_that_never_came_the_summary_says_what_it_does_instead() -> No
         "waits in nothing: it is in its own code: count_forever (/job/metrics.py:12), step 1,204"
     )
     assert [each.rank for each in found.stacks] == [3]
+
+
+def test_the_line_of_a_rank_is_that_of_its_stack_where_its_record_has_none() -> None:
+    told = records({3: "barrier"})
+    bare = tuple(
+        replace(
+            each,
+            groups=tuple(
+                replace(part, launches=tuple(launch._replace(frames=()) for launch in part.launches))
+                for part in each.groups
+            ),
+        )
+        for each in told
+    )
+    found, without, own = (
+        diagnose(Evidence(bare, stacks=stacks({3: "own"}))),
+        diagnose(Evidence(bare)),
+        diagnose(Evidence(told, stacks=stacks({3: "own"}))),
+    )
+
+    def lines(of: Diagnosis) -> set[str]:
+        assert of.reading is not None
+        return {"" if m.frame is None else f"{m.frame.function}:{m.frame.line}" for m in of.reading.groups[0].members}
+
+    assert lines(found) == {"train_step:40", "count_forever:12"}
+    assert lines(without) == {""}
+    assert lines(own) == {"do_all_reduce:40", "do_barrier:40"}
 
 
 def test_a_stopped_process_is_named_with_the_command_that_lets_it_go_on() -> None:

@@ -199,6 +199,25 @@ def test_ticks_stand_on_round_times_and_marks_keep_clear_of_each_other() -> None
     ]
 
 
+@pytest.mark.parametrize("places", [(940.0, 985.0), (500.0, 510.0, 520.0), (2.0, 4.0), (0.0, 990.0), (990.0,) * 3])
+def test_no_words_of_the_timeline_stand_over_others(places: tuple[float, ...]) -> None:
+    made = marks(list(zip(places, ("alert", "diagnosed", "over"), strict=False)))
+    spans = []
+    for mark in made:
+        width = 7.0 * len(mark.words)
+        start = mark.x - 5 - width if mark.before else mark.x + 5
+        assert start >= 0
+        spans.append((mark.row, start, start + width))
+    for i, (row, start, end) in enumerate(spans):
+        assert all(row != other or end <= left or right <= start for other, left, right in spans[:i]), made
+
+
+def test_marks_above_each_other_have_room() -> None:
+    page = incident_report(replace(incident(), opened_wall_seconds=NOW - 3, diagnosed_wall_seconds=NOW))
+    assert 'viewBox="0 -33 1000 273"' in page
+    assert 'y="-22">diagnosed' in page
+
+
 def test_ranks_that_met_at_one_slot_in_different_operations_wait_for_the_one_that_is_wrong() -> None:
     made = incident()
     reading = made.diagnosis.reading

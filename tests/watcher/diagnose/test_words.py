@@ -33,6 +33,18 @@ def test_what_lacks_of_many_ranks_is_one_line() -> None:
     ]
 
 
+def test_what_a_capture_lacks_of_ranks_and_nodes_is_one_line_each() -> None:
+    lacks = "no worker socket in /run/worker: its process {} is alive (state R)"
+    lines = [f"node-{node}: NCCL RAS: not allowed to connect" for node in range(4)]
+    lines += [f"node-{rank // 2}: rank {rank}: {lacks.format(41_000 + rank)}" for rank in range(8)]
+    lines += [f"node-1: rank 9: {lacks.format(7)}".replace("R)", "T)")]
+    assert grouped_by_rank(lines) == [
+        "4 nodes (node-0, node-1, node-2 and 1 more): NCCL RAS: not allowed to connect",
+        "8 ranks (0-7): no worker socket in /run/worker: its process is alive (state R)",
+        "node-1: rank 9: no worker socket in /run/worker: its process 7 is alive (state T)",
+    ]
+
+
 def test_numbers_have_separators_and_ranks_are_names() -> None:
     assert counted(12_345, "rank") == "12,345 ranks"
     assert ranks_in_words([1023, 1024]) == "ranks 1023-1024"
