@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +15,7 @@ from collectors.clock import Clock
 from collectors.probe.payload import PYTHONS
 from collectors.probe.request import ProbeRequest
 from collectors.samples import HostStatus
+from collectors.ssh.check_capture import PREFIX, CaptureLook, capture_notes, capture_script, ras_words
 from collectors.ssh.gateways import Connection, Connector
 from collectors.ssh.hosts import HostRoute, resolve
 from collectors.ssh.keys import KeyRing
@@ -48,6 +49,7 @@ class HostCheck:
     status: HostStatus
     steps: tuple[CheckStep, ...]
     notes: tuple[str, ...] = ()  # directives of ssh_config that are not honoured
+    capture: tuple[tuple[str, str], ...] = ()  # job, and what a capture of it would meet here
 
     @property
     def ok(self) -> bool:
@@ -55,7 +57,11 @@ class HostCheck:
 
 
 def check_host(
-    node: str, settings: SshSettings, request: ProbeRequest | None = None, clock: Clock | None = None
+    node: str,
+    settings: SshSettings,
+    request: ProbeRequest | None = None,
+    clock: Clock | None = None,
+    looks: Sequence[CaptureLook] = (),
 ) -> HostCheck:
     """Log in and look, in a few times the connect timeout at most. Writes nothing on the node and raises nothing."""
     attempt = Attempt(node, clock or Clock(), settings.connect_timeout_seconds)
@@ -69,7 +75,10 @@ def check_host(
         notes = resolution.notes
         connection = Connector(KeyRing(settings.passphrase)).connect(resolution.route, attempt)
         try:
-            answer = ask(connection, script(request or ProbeRequest()), attempt)
+            answer = ask(connection, script(request or ProbeRequest()) + capture_script(looks), attempt)
+            attempt.enter("asking for a way to NCCL RAS")
+            ports = dict.fromkeys(look.ras_port for look in looks)
+            ras = {port: ras_words(connection.transport, port, attempt.real_timeout_seconds) for port in ports}
         finally:
             connection.close()
             connection.join(1.0)
@@ -83,7 +92,7 @@ def check_host(
     status = HostStatus.OK
     if failed is not None:
         status = HostStatus.DRIVER_DOWN if failed.name == "GPU tools" else HostStatus.PARSE_ERROR
-    return HostCheck(node, status, steps, notes)
+    return HostCheck(node, status, steps, notes, capture_notes(answer, looks, ras))
 
 
 def login_words(route: HostRoute) -> str:
@@ -151,7 +160,7 @@ def ask(connection: Connection, text: str, attempt: Attempt) -> str:
 def steps_of(answer: str) -> Iterator[CheckStep]:
     """The script's answer as steps; one failed step if there is nothing of it."""
     rows = [row.split("\t") for row in answer.splitlines()]
-    said = [(name, verdict, words) for name, verdict, words in (row for row in rows if len(row) == 3)]
+    said = [(row[0], row[1], row[2]) for row in rows if len(row) == 3 and not row[0].startswith(PREFIX)]
     if not any(name == "python" for name, _, _ in said):
         yield CheckStep(
             "shell",

@@ -58,7 +58,11 @@ def test_a_sound_node_and_a_reachable_receiver_pass(here: Site, shell: Shell) ->
         node = lines(said, "node node")
         assert node["GPU tools"] == (True, "nvidia-smi sees 2 NVIDIA B300")
         assert node[f"path {run}"][0] is True
+        (note,) = (line for line in said if line["note"])
+        assert (note["name"], note["ok"]) == ("capture of train", True)
+        assert note["detail"].startswith(f"no worker sockets in {run}/worker yet")
         text = shell.run("check", "-c", config)
+        assert "note    capture of train: no worker sockets" in text.out
     assert text.exit_code == answer.exit_code
     assert answer.exit_code == (1 if any(line["ok"] is None for line in said) else 0)
     assert "nvidia-smi sees 2 NVIDIA B300" in text.out

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from collectors.ssh.check import HostCheck, check_host
+from collectors.ssh.check_capture import CaptureLook
 from watcher.config import Config, ConfigError, load_config
 from watcher.node_requests import request_for
 from watcher.serve.parts import problems_of, ssh_settings
@@ -22,6 +23,8 @@ from watcher.tell.posting import reach
 
 OK, WARNING, CRITICAL = 0, 1, 2
 MARK = {True: "[green]ok[/]     ", False: "[red]FAILED[/] ", None: "[yellow]missing[/]"}
+
+NOTE = "[dim]note[/]   "
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Line:
     name: str
     ok: bool | None
     detail: str
+    note: bool = False  # good to know; neither right nor wrong
 
 
 @click.command()
@@ -85,14 +89,26 @@ def node_lines(config: Config) -> list[Line]:
     nodes = list(dict.fromkeys(node for spec in specs for node in spec.nodes))
 
     def look(node: str) -> HostCheck:
-        return check_host(node, settings, request_for(specs, node))
+        return check_host(node, settings, request_for(specs, node), looks=capture_looks(config, node))
 
     with ThreadPoolExecutor(config.ssh.max_simultaneous_logins) as pool:
         checks = list(pool.map(look, nodes))
-    lines = [Line(f"node {c.node}", step.name, step.ok, step.sentence) for c in checks for step in c.steps]
+    lines = []
+    for c in checks:
+        lines += [Line(f"node {c.node}", step.name, step.ok, step.sentence) for step in c.steps]
+        lines += [Line(f"node {c.node}", f"capture of {job}", True, words, note=True) for job, words in c.capture]
     # The same directive stands in the way of every node: say it once.
     notes = dict.fromkeys(note for check in checks for note in check.notes)
     return [*lines, *(Line("ssh", "not honoured", None, note) for note in notes)]
+
+
+def capture_looks(config: Config, node: str) -> list[CaptureLook]:
+    """Of the jobs that may be asked when they hang."""
+    return [
+        CaptureLook(job.name, None if job.run_directory is None else str(job.run_directory), job.nccl_ras_port)
+        for job in config.jobs
+        if job.capture and node in job.node_names
+    ]
 
 
 def state_lines(config: Config) -> list[Line]:
@@ -122,7 +138,8 @@ def show(lines: Sequence[Line]) -> None:
         if line.part != part:
             part = line.part
             console.print(f"[bold]{escape(part)}[/]")
-        console.print(f"  {MARK[line.ok]} {escape(line.name + ': ' if line.name else '')}{escape(line.detail)}")
+        mark = NOTE if line.note else MARK[line.ok]
+        console.print(f"  {mark} {escape(line.name + ': ' if line.name else '')}{escape(line.detail)}")
     failed = sum(line.ok is False for line in lines)
     console.print(
         f"\n{failed} of {len(lines)} checks failed" if failed else f"\nall {len(lines)} checks passed or can wait"

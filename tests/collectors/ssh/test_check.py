@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import getpass
+import socket
 from pathlib import Path
 
 from collectors.probe.request import LogSource, ProbeRequest
 from collectors.samples import HostStatus
 from collectors.ssh.check import HostCheck, check_host
+from collectors.ssh.check_capture import CaptureLook, capture_notes
 from collectors.ssh.link import SshSettings
 from tests.collectors.ssh.real_sshd import Site, free_port
 
@@ -43,6 +46,50 @@ def test_a_sound_node_passes_and_each_path_is_looked_at(here: Site) -> None:
     assert step(found, f"path {here.directory}/a $l*.txt")[0] is True
     assert step(found, "path /absent/*.log")[0] is None
     assert step(found, "path /absent/it's")[0] is None
+
+
+def test_what_a_capture_would_meet_is_a_note(here: Site) -> None:
+    here.server("node", tool(here.directory, "echo NVIDIA B300"))
+    worker = here.directory / "run dir" / "worker"
+    worker.mkdir(parents=True)
+    listening = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+    with socket.create_server(("127.0.0.1", 0)) as ras:
+        for rank, each in enumerate(listening):
+            each.bind(str(worker / f"rank-{rank:05d}.sock"))
+        (worker / "other").touch()
+        looks = [
+            CaptureLook("train", str(worker.parent), ras.getsockname()[1]),
+            CaptureLook("it's", "/absent/it's", free_port()),
+            CaptureLook("logs", None, free_port()),
+        ]
+        found = check_host("node", here.settings(), looks=looks)
+    for each in listening:
+        each.close()
+    assert found.ok
+    assert all("capture" not in step.name for step in found.steps)
+    said = dict(found.capture)
+    assert said["train"].startswith(f"worker sockets: 2, of {getpass.getuser()};")
+    assert said["train"].endswith("it listens, and we are let through")
+    assert "TORCH_FR_BUFFER_SIZE" in said["train"] or "flight recorder set in" in said["train"]
+    assert "py-spy" in said["train"]
+    assert said["it's"].startswith("no worker sockets in /absent/it's/worker yet")
+    assert "we are let through, nobody listens" in said["it's"]
+    assert said["logs"].startswith("no run_directory")
+    assert check_host("node", here.settings()).capture == ()
+
+
+def test_a_way_to_ras_that_is_closed_says_what_opens_it(here: Site) -> None:
+    here.server("node", "AllowTcpForwarding no")
+    ((_, words),) = check_host("node", here.settings(), looks=[CaptureLook("train", None, 28028)]).capture
+    assert 'its sshd does not let us through: permitopen="127.0.0.1:28028" in authorized_keys' in words
+
+
+def test_sockets_of_another_user_say_whom_to_log_in_as() -> None:
+    answer = "capture user\tyes\t1001 wattwatch\ncapture 0\tno\ttrainer 0\n"
+    ((_, words),) = capture_notes(answer, [CaptureLook("train", "/run", 1)], {})
+    assert words.startswith(
+        "worker sockets are open to trainer only, and we log in as wattwatch: log in as trainer, or"
+    )
 
 
 def test_a_driver_that_is_down_is_the_nodes_trouble(here: Site) -> None:
