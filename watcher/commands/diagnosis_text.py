@@ -55,7 +55,7 @@ def plain(words: object) -> str:
 def _group(console: Console, group: Mapping[str, Any]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("  PLACE", "COLLECTIVE", "RANKS", "LINE"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")  # a path is told whole, however narrow the terminal
     for row in group["members"][:ROWS_MOST]:
         cells = (row["place"], row["operation"] or "-", ranks_in_words(row["ranks"]), row["line"] or "-")
         first, *rest = map(plain, cells)

@@ -57,7 +57,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         step=step,
         summary=summary_of(verdict, culprits, weighed, witnesses, reading, step, nothing_open),
         why=why_of(weighed, witnesses, reading),
-        advice=advice_of(verdict, cause, culprits, evidence, nothing_open, ras),
+        advice=advice_of(verdict, cause, culprits, evidence, nothing_open, ras, reading),
         testimonies=tuple(Testimony(witness.source, yes, witness.words) for witness, yes in weighed.agrees),
         reading=None if reading is None else with_lines(reading, evidence.stacks),
         evidence=_sources(evidence),

@@ -14,11 +14,11 @@ from functools import cache
 from importlib import resources
 from typing import Final
 
-from watcher.diagnose.diagnosis import Cause, Culprit, DiagnosisVerdict
+from watcher.diagnose.diagnosis import Cause, CollectiveReading, Culprit, DiagnosisVerdict
 from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.failures import RAISED, SIZES
 from watcher.diagnose.ras.findings import RasReading, RasSuspect
-from watcher.diagnose.ras_witness import job_rank, nodes_of_ranks
+from watcher.diagnose.ras_witness import job_rank, known_ranks, nodes_of_ranks
 from watcher.diagnose.words import ranks_in_words
 
 SPOTS_MOST: Final = 3  # that have a command of their own
@@ -42,8 +42,9 @@ def advice_of(
     evidence: Evidence,
     nothing_open: bool,
     ras: RasReading | None = None,
+    reading: CollectiveReading | None = None,
 ) -> str:
-    step = _next_steps()[_key_of(verdict, cause, culprits, evidence, nothing_open)]
+    step = _next_steps()[_key_of(verdict, cause, culprits, evidence, nothing_open, reading)]
     spots = spots_of(culprits, evidence, ras)
     return step["text"].format(
         run=f"Run {run_words(step.get('run', ''), step.get('bare', ''), spots)}",
@@ -53,7 +54,12 @@ def advice_of(
 
 
 def _key_of(
-    verdict: DiagnosisVerdict, cause: Cause, culprits: Sequence[Culprit], evidence: Evidence, nothing_open: bool
+    verdict: DiagnosisVerdict,
+    cause: Cause,
+    culprits: Sequence[Culprit],
+    evidence: Evidence,
+    nothing_open: bool,
+    reading: CollectiveReading | None,
 ) -> str:
     if nothing_open:
         return "nothing"
@@ -65,9 +71,16 @@ def _key_of(
         return _key_of_rank(first, evidence) if culprits else "gone"
     if cause is Cause.DATA and verdict is DiagnosisVerdict.NEVER_ARRIVED:
         return "loader"
-    if cause is Cause.UNKNOWN and not evidence.records:
-        return "unrecorded"
-    return cause.value
+    return cause.value if cause is not Cause.UNKNOWN else _key_of_unknown(evidence, reading)
+
+
+def _key_of_unknown(evidence: Evidence, reading: CollectiveReading | None) -> str:
+    """What is there already is not asked for again."""
+    if reading is not None and len({wait.group for wait in reading.waits}) > 1:
+        return "circle"
+    if {each.rank for each in evidence.stacks} >= known_ranks(evidence) and evidence.stacks:
+        return "stacks"
+    return "unknown" if evidence.records else "unrecorded"
 
 
 def _key_of_rank(culprit: Culprit, evidence: Evidence) -> str:

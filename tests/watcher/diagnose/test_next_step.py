@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.watcher.diagnose.hung import processes, record, records, seen
+from tests.watcher.diagnose.hung import processes, record, records, seen, stacks
 from watcher.diagnose.diagnosis import Cause, Culprit, DiagnosisVerdict
 from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.fuse import diagnose
 from watcher.diagnose.next_step import advice_of
 from watcher.diagnose.ras.parse import parse_polls
+from watcher.diagnose.read_evidence import read_evidence
 
 RAS = Path(__file__).parents[2] / "data" / "ras"
 NEVER = DiagnosisVerdict.NEVER_ARRIVED
@@ -83,6 +84,18 @@ def test_what_only_the_next_run_can_have_is_not_asked_of_this_one() -> None:
     assert "TORCH_FR_BUFFER_SIZE=2000 (before torch 2.8: TORCH_NCCL_TRACE_BUFFER_SIZE)" in later
     recorded = diagnose(Evidence((record(0, done=True),)))
     assert "TORCH" not in recorded.advice
+
+
+def test_what_is_there_is_not_asked_for_again() -> None:
+    stood = diagnose(Evidence(stacks=stacks()))
+    assert (stood.cause, "py-spy" in stood.advice) == (Cause.UNKNOWN, False)
+    assert "once more in a minute" in stood.advice
+    assert "py-spy" in diagnose(Evidence(processes=processes(), stacks=stacks(without=(3,)))).advice
+
+
+def test_groups_that_wait_for_each_other_are_to_be_put_in_order() -> None:
+    found = diagnose(read_evidence(Path(__file__).parents[2] / "data" / "captures" / "crossed_groups"))
+    assert "opposite orders" in found.advice
 
 
 @pytest.mark.parametrize("node", ["-oProxyCommand=x", "a;reboot", "n'x", "`x`", "a b", "$(x)"])
