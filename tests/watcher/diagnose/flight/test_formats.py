@@ -61,7 +61,9 @@ def test_json_tells_what_the_pickle_tells_but_the_stacks(version: str, path: Pat
 
 
 def test_real_json_of_gloo_agrees_with_its_pickle() -> None:
-    for case in sorted(DATA.glob("gloo_213_*_r?")):
+    both = [path.parent for path in sorted(DATA.glob("gloo_213_*/fr_trace_0"))]
+    assert len(both) >= 3
+    for case in both:
         for rank in range(4):
             pickled = record(loaded(case / f"fr_trace_{rank}"))
             told = record(json.loads((case / f"fr_trace_json_{rank}.json").read_bytes()))
