@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Final
 
 from watcher.diagnose.diagnosis import Diagnosis
+from watcher.diagnose.directory.read_evidence import NoEvidence, read_evidence
 from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.fuse import diagnose
-from watcher.diagnose.read_evidence import NoEvidence, read_evidence
 
 LONGEST_SECONDS: Final = 900.0
 NICENESS: Final = 10

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from watcher.diagnose.report import EvidenceFile, Incident, incident_report
+from watcher.diagnose.report.page import EvidenceFile, Incident, incident_report
 from watcher.inquiry import REPORT, Result
 from watcher.snapshot import EpisodeView, JobView
 

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from watcher.diagnose.collectives import read_collectives
+from watcher.diagnose.collectives.reading import read_collectives
 from watcher.diagnose.flight.read import READERS, read_records
 
 # Ranks -> seconds, MB of memory: what a watcher that runs beside other work may take.

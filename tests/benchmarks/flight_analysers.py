@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from watcher.diagnose.collectives import read_collectives
+from watcher.diagnose.collectives.reading import read_collectives
 from watcher.diagnose.flight.read import read_records
 
 SETS: Final = Path(__file__).parents[1] / "data" / "flight_recorder"

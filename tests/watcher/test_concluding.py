@@ -11,8 +11,8 @@ import pytest
 from tests.watcher.diagnose.incidents_by_hand import incident
 from watcher import concluding
 from watcher.concluding import CannotConclude, Concluding
+from watcher.diagnose.directory.read_evidence import read_evidence
 from watcher.diagnose.fuse import diagnose
-from watcher.diagnose.read_evidence import read_evidence
 
 DEADLINE_SECONDS = 30.0
 

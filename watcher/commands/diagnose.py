@@ -85,9 +85,9 @@ def is_path(source: str) -> bool:
 
 def of_directory(directory: Path, page: Path | None) -> dict[str, Any]:
     """Writes the incident's page where one is asked for."""
+    from watcher.diagnose.directory.read_evidence import NoEvidence, read_evidence
     from watcher.diagnose.document import document_of
     from watcher.diagnose.fuse import diagnose
-    from watcher.diagnose.read_evidence import NoEvidence, read_evidence
 
     try:
         evidence = read_evidence(directory)
@@ -102,8 +102,8 @@ def of_directory(directory: Path, page: Path | None) -> dict[str, Any]:
 
 
 def write_page(page: Path, directory: Path, evidence: Evidence, diagnosis: Diagnosis) -> None:
-    from watcher.diagnose.directory import list_directory
-    from watcher.diagnose.report import EvidenceFile, Incident, incident_report
+    from watcher.diagnose.directory.listing import list_directory
+    from watcher.diagnose.report.page import EvidenceFile, Incident, incident_report
 
     try:
         files = []

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from watcher.diagnose.collectives.operations import operation_words
 from watcher.diagnose.diagnosis import Diagnosis, GroupFrontier, Member, Wait
 from watcher.diagnose.evidence import RankStacks
-from watcher.diagnose.operations import operation_words
 
 FRAMES_MOST: Final = 12
 

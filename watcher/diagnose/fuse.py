@@ -10,22 +10,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from watcher.diagnose.causes import cause_of
-from watcher.diagnose.collectives import read_collectives
+from watcher.diagnose.collectives.reading import read_collectives
 from watcher.diagnose.diagnosis import Cause, CollectiveReading, Diagnosis, DiagnosisVerdict, Testimony
 from watcher.diagnose.evidence import Evidence
-from watcher.diagnose.inside import of_endings, of_stacks
-from watcher.diagnose.log_witness import of_logs
 from watcher.diagnose.next_step import advice_of
-from watcher.diagnose.outside import median_step, of_faults, of_heartbeats, of_power, of_processes
 from watcher.diagnose.ras.findings import RasReading
 from watcher.diagnose.ras.reading import read_ras
-from watcher.diagnose.ras_fit import with_fitting_ras
-from watcher.diagnose.ras_witness import VERDICTS, hosts_of, known_ranks, of_ras
 from watcher.diagnose.sentences import culprits_of, summary_of, why_of
-from watcher.diagnose.stack_lines import with_lines
-from watcher.diagnose.weigh import Weighed, weigh
-from watcher.diagnose.witness import HEARTBEATS, POWER, PROCESSES, RECORDS, Witness
+from watcher.diagnose.traces.stack_lines import with_lines
+from watcher.diagnose.witnesses.causes import cause_of
+from watcher.diagnose.witnesses.inside import of_endings, of_stacks
+from watcher.diagnose.witnesses.logs import of_logs
+from watcher.diagnose.witnesses.outside import median_step, of_faults, of_heartbeats, of_power, of_processes
+from watcher.diagnose.witnesses.ras import VERDICTS, hosts_of, known_ranks, of_ras
+from watcher.diagnose.witnesses.ras_fit import with_fitting_ras
+from watcher.diagnose.witnesses.weigh import Weighed, weigh
+from watcher.diagnose.witnesses.witness import HEARTBEATS, POWER, PROCESSES, RECORDS, Witness
 
 STACKS_SHOWN: Final = 4  # of culprits
 LOGS_SHOWN: Final = 2

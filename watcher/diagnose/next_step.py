@@ -16,9 +16,9 @@ from typing import Final
 
 from watcher.diagnose.diagnosis import Cause, CollectiveReading, Culprit, DiagnosisVerdict
 from watcher.diagnose.evidence import Evidence
-from watcher.diagnose.failures import RAISED, SIZES
 from watcher.diagnose.ras.findings import RasReading, RasSuspect
-from watcher.diagnose.ras_witness import job_rank, known_ranks, nodes_of_ranks
+from watcher.diagnose.traces.failures import RAISED, SIZES
+from watcher.diagnose.witnesses.ras import job_rank, known_ranks, nodes_of_ranks
 from watcher.diagnose.words import ranks_in_words
 
 SPOTS_MOST: Final = 3  # that have a command of their own

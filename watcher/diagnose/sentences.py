@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from watcher.diagnose.causes import left_behind
+from watcher.diagnose.collectives.operations import operation_words
 from watcher.diagnose.diagnosis import CollectiveReading, Culprit, DiagnosisVerdict, GroupFrontier, Member, Place
 from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.flight.record import Operation
-from watcher.diagnose.operations import operation_words
-from watcher.diagnose.ras_witness import nodes_of_ranks
-from watcher.diagnose.weigh import Weighed
-from watcher.diagnose.witness import ENDINGS, LOGS, PROCESSES, RECORDS, STACKS, Witness
+from watcher.diagnose.witnesses.causes import left_behind
+from watcher.diagnose.witnesses.ras import nodes_of_ranks
+from watcher.diagnose.witnesses.weigh import Weighed
+from watcher.diagnose.witnesses.witness import ENDINGS, LOGS, PROCESSES, RECORDS, STACKS, Witness
 from watcher.diagnose.words import agreeing, counted, ranks_in_words
 
 PARTED = (DiagnosisVerdict.DESYNC, DiagnosisVerdict.MISMATCH)

@@ -17,7 +17,7 @@ from fastapi.security import HTTPBearer
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from starlette.exceptions import HTTPException
 
-from watcher.diagnose.report import POLICY
+from watcher.diagnose.report.page import POLICY
 from watcher.serve.answers import (
     AlertAnswer,
     GpuAnswer,

@@ -18,7 +18,7 @@ from watcher.diagnose.diagnosis import (
 )
 from watcher.diagnose.evidence import Fault, RankSeen, RankStacks, Seen, StackFrame, ThreadStack
 from watcher.diagnose.flight.record import Frame, Group, Operation, Unread
-from watcher.diagnose.report import EvidenceFile, Incident
+from watcher.diagnose.report.page import EvidenceFile, Incident
 from watcher.judge.finding import JobState
 from watcher.snapshot import TimelinePoint
 

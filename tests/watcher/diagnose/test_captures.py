@@ -11,9 +11,9 @@ import pytest
 
 from tests.watcher.diagnose.hung_jobs.hung import KINDS, Kind
 from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict
+from watcher.diagnose.directory.read_evidence import read_evidence
 from watcher.diagnose.evidence import Evidence, RankSeen, Seen
 from watcher.diagnose.fuse import diagnose
-from watcher.diagnose.read_evidence import read_evidence
 
 CAPTURES = Path(__file__).parents[2] / "data" / "captures"
 HANG = {name: kind for name, kind in KINDS.items() if not kind.dies}

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from watcher.diagnose.collectives import read_collectives
+from watcher.diagnose.collectives.reading import read_collectives
 from watcher.diagnose.diagnosis import CollectiveReading, DiagnosisVerdict, Place
 from watcher.diagnose.flight.read import read_records
 from watcher.diagnose.flight.record import RankRecord

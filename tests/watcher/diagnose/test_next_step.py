@@ -10,11 +10,11 @@ import pytest
 
 from tests.watcher.diagnose.hung import processes, record, records, seen, stacks
 from watcher.diagnose.diagnosis import Cause, Culprit, DiagnosisVerdict
+from watcher.diagnose.directory.read_evidence import read_evidence
 from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.fuse import diagnose
 from watcher.diagnose.next_step import advice_of
 from watcher.diagnose.ras.parse import parse_polls
-from watcher.diagnose.read_evidence import read_evidence
 
 RAS = Path(__file__).parents[2] / "data" / "ras"
 NEVER = DiagnosisVerdict.NEVER_ARRIVED

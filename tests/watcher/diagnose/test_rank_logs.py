@@ -11,9 +11,9 @@ from watcher.diagnose.diagnosis import Cause, DiagnosisVerdict
 from watcher.diagnose.evidence import Evidence, LogFailure, RankEnding, RankLog
 from watcher.diagnose.flight.record import Group, GroupRecord, Launch, Operation, RankRecord
 from watcher.diagnose.fuse import diagnose
-from watcher.diagnose.inside import of_endings
-from watcher.diagnose.log_witness import of_logs
-from watcher.diagnose.rank_logs import LINE_MOST, LINES_SHOWN, TAIL_BYTES, read_log
+from watcher.diagnose.traces.rank_logs import LINE_MOST, LINES_SHOWN, TAIL_BYTES, read_log
+from watcher.diagnose.witnesses.inside import of_endings
+from watcher.diagnose.witnesses.logs import of_logs
 
 TRACEBACK = """\
 step 40 loss 2.1

@@ -13,8 +13,8 @@ import pytest
 
 from tests.watcher.diagnose.hung import seen
 from watcher.diagnose.diagnosis import Cause, DiagnosisVerdict
+from watcher.diagnose.directory.read_evidence import NoEvidence, read_evidence
 from watcher.diagnose.fuse import diagnose
-from watcher.diagnose.read_evidence import NoEvidence, read_evidence
 
 DATA = Path(__file__).parents[2] / "data"
 PAIR = DATA / "worker_server"

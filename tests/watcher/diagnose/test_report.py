@@ -15,9 +15,9 @@ from tests.watcher.diagnose.incidents_by_hand import NOW, incident, timeline
 from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict, Place
 from watcher.diagnose.diagnosis import Testimony as Said
 from watcher.diagnose.evidence import RankLog, RankSeen
-from watcher.diagnose.report import EvidenceFile, Incident, incident_report, ticked
-from watcher.diagnose.report_ranks import rank_picture
-from watcher.diagnose.report_timeline import marks, tick_seconds, timeline_picture
+from watcher.diagnose.report.page import EvidenceFile, Incident, incident_report, ticked
+from watcher.diagnose.report.ranks import rank_picture
+from watcher.diagnose.report.timeline import marks, tick_seconds, timeline_picture
 
 HOSTILE = "<script>alert(\"x\")</script> & 'q' </style> `<img src=x>` {{7*7}} \ud800\x1b[2J\u202e\x9b"
 VOID = {"meta", "path", "rect"}

@@ -18,7 +18,7 @@ from tests.watcher.diagnose.simulated_job import (
     program_of,
     simulated_job,
 )
-from watcher.diagnose.collectives import read_collectives
+from watcher.diagnose.collectives.reading import read_collectives
 from watcher.diagnose.diagnosis import DiagnosisVerdict
 from watcher.diagnose.flight.record import Group, RankRecord
 

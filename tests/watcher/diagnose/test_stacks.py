@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.watcher.diagnose.hung import stacks
-from watcher.diagnose.activity import grouped, is_library, outliers, standing_of, standings
 from watcher.diagnose.evidence import RankStacks, StackFrame
-from watcher.diagnose.stacks import TEXT_MOST, main_thread, read_stacks
+from watcher.diagnose.traces.activity import grouped, is_library, outliers, standing_of, standings
+from watcher.diagnose.traces.stacks import TEXT_MOST, main_thread, read_stacks
 
 DATA = Path(__file__).parents[2] / "data" / "worker_server"
 FAULTHANDLER = """\

@@ -14,7 +14,7 @@ from tests.watcher.diagnose.incidents_by_hand import incident
 from tests.watcher.serve import handmade
 from tests.watcher.serve.serving import desk_of, served
 from watcher.diagnose.evidence import Evidence
-from watcher.diagnose.report import incident_report
+from watcher.diagnose.report.page import incident_report
 from watcher.incident_page import files_of, page_of
 from watcher.inquiry import Result
 from watcher.serve.page import PageRenderer

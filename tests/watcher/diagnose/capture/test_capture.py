@@ -20,7 +20,7 @@ from tests.watcher.diagnose.capture import worker_servers as servers
 from tests.watcher.diagnose.ras.servers import serving, speaks_ras
 from watcher.diagnose.capture.capture import CaptureResult, capture
 from watcher.diagnose.capture.plan import CapturePlan, CaptureSettings, NodePlan
-from watcher.diagnose.read_evidence import read_evidence
+from watcher.diagnose.directory.read_evidence import read_evidence
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from tests.collectors.ssh.watching import Watching
 from tests.watcher.diagnose.hung_jobs import KINDS, HungJob, hung_job
 from watcher.diagnose.capture.capture import CaptureResult, capture
 from watcher.diagnose.capture.plan import CapturePlan, NodePlan
+from watcher.diagnose.directory.read_evidence import read_evidence
 from watcher.diagnose.fuse import diagnose
-from watcher.diagnose.read_evidence import read_evidence
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'wattwatch[trainer]'")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.watcher.diagnose.flight.dumps import DATA, GLOO, NCCL, as_json, loaded
-from watcher.diagnose.collectives import read_collectives
+from watcher.diagnose.collectives.reading import read_collectives
 from watcher.diagnose.diagnosis import DiagnosisVerdict
 from watcher.diagnose.flight import files
 from watcher.diagnose.flight.files import is_named_like_one, rank_of

@@ -7,7 +7,7 @@ from typing import Final
 from watcher.diagnose.diagnosis import Cause, DiagnosisVerdict
 from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.ras.findings import RasFinding, RasReading, RasSuspect
-from watcher.diagnose.witness import RAS, Witness
+from watcher.diagnose.witnesses.witness import RAS, Witness
 
 VERDICTS: Final = {
     RasFinding.CROSSED: DiagnosisVerdict.DESYNC,

@@ -10,7 +10,7 @@ from typing import Final
 
 from watcher.diagnose.diagnosis import Cause
 from watcher.diagnose.evidence import Evidence, Fault, RankProcess, RankSeen, Seen
-from watcher.diagnose.witness import HEARTBEATS, POWER, PROCESSES, Witness
+from watcher.diagnose.witnesses.witness import HEARTBEATS, POWER, PROCESSES, Witness
 from watcher.diagnose.words import counted, ranks_in_words
 
 # Functions that a process in state D sleeps in: fs/nfs, net/sunrpc, lustre, ceph, fuse, mm/filemap.c, block/.

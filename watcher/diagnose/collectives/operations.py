@@ -1,4 +1,4 @@
-"""When two ranks' operations at one slot agree, and what an operation promises. Facts: `collectives.toml`."""
+"""When two ranks' operations at one slot agree, and what an operation promises. Facts: `operations.toml`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OperationRule:
 
 @lru_cache(maxsize=1)
 def operation_rules() -> dict[str, OperationRule]:
-    text = resources.files(__package__).joinpath("collectives.toml").read_text("utf-8")
+    text = resources.files(__package__).joinpath("operations.toml").read_text("utf-8")
     return {name: OperationRule(**rule) for name, rule in tomllib.loads(text).items()}
 
 

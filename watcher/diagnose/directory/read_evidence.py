@@ -15,17 +15,17 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from watcher.diagnose.directory import Found, list_directory, read_bytes
+from watcher.diagnose.directory.file_kinds import FileKind
+from watcher.diagnose.directory.listing import Found, list_directory, read_bytes
+from watcher.diagnose.directory.run_evidence import read_ending, read_run
 from watcher.diagnose.evidence import Evidence, RankEnding, RankLog, RankProcess, RankStacks, Seen
-from watcher.diagnose.file_kinds import FileKind
 from watcher.diagnose.flight.files import rank_of
 from watcher.diagnose.flight.read import read_records
 from watcher.diagnose.flight.record import RankRecord, Unread
-from watcher.diagnose.rank_logs import read_log
 from watcher.diagnose.ras.parse import parse_polls
 from watcher.diagnose.ras.report import RasPolls
-from watcher.diagnose.run_evidence import read_ending, read_run
-from watcher.diagnose.stacks import read_stacks
+from watcher.diagnose.traces.rank_logs import read_log
+from watcher.diagnose.traces.stacks import read_stacks
 
 SEEN: Final = TypeAdapter(Seen)
 PROCESSES: Final = TypeAdapter(list[dict[str, Any]])

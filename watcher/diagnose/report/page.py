@@ -19,18 +19,18 @@ from typing import Any, Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from watcher.diagnose.activity import grouped, is_library, standings
+from watcher.diagnose.collectives.operations import operation_words
 from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict, Place
 from watcher.diagnose.document import group_document, wait_documents
 from watcher.diagnose.evidence import RankStacks, Seen, StackFrame
-from watcher.diagnose.operations import operation_words
-from watcher.diagnose.report_ranks import rank_picture
-from watcher.diagnose.report_timeline import timeline_picture
+from watcher.diagnose.report.ranks import rank_picture
+from watcher.diagnose.report.timeline import timeline_picture
+from watcher.diagnose.traces.activity import grouped, is_library, standings
 from watcher.diagnose.words import agreeing, capital, counted, grouped_by_rank, printable, ranks_in_words
 from watcher.quantities import amount, duration, energy
 from watcher.snapshot import TimelinePoint
 
-STYLE: Final = (resources.files("watcher.diagnose") / "templates" / "report.css").read_text("utf-8")
+STYLE: Final = (resources.files("watcher.diagnose.report") / "templates" / "report.css").read_text("utf-8")
 _HASH: Final = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 POLICY: Final = f"default-src 'none'; style-src 'sha256-{_HASH}'; base-uri 'none'; form-action 'none'"
 
@@ -244,7 +244,7 @@ def _shown(value: object) -> object:
 @cache
 def templates() -> Environment:
     environment = Environment(
-        loader=PackageLoader("watcher.diagnose", "templates"),
+        loader=PackageLoader("watcher.diagnose.report", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_shown,

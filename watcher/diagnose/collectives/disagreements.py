@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from watcher.diagnose.collectives.operations import same_kind, signature
+from watcher.diagnose.collectives.standing import GroupStanding, Standings, collectives
 from watcher.diagnose.flight.record import Group, Operation
-from watcher.diagnose.operations import same_kind, signature
-from watcher.diagnose.standing import GroupStanding, Standings, collectives
 
 # Several launches in one: members may put different ones together, and the name says nothing of what is in it.
 NOT_COMPARED = frozenset({"coalesced"})

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from watcher.diagnose.collectives.operations import synchronising
+from watcher.diagnose.collectives.standing import GroupStanding, Standings
 from watcher.diagnose.flight.record import Group, Launch, Operation
-from watcher.diagnose.operations import synchronising
-from watcher.diagnose.standing import GroupStanding, Standings
 
 
 class Hold(StrEnum):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from watcher.diagnose.collectives.operations import is_library
+from watcher.diagnose.collectives.standing import GroupStanding, Standings
 from watcher.diagnose.diagnosis import GroupFrontier, Member, Place
 from watcher.diagnose.flight.record import Frame, Group, Launch
-from watcher.diagnose.operations import is_library
-from watcher.diagnose.standing import GroupStanding, Standings
 
 
 def frontier(standings: Standings, group: Group, slot: int) -> GroupFrontier:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from watcher.diagnose.file_kinds import HEAD_BYTES, FileKind, kind_of
+from watcher.diagnose.directory.file_kinds import HEAD_BYTES, FileKind, kind_of
 from watcher.diagnose.flight.files import is_named_like_one
 from watcher.diagnose.words import printable
 

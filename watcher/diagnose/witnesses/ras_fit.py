@@ -11,7 +11,7 @@ from typing import Final
 
 from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.ras.report import RasPolls
-from watcher.diagnose.ras_witness import known_ranks, nodes_of_ranks
+from watcher.diagnose.witnesses.ras import known_ranks, nodes_of_ranks
 from watcher.diagnose.words import counted
 
 DEFAULT_GROUP: Final = "default_pg"

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from watcher.diagnose.activity import activities, own_frame
 from watcher.diagnose.diagnosis import Cause
 from watcher.diagnose.evidence import LogFailure, RankLog, StackFrame, ThreadStack
-from watcher.diagnose.failures import RAISED, FailureKind, failure_kinds, kind_of_words
+from watcher.diagnose.traces.activity import activities, own_frame
+from watcher.diagnose.traces.failures import RAISED, FailureKind, failure_kinds, kind_of_words
 
 TAIL_BYTES: Final = 8192  # as much as a capture brings
 LINE_MOST: Final = 400  # characters

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from watcher.diagnose.operations import operation_words
-from watcher.diagnose.wait_graph import Standstill
+from watcher.diagnose.collectives.operations import operation_words
+from watcher.diagnose.collectives.wait_graph import Standstill
 from watcher.diagnose.words import ranks_in_words
 
 

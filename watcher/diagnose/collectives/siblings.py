@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from watcher.diagnose.disagreements import Disagreement
+from watcher.diagnose.collectives.disagreements import Disagreement
+from watcher.diagnose.collectives.operations import signature
+from watcher.diagnose.collectives.standing import Standings
+from watcher.diagnose.collectives.wait_graph import Standstill
 from watcher.diagnose.flight.record import Launch
-from watcher.diagnose.operations import signature
-from watcher.diagnose.standing import Standings
-from watcher.diagnose.wait_graph import Standstill
 
 Counts = tuple[tuple[str, int], ...]
 

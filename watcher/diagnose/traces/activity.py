@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from watcher.diagnose.evidence import RankStacks, StackFrame, ThreadStack
-from watcher.diagnose.stacks import main_thread
+from watcher.diagnose.traces.stacks import main_thread
 
 LIBRARY: Final = re.compile(
     r"(^|/)(site-packages|dist-packages)/|(^|/)lib/(python3|python3\.\d+)/|<|\.so(\.\d+)*$"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from watcher.diagnose.directory import ATTEMPT, read_bytes, read_end
+from watcher.diagnose.directory.listing import ATTEMPT, read_bytes, read_end
 from watcher.diagnose.evidence import RankEnding, RankLog, RankSeen, Seen
 from watcher.diagnose.flight.files import rank_of
-from watcher.diagnose.rank_logs import TAIL_BYTES, read_log
+from watcher.diagnose.traces.rank_logs import TAIL_BYTES, read_log
 
 ANSWER_BYTES_MOST: Final = 1024 * 1024
 

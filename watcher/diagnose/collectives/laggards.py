@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Final
 
-from watcher.diagnose.standing import GroupStanding, Standings
+from watcher.diagnose.collectives.standing import GroupStanding, Standings
 
 CLEARLY_BEHIND: Final = 3  # operations, in one of its groups
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from watcher.diagnose.collectives.wait_graph import Standstill
 from watcher.diagnose.flight.record import Group
-from watcher.diagnose.wait_graph import Standstill
 
 
 def sides_of(ring: tuple[Standstill, ...]) -> list[tuple[Standstill, tuple[int, ...]]]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from watcher.diagnose.activity import standings
 from watcher.diagnose.diagnosis import CollectiveReading, Member, Place
 from watcher.diagnose.evidence import RankStacks
 from watcher.diagnose.flight.record import Frame
+from watcher.diagnose.traces.activity import standings
 
 # Of who has finished or left no record, the line where it stands is not that of the collective.
 STANDS_THERE: Final = frozenset({Place.WAITING, Place.BEHIND, Place.SILENT})

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from watcher.diagnose.collectives.operations import operation_words
 from watcher.diagnose.diagnosis import Cause, DiagnosisVerdict
 from watcher.diagnose.evidence import Evidence, LogFailure
-from watcher.diagnose.failures import SIZES, kind_named
 from watcher.diagnose.flight.record import RankRecord
-from watcher.diagnose.operations import operation_words
-from watcher.diagnose.ras_witness import known_ranks
-from watcher.diagnose.stacks import in_words
-from watcher.diagnose.witness import LOGS, Witness
+from watcher.diagnose.traces.failures import SIZES, kind_named
+from watcher.diagnose.traces.stacks import in_words
+from watcher.diagnose.witnesses.ras import known_ranks
+from watcher.diagnose.witnesses.witness import LOGS, Witness
 from watcher.diagnose.words import ranks_in_words
 
 FAILED_WEIGHT: Final = 0.85

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from watcher.diagnose.diagnosis import CollectiveReading, DiagnosisVerdict
-from watcher.diagnose.witness import POWER, RECORDS, Witness
+from watcher.diagnose.witnesses.witness import POWER, RECORDS, Witness
 
 LEAST_TO_NAME: Final = 0.3  # a witness weaker than this names nobody alone
 MOST_SURE: Final = 0.99

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from watcher.diagnose.activity import OWN_CODE, Standing, StandingGroup, grouped, outliers, standings
 from watcher.diagnose.diagnosis import Cause
 from watcher.diagnose.evidence import Evidence, RankEnding
-from watcher.diagnose.failures import kind_of_words
-from watcher.diagnose.ras_witness import known_ranks
-from watcher.diagnose.stacks import in_words
-from watcher.diagnose.witness import ENDINGS, STACKS, Witness
+from watcher.diagnose.traces.activity import OWN_CODE, Standing, StandingGroup, grouped, outliers, standings
+from watcher.diagnose.traces.failures import kind_of_words
+from watcher.diagnose.traces.stacks import in_words
+from watcher.diagnose.witnesses.ras import known_ranks
+from watcher.diagnose.witnesses.witness import ENDINGS, STACKS, Witness
 from watcher.diagnose.words import ranks_in_words
 
 # Ranks that wait for others are in one of these; whoever is not, may be whom they wait for.

@@ -8,9 +8,9 @@ from typing import Final
 
 from watcher.diagnose.diagnosis import Cause, CollectiveReading, DiagnosisVerdict, Place
 from watcher.diagnose.evidence import Evidence
-from watcher.diagnose.ras_witness import nodes_of_ranks
-from watcher.diagnose.weigh import Weighed
-from watcher.diagnose.witness import ENDINGS, HEARTBEATS, LOGS, PROCESSES, RAS, STACKS, Witness
+from watcher.diagnose.witnesses.ras import nodes_of_ranks
+from watcher.diagnose.witnesses.weigh import Weighed
+from watcher.diagnose.witnesses.witness import ENDINGS, HEARTBEATS, LOGS, PROCESSES, RAS, STACKS, Witness
 
 # A board that the kernel gave up explains a stopped process, and that explains where its stack stands.
 NEAREST_TO_THE_ROOT: Final = (
