@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from watcher.judge.finding import JobState
@@ -29,6 +30,17 @@ def point_of(sample: JobSample, state: JobState) -> TimelinePoint:
         power_watts_high=max(watts, default=None),
         utilization_percent_mean=statistics.fmean(busy) if busy else None,
     )
+
+
+def unbroken(points: Sequence[TimelinePoint]) -> list[list[TimelinePoint]]:
+    """Stretches with readings: a gap in the data is a gap in the picture."""
+    stretches: list[list[TimelinePoint]] = [[]]
+    for point in points:
+        if point.power_watts_median is None:
+            stretches.append([])
+        else:
+            stretches[-1].append(point)
+    return [stretch for stretch in stretches if len(stretch) > 1]
 
 
 class Timeline:

@@ -10,6 +10,7 @@ from watcher.judge.finding import JobState
 from watcher.judge.job_sample import RankGpu
 from watcher.judge.verdict import Suspect
 from watcher.snapshot import TimelinePoint
+from watcher.timeline import unbroken
 
 BAR: Final = 8
 PITCH: Final = 10
@@ -136,17 +137,6 @@ def thinned(points: Sequence[TimelinePoint]) -> list[TimelinePoint]:
     """At most about HISTORY_POINTS, the last one among them."""
     step = max(1, len(points) // HISTORY_POINTS)
     return [*points[:-1:step], points[-1]]
-
-
-def unbroken(points: Sequence[TimelinePoint]) -> list[list[TimelinePoint]]:
-    """Stretches with readings: a gap in the data is a gap in the picture."""
-    stretches: list[list[TimelinePoint]] = [[]]
-    for point in points:
-        if point.power_watts_median is None:
-            stretches.append([])
-        else:
-            stretches[-1].append(point)
-    return [stretch for stretch in stretches if len(stretch) > 1]
 
 
 def ribbons(points: Sequence[TimelinePoint], start: float, span: float) -> tuple[Ribbon, ...]:

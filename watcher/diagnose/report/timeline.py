@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from watcher.snapshot import TimelinePoint
+from watcher.timeline import unbroken
 
 WIDTH: Final = 1000.0
 POWER_HEIGHT: Final = 150.0
@@ -123,17 +124,6 @@ def _reach(mark: Mark) -> tuple[float, float]:
 
 def down(watts: float | None, top: float) -> str:
     return f"{POWER_HEIGHT - (watts or 0.0) / top * POWER_HEIGHT:.1f}"
-
-
-def unbroken(points: Sequence[TimelinePoint]) -> list[list[TimelinePoint]]:
-    """Stretches with readings: a gap in the data is a gap in the picture."""
-    stretches: list[list[TimelinePoint]] = [[]]
-    for point in points:
-        if point.power_watts_median is None:
-            stretches.append([])
-        else:
-            stretches[-1].append(point)
-    return [stretch for stretch in stretches if len(stretch) > 1]
 
 
 def steps_path(steps: Sequence[tuple[float, int]]) -> str:
