@@ -90,7 +90,7 @@ def of_laggards(stopped: Mapping[int, tuple[GroupStanding, int]], case: Case) ->
             f"rank {rank} launched nothing after slot {last:,} of {standing.group}, its peers {count} operations more"
         )
         places.append((standing.group, last + 1))
-    why = f"{waiting_words(most_waited_in(case.graph.standstills))}, which all have joined; {'; '.join(words[:4])}"
+    why = f"{waiting_words(most_waited_in(case.graph.standstills))}; {'; '.join(words[:4])}"
     why += f"; and {len(words) - 4} more ranks" if len(words) > 4 else ""
     culprits = tuple(sorted(stopped))
     return case.reading(DiagnosisVerdict.NEVER_ARRIVED, False, culprits, SURE_STOPPED, why, places)

@@ -57,6 +57,6 @@ def _of_waiting(case: Case) -> CollectiveReading:
     if ends.unrecorded:
         return of_unrecorded(ends, case)
     stopped = laggards(standings)
-    if ends.joined and stopped and 2 * len(stopped) < len(standings.ranks):
+    if stopped and 2 * len(stopped) < len(standings.ranks):
         return of_laggards(stopped, case)
     return of_joined(ends, case) if ends.joined else of_no_end(case)

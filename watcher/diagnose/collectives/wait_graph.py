@@ -162,15 +162,29 @@ def _awaited_peer(standings: Standings, standstill: Standstill) -> dict[int, str
     for peer in peers:
         if peer not in standings.ranks:
             awaited[peer] = NO_RECORD
-            continue
-        has_it = any(
-            group == standstill.group
-            and launch.operation.source == operation.source
-            and launch.operation.destination == operation.destination
-            for group, launch in standings.ranks[peer].waits
-        )
-        awaited[peer] = EARLIER if has_it else NOT_LAUNCHED
+        elif not _has(standings, peer, standstill):
+            awaited[peer] = NOT_LAUNCHED
+        elif not _exchanges(standings, peer, standstill):
+            awaited[peer] = EARLIER
     return awaited
+
+
+def _has(standings: Standings, peer: int, standstill: Standstill) -> bool:
+    pair = standstill.operation.source, standstill.operation.destination
+    return any(
+        group == standstill.group and (launch.operation.source, launch.operation.destination) == pair
+        for group, launch in standings.ranks[peer].waits
+    )
+
+
+def _exchanges(standings: Standings, peer: int, standstill: Standstill) -> bool:
+    """The peer is in the send or receive of the same two ranks that goes the other way. A batch launches both at once,
+    each rank in an order of its own, so neither waits for the other to come."""
+    primary = standings.ranks[peer].primary
+    if primary is None or primary[0] != standstill.group:
+        return False
+    operation, other = standstill.operation, primary[1].operation
+    return (other.source, other.destination) == (operation.destination, operation.source)
 
 
 def ends_of(graph: WaitGraph, standings: Standings) -> Ends:
