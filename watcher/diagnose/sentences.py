@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from watcher.diagnose.collectives.operations import operation_words
 from watcher.diagnose.diagnosis import CollectiveReading, Culprit, DiagnosisVerdict, GroupFrontier, Member, Place
 from watcher.diagnose.evidence import Evidence
-from watcher.diagnose.flight.record import Operation
 from watcher.diagnose.witnesses.causes import left_behind
 from watcher.diagnose.witnesses.ras import nodes_of_ranks
 from watcher.diagnose.witnesses.weigh import Weighed
@@ -95,8 +94,10 @@ def summary_of(
     who = who_in_words(culprits)
     if not culprits:
         return _about_nobody(verdict, group, reading, weighed, witnesses) + at_step
-    if group is not None and verdict in PARTED and (words := _parted(who, culprits, group)):
-        return words + at_step
+    if group is not None and reading is not None and verdict in PARTED:
+        parted = _parted(who, culprits, group) or _crossed(who, culprits, reading)
+        if parted is not None:
+            return parted + at_step
     said = said_of(culprits[0].rank, witnesses)
     several = "" if not said else f"; the first {said}" if len(culprits) > 1 else f": it {said}"
     if verdict is DiagnosisVerdict.NO_DESYNC:
@@ -118,23 +119,44 @@ def _group_of(reading: CollectiveReading | None, culprits: Sequence[Culprit]) ->
 
 
 def _parted(who: str, culprits: Sequence[Culprit], group: GroupFrontier) -> str | None:
+    """None where they did not part at this slot."""
     ranks = {culprit.rank for culprit in culprits}
-    theirs = _commonest(member for member in group.members if member.rank in ranks)
-    others = _commonest(member for member in group.members if member.rank not in ranks)
-    if theirs is None or others is None:
+    launched = {m.rank: m.operation for m in group.members if m.operation is not None}
+    sizes = len({operation.name for operation in launched.values()}) == 1
+    words = {rank: operation_words(operation, sizes) for rank, operation in launched.items()}
+    theirs = {words[rank] for rank in words if rank in ranks}
+    others = _commonest(words[rank] for rank in words if rank not in ranks)
+    if not theirs or others is None or others[0] in theirs:
         return None
-    sizes = theirs[0].name == others[0].name
-    verb = "is" if len(culprits) == 1 else "are"
-    rest = f"{counted(others[1], 'rank')} {'is' if others[1] == 1 else 'are'}"
-    return (
-        f"{who} {verb} in {operation_words(theirs[0], sizes)}, {rest} in {operation_words(others[0], sizes)}: "
-        f"slot {group.slot:,} of {group.group}"
-    )
+    return f"{_in_against(who, culprits, theirs, others)}: slot {group.slot:,} of {group.group}"
 
 
-def _commonest(members: Iterable[Member]) -> tuple[Operation, int] | None:
-    counts = Counter(m.operation for m in members if m.operation is not None)
-    return min(counts.items(), key=lambda each: (-each[1], str(each[0])), default=None)
+def _crossed(who: str, culprits: Sequence[Culprit], reading: CollectiveReading) -> str | None:
+    """Of groups that were entered in different orders: each rank waits in one of them."""
+    ranks = {culprit.rank for culprit in culprits}
+    places = {w.rank: f"{operation_words(w.operation)} at slot {w.slot:,} of {w.group}" for w in reading.waits}
+    theirs = {places[rank] for rank in places if rank in ranks}
+    others = _commonest(places[rank] for rank in places if rank not in ranks)
+    if not theirs or others is None or others[0] in theirs:
+        return None
+    return f"{_in_against(who, culprits, theirs, others)}: groups that were entered in different orders"
+
+
+def _in_against(who: str, culprits: Sequence[Culprit], theirs: set[str], others: tuple[str, int]) -> str:
+    where, number = others
+    theirs_in_words = " and ".join(sorted(theirs)[:3])
+    them, rest = "is" if len(culprits) == 1 else "are", "is" if number == 1 else "are"
+    return f"{who} {them} in {theirs_in_words}, {counted(number, 'rank')} {rest} in {where}"
+
+
+def _commonest(words: Iterable[str]) -> tuple[str, int] | None:
+    """And how many there are of it."""
+    return min(Counter(words).items(), key=lambda each: (-each[1], each[0]), default=None)
+
+
+def _operations(members: Iterable[Member]) -> Iterator[str]:
+    """Without their sizes, which may be each rank's own."""
+    return (operation_words(member.operation) for member in members if member.operation is not None)
 
 
 def _never_arrived(
@@ -148,14 +170,14 @@ def _never_arrived(
         return f"{who} did not finish {what} at {where}, which {counted(ahead, 'rank')} of the group finished{several}"
     ranks = {culprit.rank for culprit in culprits}
     waiting = [m for m in group.members if m.place is Place.WAITING and m.rank not in ranks]
-    found = _commonest(waiting)
+    found = _commonest(_operations(waiting))
     if found is None:
         return f"the job waits for {who}{several}"
     wait = "waits" if len(waiting) == 1 else "wait"
     places = {m.place for m in group.members if m.rank in ranks}
     place = next(iter(places), None)
     missing = f", which {agreeing(MISSING[place], len(culprits))}" if place in MISSING and len(places) == 1 else ""
-    what = f"{operation_words(found[0])} at {where}"
+    what = f"{found[0]} at {where}"
     return f"{counted(len(waiting), 'rank')} {wait} in {what} for {who}{missing}{several}"
 
 
@@ -170,9 +192,13 @@ def _about_nobody(
         sides = " against ".join(ranks_in_words(ranks) for ranks in reading.tied[:3])
         where = "" if group is None else f" at slot {group.slot:,} of {group.group}"
         return f"{sides} in different collectives{where}: as many on each side, so nobody can be named"
-    if verdict is DiagnosisVerdict.NO_DESYNC and group is not None and (found := _commonest(group.members)):
+    if (
+        verdict is DiagnosisVerdict.NO_DESYNC
+        and group is not None
+        and (found := _commonest(_operations(group.members)))
+    ):
         return (
-            f"all {counted(found[1], 'rank')} wait in the same {operation_words(found[0])} at slot {group.slot:,} of "
+            f"all {counted(found[1], 'rank')} wait in the same {found[0]} at slot {group.slot:,} of "
             f"{group.group}: nobody is missing, so the network, a board or its driver holds it up"
         )
     if verdict is DiagnosisVerdict.NO_DESYNC:

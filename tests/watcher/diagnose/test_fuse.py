@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.watcher.diagnose.hung import GROUP, node_of, processes, record, records, seen, stacks
+from tests.watcher.diagnose.hung import GROUP, launch, node_of, processes, record, records, seen, stacks
 from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict
+from watcher.diagnose.document import document_of
 from watcher.diagnose.evidence import Evidence, Fault, RankEnding, RankProcess, RankSeen, Seen
+from watcher.diagnose.flight.record import Group, GroupRecord, Launch, RankRecord
 from watcher.diagnose.fuse import diagnose
 from watcher.diagnose.ras.parse import parse_polls
 
@@ -396,3 +398,53 @@ def test_numbers_that_are_not_finite_do_no_harm() -> None:
     odd = RankSeen(3, "node-01", 3, float("nan"), float("inf"))
     found = diagnose(Evidence(seen=replace(seen(), ranks=(odd, *seen().ranks[:3]))))
     assert found.summary
+
+
+def in_group(rank: int, *launched: tuple[str, tuple[Launch, ...]]) -> RankRecord:
+    """`launched`: by the description of a group of four ranks."""
+    parts = [
+        GroupRecord(Group(str(len(name)), (0, 1, 2, 3), name), len(launches), None, 0, launches)
+        for name, launches in launched
+    ]
+    return RankRecord(rank, f"rank-{rank}.json", "2.10", "2.27", tuple(parts))
+
+
+def test_ranks_at_one_slot_wait_for_a_missing_one_each_in_its_own_operation() -> None:
+    operations = {0: "all_gather", 2: "all_gather", 3: "all_reduce"}
+    here = [in_group(rank, ("default_pg", (launch(1, name, False),))) for rank, name in operations.items()]
+    missing = in_group(1, ("default_pg", ()))
+
+    waits = document_of(diagnose(Evidence(records=(*here, missing))))["waits"]
+
+    assert [(wait["ranks"], wait["operation"], wait["awaited"]) for wait in waits] == [
+        ([0, 2], "all_gather", [1]),
+        ([3], "all_reduce", [1]),
+    ]
+
+
+def test_odd_ranks_in_different_operations_are_not_said_to_be_in_one() -> None:
+    diagnosis = diagnose(Evidence(records=records({1: "barrier", 3: "broadcast"})))
+
+    assert "ranks 1, 3 are in barrier and broadcast, 6 ranks are in all_reduce" in diagnosis.summary
+
+
+def test_groups_entered_in_different_orders_are_told_by_where_each_rank_waits() -> None:
+    first, second = launch(1, "all_reduce", False), launch(1, "broadcast", False)._replace(record=2)
+    others = [in_group(rank, ("default_pg", (first,)), ("DATA", (second,))) for rank in (0, 1, 2)]
+    odd = in_group(3, ("default_pg", (first._replace(record=2),)), ("DATA", (second._replace(record=1),)))
+
+    diagnosis = diagnose(Evidence(records=(*others, odd)))
+
+    assert diagnosis.summary == (
+        "rank 3 is in broadcast at slot 1 of DATA, 3 ranks are in all_reduce at slot 1 of default_pg: groups that were "
+        "entered in different orders"
+    )
+
+
+def test_all_ranks_in_an_operation_of_uneven_sizes_are_counted_together() -> None:
+    uneven = [in_group(rank, ("default_pg", (launch(1, "all_to_all", False, size=rank + 1),))) for rank in range(4)]
+
+    diagnosis = diagnose(Evidence(records=tuple(uneven)))
+
+    assert diagnosis.summary.startswith("all 4 ranks wait in the same all_to_all at slot 1 of default_pg")
+    assert "the same all_to_all at slot 1" in diagnosis.why

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from watcher.diagnose.collectives.frontier import frontier
@@ -42,7 +43,7 @@ class Case:
             confidence,
             why,
             tuple(frontier(self.standings, group, slot) for group, slot in shown),
-            waits_in(self.graph),
+            waits_in(self.graph, self.standings),
             tuple(self.standings.ranks[rank].source for rank in sorted(self.standings.ranks)),
         )
 
@@ -50,11 +51,13 @@ class Case:
         return self.reading(DiagnosisVerdict.UNKNOWN, False, (), 0.0, why, [])
 
 
-def waits_in(graph: WaitGraph) -> tuple[Wait, ...]:
+def waits_in(graph: WaitGraph, standings: Standings) -> tuple[Wait, ...]:
+    """The first MOST_WAITS. Members may wait at one slot in different operations, so each is told with its own."""
     waits = (
-        Wait(rank, awaited, each.group, each.slot, each.operation, why)
+        Wait(rank, awaited, each.group, each.slot, operation, why)
         for each in graph.standstills
         for rank in each.waiters
+        for operation in (standings.groups[each.group].operation_at(rank, each.slot) or each.operation,)
         for awaited, why in each.awaited.items()
     )
-    return tuple(wait for wait, _ in zip(waits, range(MOST_WAITS), strict=False))
+    return tuple(islice(waits, MOST_WAITS))

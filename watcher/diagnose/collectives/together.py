@@ -29,10 +29,10 @@ def of_joined(ends: Ends, case: Case) -> CollectiveReading:
     if place.group in case.standings.guessed and len(place.waiters) == 1:
         why = f"{waiting_words(place)}, and no record tells who else is in it"
         return case.unknown(why)
-    what = f"{operation_words(place.operation, sizes=True)} at slot {place.slot:,} of {place.group}"
+    uneven = sizes_differ(case.standings.groups[place.group], place.slot)
+    what = f"{operation_words(place.operation, sizes=not uneven)} at slot {place.slot:,} of {place.group}"
     more = f" ({len(ends.joined) - 1} more such groups)" if len(ends.joined) > 1 else ""
     why = f"all {len(place.waiters)} members wait in the same {what}{more}"
-    uneven = sizes_differ(case.standings.groups[place.group], place.slot)
     agreed = "the sizes differ, which is right only if they match in pairs" if uneven else "the program agrees"
     so = f"so the network, a board or its driver holds it up{', or those sizes' if uneven else ''}"
     return case.reading(

@@ -160,24 +160,23 @@ def at_one_slot(diagnosis: Diagnosis, culprits: frozenset[int]) -> list[dict[str
     group = next((each for each in groups if culprits & {member.rank for member in each.members}), None)
     if group is None:
         return []
-    held = [m for m in group.members if m.rank in culprits and m.operation is not None]
+    held: dict[str, list[int]] = {}
     others: dict[str, list[int]] = {}
     for member in group.members:
-        if member.rank not in culprits and member.place is Place.WAITING and member.operation is not None:
-            others.setdefault(operation_words(member.operation), []).append(member.rank)
-    if not held or held[0].operation is None:
-        return []
-    why = f"in {operation_words(held[0].operation)} at the same slot"
+        if member.operation is not None and (member.rank in culprits or member.place is Place.WAITING):
+            side = held if member.rank in culprits else others
+            side.setdefault(operation_words(member.operation), []).append(member.rank)
     return [
         {
             "ranks": ranks,
-            "awaited": [member.rank for member in held],
+            "awaited": awaited,
             "group": str(group.group),
             "slot": group.slot,
             "operation": operation,
-            "why": why,
+            "why": f"in {theirs} at the same slot",
         }
         for operation, ranks in others.items()
+        for theirs, awaited in held.items()
     ]
 
 
