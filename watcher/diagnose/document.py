@@ -11,6 +11,7 @@ from typing import Any, Final
 from watcher.diagnose.collectives.operations import operation_words
 from watcher.diagnose.diagnosis import Diagnosis, GroupFrontier, Member, Wait
 from watcher.diagnose.evidence import RankStacks
+from watcher.diagnose.traces.stacks import frame_in_words, shown_frames
 
 FRAMES_MOST: Final = 12
 
@@ -63,8 +64,7 @@ def group_document(group: GroupFrontier) -> dict[str, Any]:
 def alike(member: Member) -> tuple[str, str | None, str | None]:
     """Members with the same three stand in the same place."""
     operation = None if member.operation is None else operation_words(member.operation, sizes=True)
-    frame = member.frame
-    line = None if frame is None else f"{frame.function} ({frame.file}:{frame.line})"
+    line = None if member.frame is None else frame_in_words(member.frame)
     return member.place.value, operation, line
 
 
@@ -94,9 +94,7 @@ def wait_documents(waits: tuple[Wait, ...]) -> list[dict[str, Any]]:
 
 
 def stack_document(stacks: RankStacks) -> Mapping[str, Any]:
-    """Its main thread where it is marked, else the first; innermost frame first."""
-    thread = next((each for each in stacks.threads if each.main), stacks.threads[0] if stacks.threads else None)
-    frames = () if thread is None else thread.frames[:FRAMES_MOST]
+    frames = shown_frames(stacks)[:FRAMES_MOST]
     return {
         "rank": stacks.rank,
         "source": stacks.source,

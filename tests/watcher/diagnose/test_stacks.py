@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.watcher.diagnose.hung import stacks
 from watcher.diagnose.evidence import RankStacks, StackFrame
-from watcher.diagnose.traces.activity import grouped, is_library, outliers, standing_of, standings
+from watcher.diagnose.traces.activity import grouped, outliers, standing_of, standings
+from watcher.diagnose.traces.own_code import is_library
 from watcher.diagnose.traces.stacks import TEXT_MOST, main_thread, read_stacks
 
 DATA = Path(__file__).parents[2] / "data" / "worker_server"

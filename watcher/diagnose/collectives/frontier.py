@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from watcher.diagnose.collectives.operations import is_library
 from watcher.diagnose.collectives.standing import GroupStanding, Standings
 from watcher.diagnose.diagnosis import GroupFrontier, Member, Place
 from watcher.diagnose.flight.record import Frame, Group, Launch
+from watcher.diagnose.traces.own_code import own_frame
 
 
 def frontier(standings: Standings, group: Group, slot: int) -> GroupFrontier:
@@ -36,7 +36,7 @@ def _member(standings: Standings, standing: GroupStanding, rank: int, slot: int)
         None if launch is None else launch.operation,
         None if record is None or not standing.counted else record.last_enqueued,
         None if record is None or not standing.counted else record.last_completed,
-        None if shown is None else own_frame(shown),
+        None if shown is None else _line_of(shown),
     )
 
 
@@ -45,6 +45,6 @@ def _elsewhere(standings: Standings, rank: int) -> Launch | None:
     return None if primary is None else primary[1]
 
 
-def own_frame(launch: Launch) -> Frame | None:
+def _line_of(launch: Launch) -> Frame | None:
     """The innermost line of the job's own code; where all is library, the innermost one."""
-    return next((frame for frame in launch.frames if not is_library(frame.file)), next(iter(launch.frames), None))
+    return own_frame(launch.frames) or next(iter(launch.frames), None)

@@ -7,12 +7,8 @@ import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from typing import Final
 
 from watcher.diagnose.flight.record import Operation
-
-LIBRARY_PARTS: Final = ("site-packages/", "dist-packages/", "/lib/python3", "lib/python3", "<frozen", "<string>")
-LIBRARY_STARTS: Final = ("torch/", "importlib/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +58,3 @@ def operation_words(operation: Operation, sizes: bool = False) -> str:
     shapes = ", ".join(str(list(size)) for size in operation.input_sizes[:3])
     more = "" if len(operation.input_sizes) <= 3 else f" and {len(operation.input_sizes) - 3} more"
     return f"{operation.name} of {shapes}{more} {'/'.join(sorted(set(operation.input_types)))}".rstrip()
-
-
-def is_library(file: str) -> bool:
-    """Whether a stack's line is of Python, torch or another installed package, and not of the job's own code."""
-    return any(part in file for part in LIBRARY_PARTS) or file.startswith(LIBRARY_STARTS)

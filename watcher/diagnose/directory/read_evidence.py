@@ -31,7 +31,6 @@ SEEN: Final = TypeAdapter(Seen)
 PROCESSES: Final = TypeAdapter(list[dict[str, Any]])
 NODE_OF_RANK: Final = TypeAdapter(dict[int, str])
 SENTENCES: Final = TypeAdapter(list[str])
-RAS_NAME: Final = re.compile(r"(?:node-)?(?P<node>.+?)[._-]?(?:ras|poll)?[._-]?(?P<number>\d*)\.(?:json|txt)")
 POLL_NAME: Final = re.compile(r"(?P<series>.*?)(?:\.ras-|[._-]poll[._-]?)\d+\.(?:json|txt)")
 
 

@@ -25,7 +25,9 @@ from watcher.diagnose.document import group_document, wait_documents
 from watcher.diagnose.evidence import RankStacks, Seen, StackFrame
 from watcher.diagnose.report.ranks import rank_picture
 from watcher.diagnose.report.timeline import timeline_picture
-from watcher.diagnose.traces.activity import grouped, is_library, standings
+from watcher.diagnose.traces.activity import grouped, standings
+from watcher.diagnose.traces.own_code import is_library
+from watcher.diagnose.traces.stacks import shown_frames
 from watcher.diagnose.words import agreeing, capital, counted, grouped_by_rank, printable, ranks_in_words
 from watcher.quantities import amount, duration, energy
 from watcher.snapshot import TimelinePoint
@@ -195,8 +197,7 @@ def stack_views(incident: Incident, culprits: frozenset[int]) -> Sequence[StackV
 
 
 def stack_view(stacks: RankStacks, title: str, note: str) -> StackView:
-    thread = next((each for each in stacks.threads if each.main), stacks.threads[0] if stacks.threads else None)
-    frames = () if thread is None else thread.frames
+    frames = shown_frames(stacks)
     shown = tuple((frame, not is_library(frame.file)) for frame in frames[:FRAMES_MOST])
     return StackView(title, note, shown, len(frames) - len(shown))
 

@@ -7,24 +7,18 @@ ranks are in one group, the others stand out.
 from __future__ import annotations
 
 import re
-import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import Final
 
-from watcher.diagnose.evidence import RankStacks, StackFrame, ThreadStack
+from watcher.diagnose.evidence import RankStacks, StackFrame
+from watcher.diagnose.traces.own_code import own_frame
 from watcher.diagnose.traces.stacks import main_thread
 
-LIBRARY: Final = re.compile(
-    r"(^|/)(site-packages|dist-packages)/|(^|/)lib/(python3|python3\.\d+)/|<|\.so(\.\d+)*$"
-    r"|(^|/)torch/(distributed|nn|autograd|utils|optim|multiprocessing|cuda|_\w+|serialization|functional|amp)\b"
-)
-STANDARD: Final = re.compile(r"(^|/)lib/python3[^/]*/(?!(site|dist)-packages/)|<")
 OWN_CODE: Final = "own_code"
 
 
@@ -59,12 +53,8 @@ class StandingGroup:
 
 
 @cache
-def _table() -> dict[str, Any]:
-    return tomllib.loads(resources.files(__package__).joinpath("activities.toml").read_text("utf-8"))
-
-
-@cache
 def activities() -> tuple[Activity, ...]:
+    rows = tomllib.loads(resources.files(__package__).joinpath("activities.toml").read_text("utf-8"))["activity"]
     return tuple(
         Activity(
             row["name"],
@@ -73,45 +63,8 @@ def activities() -> tuple[Activity, ...]:
             row.get("anywhere", False),
             re.compile(row["own"]) if "own" in row else None,
         )
-        for row in _table()["activity"]
+        for row in rows
     )
-
-
-@cache
-def libraries() -> frozenset[str]:
-    """First part of a path below site-packages, or of one that a tool has shortened."""
-    return frozenset(_table()["libraries"])
-
-
-def is_library(file: str) -> bool:
-    path = file.replace("\\", "/")
-    return LIBRARY.search(path) is not None or _short_name_of_library(path)
-
-
-def _short_name_of_library(path: str) -> bool:
-    """py-spy cuts what is on sys.path: "threading.py", "transformers/trainer.py"."""
-    if path.startswith("/"):
-        return False
-    first, *rest = PurePosixPath(path).parts or ("",)
-    name = first.removesuffix(".py")
-    return (bool(rest) and first in libraries()) or (name in sys.stdlib_module_names and name != "test")
-
-
-def own_frames(thread: ThreadStack) -> tuple[StackFrame, ...]:
-    """The user's frames, innermost first. Where all are below site-packages, those of packages that are not known: a
-    trainer that was installed."""
-    own = tuple(frame for frame in thread.frames if not is_library(frame.file))
-    return own or tuple(frame for frame in thread.frames if not STANDARD.search(frame.file) and not _known(frame.file))
-
-
-def _known(file: str) -> bool:
-    package = re.split(r"(?:site|dist)-packages/", file.replace("\\", "/"))[-1].partition("/")[0]
-    return package in libraries() or _short_name_of_library(file) or ".so" in file
-
-
-def own_frame(thread: ThreadStack) -> StackFrame | None:
-    """The innermost line of the user's code."""
-    return next(iter(own_frames(thread)), None)
 
 
 def standing_of(stacks: RankStacks) -> Standing | None:
@@ -119,7 +72,7 @@ def standing_of(stacks: RankStacks) -> Standing | None:
     thread = main_thread(stacks)
     if thread is None:
         return None
-    own = own_frame(thread)
+    own = own_frame(thread.frames)
     depth = thread.frames.index(own) if own is not None else len(thread.frames)
     places = [f"{frame.file}:{frame.function}".replace("\\", "/") for frame in thread.frames]
     for activity in activities():

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from watcher.diagnose.diagnosis import Cause
-from watcher.diagnose.evidence import LogFailure, RankLog, StackFrame, ThreadStack
-from watcher.diagnose.traces.activity import activities, own_frame
+from watcher.diagnose.evidence import LogFailure, RankLog, StackFrame
+from watcher.diagnose.traces.activity import activities
 from watcher.diagnose.traces.failures import RAISED, FailureKind, failure_kinds, kind_of_words
+from watcher.diagnose.traces.own_code import own_frame
 
 TAIL_BYTES: Final = 8192  # as much as a capture brings
 LINE_MOST: Final = 400  # characters
@@ -108,13 +109,13 @@ def _raised(lines: Sequence[str]) -> LogFailure | None:
     kinds = [kind_of_words(each.message) for each in (origin, last)]
     follows = kinds[0] is not None and kinds[0].follows
     told, kind = (last, kinds[1]) if kinds[1] is None or not kinds[1].follows or follows else (origin, kinds[0])
-    thread = ThreadStack("", tuple(reversed(told.frames)), main=True)
+    frame = own_frame(told.frames[::-1])
     words = told.message[:WORDS_MOST]
     if follows or kind is None:
         name = "follows" if follows else RAISED
         cause = None if follows else Cause.DATA if _in_loader(chain) else Cause.PROGRAM
-        return LogFailure(name, words, follows, None if cause is None else cause.value, own_frame(thread))
-    return LogFailure(kind.name, words, False, _cause(kind), own_frame(thread))
+        return LogFailure(name, words, follows, None if cause is None else cause.value, frame)
+    return LogFailure(kind.name, words, False, _cause(kind), frame)
 
 
 def _cause(kind: FailureKind) -> str | None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Final
 
 from watcher.diagnose.evidence import RankStacks, StackFrame, ThreadStack
+from watcher.diagnose.flight.record import Frame
 
 TEXT_MOST: Final = 4 * 1024 * 1024  # characters; a process with a thousand threads stays below
 THREADS_MOST: Final = 1024
@@ -106,13 +107,12 @@ def main_thread(stacks: RankStacks) -> ThreadStack | None:
     return next((thread for thread in stacks.threads if thread.main and thread.frames), None)
 
 
-def lines_of(thread: ThreadStack, most: int) -> Iterator[str]:
-    """`save_checkpoint (train.py:88)`, innermost first."""
-    for frame in thread.frames[:most]:
-        yield in_words(frame)
-    if len(thread.frames) > most:
-        yield f"... {len(thread.frames) - most} more"
+def shown_frames(stacks: RankStacks) -> tuple[StackFrame, ...]:
+    """What people are shown of it: its main thread where it is marked, else the first; innermost first."""
+    thread = next((each for each in stacks.threads if each.main), next(iter(stacks.threads), None))
+    return () if thread is None else thread.frames
 
 
-def in_words(frame: StackFrame) -> str:
+def frame_in_words(frame: StackFrame | Frame) -> str:
+    """`save_checkpoint (train.py:88)`."""
     return f"{frame.function} ({frame.file}{'' if frame.line is None else f':{frame.line}'})"

@@ -9,7 +9,7 @@ from watcher.diagnose.diagnosis import Cause
 from watcher.diagnose.evidence import Evidence, RankEnding
 from watcher.diagnose.traces.activity import OWN_CODE, Standing, StandingGroup, grouped, outliers, standings
 from watcher.diagnose.traces.failures import kind_of_words
-from watcher.diagnose.traces.stacks import in_words
+from watcher.diagnose.traces.stacks import frame_in_words
 from watcher.diagnose.witnesses.ras import known_ranks
 from watcher.diagnose.witnesses.witness import ENDINGS, STACKS, Witness
 from watcher.diagnose.words import ranks_in_words
@@ -70,11 +70,11 @@ def _odd(stands: Sequence[Standing], groups: Sequence[StandingGroup]) -> tuple[t
 
 
 def standing_in_words(stand: Standing) -> str:
-    return stand.words if stand.frame is None else f"{stand.words}: {in_words(stand.frame)}"
+    return stand.words if stand.frame is None else f"{stand.words}: {frame_in_words(stand.frame)}"
 
 
 def _group_words(group: StandingGroup) -> str:
-    where = "" if group.frame is None else f" at {in_words(group.frame)}"
+    where = "" if group.frame is None else f" at {frame_in_words(group.frame)}"
     who = ranks_in_words(group.ranks)
     words = group.words if len(group.ranks) == 1 else _plural(group.words)
     return f"{who} {words}{where}"

@@ -11,7 +11,7 @@ from watcher.diagnose.diagnosis import Cause, DiagnosisVerdict
 from watcher.diagnose.evidence import Evidence, LogFailure
 from watcher.diagnose.flight.record import RankRecord
 from watcher.diagnose.traces.failures import SIZES, kind_named
-from watcher.diagnose.traces.stacks import in_words
+from watcher.diagnose.traces.stacks import frame_in_words
 from watcher.diagnose.witnesses.ras import known_ranks
 from watcher.diagnose.witnesses.witness import LOGS, Witness
 from watcher.diagnose.words import ranks_in_words
@@ -47,7 +47,7 @@ def in_short(failure: LogFailure) -> str:
     """`raised ValueError: shard 7 holds no tokens, at read_shard (train.py:59)`: after "rank 2"."""
     kind = kind_named(failure.kind)
     what = f"raised {failure.words}" if kind is None else f"{kind.words}: {failure.words}"
-    return what if failure.frame is None else f"{what}, at {in_words(failure.frame)}"
+    return what if failure.frame is None else f"{what}, at {frame_in_words(failure.frame)}"
 
 
 def _earliest(own: Mapping[int, LogFailure], ages: Mapping[int, float | None]) -> dict[int, LogFailure]:
