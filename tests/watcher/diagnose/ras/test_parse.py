@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.watcher.diagnose.ras.reports import DATA, Communicator, report, sample
-from watcher.diagnose.ras.events import read_events
 from watcher.diagnose.ras.parse import parse_polls, parse_report
 from watcher.diagnose.ras.reading import read_ras
 
@@ -149,7 +148,6 @@ def mutated(data: bytes, seed: int) -> bytes:
 @given(st.sampled_from(NAMES), st.integers(0, 2**32))
 def test_no_mutation_of_a_sample_raises(name: str, seed: int) -> None:
     data = mutated(sample(name), seed)
-    read_events(data)
     read_ras([parse_polls("node-01", [("first", sample(name)), ("second", data)], 10.0)])
 
 
@@ -167,11 +165,9 @@ def test_no_value_in_any_field_raises(name: str, data: st.DataObject) -> None:
             break
         place = place[key]
     raw = json.dumps(document).encode()
-    read_events(raw)
     read_ras([parse_polls("node-01", [("first", sample(name)), ("second", raw)], 10.0)])
 
 
 @given(st.binary(max_size=400))
 def test_no_bytes_raise(data: bytes) -> None:
-    read_events(data)
     parse_report(data)
