@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from watcher.diagnose.ras.findings import CommunicatorReading, RasFinding, RasSuspect
+from watcher.diagnose.ras.findings import CommunicatorReading, Device, RasFinding, RasSuspect
 from watcher.diagnose.ras.launches import read_launches
 from watcher.diagnose.ras.report import RasCommunicator, RasRank, RasStatus
 from watcher.diagnose.ras.results import REMOTE, is_error, result_words
+from watcher.diagnose.ras.suspicion import Suspicion, name_of, place, placed_in_words, still
 from watcher.diagnose.ras.text_draft import NOT_THERE
-from watcher.diagnose.ras.verdict import Suspicion, name_of, place, ranks_in_words, still
 from watcher.diagnose.ras.views import CommunicatorView
 
 
-def read_communicator(view: CommunicatorView, job_ranks: dict[tuple[str, int, int | None], int]) -> CommunicatorReading:
+def read_communicator(view: CommunicatorView, job_ranks: dict[Device, int]) -> CommunicatorReading:
     """What is the matter with it, who, how sure, and why in words."""
     now = view.now
     suspicion = (
@@ -42,7 +42,7 @@ def read_communicator(view: CommunicatorView, job_ranks: dict[tuple[str, int, in
     )
 
 
-def _waiting(now: RasCommunicator, suspicion: Suspicion) -> tuple[tuple[str, int, int | None], ...]:
+def _waiting(now: RasCommunicator, suspicion: Suspicion) -> tuple[Device, ...]:
     if suspicion.finding is not RasFinding.BEHIND or not suspicion.ranks:
         return ()
     late = set(suspicion.ranks)
@@ -54,7 +54,7 @@ def _dead(now: RasCommunicator) -> Suspicion | None:
     dead = [rank for rank in now.ranks if rank.dead]
     if not dead:
         return None
-    why = f"RAS considers {ranks_in_words(dead)} dead: unreachable for 60 s, and given up for good"
+    why = f"RAS considers {placed_in_words(dead)} dead: unreachable for 60 s, and given up for good"
     return Suspicion(RasFinding.DEAD, [rank.rank for rank in dead], why, 0.9)
 
 
@@ -73,12 +73,12 @@ def _failed(now: RasCommunicator) -> Suspicion | None:
     if origins:
         kinds = sorted({code for rank in origins for code in _errors(rank)} - {REMOTE})
         what = ", ".join(map(result_words, kinds))
-        why = f"{ranks_in_words(origins)} {'holds' if len(origins) == 1 else 'hold'} an NCCL error: {what}{saw}"
+        why = f"{placed_in_words(origins)} {'holds' if len(origins) == 1 else 'hold'} an NCCL error: {what}{saw}"
         few = 2 * len(origins) < max(now.size, len(now.ranks))
         return Suspicion(RasFinding.FAILED, [rank.rank for rank in origins], why, 0.85 if few else 0.5)
     lost = [rank for rank in now.ranks if rank.unresponsive]
     if lost:
-        why = f"{ranks_in_words(lost)} did not answer RAS{saw}"
+        why = f"{placed_in_words(lost)} did not answer RAS{saw}"
         return Suspicion(RasFinding.UNRESPONSIVE, [rank.rank for rank in lost], why, 0.85)
     why = f"{witnesses} of {now.size} ranks report an {result_words(REMOTE)} and none its own: who failed is not seen"
     return Suspicion(RasFinding.FAILED, [], why, 0.4)
@@ -97,7 +97,7 @@ def _moving(view: CommunicatorView) -> Suspicion | None:
     if view.moved is not True:
         return None
     lost = [rank for rank in view.now.ranks if rank.unresponsive]
-    also = f", though {ranks_in_words(lost)} did not answer RAS" if lost else ""
+    also = f", though {placed_in_words(lost)} did not answer RAS" if lost else ""
     return Suspicion(RasFinding.PROGRESSING, [], f"launches went on between the two reports{also}", 0.9)
 
 
@@ -106,7 +106,7 @@ def _silent(view: CommunicatorView) -> Suspicion | None:
     lost = [rank for rank in now.ranks if rank.unresponsive]
     if lost:
         why = (
-            f"{ranks_in_words(lost)} did not answer RAS: stopped, starved of processor time, or out of reach"
+            f"{placed_in_words(lost)} did not answer RAS: stopped, starved of processor time, or out of reach"
             f"{'' if view.moved is None else '; the others stand still' + still(view)}"
         )
         confidence = 0.8 if view.moved is False else 0.7
@@ -171,5 +171,5 @@ def _starting(view: CommunicatorView) -> Suspicion | None:
     after = f", and nothing changed{still(view)}" if view.moved is False else ""
     if not starting or len(starting) == len(now.ranks):
         return Suspicion(RasFinding.INITIALIZING, [], f"its {now.size} ranks are still initialising it{after}", 0.6)
-    why = f"{ranks_in_words(starting)} still initialise it, {len(now.ranks) - len(starting)} have finished{after}"
+    why = f"{placed_in_words(starting)} still initialise it, {len(now.ranks) - len(starting)} have finished{after}"
     return Suspicion(RasFinding.INITIALIZING, [rank.rank for rank in starting], why, 0.4)

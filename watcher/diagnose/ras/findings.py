@@ -25,6 +25,10 @@ class RasFinding(StrEnum):
     NO_REPORT = "no_report"
 
 
+# Host, process, GPU by NVML: what is the same in every communicator; a process may hold several GPUs.
+Device = tuple[str, int, int | None]
+
+
 @dataclass(frozen=True, slots=True)
 class RasSuspect:
     """One rank, and where it is. None: not told."""
@@ -37,8 +41,7 @@ class RasSuspect:
     job_rank: int | None = None  # known where one communicator spans the job
 
     @property
-    def device(self) -> tuple[str, int, int | None] | None:
-        """What is the same in every communicator; a process may hold several GPUs."""
+    def device(self) -> Device | None:
         return None if self.host is None or self.pid is None else (self.host, self.pid, self.gpu)
 
 
@@ -53,7 +56,7 @@ class CommunicatorReading:
     why: str
     frozen_seconds: float | None = None  # time between two reports without one launch; None: moved, or not known
     alike: int = 1
-    waiting: tuple[tuple[str, int, int | None], ...] = ()  # devices that wait in it for its suspects
+    waiting: tuple[Device, ...] = ()  # those that wait in it for its suspects
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from watcher.diagnose.ras.counters import Launched, any_crossed, differences, is_crossed, majority, sort_by_launches
 from watcher.diagnose.ras.findings import RasFinding
 from watcher.diagnose.ras.report import RasRank
-from watcher.diagnose.ras.verdict import Suspicion, ranks_in_words, still
+from watcher.diagnose.ras.suspicion import Suspicion, placed_in_words, still
 from watcher.diagnose.ras.views import CommunicatorView
+from watcher.diagnose.words import counted, ranks_in_words
 
 NOT_COUNTED = "send and recv, all-to-all and what a CUDA graph captured are not counted"
 ONE_POLL = "without two reports some seconds apart, standing still looks like the ordinary skew of a job that runs"
@@ -27,7 +28,7 @@ def read_launches(view: CommunicatorView) -> Suspicion:
 
 def _without_counters(view: CommunicatorView) -> Suspicion:
     if view.now.counts:
-        shares = [f"{count.ranks} ranks {count.launched:,} {count.operation}" for count in view.now.counts]
+        shares = [f"{counted(count.ranks, 'rank')} {count.launched:,} {count.operation}" for count in view.now.counts]
         why = f"launched: {', '.join(shares)}; RAS does not name who"
         if view.moved is False:
             return Suspicion(RasFinding.BEHIND, [], f"frozen{still(view)}; {why}", 0.3)
@@ -71,7 +72,7 @@ def _behind(view: CommunicatorView, groups: Sequence[Launched]) -> Suspicion:
         return Suspicion(RasFinding.BEHIND, low.ranks, why, 0.6)
     # RAS names the smaller group, which may be the healthy one that went ahead (NVIDIA/nccl#1911).
     named = sorted(rank for group in groups[1:] for rank in group.ranks)
-    told = ranks_in_words(_placed(named, view)) if named else f"{total - low.size} ranks"
+    told = placed_in_words(_placed(named, view)) if named else f"{total - low.size} ranks"
     why = (
         f"frozen{still(view)}: {told} {'is' if total - low.size == 1 else 'are'} ahead, the other {low.size} of "
         f"{total} launched {gap}; either one of the {low.size} holds the rest up, or those ahead launched what the "
@@ -99,7 +100,7 @@ def _placed(ranks: Sequence[int], view: CommunicatorView) -> list[RasRank]:
 
 
 def _name(group: Launched, view: CommunicatorView) -> str:
-    return ranks_in_words(_placed(group.ranks, view)) if group.ranks else f"{group.size} ranks without names"
+    return placed_in_words(_placed(group.ranks, view)) if group.ranks else f"{group.size} ranks without names"
 
 
 def _gaps(gaps: dict[str, int]) -> str:
@@ -111,5 +112,4 @@ def _gaps(gaps: dict[str, int]) -> str:
 
 def _share(group: Launched) -> str:
     counts = ", ".join(f"{count:,} {kind}" for kind, count in group.counts.items() if count)
-    ranks = f"ranks {', '.join(map(str, group.ranks[:6]))}{' ...' if len(group.ranks) > 6 else ''}"
-    return f"{ranks if group.ranks else f'{group.size} ranks'} launched {counts}"
+    return f"{ranks_in_words(group.ranks) if group.ranks else counted(group.size, 'rank')} launched {counts}"

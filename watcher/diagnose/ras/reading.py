@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from watcher.diagnose.ras.communicator import read_communicator
-from watcher.diagnose.ras.findings import CommunicatorReading, RasFinding, RasReading, RasSuspect
+from watcher.diagnose.ras.findings import CommunicatorReading, Device, RasFinding, RasReading, RasSuspect
 from watcher.diagnose.ras.report import RasPolls
 from watcher.diagnose.ras.views import CommunicatorView, share_nothing, views_of
-
-Device = tuple[str, int, int | None]
 
 # What counts before what, for the job: stated and final, then "it moves", then what only a job that stands still means.
 _ORDER = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from watcher.diagnose.ras.findings import RasFinding, RasSuspect
+from watcher.diagnose.ras.findings import Device, RasFinding, RasSuspect
 from watcher.diagnose.ras.report import RasCommunicator, RasRank
 from watcher.diagnose.ras.views import CommunicatorView
 
@@ -21,9 +21,7 @@ class Suspicion:
     tied: Sequence[Sequence[int]] = ()
 
 
-def place(
-    communicator: RasCommunicator, rank: RasRank, job_ranks: Mapping[tuple[str, int, int | None], int]
-) -> RasSuspect:
+def place(communicator: RasCommunicator, rank: RasRank, job_ranks: Mapping[Device, int]) -> RasSuspect:
     job_rank = None if rank.host is None or rank.pid is None else job_ranks.get((rank.host, rank.pid, rank.gpu))
     return RasSuspect(rank.rank, communicator.identity, rank.host, rank.pid, rank.gpu, job_rank)
 
@@ -36,8 +34,8 @@ def name_of(communicator: RasCommunicator) -> str:
     return f"communicator {communicator.identity.split(' ')[0]} ({size})"
 
 
-def ranks_in_words(ranks: Sequence[RasRank]) -> str:
-    """rank 3 (process 40003 on 10.0.0.11, GPU 3)"""
+def placed_in_words(ranks: Sequence[RasRank]) -> str:
+    """`rank 3 (process 40003 on 10.0.0.11, GPU 3)`: ranks of a communicator are known by where they are."""
     ordered = sorted(ranks, key=lambda rank: rank.rank)
     listed = ", ".join(_rank_in_words(rank) for rank in ordered[:_LISTED])
     more = f" and {len(ordered) - _LISTED} more" if len(ordered) > _LISTED else ""
