@@ -1,6 +1,6 @@
 """All that a diagnosis may rest on, from whatever source. Data only; every part may be missing.
 
-Gathered from a live job by `capture/`, or read from a directory by `read_evidence.py`: both give this.
+Read from a directory by `directory/`: one that `capture/` filled from a live job, or anybody's.
 """
 
 from __future__ import annotations
@@ -141,3 +141,8 @@ class Evidence:
     sources: tuple[str, ...] = ()  # files that something was read from
     missing: tuple[str, ...] = ()
     logs: tuple[RankLog, ...] = ()  # of ranks that are gone or did not answer
+
+    @property
+    def seen_ranks(self) -> tuple[RankSeen, ...]:
+        """() where nobody looked from outside."""
+        return () if self.seen is None else self.seen.ranks

@@ -13,6 +13,7 @@ from typing import Final
 from watcher.diagnose.collectives.reading import read_collectives
 from watcher.diagnose.diagnosis import Cause, CollectiveReading, Diagnosis, DiagnosisVerdict, Testimony
 from watcher.diagnose.evidence import Evidence
+from watcher.diagnose.known_ranks import known_ranks
 from watcher.diagnose.next_step import advice_of
 from watcher.diagnose.ras.findings import RasReading
 from watcher.diagnose.ras.reading import read_ras
@@ -22,7 +23,7 @@ from watcher.diagnose.witnesses.causes import cause_of
 from watcher.diagnose.witnesses.inside import of_endings, of_stacks
 from watcher.diagnose.witnesses.logs import of_logs
 from watcher.diagnose.witnesses.outside import median_step, of_faults, of_heartbeats, of_power, of_processes
-from watcher.diagnose.witnesses.ras import VERDICTS, hosts_of, known_ranks, of_ras
+from watcher.diagnose.witnesses.ras import VERDICTS, hosts_of, of_ras
 from watcher.diagnose.witnesses.ras_fit import with_fitting_ras
 from watcher.diagnose.witnesses.weigh import Weighed, weigh
 from watcher.diagnose.witnesses.witness import HEARTBEATS, POWER, PROCESSES, RECORDS, Witness

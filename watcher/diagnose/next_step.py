@@ -16,9 +16,10 @@ from typing import Final
 
 from watcher.diagnose.diagnosis import Cause, CollectiveReading, Culprit, DiagnosisVerdict
 from watcher.diagnose.evidence import Evidence
+from watcher.diagnose.known_ranks import known_ranks, nodes_of_ranks
 from watcher.diagnose.ras.findings import RasReading, RasSuspect
 from watcher.diagnose.traces.failures import RAISED, SIZES
-from watcher.diagnose.witnesses.ras import job_rank, known_ranks, nodes_of_ranks
+from watcher.diagnose.witnesses.ras import job_rank
 from watcher.diagnose.words import ranks_in_words
 
 SPOTS_MOST: Final = 3  # that have a command of their own
@@ -87,7 +88,7 @@ def _key_of_rank(culprit: Culprit, evidence: Evidence) -> str:
     process = next((each for each in evidence.processes if each.rank == culprit.rank), None)
     if process is not None:
         return {"T": "stopped", "t": "stopped", None: "gone", "Z": "gone"}.get(process.state, "rank")
-    seen = evidence.seen.ranks if evidence.seen is not None else ()
+    seen = evidence.seen_ranks
     gone = any(each.rank == culprit.rank and each.alive is False for each in seen)
     return "gone" if gone or any(each.rank == culprit.rank for each in evidence.endings) else "rank"
 

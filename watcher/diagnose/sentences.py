@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from watcher.diagnose.collectives.operations import operation_words
 from watcher.diagnose.diagnosis import CollectiveReading, Culprit, DiagnosisVerdict, GroupFrontier, Member, Place
 from watcher.diagnose.evidence import Evidence
+from watcher.diagnose.known_ranks import nodes_of_ranks
 from watcher.diagnose.witnesses.causes import left_behind
-from watcher.diagnose.witnesses.ras import nodes_of_ranks
 from watcher.diagnose.witnesses.weigh import Weighed
 from watcher.diagnose.witnesses.witness import ENDINGS, LOGS, PROCESSES, RECORDS, STACKS, Witness
 from watcher.diagnose.words import agreeing, counted, ranks_in_words
@@ -28,7 +28,7 @@ def culprits_of(
     ranks: frozenset[int], evidence: Evidence, witnesses: Sequence[Witness], reading: CollectiveReading | None
 ) -> tuple[Culprit, ...]:
     nodes = nodes_of_ranks(evidence)
-    boards = {each.rank: each.gpu for each in (evidence.seen.ranks if evidence.seen is not None else ())}
+    boards = {each.rank: each.gpu for each in evidence.seen_ranks}
     found = []
     for rank in sorted(ranks):
         place = "" if reading is None else place_in_words(reading, rank)

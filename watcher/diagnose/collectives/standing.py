@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
-from watcher.diagnose.flight.record import Group, GroupRecord, Launch, Operation, RankRecord
-
-WORLD: Final = "default_pg"  # torch's description of the group of all ranks
+from watcher.diagnose.flight.record import DEFAULT_GROUP, Group, GroupRecord, Launch, Operation, RankRecord
 
 
 @dataclass(slots=True)
@@ -149,7 +146,7 @@ def standings_of(records: Sequence[RankRecord]) -> Standings:
         groups,
         ranks,
         guessed,
-        frozenset(group for group in uncertain if group.description != WORLD),
+        frozenset(group for group in uncertain if group.description != DEFAULT_GROUP),
         frozenset(unseen),
     )
 
@@ -183,7 +180,7 @@ def with_members(records: Sequence[RankRecord]) -> dict[Group, Group]:
     everybody = tuple(range(max((record.rank for record in records), default=-1) + 1))  # who left no record too
     found = {}
     for group, parts in heard.items():
-        any_rank = group.description == WORLD or any(_in_its_first(part) for part in parts)
+        any_rank = group.description == DEFAULT_GROUP or any(_in_its_first(part) for part in parts)
         members = everybody if any_rank else tuple(sorted(ranks_of[group]))
         found[group] = told.get((group.name, group.description)) or group._replace(members=members)
     return {said: found[group] for said, group in untold.items()}

@@ -7,7 +7,9 @@ and JSON, NCCL and gloo differ in names and in what is missing; `read.py` brings
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+DEFAULT_GROUP: Final = "default_pg"  # torch's description of the group of all ranks
 
 
 class Frame(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Final
 
 from watcher.diagnose.diagnosis import Cause, CollectiveReading, DiagnosisVerdict, Place
 from watcher.diagnose.evidence import Evidence
-from watcher.diagnose.witnesses.ras import nodes_of_ranks
+from watcher.diagnose.known_ranks import nodes_of_ranks
 from watcher.diagnose.witnesses.weigh import Weighed
 from watcher.diagnose.witnesses.witness import ENDINGS, HEARTBEATS, LOGS, PROCESSES, RAS, STACKS, Witness
 

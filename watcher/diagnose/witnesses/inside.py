@@ -7,10 +7,10 @@ from typing import Final
 
 from watcher.diagnose.diagnosis import Cause
 from watcher.diagnose.evidence import Evidence, RankEnding
+from watcher.diagnose.known_ranks import known_ranks
 from watcher.diagnose.traces.activity import OWN_CODE, Standing, StandingGroup, grouped, outliers, standings
 from watcher.diagnose.traces.failures import kind_of_words
 from watcher.diagnose.traces.stacks import frame_in_words
-from watcher.diagnose.witnesses.ras import known_ranks
 from watcher.diagnose.witnesses.witness import ENDINGS, STACKS, Witness
 from watcher.diagnose.words import ranks_in_words
 

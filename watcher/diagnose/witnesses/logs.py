@@ -10,9 +10,9 @@ from watcher.diagnose.collectives.operations import operation_words
 from watcher.diagnose.diagnosis import Cause, DiagnosisVerdict
 from watcher.diagnose.evidence import Evidence, LogFailure
 from watcher.diagnose.flight.record import RankRecord
+from watcher.diagnose.known_ranks import known_ranks
 from watcher.diagnose.traces.failures import SIZES, kind_named
 from watcher.diagnose.traces.stacks import frame_in_words
-from watcher.diagnose.witnesses.ras import known_ranks
 from watcher.diagnose.witnesses.witness import LOGS, Witness
 from watcher.diagnose.words import ranks_in_words
 

@@ -65,7 +65,7 @@ def of_processes(evidence: Evidence) -> Witness | None:
 def _seen_to_be_gone(evidence: Evidence) -> list[RankProcess]:
     """Ranks whose heartbeat names a process that its node no longer lists."""
     listed = {process.rank for process in evidence.processes}
-    seen = evidence.seen.ranks if evidence.seen is not None else ()
+    seen = evidence.seen_ranks
     if not any(each.alive for each in seen):
         return []
     return [
@@ -197,7 +197,7 @@ def _ranks_of(fault: Fault, evidence: Evidence) -> list[int]:
     """Of its board; of the whole node where a fault of its host names none."""
     if fault.rank is not None:
         return [fault.rank]
-    seen = evidence.seen.ranks if evidence.seen is not None else ()
+    seen = evidence.seen_ranks
     if fault.gpu is not None:
         return [each.rank for each in seen if (each.node, each.gpu) == (fault.node, fault.gpu)]
     if fault.kind in ("storage", "network"):

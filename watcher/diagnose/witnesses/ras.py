@@ -6,6 +6,7 @@ from typing import Final
 
 from watcher.diagnose.diagnosis import Cause, DiagnosisVerdict
 from watcher.diagnose.evidence import Evidence
+from watcher.diagnose.known_ranks import known_ranks, nodes_of_ranks
 from watcher.diagnose.ras.findings import RasFinding, RasReading, RasSuspect
 from watcher.diagnose.witnesses.witness import RAS, Witness
 
@@ -53,7 +54,7 @@ def job_rank(suspect: RasSuspect, reading: RasReading, evidence: Evidence) -> in
         found = {process.rank for process in evidence.processes if process.pid == suspect.pid} - {None}
         if len(found) == 1:
             return found.pop()
-    seen = evidence.seen.ranks if evidence.seen is not None else ()
+    seen = evidence.seen_ranks
     board = [
         each.rank for each in seen if suspect.gpu is not None and (each.node, each.gpu) == (suspect.host, suspect.gpu)
     ]
@@ -75,23 +76,3 @@ def hosts_of(reading: RasReading, evidence: Evidence) -> dict[int, str]:
         and (rank := job_rank(suspect, reading, evidence)) is not None
         and rank not in placed
     }
-
-
-def nodes_of_ranks(evidence: Evidence) -> dict[int, str]:
-    """By whichever source tells it."""
-    nodes = {process.rank: process.node for process in evidence.processes if process.rank is not None}
-    if evidence.seen is not None:
-        nodes |= {each.rank: each.node for each in evidence.seen.ranks if each.node}
-    return nodes | dict(evidence.node_of_rank)
-
-
-def known_ranks(evidence: Evidence) -> frozenset[int]:
-    """All ranks that any part of the evidence names."""
-    members = (rank for record in evidence.records for part in record.groups for rank in part.group.members)
-    return (
-        frozenset(members)
-        | frozenset(record.rank for record in evidence.records)
-        | frozenset(evidence.node_of_rank)
-        | frozenset(each.rank for each in (evidence.seen.ranks if evidence.seen is not None else ()))
-        | frozenset(process.rank for process in evidence.processes if process.rank is not None)
-    )

@@ -5,16 +5,12 @@ Hosts are counted, not compared: RAS gives the address of NCCL's own interface, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
 
 from watcher.diagnose.evidence import Evidence
+from watcher.diagnose.known_ranks import nodes_of_all, world_of
 from watcher.diagnose.ras.report import RasPolls
-from watcher.diagnose.witnesses.ras import known_ranks, nodes_of_ranks
 from watcher.diagnose.words import counted
-
-DEFAULT_GROUP: Final = "default_pg"
 
 
 def with_fitting_ras(evidence: Evidence) -> Evidence:
@@ -41,27 +37,8 @@ def misfit(polls: RasPolls, evidence: Evidence) -> str | None:
     largest = max((each.size for each in communicators), default=0)
     if world is not None and largest > world:
         return f"it has a communicator of {counted(largest, 'rank')}, where this job has {world:,}"
-    nodes = all_nodes(evidence)
+    nodes = nodes_of_all(evidence)
     hosts = {rank.host for each in communicators for rank in each.ranks if rank.host}
     if nodes and len(hosts) > len(set(nodes.values())):
         return f"its ranks are on {counted(len(hosts), 'host')}, those of this job on {len(set(nodes.values())):,}"
     return None
-
-
-def world_of(evidence: Evidence) -> int | None:
-    """Ranks of the whole job, where its default group tells: other groups may leave some out."""
-    return max(
-        (
-            len(part.group.members)
-            for record in evidence.records
-            for part in record.groups
-            if part.group.members and DEFAULT_GROUP in (part.group.description, part.group.name)
-        ),
-        default=None,
-    )
-
-
-def all_nodes(evidence: Evidence) -> Mapping[int, str]:
-    """By rank; nothing where the node of any rank that may be there is not known."""
-    nodes, world = nodes_of_ranks(evidence), world_of(evidence)
-    return nodes if world is not None and known_ranks(evidence) <= nodes.keys() else {}
