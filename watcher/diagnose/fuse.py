@@ -1,7 +1,8 @@
 """All evidence weighed together: `Evidence` -> `Diagnosis`. Pure; any part of the evidence may be missing.
 
 The flight records decide where they are conclusive. Where they are not, or there are none, NCCL's RAS, the state of the
-processes, how ranks ended, faults of nodes, stacks, heartbeats and power are weighed against each other (`weigh.py`).
+processes, how ranks ended, faults of nodes, stacks, heartbeats and power are weighed against each other
+(`witnesses/weigh.py`).
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from watcher.diagnose.ras.reading import read_ras
 from watcher.diagnose.sentences import culprits_of, summary_of, why_of
 from watcher.diagnose.traces.stack_lines import with_lines
 from watcher.diagnose.witnesses.causes import cause_of
+from watcher.diagnose.witnesses.faults import of_faults
 from watcher.diagnose.witnesses.inside import of_endings, of_stacks
 from watcher.diagnose.witnesses.logs import of_logs
-from watcher.diagnose.witnesses.outside import median_step, of_faults, of_heartbeats, of_power, of_processes
+from watcher.diagnose.witnesses.processes import of_processes
 from watcher.diagnose.witnesses.ras import VERDICTS, hosts_of, of_ras
 from watcher.diagnose.witnesses.ras_fit import with_fitting_ras
+from watcher.diagnose.witnesses.watched import median_step, of_heartbeats, of_power
 from watcher.diagnose.witnesses.weigh import Weighed, weigh
-from watcher.diagnose.witnesses.witness import HEARTBEATS, POWER, PROCESSES, RECORDS, Witness
+from watcher.diagnose.witnesses.witness import HEARTBEATS, POWER, PROCESSES, RECORDS, THROTTLING, Witness
 
 STACKS_SHOWN: Final = 4  # of culprits
 LOGS_SHOWN: Final = 2
 OF_ABSENCE: Final = 0.25  # who left no record is not named for that, only where another source names it too
 AT_WORK: Final = frozenset({"computing", "communicating", "completed", "unknown"})  # states that are no hang
-FROM_OUTSIDE: Final = frozenset({POWER, HEARTBEATS, "throttle reasons"})
+FROM_OUTSIDE: Final = frozenset({POWER, HEARTBEATS, THROTTLING})
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:

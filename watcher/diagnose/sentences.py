@@ -11,11 +11,20 @@ from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.known_ranks import nodes_of_ranks
 from watcher.diagnose.witnesses.causes import left_behind
 from watcher.diagnose.witnesses.weigh import Weighed
-from watcher.diagnose.witnesses.witness import ENDINGS, LOGS, PROCESSES, RECORDS, STACKS, Witness
+from watcher.diagnose.witnesses.witness import (
+    ENDINGS,
+    KERNEL_LOG,
+    LOGS,
+    PROCESSES,
+    REACHABILITY,
+    RECORDS,
+    STACKS,
+    Witness,
+)
 from watcher.diagnose.words import agreeing, counted, ranks_in_words
 
 PARTED = (DiagnosisVerdict.DESYNC, DiagnosisVerdict.MISMATCH)
-TELLING = ("kernel log", "reachability", LOGS, PROCESSES, ENDINGS, STACKS)  # whose word on a culprit comes first
+TELLING = (KERNEL_LOG, REACHABILITY, LOGS, PROCESSES, ENDINGS, STACKS)  # whose word on a culprit comes first
 
 MISSING: Mapping[Place | None, str] = {
     Place.SILENT: "has not launched it and waits in nothing",

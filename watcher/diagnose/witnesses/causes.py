@@ -10,14 +10,26 @@ from watcher.diagnose.diagnosis import Cause, CollectiveReading, DiagnosisVerdic
 from watcher.diagnose.evidence import Evidence
 from watcher.diagnose.known_ranks import nodes_of_ranks
 from watcher.diagnose.witnesses.weigh import Weighed
-from watcher.diagnose.witnesses.witness import ENDINGS, HEARTBEATS, LOGS, PROCESSES, RAS, STACKS, Witness
+from watcher.diagnose.witnesses.witness import (
+    ENDINGS,
+    FILE_SYSTEM,
+    HEARTBEATS,
+    KERNEL_LOG,
+    LINKS,
+    LOGS,
+    PROCESSES,
+    RAS,
+    REACHABILITY,
+    STACKS,
+    Witness,
+)
 
 # A board that the kernel gave up explains a stopped process, and that explains where its stack stands.
 NEAREST_TO_THE_ROOT: Final = (
-    "kernel log",
-    "reachability",
-    "file system",
-    "links",
+    KERNEL_LOG,
+    REACHABILITY,
+    FILE_SYSTEM,
+    LINKS,
     LOGS,
     PROCESSES,
     ENDINGS,
@@ -25,6 +37,7 @@ NEAREST_TO_THE_ROOT: Final = (
     STACKS,
     RAS,
 )
+MAY_NAME_NOBODY: Final = (KERNEL_LOG, REACHABILITY, FILE_SYSTEM, LINKS, LOGS, PROCESSES)  # and be the cause still
 OF_THE_JOB: Final = frozenset({DiagnosisVerdict.DESYNC, DiagnosisVerdict.MISMATCH})
 
 
@@ -49,8 +62,8 @@ def cause_of(
 
 def _of_nobody(verdict: DiagnosisVerdict, witnesses: Sequence[Witness]) -> Cause:
     """All ranks launched the same: something between them does not carry it. Faults that name no rank count here."""
-    faults = {w.source: w.cause for w in witnesses if w.source in NEAREST_TO_THE_ROOT[:6] and w.cause is not None}
-    named = next((faults[source] for source in NEAREST_TO_THE_ROOT if source in faults), None)
+    faults = {w.source: w.cause for w in witnesses if w.cause is not None}
+    named = next((faults[source] for source in MAY_NAME_NOBODY if source in faults), None)
     if named is not None:
         return named
     return Cause.NETWORK if verdict is DiagnosisVerdict.NO_DESYNC else Cause.UNKNOWN

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from watcher.diagnose.diagnosis import Cause, DiagnosisVerdict
 
-RECORDS = "flight recorder"
-RAS = "NCCL RAS"
-STACKS = "stacks"
-PROCESSES = "processes"
-ENDINGS = "endings"
-LOGS = "logs"
-HEARTBEATS = "heartbeats"
-POWER = "power and utilisation"
+# The sources, as people read them.
+RECORDS: Final = "flight recorder"
+RAS: Final = "NCCL RAS"
+STACKS: Final = "stacks"
+PROCESSES: Final = "processes"
+ENDINGS: Final = "endings"
+LOGS: Final = "logs"
+HEARTBEATS: Final = "heartbeats"
+POWER: Final = "power and utilisation"
+KERNEL_LOG: Final = "kernel log"
+REACHABILITY: Final = "reachability"
+FILE_SYSTEM: Final = "file system"
+LINKS: Final = "links"
+THROTTLING: Final = "throttle reasons"
 
 
 @dataclass(frozen=True, slots=True)
