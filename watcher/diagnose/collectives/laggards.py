@@ -15,6 +15,15 @@ from watcher.diagnose.collectives.standing import GroupStanding, Standings
 CLEARLY_BEHIND: Final = 3  # operations, in one of its groups
 
 
+def _waited_in(standing: GroupStanding) -> bool:
+    """Somebody is in a collective of it: the counts of a group that only sends and receives are those of a pair."""
+    return standing.counted and any(
+        launch.open and not launch.operation.point_to_point
+        for record in standing.records.values()
+        for launch in record.launches
+    )
+
+
 def laggards(standings: Standings) -> dict[int, tuple[GroupStanding, int]]:
     """Rank -> the group in which it is furthest behind, and by how many operations. Only ranks that are behind the most
     of their peers in each group whose members differ, and clearly so in one."""
@@ -23,7 +32,7 @@ def laggards(standings: Standings) -> dict[int, tuple[GroupStanding, int]]:
     for group in sorted(standings.groups):
         standing = standings.groups[group]
         launched = {r: part.last_enqueued for r, part in standing.records.items() if part.last_enqueued is not None}
-        if not standing.counted or group in standings.guessed or len(set(launched.values())) < 2:
+        if len(set(launched.values())) < 2 or group in standings.guessed or not _waited_in(standing):
             continue
         furthest = max(launched.values())
         most = 2 * sum(count == furthest for count in launched.values()) > len(launched)
