@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from watcher.diagnose.words import agreeing, grouped_by_rank, ranks_in_words
+from watcher.diagnose.document import culprits_first
+from watcher.diagnose.words import PLACE_WORDS, agreeing, grouped_by_rank, one_line, ranks_in_words
 
 COLOURS: Final = {0: "green", 1: "yellow", 2: "red", 3: "magenta"}
 GROUPS_MOST: Final = 3
@@ -48,16 +49,21 @@ def headline(document: Mapping[str, Any]) -> str:
 
 
 def plain(words: object) -> str:
-    """Without control characters, which a terminal would obey, and without markup."""
-    return escape("".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in str(words)))
+    """Without what a terminal would obey, and without markup."""
+    return escape(one_line(str(words)))
 
 
 def _group(console: Console, group: Mapping[str, Any]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("  PLACE", "COLLECTIVE", "RANKS", "LINE"):
+    for title in ("  WHERE", "COLLECTIVE", "RANKS", "LINE"):
         table.add_column(title, overflow="fold")  # a path is told whole, however narrow the terminal
     for row in group["members"][:ROWS_MOST]:
-        cells = (row["place"], row["operation"] or "-", ranks_in_words(row["ranks"]), row["line"] or "-")
+        cells = (
+            PLACE_WORDS.get(row["place"], row["place"]),
+            row["operation"] or "-",
+            ranks_in_words(row["ranks"]),
+            row["line"] or "-",
+        )
         first, *rest = map(plain, cells)
         table.add_row(f"  {first}", *rest)
     console.print(f"\n{plain(group['group'])} ({group['size']:,} ranks), slot {group['slot']:,}")
@@ -70,7 +76,7 @@ def _waits(console: Console, waits: Sequence[Mapping[str, Any]], culprits: Seque
     """Those that wait for a culprit first."""
     if not waits:
         return
-    waits = sorted(waits, key=lambda wait: (not set(culprits) & set(wait["awaited"]), -len(wait["ranks"])))
+    waits = culprits_first(waits, culprits)
     console.print("\nwho waits for whom")
     for wait in waits[:WAITS_MOST]:
         waiting, awaited = ranks_in_words(wait["ranks"]), ranks_in_words(wait["awaited"])

@@ -5,7 +5,7 @@ Ranks that stand alike are one row, so that the document of a thousand ranks sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from watcher.diagnose.collectives.operations import operation_words
@@ -91,6 +91,11 @@ def wait_documents(waits: tuple[Wait, ...]) -> list[dict[str, Any]]:
             for others, ranks in together.items()
         ]
     return found
+
+
+def culprits_first(waits: Sequence[Mapping[str, Any]], culprits: Collection[int]) -> list[Mapping[str, Any]]:
+    """Who waits for a culprit, then the most ranks: the order in which people are shown `wait_documents`."""
+    return sorted(waits, key=lambda row: (not {*culprits} & {*row["awaited"]}, -len(row["ranks"])))
 
 
 def stack_document(stacks: RankStacks) -> Mapping[str, Any]:

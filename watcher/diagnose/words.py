@@ -10,6 +10,20 @@ RUNS_MOST: Final = 8
 NODES_MOST: Final = 3
 OF_SEVERAL: Final = {"has": "have", "is": "are", "waits": "wait"}
 VERB: Final = re.compile(r"^(has|is|waits)\b|(?<= and )waits\b")
+BREAKS: Final = str.maketrans(dict.fromkeys("\n\t", "\N{REPLACEMENT CHARACTER}"))
+# Sentences of a capture's `missing` that many ranks or nodes may share.
+SUBJECT: Final = re.compile(
+    r"(?:\S+: )?rank (?P<rank>\d{1,9}): (?P<what>.+)|(?P<node>\S+): (?P<of_node>NCCL RAS.+)", re.DOTALL
+)
+OF_ONE: Final = re.compile(r"process \d+")
+# Where one member of a group stands against a slot, by the value of its `Place`.
+PLACE_WORDS: Final = {
+    "waiting": "waits in it",
+    "behind": "waits elsewhere",
+    "silent": "in its own code",
+    "ahead": "finished it",
+    "absent": "no record",
+}
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -35,6 +49,11 @@ def printable(words: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in words)
 
 
+def one_line(words: str) -> str:
+    """As `printable`, where line ends and tabs would break what they stand in."""
+    return printable(words).translate(BREAKS)
+
+
 def agreeing(words: str, number: int) -> str:
     """What is said of one rank, said of `number`: `has not launched it` -> `have not launched it`."""
     return words if number == 1 else VERB.sub(lambda found: OF_SEVERAL[found[0]], words)
@@ -43,12 +62,6 @@ def agreeing(words: str, number: int) -> str:
 def capital(sentence: str) -> str:
     """A sentence begins with a capital letter, and nothing else of it changes."""
     return sentence[:1].upper() + sentence[1:]
-
-
-SUBJECT: Final = re.compile(
-    r"(?:\S+: )?rank (?P<rank>\d{1,9}): (?P<what>.+)|(?P<node>\S+): (?P<of_node>NCCL RAS.+)", re.DOTALL
-)
-OF_ONE: Final = re.compile(r"process \d+")
 
 
 def grouped_by_rank(sentences: Iterable[str]) -> list[str]:

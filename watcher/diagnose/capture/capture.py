@@ -23,12 +23,14 @@ from watcher.diagnose.capture.plan import MIB, CapturePlan, NodePlan
 from watcher.diagnose.capture.sending import NO_PYTHON, command_and_stdin
 from watcher.diagnose.ras.client import Channel
 from watcher.diagnose.ras.poll import poll_twice
+from watcher.diagnose.words import one_line
 
 NODES_AT_ONCE: Final = 128
 RAS_APART_SHARE: Final = 0.4  # of the deadline; the two answers share the rest
 RAS_BYTES: Final = 32 * MIB
 PROTOCOL_BYTES: Final = 2 * MIB  # heads and sentences of one node
 MOST_SENTENCES: Final = 200  # of one node
+SENTENCE_MOST: Final = 500  # characters
 MOST_RANK: Final = 999_999
 SUFFIXES: Final = {
     "recorder.json": "recorder.json",
@@ -164,7 +166,7 @@ class _Told:
         if isinstance(head.get("missing"), str):
             self.sentences += 1
             if self.sentences <= MOST_SENTENCES:
-                self.kept.lack(f"{self.node}: {_plain(head['missing'])}")
+                self.kept.lack(f"{self.node}: {_said(head['missing'])}")
         elif head.get("file") == "processes":
             self.kept.keep(f"node-{name_of_node(self.node)}.processes.json", frame.data, self.node)
         elif head.get("file") in SUFFIXES and _is_rank(head.get("rank")):
@@ -174,7 +176,7 @@ class _Told:
                 name_of_rank(rank, SUFFIXES[head["file"]]),
                 frame.data,
                 self.node,
-                source=_plain(head["source"]) if isinstance(head.get("source"), str) else None,
+                source=_said(head["source"]) if isinstance(head.get("source"), str) else None,
                 owner_uid=_number(head.get("owner_uid"), int),
                 age_seconds=_number(head.get("age_seconds"), float),
             )
@@ -190,9 +192,9 @@ def _number(value: object, kind: type[int] | type[float]) -> Any:
     return kind(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _plain(text: str) -> str:
-    """No control characters, and not endless."""
-    return "".join(c if c.isprintable() else "?" for c in text[:500])
+def _said(text: str) -> str:
+    """Nothing that a terminal obeys, and not endless."""
+    return one_line(text[:SENTENCE_MOST])
 
 
 # NCCL RAS

@@ -12,7 +12,7 @@ from typing import BinaryIO, Final
 
 from watcher.diagnose.directory.file_kinds import HEAD_BYTES, FileKind, kind_of
 from watcher.diagnose.flight.files import is_named_like_one
-from watcher.diagnose.words import printable
+from watcher.diagnose.words import one_line
 
 FILES_MOST: Final = 100_000
 DEPTH_MOST: Final = 3
@@ -44,7 +44,7 @@ def list_directory(directory: Path) -> Listing:
         if len(found) == FILES_MOST:
             missing.append(f"{directory}: only the first {FILES_MOST:,} files were looked at")
             break
-        name = printable(os.fsencode(path.relative_to(directory)).decode("utf-8", "replace"))
+        name = _shown_name(path, directory)
         try:
             head = read_bytes(path, HEAD_BYTES, whole=False)
         except OSError as error:
@@ -62,7 +62,7 @@ def _walk(directory: Path, missing: list[str]) -> Iterator[Path]:
         here = Path(at)
         for name in sorted(directories):
             if is_named_like_one(name) and ((here / name).is_symlink() or not _holds_any(here / name)):
-                of = printable(os.fsencode((here / name).relative_to(directory)).decode("utf-8", "replace"))
+                of = _shown_name(here / name, directory)
                 missing.append(f"{of}: it is {_what(here / name)} where a flight record would be")
         attempts = {int(m[1]): name for name in directories if (m := ATTEMPT.fullmatch(name))}
         newest = attempts[max(attempts)] if attempts else None
@@ -76,6 +76,10 @@ def _walk(directory: Path, missing: list[str]) -> Iterator[Path]:
             missing.append(f"{here.relative_to(directory)}: folders below it were not looked at")
             directories.clear()
         yield from (here / name for name in sorted(names))
+
+
+def _shown_name(path: Path, directory: Path) -> str:
+    return one_line(os.fsencode(path.relative_to(directory)).decode("utf-8", "replace"))
 
 
 def _holds_any(directory: Path) -> bool:

@@ -21,14 +21,14 @@ from markupsafe import Markup, escape
 
 from watcher.diagnose.collectives.operations import operation_words
 from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict, Place
-from watcher.diagnose.document import group_document, wait_documents
+from watcher.diagnose.document import culprits_first, group_document, wait_documents
 from watcher.diagnose.evidence import RankStacks, Seen, StackFrame
 from watcher.diagnose.report.ranks import rank_picture
 from watcher.diagnose.report.timeline import timeline_picture
 from watcher.diagnose.traces.activity import grouped, standings
 from watcher.diagnose.traces.own_code import is_library
 from watcher.diagnose.traces.stacks import shown_frames
-from watcher.diagnose.words import agreeing, capital, counted, grouped_by_rank, printable, ranks_in_words
+from watcher.diagnose.words import PLACE_WORDS, agreeing, capital, counted, grouped_by_rank, printable, ranks_in_words
 from watcher.quantities import amount, duration, energy
 from watcher.snapshot import TimelinePoint
 
@@ -58,13 +58,6 @@ CAUSE_WORDS: Final = {
     Cause.DATA: "the data",
     Cause.PROGRAM: "the program",
     Cause.UNKNOWN: "not known",
-}
-PLACE_WORDS: Final = {
-    "waiting": "waits in it",
-    "behind": "waits elsewhere",
-    "silent": "in its own code",
-    "ahead": "finished it",
-    "absent": "no record",
 }
 
 
@@ -109,9 +102,8 @@ def incident_report(incident: Incident) -> str:
     """The whole page as text; encode it as UTF-8."""
     diagnosis, reading = incident.diagnosis, incident.diagnosis.reading
     culprits = frozenset(culprit.rank for culprit in diagnosis.culprits)
-    waits = [] if reading is None else wait_documents(reading.waits)
-    waits = waits or at_one_slot(diagnosis, culprits)
-    waits.sort(key=lambda row: (not culprits & set(row["awaited"]), -len(row["ranks"])))
+    waited = [] if reading is None else wait_documents(reading.waits)
+    waits = culprits_first(waited or at_one_slot(diagnosis, culprits), culprits)
     groups = [] if reading is None else [group_document(group) for group in reading.groups]
     ranks = () if incident.seen is None else incident.seen.ranks
     values: Mapping[str, Any] = {

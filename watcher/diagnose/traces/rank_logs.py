@@ -15,6 +15,7 @@ from watcher.diagnose.evidence import LogFailure, RankLog, StackFrame
 from watcher.diagnose.traces.activity import activities
 from watcher.diagnose.traces.failures import RAISED, FailureKind, failure_kinds, kind_of_words
 from watcher.diagnose.traces.own_code import own_frame
+from watcher.diagnose.words import one_line
 
 TAIL_BYTES: Final = 8192  # as much as a capture brings
 LINE_MOST: Final = 400  # characters
@@ -69,7 +70,7 @@ def plain_lines(data: bytes) -> list[str]:
 
 
 def _plain(line: str) -> str:
-    shown = "".join(c if c.isprintable() else " " if c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in line)
+    shown = one_line(line.replace("\t", " "))
     return shown if len(shown) <= LINE_MOST else shown[:LINE_MOST] + "..."
 
 
