@@ -11,7 +11,7 @@ from typing import Final
 from watcher.diagnose.flight.apart import ApartReader
 from watcher.diagnose.flight.files import Candidate, NotUsable, candidates, content
 from watcher.diagnose.flight.record import Group, RankRecord, Unread
-from watcher.diagnose.flight.tables import Same, record_of
+from watcher.diagnose.flight.tables import Interner, record_of
 
 READERS: Final = 2
 FILES_FOR_TWO: Final = 8  # below this many, a second process takes longer to start than it saves
@@ -39,24 +39,24 @@ def read_records(
     if not found:
         return (), ()
     readers = READERS if len(found) >= FILES_FOR_TWO else 1
-    same = Same()
+    interner = Interner()
     with ThreadPoolExecutor(readers) as pool:
-        shares = list(pool.map(lambda i: _read_share(found[i::readers], len(found), same), range(readers)))
+        shares = list(pool.map(lambda i: _read_share(found[i::readers], len(found), interner), range(readers)))
     results = [result for share in shares for result in share]
     unread = sorted((each for each in results if isinstance(each, Unread)), key=lambda each: each.source)
     return _best(each for each in results if isinstance(each, RankRecord)), tuple(unread)
 
 
-def _read_share(share: Sequence[Candidate], files: int, same: Same) -> list[RankRecord | Unread]:
+def _read_share(share: Sequence[Candidate], files: int, interner: Interner) -> list[RankRecord | Unread]:
     answer = min(LARGEST_ANSWER, max(SMALLEST_ANSWER, ANSWER_BYTES // files))
     keep = max(FEWEST_LAUNCHES, MOST_LAUNCHES // files)
     with ApartReader() as reader:
-        results = (_read(candidate, reader, answer, keep, same) for candidate in share)
+        results = (_read(candidate, reader, answer, keep, interner) for candidate in share)
         return [result for result in results if result is not None]
 
 
 def _read(
-    candidate: Candidate, reader: ApartReader, longest_answer: int, keep: int, same: Same
+    candidate: Candidate, reader: ApartReader, longest_answer: int, keep: int, interner: Interner
 ) -> RankRecord | Unread | None:
     source = str(candidate.path)
     try:
@@ -70,7 +70,7 @@ def _read(
         return Unread(source, candidate.rank, _sentence(error.why, error.incomplete), error.incomplete)
     if "why" in table:
         return Unread(source, candidate.rank, _sentence(table["why"], table["incomplete"]), table["incomplete"])
-    return record_of(table, candidate.rank, source, same)
+    return record_of(table, candidate.rank, source, interner)
 
 
 def _sentence(why: str, incomplete: bool) -> str:

@@ -12,13 +12,13 @@ from tests.watcher.diagnose.flight.dumps import DATA, GLOO, NCCL, NEWER_TORCH, P
 from watcher.diagnose.flight.formats import table_of
 from watcher.diagnose.flight.record import Group, GroupRecord, Launch, RankRecord
 from watcher.diagnose.flight.shapes import Malformed
-from watcher.diagnose.flight.tables import Same, record_of
+from watcher.diagnose.flight.tables import Interner, record_of
 
 WORLD = Group("0", (0, 1, 2, 3), "default_pg")
 
 
 def record(dump: Any, keep: int = 1000) -> RankRecord:
-    return record_of(json.loads(json.dumps(table_of(dump, keep))), 3, "here", Same())
+    return record_of(json.loads(json.dumps(table_of(dump, keep))), 3, "here", Interner())
 
 
 def the_group(found: RankRecord, name: str) -> GroupRecord:
@@ -189,9 +189,9 @@ def test_of_a_long_record_the_newest_and_the_oldest_open_launches_are_kept() -> 
 
 
 def test_equal_things_are_one_object_across_ranks() -> None:
-    same = Same()
+    interner = Interner()
     tables = [json.loads(json.dumps(table_of(loaded(NCCL.parent / f"_dump_{rank}")))) for rank in (0, 1)]
-    one, other = (record_of(table, rank, "here", same).groups[0] for rank, table in enumerate(tables))
+    one, other = (record_of(table, rank, "here", interner).groups[0] for rank, table in enumerate(tables))
     assert one.group is other.group
     assert one.launches[0].operation is other.launches[0].operation
     assert one.launches[0].frames is other.launches[0].frames
