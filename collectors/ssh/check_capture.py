@@ -13,7 +13,7 @@ from typing import Final
 
 import paramiko
 
-from collectors.ssh.channels import CONNECT_FAILED
+from collectors.ssh.channels import NodeChannels
 
 PREFIX: Final = "capture "
 RECORDER: Final = "'^TORCH_(FR|NCCL_TRACE)_BUFFER_SIZE=[1-9]'"
@@ -92,11 +92,9 @@ def ras_words(transport: paramiko.Transport, port: int, timeout_seconds: float) 
     """Whether a channel to RAS opens; it is closed at once."""
     place = f"NCCL RAS at 127.0.0.1:{port}"
     try:
-        transport.open_channel("direct-tcpip", ("127.0.0.1", port), ("127.0.0.1", 0), timeout=timeout_seconds).close()
-    except paramiko.ChannelException as error:
-        if error.code == CONNECT_FAILED:
-            return f"{place}: we are let through, nobody listens: no job with NCCL runs now, or it has another port"
-        return f'{place}: its sshd does not let us through: permitopen="127.0.0.1:{port}" in authorized_keys'
-    except (paramiko.SSHException, EOFError, OSError) as error:
-        return f"{place}: not known: {error}"
+        NodeChannels("", lambda: transport).connect(port, timeout_seconds).close()
+    except ConnectionRefusedError:
+        return f"{place}: we are let through, nobody listens: no job with NCCL runs now, or it has another port"
+    except OSError as error:
+        return f"{place}: {error}"
     return f"{place}: it listens, and we are let through"

@@ -81,7 +81,7 @@ def test_what_a_capture_would_meet_is_a_note(here: Site) -> None:
 def test_a_way_to_ras_that_is_closed_says_what_opens_it(here: Site) -> None:
     here.server("node", "AllowTcpForwarding no")
     ((_, words),) = check_host("node", here.settings(), looks=[CaptureLook("train", None, 28028)]).capture
-    assert 'its sshd does not let us through: permitopen="127.0.0.1:28028" in authorized_keys' in words
+    assert 'it needs port-forwarding and permitopen="127.0.0.1:28028" in authorized_keys' in words
 
 
 def test_sockets_of_another_user_say_whom_to_log_in_as() -> None:
