@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from watcher.diagnose.directory.file_kinds import DIAGNOSIS, MANIFEST, REPORT
 from watcher.diagnose.report.page import EvidenceFile, Incident, incident_report
-from watcher.inquiry import REPORT, Result
+from watcher.inquiry import Result
 from watcher.snapshot import EpisodeView, JobView
 
-MANIFEST: Final = "manifest.json"
-NO_EVIDENCE: Final = frozenset({MANIFEST, REPORT, "diagnosis.json"})
+NO_EVIDENCE: Final = frozenset({MANIFEST, REPORT, DIAGNOSIS})
 
 
 def page_of(view: JobView, episode: EpisodeView, result: Result) -> str:

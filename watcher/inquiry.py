@@ -20,6 +20,7 @@ import orjson
 
 from watcher.concluding import CannotConclude
 from watcher.diagnose.diagnosis import Diagnosis
+from watcher.diagnose.directory.file_kinds import DIAGNOSIS, REPORT, SEEN
 from watcher.diagnose.document import document_of
 from watcher.diagnose.evidence import Evidence, Seen
 from watcher.incidents import KEPT
@@ -27,7 +28,6 @@ from watcher.snapshot import EpisodeView, JobView
 
 SUFFIX: Final = ".capture"
 KEPT_BYTES: Final = 2 << 30  # of all captures; a thousand ranks give some 450 MB
-REPORT: Final = "report.html"
 
 log = logging.getLogger("wattwatch.diagnosing")
 
@@ -86,7 +86,7 @@ class Inquiry:
         try:
             prune(directory.parent)
             directory.mkdir(mode=0o700, parents=True)
-            (directory / "seen.json").write_bytes(orjson.dumps(told))
+            (directory / SEEN).write_bytes(orjson.dumps(told))
         except OSError as error:
             words = f"{directory} cannot be written: {error.strerror or error}"
             return Result(directory, told, self.wall(), trouble=words)
@@ -103,7 +103,7 @@ class Inquiry:
             diagnosis = replace(diagnosis, missing=(*diagnosis.missing, failure))
         with contextlib.suppress(OSError):  # a full disk: it is told all the same
             text = orjson.dumps(document_of(diagnosis), option=orjson.OPT_INDENT_2)
-            (directory / "diagnosis.json").write_bytes(text + b"\n")
+            (directory / DIAGNOSIS).write_bytes(text + b"\n")
         result = Result(directory, told, self.wall(), evidence, diagnosis)
         return replace(result, report=self.write_report(view, episode, result))
 

@@ -47,12 +47,12 @@ class Member:
     operation: Operation | None = None  # at the slot; None where it has none there
     last_enqueued: int | None = None
     last_completed: int | None = None
-    frame: Frame | None = None  # first line outside the libraries that launched it
+    frame: Frame | None = None  # innermost line of the job's own code that launched it, or where the rank is instead
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFrontier:
-    """One group that somebody waits in: the lowest slot that is open on any member, and where each member stands."""
+    """Where each member of a group stands against one slot: the conclusion rests on it, or somebody waits in it."""
 
     group: Group
     slot: int
@@ -91,7 +91,7 @@ class CollectiveReading:
 class Testimony:
     """One source that speaks for or against the conclusion."""
 
-    source: str  # "flight recorder", "power and utilisation", "NCCL RAS", "stacks", "processes", "kernel log"
+    source: str  # a name of witnesses/witness.py: "flight recorder", "kernel log"
     agrees: bool
     words: str
 

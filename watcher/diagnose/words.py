@@ -1,4 +1,5 @@
-"""Ranks and counts in words, short enough for a pager however large the job is. Pure."""
+"""Words that the terminal, the page and an alert share: ranks, counts and places, short enough for a pager however
+large the job is, and text of other origin made harmless. Pure."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-MANIFEST: Final = "manifest.json"
+from watcher.diagnose.directory.file_kinds import MANIFEST
+
 VERSION: Final = 1
 OURS_ONLY: Final = 0o700
 

@@ -21,7 +21,11 @@ class FileKind(StrEnum):
     OTHER = "other"
 
 
-# Names that this project gives.
+# Names that this project gives, here and in a run directory.
+MANIFEST: Final = "manifest.json"  # of a capture
+SEEN: Final = "seen.json"  # what the watcher saw from outside, `Seen`
+DIAGNOSIS: Final = "diagnosis.json"
+REPORT: Final = "report.html"
 OUR_NAMES: Final = (
     (re.compile(r"rank-\d+\.recorder(\.json|\.pickle)?"), FileKind.RECORD),
     (re.compile(r"rank-\d+\.stacks\.txt"), FileKind.STACKS),
@@ -31,9 +35,7 @@ OUR_NAMES: Final = (
     (re.compile(r"rank-\d+\.log\.txt"), FileKind.LOG),
 )
 OF_A_RUN: Final = re.compile(r"(rank|nccl|recorder)-\d+(\.json)?")
-NOT_EVIDENCE: Final = frozenset(
-    {"manifest.json", "seen.json", "diagnosis.json", "report.html", "run.json", "gate.json"}
-)
+NOT_EVIDENCE: Final = frozenset({MANIFEST, SEEN, DIAGNOSIS, REPORT, "run.json", "gate.json"})
 NOT_EVIDENCE_ENDINGS: Final = (".md", ".html", ".py", ".toml", ".yaml", ".yml", ".ras.json", ".safetensors", ".sock")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 from watcher.diagnose.directory.file_kinds import HEAD_BYTES, FileKind, kind_of
 from watcher.diagnose.flight.files import is_named_like_one
@@ -108,6 +109,21 @@ def read_bytes(path: Path, most: int = FILE_BYTES_MOST, whole: bool = True) -> b
     if len(data) > most and whole:
         raise OSError(27, f"larger than {most:,} bytes")
     return data[:most]
+
+
+def read_object(path: Path, missing: list[str], most: int = FILE_BYTES_MOST) -> dict[str, Any]:
+    """The JSON object of a file; {} where there is no file, or none that can be used: then `missing` says why."""
+    if not path.exists():
+        return {}
+    try:
+        data = json.loads(read_bytes(path, most) or b"null")
+    except (OSError, ValueError, RecursionError) as error:
+        missing.append(f"{path.name}: cannot be read: {error}")
+        return {}
+    if not isinstance(data, dict):
+        missing.append(f"{path.name}: holds no JSON object")
+        return {}
+    return data
 
 
 def read_end(path: Path, most: int) -> bytes | None:

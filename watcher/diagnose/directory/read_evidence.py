@@ -5,7 +5,6 @@ A foreign directory needs no names of ours: what a file is, is seen from its con
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,8 +14,8 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from watcher.diagnose.directory.file_kinds import FileKind
-from watcher.diagnose.directory.listing import Found, list_directory, read_bytes
+from watcher.diagnose.directory.file_kinds import MANIFEST, SEEN, FileKind
+from watcher.diagnose.directory.listing import Found, list_directory, read_bytes, read_object
 from watcher.diagnose.directory.run_evidence import read_ending, read_run
 from watcher.diagnose.evidence import Evidence, RankEnding, RankLog, RankProcess, RankStacks, Seen
 from watcher.diagnose.flight.files import rank_of
@@ -27,13 +26,12 @@ from watcher.diagnose.ras.report import RasPolls
 from watcher.diagnose.traces.rank_logs import read_log
 from watcher.diagnose.traces.stacks import read_stacks
 
-SEEN: Final = TypeAdapter(Seen)
+SEEN_JSON: Final = TypeAdapter(Seen)
+PROCESS: Final = TypeAdapter(RankProcess)
 PROCESSES: Final = TypeAdapter(list[dict[str, Any]])
 NODE_OF_RANK: Final = TypeAdapter(dict[int, str])
 SENTENCES: Final = TypeAdapter(list[str])
 POLL_NAME: Final = re.compile(r"(?P<series>.*?)(?:\.ras-|[._-]poll[._-]?)\d+\.(?:json|txt)")
-
-
 PACKED: Final = (".gz", ".tgz", ".tar", ".zip", ".bz2", ".xz", ".zst", ".7z")
 
 
@@ -54,13 +52,13 @@ def read_evidence(directory: Path) -> Evidence:
     for found in listing.files:
         kinds[found.kind].append(found)
     _one_set_only(directory, kinds[FileKind.RECORD])
-    manifest = _json(directory / "manifest.json", missing)
+    manifest = read_object(directory / MANIFEST, missing)
     run = read_run(directory)
     records, unread = _records(kinds[FileKind.RECORD])
     stacks = tuple(_stacks(kinds[FileKind.STACKS], missing))
     processes = tuple(_processes(kinds[FileKind.PROCESSES], missing))
     ras = tuple(_ras(directory, kinds[FileKind.RAS], missing))
-    seen = _seen(directory / "seen.json", missing) or run.seen
+    seen = _seen(directory / SEEN, missing) or run.seen
     endings = (*run.endings, *_endings(directory, kinds[FileKind.ENDING], missing))
     logs = (*run.logs, *_logs(kinds[FileKind.LOG], manifest, missing))
     if not (records or unread or stacks or processes or ras or seen or endings or any(log.failure for log in logs)):
@@ -125,20 +123,6 @@ def _records(files: Sequence[Found]) -> tuple[tuple[RankRecord, ...], tuple[Unre
     )
 
 
-def _json(path: Path, missing: list[str]) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        data = json.loads(read_bytes(path) or b"null")
-    except (OSError, ValueError, RecursionError) as error:
-        missing.append(f"{path.name}: cannot be read: {error}")
-        return {}
-    if not isinstance(data, dict):
-        missing.append(f"{path.name}: holds no JSON object")
-        return {}
-    return data
-
-
 def _nodes(manifest: dict[str, Any]) -> dict[int, str]:
     try:
         return NODE_OF_RANK.validate_python(manifest.get("node_of_rank") or {})
@@ -157,7 +141,7 @@ def _seen(path: Path, missing: list[str]) -> Seen | None:
     if not path.exists():
         return None
     try:
-        return SEEN.validate_json(read_bytes(path) or b"")
+        return SEEN_JSON.validate_json(read_bytes(path) or b"")
     except OSError as error:
         missing.append(f"{path.name}: cannot be read: {error.strerror or error}")
     except ValidationError as error:
@@ -225,9 +209,6 @@ def _process(row: dict[str, Any], node: str, source: str) -> RankProcess:
     return process
 
 
-PROCESS: Final = TypeAdapter(RankProcess)
-
-
 def _ras(directory: Path, files: Sequence[Found], missing: list[str]) -> Iterable[RasPolls]:
     """Reports whose names differ in the number of the poll only are of one node, oldest first."""
     series: dict[str, list[Found]] = defaultdict(list)
@@ -237,7 +218,7 @@ def _ras(directory: Path, files: Sequence[Found], missing: list[str]) -> Iterabl
     for key, group in sorted(series.items()):
         texts = [(found.name, text) for found in group if (text := _text(found, missing)) is not None]
         name = Path(key).name
-        meta = _json(directory / f"{name}.ras.json", missing)
+        meta = read_object(directory / f"{name}.ras.json", missing)
         apart, trouble = meta.get("apart_seconds"), meta.get("trouble")
         node = name.removeprefix("node-") if name.startswith("node-") else ""
         yield parse_polls(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from watcher.diagnose.directory.listing import ATTEMPT, read_bytes, read_end
+from watcher.diagnose.directory.listing import ATTEMPT, read_end, read_object
 from watcher.diagnose.evidence import RankEnding, RankLog, RankSeen, Seen
 from watcher.diagnose.flight.files import rank_of
 from watcher.diagnose.traces.rank_logs import TAIL_BYTES, read_log
 
-ANSWER_BYTES_MOST: Final = 1024 * 1024
+OBJECT_BYTES_MOST: Final = 1024 * 1024  # a heartbeat, an ending, run.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ def read_run(directory: Path) -> RunEvidence:
     if run is None:
         return RunEvidence(None, (), {}, ())
     missing: list[str] = []
-    record = _object(run / "run.json", missing)
+    record = read_object(run / "run.json", missing, OBJECT_BYTES_MOST)
     attempt = _attempt(directory, run)
     endings = tuple(
         ending
@@ -45,7 +44,7 @@ def read_run(directory: Path) -> RunEvidence:
         for path in sorted((run / "logs" / f"attempt-{attempt:02d}").glob("rank-*.log"))
         if (log := _log(path, run, missing)) is not None
     )
-    beats = [_object(path, missing) for path in sorted((run / "heartbeat").glob("rank-*.json"))]
+    beats = [read_object(path, missing, OBJECT_BYTES_MOST) for path in sorted((run / "heartbeat").glob("rank-*.json"))]
     ranks = tuple(each for beat in beats if (each := _seen(beat, attempt)) is not None)
     nodes = _nodes(record) | {each.rank: each.node for each in ranks if each.node}
     if not ranks:
@@ -65,15 +64,6 @@ def _attempt(directory: Path, run: Path) -> int:
     return max((int(found[1]) for name in names if (found := ATTEMPT.fullmatch(name))), default=1)
 
 
-def _object(path: Path, missing: list[str]) -> dict[str, Any]:
-    try:
-        data = json.loads(read_bytes(path, ANSWER_BYTES_MOST) or b"null")
-    except (OSError, ValueError, RecursionError) as error:
-        missing.append(f"{path.name}: cannot be read: {error}")
-        return {}
-    return data if isinstance(data, dict) else {}
-
-
 def _log(path: Path, run: Path, missing: list[str]) -> RankLog | None:
     """Its end; the age of a log that may still be written tells nothing."""
     rank = rank_of(path.name)
@@ -87,7 +77,7 @@ def _log(path: Path, run: Path, missing: list[str]) -> RankLog | None:
 
 def read_ending(path: Path, run: Path, missing: list[str]) -> RankEnding | None:
     """Of the file that a rank left; `run`: what its name is told against. What it cannot read is told in `missing`."""
-    data, rank = _object(path, missing), rank_of(path.name)
+    data, rank = read_object(path, missing, OBJECT_BYTES_MOST), rank_of(path.name)
     code = _whole(data.get("code"))
     if rank is None or code is None:
         return None
