@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from watcher.diagnose.diagnosis import Diagnosis
-from watcher.diagnose.seen import seen
+from watcher.diagnose.seen import seen_of
 from watcher.inquiry import Inquiry, Result, directory_name
 from watcher.judge.finding import AlertName
 from watcher.kernel_memory import KernelMemory
@@ -127,7 +127,7 @@ class Diagnosing:
     def _begin(self, case: Case, now: float) -> None:
         wall, job = self._clock.wall(), case.episode.job
         view = case.view
-        told = seen(view.sample, view.verdict, view.findings, view.state, self._kernel.events(job, now))
+        seen = seen_of(view.sample, view.verdict, view.findings, view.state, self._kernel.events(job, now))
         directory = self._directory / directory_name(job, case.episode.alert, wall, case.captures)
         case.captures += 1
         case.running, case.began_confirmed = True, case.episode.confirmed
@@ -147,7 +147,7 @@ class Diagnosing:
         log.info("%s of %s: looking into it, in %s", case.episode.alert, job, directory)
         episode = case.episode
         self._start(
-            lambda: self._results.put((episode.id, self._inquiry.run(episode, view, told, directory))),
+            lambda: self._results.put((episode.id, self._inquiry.run(episode, view, seen, directory))),
             f"diagnosis of {job}",
         )
 

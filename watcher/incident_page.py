@@ -23,7 +23,7 @@ def page_of(view: JobView, episode: EpisodeView, result: Result) -> str:
         Incident(
             job=view.name,
             diagnosis=result.diagnosis,
-            seen=result.told,
+            seen=result.seen,
             alert=episode.alert,
             summary=episode.summary,
             facts=episode.evidence,

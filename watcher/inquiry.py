@@ -55,7 +55,7 @@ class Result:
     """What one inquiry gave. Exactly one of `diagnosis` and `trouble` says something."""
 
     directory: Path
-    told: Seen
+    seen: Seen
     ended_wall_seconds: float
     evidence: Evidence | None = None
     diagnosis: Diagnosis | None = None
@@ -72,24 +72,24 @@ class Inquiry:
     report: Reporting
     wall: Callable[[], float]
 
-    def run(self, episode: EpisodeView, view: JobView, told: Seen, directory: Path) -> Result:
+    def run(self, episode: EpisodeView, view: JobView, seen: Seen, directory: Path) -> Result:
         """Never raises: whatever fails is said in the result, and in the log."""
         try:
-            return self._look_into(episode, view, told, directory)
+            return self._look_into(episode, view, seen, directory)
         except Exception as error:
             log.error("a diagnosis of %s failed", view.name, exc_info=error)
             words = f"an error inside the watcher ({type(error).__name__}: {str(error)[:200]}); its log has the rest"
-            return Result(directory, told, self.wall(), trouble=words)
+            return Result(directory, seen, self.wall(), trouble=words)
 
-    def _look_into(self, episode: EpisodeView, view: JobView, told: Seen, directory: Path) -> Result:
+    def _look_into(self, episode: EpisodeView, view: JobView, seen: Seen, directory: Path) -> Result:
         failure = ""
         try:
             prune(directory.parent)
             directory.mkdir(mode=0o700, parents=True)
-            (directory / SEEN).write_bytes(orjson.dumps(told))
+            (directory / SEEN).write_bytes(orjson.dumps(seen))
         except OSError as error:
             words = f"{directory} cannot be written: {error.strerror or error}"
-            return Result(directory, told, self.wall(), trouble=words)
+            return Result(directory, seen, self.wall(), trouble=words)
         try:
             self.capture(view, directory)
         except Exception as error:
@@ -98,13 +98,13 @@ class Inquiry:
         try:
             evidence, diagnosis = self.conclude(directory)
         except CannotConclude as error:
-            return Result(directory, told, self.wall(), trouble=f"{failure}; {error}" if failure else str(error))
+            return Result(directory, seen, self.wall(), trouble=f"{failure}; {error}" if failure else str(error))
         if failure:
             diagnosis = replace(diagnosis, missing=(*diagnosis.missing, failure))
         with contextlib.suppress(OSError):  # a full disk: it is told all the same
             text = orjson.dumps(document_of(diagnosis), option=orjson.OPT_INDENT_2)
             (directory / DIAGNOSIS).write_bytes(text + b"\n")
-        result = Result(directory, told, self.wall(), evidence, diagnosis)
+        result = Result(directory, seen, self.wall(), evidence, diagnosis)
         return replace(result, report=self.write_report(view, episode, result))
 
     def write_report(self, view: JobView, episode: EpisodeView, result: Result) -> Path | None:

@@ -22,14 +22,17 @@ class KernelMemory:
         lines = self._lines.setdefault(sample.job, {})
         for node in sample.nodes:
             for event in node.kernel_events:
-                lines.setdefault((node.node, event.text), (now, NodeEvent(node.node, event, event.age_seconds or 0.0)))
+                lines.setdefault((node.node, event.text), (now, NodeEvent(node.node, event, event.age_seconds)))
         for key in [key for key, (heard, _) in lines.items() if now - heard > KERNEL_SECONDS]:
             del lines[key]
         while len(lines) > LINES_MOST:
             del lines[next(iter(lines))]
 
     def events(self, job: str, now: float) -> tuple[NodeEvent, ...]:
-        """Those that were written within KERNEL_SECONDS."""
-        found = self._lines.get(job, {}).values()
-        aged = (replace(event, age_seconds=event.age_seconds + now - heard) for heard, event in found)
-        return tuple(event for event in aged if event.age_seconds <= KERNEL_SECONDS)
+        """Those that were written within KERNEL_SECONDS; where the node does not tell when, heard within them."""
+        found = []
+        for heard, event in self._lines.get(job, {}).values():
+            age = None if event.age_seconds is None else event.age_seconds + now - heard
+            if (now - heard if age is None else age) <= KERNEL_SECONDS:
+                found.append(replace(event, age_seconds=age))
+        return tuple(found)

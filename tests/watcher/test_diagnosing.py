@@ -280,6 +280,17 @@ def test_what_the_kernel_said_minutes_before_is_evidence(field: Field) -> None:
     assert memory.events(JOB, KERNEL_SECONDS) == ()
 
 
+def test_a_line_of_the_kernel_of_unknown_age_is_not_said_to_be_new() -> None:
+    view = view_of()
+    undated = KernelEvent("oom", "Killed process 7 (python)", None)
+    nodes = (replace(view.sample.nodes[0], kernel_events=(undated,)), *view.sample.nodes[1:])
+    memory = KernelMemory()
+    memory.add(replace(view.sample, nodes=nodes), 0.0)
+    (event,) = memory.events(JOB, 60.0)
+    assert event.age_seconds is None
+    assert memory.events(JOB, KERNEL_SECONDS + 1.0) == ()
+
+
 def test_as_many_captures_are_kept_as_recordings(tmp_path: Path) -> None:
     for second in range(KEPT + 3):
         (tmp_path / directory_name("llama", "JobHung", 1.8e9 + second, 0)).mkdir()

@@ -26,10 +26,10 @@ class NodeEvent:
 
     node: str
     event: KernelEvent
-    age_seconds: float
+    age_seconds: float | None  # None: the node does not tell
 
 
-def seen(
+def seen_of(
     sample: JobSample, verdict: Verdict, findings: Sequence[Finding], state: JobState, events: Sequence[NodeEvent] = ()
 ) -> Seen:
     """`events`: kernel lines of the last minutes, those of the sample among them or not."""

@@ -19,7 +19,7 @@ from collectors.samples import (
     Reason,
 )
 from watcher.diagnose.evidence import Fault, RankSeen
-from watcher.diagnose.seen import NodeEvent, faults_of, seen
+from watcher.diagnose.seen import NodeEvent, faults_of, seen_of
 from watcher.judge.finding import AlertName, Finding, JobState, Severity
 from watcher.judge.job_sample import JobProgress, JobSample, NodeState, RankGpu
 from watcher.judge.verdict import PowerState, Shape, Suspect, Verdict
@@ -53,7 +53,7 @@ def on_node(**changes: object) -> list[Fault]:
 def test_a_rank_is_told_with_its_board_its_step_and_its_phase() -> None:
     nodes = (replace(NODE, processes=(process(0),)),)
     sources = (heartbeat(0, 9), heartbeat(1, 8, "save"))
-    told = seen(job(nodes=nodes, progress=JobProgress(step=9, sources=sources)), VERDICT, (), JobState.HUNG)
+    told = seen_of(job(nodes=nodes, progress=JobProgress(step=9, sources=sources)), VERDICT, (), JobState.HUNG)
     assert (told.job, told.state, told.shape, told.step, told.at_floor) == (
         "llama",
         "hung",
@@ -70,17 +70,17 @@ def test_a_rank_is_told_with_its_board_its_step_and_its_phase() -> None:
 
 def test_words_of_an_earlier_start_do_not_count() -> None:
     sources = (heartbeat(0, 3, "save", restart=1), heartbeat(0, 900))
-    told = seen(job(progress=JobProgress(step=3, sources=sources)), VERDICT, (), JobState.HUNG)
+    told = seen_of(job(progress=JobProgress(step=3, sources=sources)), VERDICT, (), JobState.HUNG)
     assert (told.ranks[0].step, told.ranks[0].phase) == (3, "save")
 
 
 def test_a_rank_without_a_board_is_known_by_its_process() -> None:
-    told = seen(job(gpus=(), nodes=(replace(NODE, processes=(process(5),)),)), VERDICT, (), JobState.HUNG)
+    told = seen_of(job(gpus=(), nodes=(replace(NODE, processes=(process(5),)),)), VERDICT, (), JobState.HUNG)
     assert told.ranks == (RankSeen(5, "n1", alive=True),)
 
 
 def test_what_is_not_known_of_a_rank_is_none() -> None:
-    (rank,) = seen(job(gpus=(RankGpu("n1", 0, GpuSample(0)),)), VERDICT, (), JobState.HUNG).ranks
+    (rank,) = seen_of(job(gpus=(RankGpu("n1", 0, GpuSample(0)),)), VERDICT, (), JobState.HUNG).ranks
     assert (rank.power_watts, rank.step, rank.alive, rank.throttled) == (None, None, None, None)
 
 
