@@ -42,8 +42,8 @@ def advice_of(
     culprits: Sequence[Culprit],
     evidence: Evidence,
     nothing_open: bool,
-    ras: RasReading | None = None,
-    reading: CollectiveReading | None = None,
+    ras: RasReading | None,
+    reading: CollectiveReading | None,
 ) -> str:
     step = _next_steps()[_key_of(verdict, cause, culprits, evidence, nothing_open, reading)]
     spots = spots_of(culprits, evidence, ras)

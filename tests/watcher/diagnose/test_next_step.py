@@ -22,7 +22,7 @@ PLACEHOLDER = re.compile(r"\b(PID|NODE|RANK|GPU|PATH_\w+)\b|None|[{}]")
 
 
 def advice(cause: Cause, culprits: tuple[Culprit, ...], evidence: Evidence | None = None) -> str:
-    return advice_of(NEVER, cause, culprits, evidence or Evidence(), nothing_open=False)
+    return advice_of(NEVER, cause, culprits, evidence or Evidence(), nothing_open=False, ras=None, reading=None)
 
 
 @pytest.mark.parametrize("cause", list(Cause))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.watcher.diagnose.hung import stacks
 from watcher.diagnose.evidence import RankStacks, StackFrame
-from watcher.diagnose.traces.activity import grouped, outliers, standing_of, standings
+from watcher.diagnose.traces.activity import grouped, outliers, rank_activities, rank_activity
 from watcher.diagnose.traces.own_code import is_library
 from watcher.diagnose.traces.stacks import TEXT_MOST, main_thread, read_stacks
 
@@ -59,7 +59,7 @@ def read(text: str) -> RankStacks:
     ("rank", "words", "line"), [(0, "waits in a collective", 22), (1, "waits for an answer over the network", 18)]
 )
 def test_what_torchs_worker_server_answers_of_a_pair_that_hangs(rank: int, words: str, line: int) -> None:
-    standing = standing_of(read((DATA / f"rank{rank}_dump_traceback.txt").read_text()))
+    standing = rank_activity(read((DATA / f"rank{rank}_dump_traceback.txt").read_text()))
     assert standing is not None
     assert (standing.words, standing.frame) == (words, StackFrame("w", "train/dbg2.py", line))
 
@@ -70,7 +70,7 @@ def test_faulthandlers_last_thread_is_the_main_one() -> None:
         ("Thread-3 (beat)", False),
         ("0x00007f2", True),
     ]
-    standing = standing_of(found)
+    standing = rank_activity(found)
     assert standing is not None
     assert (standing.activity, standing.frame) == ("data", StackFrame("<module>", "/job/my data/train.py", 36))
 
@@ -81,7 +81,7 @@ def test_py_spy_dump_with_locals_native_frames_and_loader_workers() -> None:
     main = main_thread(found)
     assert main is not None
     assert [frame.function for frame in main.frames] == ["0x7f11", "forward", "main", "<module>"]
-    standing = standing_of(found)
+    standing = rank_activity(found)
     assert standing is not None
     assert standing.frame == StackFrame("forward", "model/block.py", 88)
 
@@ -99,7 +99,7 @@ def test_py_spy_dump_as_json() -> None:
 
 
 def test_a_rank_whose_main_thread_shows_nothing_stands_nowhere() -> None:
-    assert standing_of(read("Current thread 0x1 (most recent call first):\n  <no Python frame>\n")) is None
+    assert rank_activity(read("Current thread 0x1 (most recent call first):\n  <no Python frame>\n")) is None
 
 
 @pytest.mark.parametrize("text", ["", "hello", "[]", "[1]", "{}", "[" * 5000, "Thread"])
@@ -111,7 +111,7 @@ def test_other_text_is_no_dump(text: str) -> None:
 def test_no_text_raises(text: str) -> None:
     for head in ("", "Thread 0x1 (most recent call first):\n", 'Thread 1 (idle): "MainThread"\n    '):
         found = read_stacks(head + text, 0, "x")
-        assert found is None or standing_of(found) is None or found.threads
+        assert found is None or rank_activity(found) is None or found.threads
 
 
 def test_a_dump_without_end_is_cut() -> None:
@@ -150,14 +150,14 @@ def test_a_trainer_that_was_installed_is_the_users_code_where_nothing_else_is() 
         f'  File "{site}/bigtrainer/loop.py", line 9 in save\n'
         '  File "/usr/lib/python3.11/runpy.py", line 88 in _run_code\n'
     )
-    standing = standing_of(read(text))
+    standing = rank_activity(read(text))
     assert standing is not None
     assert (standing.activity, standing.frame) == ("collective", StackFrame("save", f"{site}/bigtrainer/loop.py", 9))
 
 
 def test_more_than_half_at_one_line_make_the_others_stand_out() -> None:
-    groups = grouped(standings(stacks({3: "own"})))
+    groups = grouped(rank_activities(stacks({3: "own"})))
     assert [group.ranks for group in groups] == [(0, 1, 2, 4, 5, 6, 7), (3,)]
     assert [group.ranks for group in outliers(groups)] == [(3,)]
-    halves = grouped(standings(stacks(dict.fromkeys(range(4), "own"))))
+    halves = grouped(rank_activities(stacks(dict.fromkeys(range(4), "own"))))
     assert outliers(halves) == ()

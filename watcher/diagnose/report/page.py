@@ -25,7 +25,7 @@ from watcher.diagnose.document import culprits_first, group_document, wait_docum
 from watcher.diagnose.evidence import RankStacks, Seen, StackFrame
 from watcher.diagnose.report.ranks import rank_picture
 from watcher.diagnose.report.timeline import timeline_picture
-from watcher.diagnose.traces.activity import grouped, standings
+from watcher.diagnose.traces.activity import grouped, rank_activities
 from watcher.diagnose.traces.own_code import is_library
 from watcher.diagnose.traces.stacks import shown_frames
 from watcher.diagnose.words import PLACE_WORDS, agreeing, capital, counted, grouped_by_rank, printable, ranks_in_words
@@ -179,7 +179,7 @@ def stack_views(incident: Incident, culprits: frozenset[int]) -> Sequence[StackV
     own = {each.rank: each for each in incident.diagnosis.stacks}
     own |= {each.rank: each for each in incident.stacks if each.rank in culprits}
     views = [stack_view(own[rank], f"rank {rank}", "holds the job up") for rank in sorted(own)[:STACKS_MOST]]
-    others = grouped([each for each in standings(incident.stacks) if each.rank not in culprits])
+    others = grouped([each for each in rank_activities(incident.stacks) if each.rank not in culprits])
     if others:
         largest = others[0]
         example = next(each for each in incident.stacks if each.rank == largest.ranks[0])

@@ -32,7 +32,7 @@ class Activity:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankActivity:
     """Where one rank is. `frame` is the innermost line of its own code; None where all of it is libraries."""
 
     rank: int
@@ -43,7 +43,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class StandingGroup:
+class ActivityGroup:
     """Ranks at one line in one activity."""
 
     ranks: tuple[int, ...]
@@ -67,7 +67,7 @@ def activities() -> tuple[Activity, ...]:
     )
 
 
-def standing_of(stacks: RankStacks) -> Standing | None:
+def rank_activity(stacks: RankStacks) -> RankActivity | None:
     """None where the dump does not show the main thread."""
     thread = main_thread(stacks)
     if thread is None:
@@ -79,33 +79,33 @@ def standing_of(stacks: RankStacks) -> Standing | None:
         if activity.own is not None and (own is None or not activity.own.search(own.function)):
             continue
         if any(activity.frames.search(place) for place in (places if activity.anywhere else places[:depth])):
-            return Standing(stacks.rank, activity.name, activity.words, own, stacks.source)
+            return RankActivity(stacks.rank, activity.name, activity.words, own, stacks.source)
     words = "is in its own code" if depth == 0 else "is in a library, called from its own code"
-    return Standing(stacks.rank, OWN_CODE, words, own, stacks.source)
+    return RankActivity(stacks.rank, OWN_CODE, words, own, stacks.source)
 
 
-def standings(dumps: Sequence[RankStacks]) -> tuple[Standing, ...]:
+def rank_activities(dumps: Sequence[RankStacks]) -> tuple[RankActivity, ...]:
     """In the order of ranks; of several dumps of a rank the first that shows its main thread."""
-    found: dict[int, Standing] = {}
+    found: dict[int, RankActivity] = {}
     for stacks in sorted(dumps, key=lambda stacks: (stacks.rank, stacks.source)):
-        if stacks.rank not in found and (standing := standing_of(stacks)) is not None:
-            found[stacks.rank] = standing
+        if stacks.rank not in found and (activity := rank_activity(stacks)) is not None:
+            found[stacks.rank] = activity
     return tuple(found.values())
 
 
-def grouped(stands: Sequence[Standing]) -> tuple[StandingGroup, ...]:
+def grouped(active: Sequence[RankActivity]) -> tuple[ActivityGroup, ...]:
     """The largest first."""
-    groups: dict[tuple[str, StackFrame | None], list[Standing]] = defaultdict(list)
-    for stand in stands:
-        groups[stand.activity, stand.frame].append(stand)
+    groups: dict[tuple[str, StackFrame | None], list[RankActivity]] = defaultdict(list)
+    for each in active:
+        groups[each.activity, each.frame].append(each)
     rows = [
-        StandingGroup(tuple(sorted(stand.rank for stand in group)), activity, group[0].words, frame)
+        ActivityGroup(tuple(sorted(each.rank for each in group)), activity, group[0].words, frame)
         for (activity, frame), group in groups.items()
     ]
     return tuple(sorted(rows, key=lambda group: (-len(group.ranks), group.ranks)))
 
 
-def outliers(groups: Sequence[StandingGroup]) -> tuple[StandingGroup, ...]:
+def outliers(groups: Sequence[ActivityGroup]) -> tuple[ActivityGroup, ...]:
     """The groups beside the one that holds more than half of the ranks; () where none does: nobody is odd."""
     total = sum(len(group.ranks) for group in groups)
     if len(groups) < 2 or 2 * len(groups[0].ranks) <= total:

@@ -9,7 +9,7 @@ from typing import Final
 from watcher.diagnose.diagnosis import CollectiveReading, Member, Place
 from watcher.diagnose.evidence import RankStacks
 from watcher.diagnose.flight.record import Frame
-from watcher.diagnose.traces.activity import standings
+from watcher.diagnose.traces.activity import rank_activities
 
 # Of who has finished or left no record, the line where it stands is not that of the collective.
 STANDS_THERE: Final = frozenset({Place.WAITING, Place.BEHIND, Place.SILENT})
@@ -19,7 +19,7 @@ def with_lines(reading: CollectiveReading, stacks: Sequence[RankStacks]) -> Coll
     """The same, with the innermost line of a rank's own code where its record tells none."""
     frames = {
         each.rank: Frame(each.frame.function, each.frame.file, each.frame.line)
-        for each in standings(stacks)
+        for each in rank_activities(stacks)
         if each.frame is not None and each.frame.line is not None
     }
 

@@ -8,7 +8,7 @@ from typing import Final
 from watcher.diagnose.diagnosis import Cause
 from watcher.diagnose.evidence import Evidence, RankEnding
 from watcher.diagnose.known_ranks import known_ranks
-from watcher.diagnose.traces.activity import OWN_CODE, Standing, StandingGroup, grouped, outliers, standings
+from watcher.diagnose.traces.activity import OWN_CODE, ActivityGroup, RankActivity, grouped, outliers, rank_activities
 from watcher.diagnose.traces.failures import kind_of_words
 from watcher.diagnose.traces.stacks import frame_in_words
 from watcher.diagnose.witnesses.witness import ENDINGS, STACKS, Witness
@@ -37,14 +37,14 @@ STOPPED_ON_REQUEST: Final = 4  # of `wattwatch-train run`
 
 
 def of_stacks(evidence: Evidence) -> Witness | None:
-    stands = standings(evidence.stacks)
-    if not stands:
+    active = rank_activities(evidence.stacks)
+    if not active:
         return None
-    groups = grouped(stands)
-    odd, weight = _odd(stands, groups)
-    doing = {stand.rank: standing_in_words(stand) for stand in stands}
+    groups = grouped(active)
+    odd, weight = _odd(active, groups)
+    doing = {each.rank: activity_in_words(each) for each in active}
     if not odd:
-        same = len(groups) == 1 and len(stands) > 2
+        same = len(groups) == 1 and len(active) > 2
         words = "; ".join(_group_words(group) for group in groups[:3])
         saw = frozenset(doing)
         silent = known_ranks(evidence) - saw
@@ -60,20 +60,20 @@ def of_stacks(evidence: Evidence) -> Witness | None:
     return Witness(STACKS, words, named, weight, causes.pop() if len(causes) == 1 else None, doing)
 
 
-def _odd(stands: Sequence[Standing], groups: Sequence[StandingGroup]) -> tuple[tuple[StandingGroup, ...], float]:
+def _odd(active: Sequence[RankActivity], groups: Sequence[ActivityGroup]) -> tuple[tuple[ActivityGroup, ...], float]:
     busy = tuple(group for group in groups if group.activity not in WAITING)
     number = sum(len(group.ranks) for group in busy)
-    if busy and 2 * number <= len(stands):
-        return busy, STACKS_WEIGHT if 2 * number < len(stands) else TIED_WEIGHT
+    if busy and 2 * number <= len(active):
+        return busy, STACKS_WEIGHT if 2 * number < len(active) else TIED_WEIGHT
     odd = outliers(groups)
     return odd, STACKS_WEIGHT if len(odd) == 1 else TIED_WEIGHT
 
 
-def standing_in_words(stand: Standing) -> str:
-    return stand.words if stand.frame is None else f"{stand.words}: {frame_in_words(stand.frame)}"
+def activity_in_words(active: RankActivity) -> str:
+    return active.words if active.frame is None else f"{active.words}: {frame_in_words(active.frame)}"
 
 
-def _group_words(group: StandingGroup) -> str:
+def _group_words(group: ActivityGroup) -> str:
     where = "" if group.frame is None else f" at {frame_in_words(group.frame)}"
     who = ranks_in_words(group.ranks)
     words = group.words if len(group.ranks) == 1 else _plural(group.words)
