@@ -25,12 +25,12 @@ class StandingAnswer(BaseModel):
 
     place: Place = Field(description="waiting, behind, silent, ahead or absent")
     operation: str | None = Field(description="what they launched at the slot")
-    line: str | None = Field(description="first line outside the libraries that launched it")
+    line: str | None = Field(description="innermost line of the job's own code that launched it, or where they are instead")
     ranks: list[int]
 
 
 class GroupAnswer(BaseModel):
-    """One process group that somebody waits in, and the lowest slot that is open in it."""
+    """One process group at a slot that the conclusion rests on, or that somebody waits at."""
 
     group: str
     name: str
