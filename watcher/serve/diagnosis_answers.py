@@ -25,7 +25,7 @@ class StandingAnswer(BaseModel):
 
     place: Place = Field(description="waiting, behind, silent, ahead or absent")
     operation: str | None = Field(description="what they launched at the slot")
-    line: str | None = Field(description="innermost line of the job's own code that launched it, or where they are instead")
+    line: str | None = Field(description="line of the job's own code that launched it, or where they are instead")
     ranks: list[int]
 
 
