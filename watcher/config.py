@@ -26,7 +26,8 @@ from pydantic import (
     model_validator,
 )
 
-from watcher.diagnose.capture.plan import RAS_PORT, CaptureSettings
+from watcher.diagnose.capture.plan import CaptureSettings
+from watcher.diagnose.ras.client import RAS_PORT
 from watcher.judge.finding import AlertName, Severity
 from watcher.judge.job_sample import JobSpec
 

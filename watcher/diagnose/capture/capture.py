@@ -27,7 +27,6 @@ from watcher.diagnose.words import one_line
 
 NODES_AT_ONCE: Final = 128
 RAS_APART_SHARE: Final = 0.4  # of the deadline; the two answers share the rest
-RAS_BYTES: Final = 32 * MIB
 PROTOCOL_BYTES: Final = 2 * MIB  # heads and sentences of one node
 MOST_SENTENCES: Final = 200  # of one node
 SENTENCE_MOST: Final = 500  # characters
@@ -209,9 +208,7 @@ def _ask_ras(node: NodePlan, plan: CapturePlan, access: Access, kept: CaptureDir
     def connect() -> Channel:
         return channels.connect(port, each)
 
-    polls = poll_twice(
-        connect, Clock(), apart, place=f"127.0.0.1:{port}", deadline_seconds=each, byte_limit=RAS_BYTES, stop=stop
-    )
+    polls = poll_twice(connect, Clock(), apart, place=f"127.0.0.1:{port}", deadline_seconds=each, stop=stop)
     name = f"node-{name_of_node(node.node)}"
     for number, answer in enumerate(polls.answers, 1):
         kept.keep(f"{name}.ras-{number}{answer.suffix}", answer.raw, node.node, source=f"127.0.0.1:{port}")

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from collectors.samples import HostStatus
+from watcher.diagnose.ras.client import RAS_PORT
 from watcher.judge.job_sample import JobSample, JobSpec, NodeState
 
-RAS_PORT: Final = 28028
 PROCESSES_MOST: Final = 64  # of a node
 MIB: Final = 2**20
 ASKABLE: Final = frozenset({HostStatus.OK, HostStatus.SAMPLER_TIMEOUT, HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES})

@@ -7,10 +7,11 @@ report. It belongs to the training process: it may be old, stuck, or not RAS at 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from collectors.clock import Clock
 
+RAS_PORT: Final = 28028  # of 127.0.0.1, unless NCCL_RAS_ADDR says otherwise
 DEADLINE_SECONDS = 15.0  # RAS takes up to twice its own timeout, 5 s by default
 BYTE_LIMIT = 32 * 1024 * 1024  # 1,024 ranks in 20 communicators are about 10 MB of JSON
 _LINE_LIMIT = 4096

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from collectors.clock import Clock
-from watcher.diagnose.ras.client import BYTE_LIMIT, DEADLINE_SECONDS, Channel, RasAnswer, ask, words_of
+from watcher.diagnose.ras.client import BYTE_LIMIT, DEADLINE_SECONDS, RAS_PORT, Channel, RasAnswer, ask, words_of
 
 APART_SECONDS = 10.0  # longer than most steps; launches of a job that runs go on within it
-PLACE = "127.0.0.1:28028"
+PLACE = f"127.0.0.1:{RAS_PORT}"
 
 
 @dataclass(frozen=True, slots=True)
