@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from watcher.diagnose.collectives.operations import operation_words
-from watcher.diagnose.diagnosis import Diagnosis, GroupFrontier, Member, Wait
+from watcher.diagnose.diagnosis import Diagnosis, GroupFrontier, Member, Place, Wait
 from watcher.diagnose.evidence import RankStacks
 from watcher.diagnose.traces.stacks import frame_in_words, shown_frames
 
@@ -80,17 +80,36 @@ def wait_documents(waits: tuple[Wait, ...]) -> list[dict[str, Any]]:
         for rank, others in by_rank.items():
             together.setdefault(tuple(sorted(others)), []).append(rank)
         found += [
-            {
-                "ranks": sorted(ranks),
-                "awaited": list(others),
-                "group": group,
-                "slot": slot,
-                "operation": operation,
-                "why": why,
-            }
+            _wait_document(sorted(ranks), list(others), group, slot, operation, why)
             for others, ranks in together.items()
         ]
     return found
+
+
+def _wait_document(
+    ranks: list[int], awaited: list[int], group: str, slot: int, operation: str, why: str
+) -> dict[str, Any]:
+    return {"ranks": ranks, "awaited": awaited, "group": group, "slot": slot, "operation": operation, "why": why}
+
+
+def at_one_slot(diagnosis: Diagnosis, culprits: frozenset[int]) -> list[dict[str, Any]]:
+    """Where ranks met at one slot in different operations, each waits for the others: there is no edge to draw."""
+    groups = () if diagnosis.reading is None else diagnosis.reading.groups
+    group = next((each for each in groups if culprits & {member.rank for member in each.members}), None)
+    if group is None:
+        return []
+    held: dict[str, list[int]] = {}
+    others: dict[str, list[int]] = {}
+    for member in group.members:
+        if member.operation is not None and (member.rank in culprits or member.place is Place.WAITING):
+            side = held if member.rank in culprits else others
+            side.setdefault(operation_words(member.operation), []).append(member.rank)
+    slot = str(group.group), group.slot
+    return [
+        _wait_document(ranks, awaited, *slot, operation, f"in {theirs} at the same slot")
+        for operation, ranks in others.items()
+        for theirs, awaited in held.items()
+    ]
 
 
 def culprits_first(waits: Sequence[Mapping[str, Any]], culprits: Collection[int]) -> list[Mapping[str, Any]]:

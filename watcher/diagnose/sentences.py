@@ -208,10 +208,10 @@ def _about_nobody(
     ):
         return (
             f"all {counted(found[1], 'rank')} wait in the same {found[0]} at slot {group.slot:,} of "
-            f"{group.group}: nobody is missing, so the network, a board or its driver holds it up"
+            f"{group.group}: nobody is missing, so the network, a GPU or its driver holds it up"
         )
     if verdict is DiagnosisVerdict.NO_DESYNC:
-        return "all ranks launched the same: the network, a board or its driver holds them up"
+        return "all ranks launched the same: the network, a GPU or its driver holds them up"
     states = next((witness.words for witness in witnesses if witness.source == PROCESSES and witness.doing), "")
     told = states or next((w.words for w, _ in weighed.agrees), reading.why if reading is not None else "")
     return f"nobody can be named: {told}" if told else "nobody can be named: no source tells the ranks apart"

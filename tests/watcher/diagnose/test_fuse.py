@@ -10,7 +10,7 @@ import pytest
 
 from tests.watcher.diagnose.hung import GROUP, launch, node_of, processes, record, records, seen, stacks
 from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict
-from watcher.diagnose.document import document_of
+from watcher.diagnose.document import at_one_slot, document_of
 from watcher.diagnose.evidence import Evidence, Fault, RankEnding, RankProcess, RankSeen, Seen
 from watcher.diagnose.flight.record import Group, GroupRecord, Launch, RankRecord
 from watcher.diagnose.fuse import diagnose
@@ -426,6 +426,10 @@ def test_odd_ranks_in_different_operations_are_not_said_to_be_in_one() -> None:
     diagnosis = diagnose(Evidence(records=records({1: "barrier", 3: "broadcast"})))
 
     assert "ranks 1, 3 are in barrier and broadcast, 6 ranks are in all_reduce" in diagnosis.summary
+    assert [(row["awaited"], row["why"]) for row in at_one_slot(diagnosis, frozenset({1, 3}))] == [
+        ([1], "in barrier at the same slot"),
+        ([3], "in broadcast at the same slot"),
+    ]
 
 
 def test_groups_entered_in_different_orders_are_told_by_where_each_rank_waits() -> None:

@@ -34,7 +34,7 @@ def of_joined(ends: Ends, case: Case) -> CollectiveReading:
     more = f" ({len(ends.joined) - 1} more such groups)" if len(ends.joined) > 1 else ""
     why = f"all {len(place.waiters)} members wait in the same {what}{more}"
     agreed = "the sizes differ, which is right only if they match in pairs" if uneven else "the program agrees"
-    so = f"so the network, a board or its driver holds it up{', or those sizes' if uneven else ''}"
+    so = f"so the network, a GPU or its driver holds it up{', or those sizes' if uneven else ''}"
     return case.reading(
         DiagnosisVerdict.NO_DESYNC,
         False,

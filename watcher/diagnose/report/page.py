@@ -19,9 +19,8 @@ from typing import Any, Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from watcher.diagnose.collectives.operations import operation_words
-from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict, Place
-from watcher.diagnose.document import culprits_first, group_document, wait_documents
+from watcher.diagnose.diagnosis import Cause, Diagnosis, DiagnosisVerdict
+from watcher.diagnose.document import at_one_slot, culprits_first, group_document, wait_documents
 from watcher.diagnose.evidence import RankStacks, Seen, StackFrame
 from watcher.diagnose.report.ranks import rank_picture
 from watcher.diagnose.report.timeline import timeline_picture
@@ -50,7 +49,7 @@ VERDICT_WORDS: Final = {
     DiagnosisVerdict.UNKNOWN: "not known",
 }
 CAUSE_WORDS: Final = {
-    Cause.GPU: "a board",
+    Cause.GPU: "a GPU",
     Cause.RANK: "a rank's process",
     Cause.HOST: "a host",
     Cause.STORAGE: "storage",
@@ -146,32 +145,6 @@ def verdict_words(diagnosis: Diagnosis) -> str:
     if diagnosis.verdict is DiagnosisVerdict.UNKNOWN and diagnosis.culprits:
         return "suspected"
     return VERDICT_WORDS[diagnosis.verdict]
-
-
-def at_one_slot(diagnosis: Diagnosis, culprits: frozenset[int]) -> list[dict[str, Any]]:
-    """Where ranks met at one slot in different operations, each waits for the others: there is no edge to draw."""
-    groups = () if diagnosis.reading is None else diagnosis.reading.groups
-    group = next((each for each in groups if culprits & {member.rank for member in each.members}), None)
-    if group is None:
-        return []
-    held: dict[str, list[int]] = {}
-    others: dict[str, list[int]] = {}
-    for member in group.members:
-        if member.operation is not None and (member.rank in culprits or member.place is Place.WAITING):
-            side = held if member.rank in culprits else others
-            side.setdefault(operation_words(member.operation), []).append(member.rank)
-    return [
-        {
-            "ranks": ranks,
-            "awaited": awaited,
-            "group": str(group.group),
-            "slot": group.slot,
-            "operation": operation,
-            "why": f"in {theirs} at the same slot",
-        }
-        for operation, ranks in others.items()
-        for theirs, awaited in held.items()
-    ]
 
 
 def stack_views(incident: Incident, culprits: frozenset[int]) -> Sequence[StackView]:

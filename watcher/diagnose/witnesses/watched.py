@@ -32,7 +32,7 @@ def of_power(seen: Seen) -> Witness | None:
         weight = WEIGHT_OF_SHAPE.get(shape, SUSPECT_WEIGHT)
         return Witness(POWER, _power_words(seen, named), named, weight)
     if shares and busy == frozenset(shares) and len(shares) > 1:
-        return Witness(POWER, f"all {len(shares)} boards read busy{_range(seen.ranks)}", weight=0.4, clears=True)
+        return Witness(POWER, f"all {len(shares)} GPUs read busy{_range(seen.ranks)}", weight=0.4, clears=True)
     return None
 
 
