@@ -74,8 +74,7 @@ class NodeChannels:
         with _closed_after(channel, deadline_seconds) as late:
             try:
                 channel.exec_command(command)  # waits without limit: closing the channel ends it
-                channel.sendall(stdin)
-                channel.shutdown_write()
+                _send(channel, stdin)
                 trouble = _read(channel, take, byte_limit)
                 if trouble is None:
                     channel.status_event.wait(STATUS_SECONDS)
@@ -111,6 +110,16 @@ class NodeChannels:
             raise ConnectionError(f"its sshd does not connect to 127.0.0.1:{port}: {error.text}") from None
         except (paramiko.SSHException, EOFError) as error:
             raise ConnectionError(f"no channel to 127.0.0.1:{port}: {words_of(error)}") from None
+
+
+def _send(channel: paramiko.Channel, stdin: bytes) -> None:
+    """Raises OSError, but not where the command ended before it took its input: its exit status tells more then."""
+    try:
+        channel.sendall(stdin)
+        channel.shutdown_write()
+    except OSError:
+        if channel.exit_status < 0:
+            raise
 
 
 def _read(channel: paramiko.Channel, take: Callable[[bytes], None], byte_limit: int) -> str | None:

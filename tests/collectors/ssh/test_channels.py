@@ -46,6 +46,11 @@ def test_a_command_gets_its_stdin_and_its_end(watch: Watching) -> None:
     assert ran == Ran(3, "so")
 
 
+def test_a_command_that_ends_before_it_took_its_input_tells_how_it_ended(watch: Watching) -> None:
+    for _ in range(20):  # its channel may be closed before, between or after the writes
+        assert run(watch, "exit 127", b"x" * MOST_WRITTEN_BYTES)[0] == Ran(127)
+
+
 def test_a_command_that_floods_is_cut_off(watch: Watching) -> None:
     ran, output = run(watch, "yes", most=300_000)
     assert len(output) == 300_000
