@@ -36,7 +36,6 @@ def read_communicator(view: CommunicatorView, job_ranks: dict[Device, int]) -> C
         tied=tuple(suspects(ranks) for ranks in suspicion.tied),
         confidence=suspicion.confidence,
         why=f"{name_of(now)}: {suspicion.why}",
-        frozen_seconds=view.apart_seconds if view.moved is False else None,
         alike=now.alike,
         waiting=_waiting(now, suspicion),
     )

@@ -54,7 +54,6 @@ class CommunicatorReading:
     tied: tuple[tuple[RasSuspect, ...], ...]  # sets of which one is at fault: the counters cannot tell which
     confidence: float  # 0..1
     why: str
-    frozen_seconds: float | None = None  # time between two reports without one launch; None: moved, or not known
     alike: int = 1
     waiting: tuple[Device, ...] = ()  # those that wait in it for its suspects
 

@@ -183,7 +183,7 @@ def test_a_rank_that_one_node_reaches_is_not_missing_because_another_does_not() 
     ]
     reading = read_ras(polls)
     assert reading.finding is RasFinding.MATCHED
-    assert reading.communicators[0].frozen_seconds == 12.0
+    assert "frozen over 12 s" in reading.why
     assert read_ras(polls[::-1]) == reading
 
 
