@@ -41,7 +41,6 @@ def test_a_real_job_deadlocks_is_named_and_ends_well_behind_the_gate() -> None:
         "training",
         "parted",
         "recorded",
-        "diagnosed",
         "killed",
         "completed",
     ]
