@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from watcher.diagnose.ras.events import monitor_words, read_events
 from watcher.diagnose.ras.report import RasCommunicator, RasRank, RasReport
 from watcher.diagnose.ras.results import IN_PROGRESS, OK
 
@@ -25,7 +26,7 @@ def parse_json(text: str, source: str) -> RasReport:
         return _unread(source, trouble or f"its JSON is {_kind(document)}, not an object")
     if "communicators" not in document:
         if "event" in document:
-            return _unread(source, "it is what RAS's monitor prints, not a status report")
+            return _unread(source, monitor_words(read_events(text)))
         return _unread(source, trouble or 'it has no "communicators": not a status report of RAS')
     listed = document["communicators"]
     if not isinstance(listed, list):

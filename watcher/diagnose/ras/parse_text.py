@@ -7,7 +7,9 @@ communicators by their number only, counts only where they differ, and ranks onl
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+from watcher.diagnose.ras.events import monitor_words, read_events
 from watcher.diagnose.ras.report import RasReport
 from watcher.diagnose.ras.text_draft import CommunicatorDraft, ProcessDraft, ReportDraft
 from watcher.diagnose.ras.text_report import report_of
@@ -48,7 +50,8 @@ def parse_text(text: str, source: str) -> RasReport:
         line = raw.strip()
         if line:
             _read_line(line, draft)
-    return report_of(draft, source)
+    report = report_of(draft, source)
+    return replace(report, trouble=monitor_words(read_events(text))) if draft.monitor else report
 
 
 def _read_line(line: str, draft: ReportDraft) -> None:

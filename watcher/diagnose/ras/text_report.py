@@ -25,8 +25,6 @@ def report_of(draft: ReportDraft, source: str) -> RasReport:
 
 
 def _trouble(draft: ReportDraft) -> str | None:
-    if draft.monitor:
-        return "it is what RAS's monitor prints, not a status report"
     if draft.nccl_version is not None and "Warnings" not in draft.parts:
         return "its text ends early: read as far as it goes"
     if not (draft.parts or draft.groups or draft.communicators):

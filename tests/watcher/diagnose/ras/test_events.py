@@ -1,0 +1,43 @@
+"""What RAS's monitor prints."""
+
+from __future__ import annotations
+
+from tests.watcher.diagnose.ras.reports import sample
+from watcher.diagnose.ras.events import RasEvent, read_events
+from watcher.diagnose.ras.parse import parse_report
+
+DEAD = RasEvent("2025-12-19 13:07:07", "PEER_DEAD", "172.16.64.245", 1524345, (1,), "")
+
+
+def events_of(*names: str) -> tuple[RasEvent, ...]:
+    return read_events("".join(sample(name).decode() for name in names))
+
+
+def test_text_and_json_say_the_same() -> None:
+    assert events_of("monitor_events.txt") == (DEAD,)
+    assert events_of("docs_2.30_block08.txt", "docs_2.30_block09.txt") == (DEAD,)
+    assert events_of("docs_2.30_block10.json") == (DEAD,)
+
+
+def test_objects_without_anything_between_them() -> None:
+    first, second = events_of("monitor_events.jsonstream")
+    assert (first.event, first.host, first.pid, first.gpus) == ("PEER_DEAD", "10.0.0.12", 40013, (5,))
+    assert (second.event, second.host, second.pid, second.gpus) == ("PEER_UNRESPONSIVE", "10.0.0.12", None, ())
+
+
+def test_an_object_that_is_broken_does_not_hide_the_next() -> None:
+    broken = sample("docs_2.30_block10.json").replace(b'"pid"', b'"pid')
+    assert read_events((broken + sample("docs_2.30_block10.json")).decode()) == (DEAD,)
+
+
+def test_gpus_by_nvml_where_cuda_numbers_them_otherwise() -> None:
+    (event,) = read_events("[2025-12-19 13:07:07] PEER_NEW: Process 7 on node n1 managing GPUs 0,1 (NVML 4,5) joined\n")
+    assert (event.gpus, event.details) == ((4, 5), "joined")
+
+
+def test_what_is_no_status_report_says_who_is_in_trouble() -> None:
+    said = parse_report(sample("docs_2.30_block10.json")).trouble
+    assert said is not None
+    assert said.endswith(
+        "not a status report: PEER_DEAD process 1524345 on 172.16.64.245 (GPU 1) at 2025-12-19 13:07:07"
+    )
