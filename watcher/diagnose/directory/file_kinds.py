@@ -56,7 +56,7 @@ def kind_of(name: str, head: bytes) -> FileKind:
 
 def _kind_of_text(text: str) -> FileKind:
     if text.startswith("{"):
-        if '"communicators' in text:
+        if '"communicators' in text or '"PEER_' in text:  # a report, or what its monitor printed
             return FileKind.RAS
         if any(key in text for key in ('"entries"', '"pg_config"', '"pg_status"')):
             return FileKind.RECORD
@@ -65,6 +65,8 @@ def _kind_of_text(text: str) -> FileKind:
         return FileKind.STACKS
     if text.startswith("[") and '"frames"' in text and '"thread_id"' in text:
         return FileKind.STACKS
+    if re.search(r"^\[[\d :-]{19}\] PEER_\w+: ", text, re.MULTILINE):
+        return FileKind.RAS
     if "SERVER PROTOCOL" in text or ("NCCL version" in text and re.search("Job summary|Communicators", text)):
         return FileKind.RAS
     return FileKind.OTHER

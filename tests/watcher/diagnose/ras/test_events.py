@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from tests.watcher.diagnose.ras.reports import sample
+from watcher.diagnose.directory.read_evidence import read_evidence
+from watcher.diagnose.fuse import diagnose
 from watcher.diagnose.ras.events import RasEvent, read_events
 from watcher.diagnose.ras.parse import parse_report
 
@@ -41,3 +47,11 @@ def test_what_is_no_status_report_says_who_is_in_trouble() -> None:
     assert said.endswith(
         "not a status report: PEER_DEAD process 1524345 on 172.16.64.245 (GPU 1) at 2025-12-19 13:07:07"
     )
+
+
+@pytest.mark.parametrize("name", ["monitor_events.txt", "monitor_events.jsonstream", "docs_2.30_block10.json"])
+def test_a_directory_in_which_somebody_kept_it_is_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(sample(name))
+    found = diagnose(read_evidence(tmp_path))
+    assert found.culprits == ()
+    assert "PEER_DEAD process" in found.why
