@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,30 @@ def test_nothing_at_all() -> None:
     reading = read_collectives([])
     assert reading.verdict is DiagnosisVerdict.UNKNOWN
     assert reading.why == "no flight record could be read"
+
+
+@pytest.mark.parametrize("launched", [1, 3, 6])
+def test_who_joins_what_never_ends_and_launches_little_after_it(launched: int) -> None:
+    """The real job of nccl_lock_gil_1st, as if ranks 9 and 14 had joined the operation that all are in, like their
+    peers 8 and 12, and gone on with `launched` operations in all: as hosts do whose GPU has died."""
+    records = {record.rank: record for record in records_of("nccl_lock_gil_1st")}
+    for rank, peer in ((9, 8), (14, 12)):
+        records[rank] = joined_as(records[rank], records[peer], launched)
+    reading = read_collectives(list(records.values()))
+    assert reading.verdict is DiagnosisVerdict.NEVER_ARRIVED
+    assert reading.culprits == (9, 14), reading.why
+    for missing in records:
+        reading = read_collectives([record for rank, record in records.items() if rank != missing])
+        assert set(reading.culprits) <= {9, 14}, f"without rank {missing}: {reading.why}"
+
+
+def joined_as(record: RankRecord, peer: RankRecord, launched: int) -> RankRecord:
+    """The record with the first open launches of its peer in the groups that both are in."""
+    last = sorted(launch.record for part in peer.groups for launch in part.launches)[launched - 1]
+    of_peer = {part.group: part.launches for part in peer.groups}
+    parts = []
+    for part in record.groups:
+        launches = tuple(launch for launch in of_peer.get(part.group, ()) if launch.record <= last)
+        enqueued = max([part.last_enqueued or 0, *(launch.slot for launch in launches)])
+        parts.append(replace(part, launches=launches, last_enqueued=enqueued))
+    return replace(record, groups=tuple(parts))
