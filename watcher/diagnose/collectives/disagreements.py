@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from watcher.diagnose.collectives.operations import same_kind, signature
+from watcher.diagnose.collectives.operations import same_kind, signature, sizes_are_own
 from watcher.diagnose.collectives.standing import GroupStanding, Standings, collectives
 from watcher.diagnose.flight.record import Group, Operation
 
@@ -91,6 +91,6 @@ def _at(standing: GroupStanding, slot: int) -> Disagreement:
 
 
 def sizes_differ(standing: GroupStanding, slot: int) -> bool:
-    """Where the sizes are each rank's own, so that they prove nothing and may still be what is wrong."""
+    """Where sizes are each rank's own, and are not all the same."""
     operations = {standing.operation_at(rank, slot) for rank in standing.records} - {None}
-    return len(operations) > 1 and all(each is not None and each.name == "all_to_all" for each in operations)
+    return len(operations) > 1 and all(each is not None and sizes_are_own(each) for each in operations)

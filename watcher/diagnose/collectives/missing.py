@@ -15,6 +15,7 @@ from watcher.diagnose.diagnosis import CollectiveReading, DiagnosisVerdict
 from watcher.diagnose.flight.record import Group
 from watcher.diagnose.words import ranks_in_words
 
+MOST_TOLD: Final = 4  # ranks, each with a sentence
 # How sure each is. Stated, not measured.
 SURE_SILENT: Final = 0.9
 SURE_LEFT_BEHIND: Final = 0.85
@@ -29,7 +30,7 @@ def of_holders(ends: Ends, case: Case) -> CollectiveReading:
         told, group, slot = _hold_words(rank, ends.holders[rank], case)
         words.append(told)
         places.append((group, slot))
-    why = "; ".join(words[:4]) + (f"; and {len(words) - 4} more ranks" if len(words) > 4 else "")
+    why = _first_ranks(words)
     unrecorded = sorted({rank for each in ends.unrecorded for rank in each.awaited} - set(culprits))
     if unrecorded:
         why += f"; {ranks_in_words(unrecorded)} left no record and may hold others up too"
@@ -41,6 +42,12 @@ def of_holders(ends: Ends, case: Case) -> CollectiveReading:
         why,
         places,
     )
+
+
+def _first_ranks(sentences: Sequence[str]) -> str:
+    """One a rank: the first of them, and how many more there are."""
+    more = f"; and {len(sentences) - MOST_TOLD} more ranks" if len(sentences) > MOST_TOLD else ""
+    return "; ".join(sentences[:MOST_TOLD]) + more
 
 
 def _hold_words(rank: int, hold: Hold, case: Case) -> tuple[str, Group, int]:
@@ -90,8 +97,7 @@ def of_laggards(stopped: Mapping[int, tuple[GroupStanding, int]], case: Case) ->
             f"rank {rank} launched nothing after slot {last:,} of {standing.group}, its peers {count} operations more"
         )
         places.append((standing.group, last + 1))
-    why = f"{waiting_words(most_waited_in(case.graph.standstills))}; {'; '.join(words[:4])}"
-    why += f"; and {len(words) - 4} more ranks" if len(words) > 4 else ""
+    why = f"{waiting_words(most_waited_in(case.graph.standstills))}; {_first_ranks(words)}"
     culprits = tuple(sorted(stopped))
     return case.reading(DiagnosisVerdict.NEVER_ARRIVED, False, culprits, SURE_STOPPED, why, places)
 

@@ -16,6 +16,7 @@ class OperationRule:
     synchronising: bool = False
     inputs: bool = False  # elements must agree
     outputs: bool = False
+    own_sizes: bool = False  # sizes differ from rank to rank, rightly or not
 
 
 @lru_cache(maxsize=1)
@@ -26,8 +27,12 @@ def operation_rules() -> dict[str, OperationRule]:
 
 def synchronising(operation: Operation) -> bool:
     """Whether nobody can finish it before every member came."""
-    rule = operation_rules().get(operation.name)
-    return rule is not None and rule.synchronising
+    return operation_rules().get(operation.name, OperationRule()).synchronising
+
+
+def sizes_are_own(operation: Operation) -> bool:
+    """Whether each rank has sizes of its own, so that they prove nothing and may still be what is wrong."""
+    return operation_rules().get(operation.name, OperationRule()).own_sizes
 
 
 def same_kind(one: Operation, other: Operation) -> bool:

@@ -9,8 +9,13 @@ from watcher.diagnose.collectives.wait_graph import Standstill
 from watcher.diagnose.words import ranks_in_words
 
 
+def by_waiters(places: Sequence[Standstill]) -> list[Standstill]:
+    """Those in which most wait first."""
+    return sorted(places, key=lambda each: (-len(each.waiters), each.group, each.slot))
+
+
 def most_waited_in(places: Sequence[Standstill]) -> Standstill:
-    return min(places, key=lambda each: (-len(each.waiters), each.group, each.slot))
+    return by_waiters(places)[0]
 
 
 def waiting_words(place: Standstill) -> str:

@@ -8,7 +8,7 @@ from typing import Final
 from watcher.diagnose.collectives.case import Case
 from watcher.diagnose.collectives.disagreements import sizes_differ
 from watcher.diagnose.collectives.operations import operation_words
-from watcher.diagnose.collectives.standstill_words import most_waited_in, waiting_words
+from watcher.diagnose.collectives.standstill_words import by_waiters, most_waited_in, waiting_words
 from watcher.diagnose.collectives.wait_graph import Ends
 from watcher.diagnose.diagnosis import CollectiveReading, DiagnosisVerdict
 from watcher.diagnose.flight.record import Unread
@@ -62,7 +62,7 @@ def of_nobody(case: Case, unread: Sequence[Unread]) -> CollectiveReading:
 
 
 def of_no_end(case: Case) -> CollectiveReading:
-    places = sorted(case.graph.standstills, key=lambda each: (-len(each.waiters), each.group, each.slot))
+    places = by_waiters(case.graph.standstills)
     words = "; ".join(waiting_words(each) for each in places[:3])
     words += f"; and {len(places) - 3} more such places" if len(places) > 3 else ""
     words += f"; {ranks_in_words(case.standings.unrecorded)} left no record" if case.standings.unrecorded else ""
