@@ -151,23 +151,22 @@ def _seen(path: Path, missing: list[str]) -> Seen | None:
     return None
 
 
-def _text(found: Found, missing: list[str]) -> str | None:
+def _data(found: Found, missing: list[str]) -> bytes | None:
     try:
-        data = read_bytes(found.path)
+        return read_bytes(found.path)
     except OSError as error:
         missing.append(f"{found.name}: cannot be read: {error.strerror or error}")
         return None
-    return None if data is None else data.decode("utf-8", "replace")
 
 
 def _stacks(files: Iterable[Found], missing: list[str]) -> Iterable[RankStacks]:
     for found in files:
-        text, rank = _text(found, missing), rank_of(found.name)
-        if text is None:
+        data, rank = _data(found, missing), rank_of(found.name)
+        if data is None:
             continue
         if rank is None:
             missing.append(f"{found.name}: stacks of an unknown rank: put the rank into its name, as in rank-3.txt")
-        elif stacks := read_stacks(text, rank, found.name):
+        elif stacks := read_stacks(data.decode("utf-8", "replace"), rank, found.name):
             yield stacks
         else:
             missing.append(f"{found.name}: no Python stacks in it")
@@ -182,8 +181,8 @@ def _endings(directory: Path, files: Iterable[Found], missing: list[str]) -> Ite
 def _logs(files: Iterable[Found], manifest: dict[str, Any], missing: list[str]) -> Iterable[RankLog]:
     listed = manifest.get("files")
     for found in files:
-        text, rank = _text(found, missing), rank_of(found.name)
-        log = None if text is None or rank is None else read_log(text.encode(), rank, found.name)
+        data, rank = _data(found, missing), rank_of(found.name)
+        log = None if data is None or rank is None else read_log(data, rank, found.name)
         if log is not None:
             told = listed.get(found.path.name) if isinstance(listed, dict) else None
             age = told.get("age_seconds") if isinstance(told, dict) else None
@@ -194,7 +193,7 @@ def _processes(files: Iterable[Found], missing: list[str]) -> Iterable[RankProce
     for found in files:
         node = Path(found.name).name.removeprefix("node-").removesuffix(".processes.json")
         try:
-            rows = PROCESSES.validate_json(_text(found, missing) or "[]")
+            rows = PROCESSES.validate_json(_data(found, missing) or b"[]")
             yield from [_process(row, node, found.name) for row in rows]
         except (ValidationError, KeyError, TypeError, ValueError) as error:
             missing.append(f"{found.name}: not a list of processes: {str(error).splitlines()[0]}")
@@ -216,14 +215,14 @@ def _ras(directory: Path, files: Sequence[Found], missing: list[str]) -> Iterabl
         match = POLL_NAME.fullmatch(found.path.name)
         series[str(found.path.parent / (match["series"] if match else found.path.name))].append(found)
     for key, group in sorted(series.items()):
-        texts = [(found.name, text) for found in group if (text := _text(found, missing)) is not None]
+        reports = [(found.name, data) for found in group if (data := _data(found, missing)) is not None]
         name = Path(key).name
         meta = read_object(directory / f"{name}.ras.json", missing)
         apart, trouble = meta.get("apart_seconds"), meta.get("trouble")
         node = name.removeprefix("node-") if name.startswith("node-") else ""
         yield parse_polls(
             node,
-            [(each, text.encode()) for each, text in texts],
+            reports,
             float(apart) if isinstance(apart, (int, float)) else None,
             str(trouble) if trouble else None,
         )
