@@ -43,6 +43,15 @@ def unbroken(points: Sequence[TimelinePoint]) -> list[list[TimelinePoint]]:
     return [stretch for stretch in stretches if len(stretch) > 1]
 
 
+def stretches_of_state(points: Sequence[TimelinePoint]) -> list[tuple[float, JobState]]:
+    """When each stretch of moments in one state began, wall seconds; each lasts until the next begins."""
+    changes: list[tuple[float, JobState]] = []
+    for point in points:
+        if not changes or changes[-1][1] is not point.state:
+            changes.append((point.wall_seconds, point.state))
+    return changes
+
+
 class Timeline:
     """Bounded in memory: at most about 600 recent and 1,440 older points at one sample a second."""
 

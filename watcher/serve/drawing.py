@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from watcher.judge.finding import JobState
 from watcher.judge.job_sample import RankGpu
 from watcher.judge.verdict import Suspect
 from watcher.snapshot import TimelinePoint
-from watcher.timeline import unbroken
+from watcher.timeline import stretches_of_state, unbroken
 
 BAR: Final = 8
 PITCH: Final = 10
@@ -141,10 +140,7 @@ def thinned(points: Sequence[TimelinePoint]) -> list[TimelinePoint]:
 
 def ribbons(points: Sequence[TimelinePoint], start: float, span: float) -> tuple[Ribbon, ...]:
     """Consecutive moments of one state as one stretch; the last reaches up to now."""
-    changes: list[tuple[float, JobState]] = []
-    for point in points:
-        if not changes or changes[-1][1] is not point.state:
-            changes.append((point.wall_seconds - start, point.state))
+    changes = [(began - start, state) for began, state in stretches_of_state(points)]
     ends = [seconds for seconds, _ in changes[1:]] + [span]
     return tuple(
         Ribbon(round(begin / span * HISTORY_WIDTH, 1), round((end - begin) / span * HISTORY_WIDTH, 1), state.value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from watcher.diagnose.evidence import RankSeen
@@ -43,9 +43,9 @@ class RankPicture:
     absent: str  # no reading
     labels: tuple[tuple[float, str, bool], ...]  # x, rank, whether it is a culprit
     nodes: tuple[NodeLabel, ...]
-    spread: str
-    others: str  # what the others show, where culprits are known
-    top_words: str
+    spread: str = ""
+    others: str = ""  # what the others show, where culprits are known
+    top_words: str = ""
 
 
 def rank_picture(
@@ -58,11 +58,11 @@ def rank_picture(
         return None
     ceiling = max(top or max(known) * 1.06, *known) or 1.0
     draw = bars if len(ranks) <= BARS_MOST else cells
-    spread = span_words(known, unit)
     apart = [v for rank, v in zip(ranks, values, strict=True) if v is not None and rank.rank in culprits]
     others = [v for rank, v in zip(ranks, values, strict=True) if v is not None and rank.rank not in culprits]
     words = f"{span_words(apart, unit)} against {span_words(others, unit)}" if apart and others else ""
-    return draw(ranks, values, culprits, ceiling, spread, words, f"{ceiling:,.0f} {unit}")
+    picture = draw(ranks, values, culprits, ceiling)
+    return replace(picture, spread=span_words(known, unit), others=words, top_words=f"{ceiling:,.0f} {unit}")
 
 
 def span_words(values: Sequence[float], unit: str) -> str:
@@ -75,9 +75,6 @@ def bars(
     values: Sequence[float | None],
     culprits: frozenset[int],
     ceiling: float,
-    spread: str,
-    others: str,
-    top_words: str,
 ) -> RankPicture:
     """A bar a rank; nodes stand a little apart."""
     pitch, gap = 30.0 if len(ranks) <= 16 else 22.0 if len(ranks) <= 32 else 14.0, 10.0
@@ -112,9 +109,6 @@ def bars(
         absent="".join(absent),
         labels=tuple(labels),
         nodes=tuple(nodes),
-        spread=spread,
-        others=others,
-        top_words=top_words,
     )
 
 
@@ -136,9 +130,6 @@ def cells(
     values: Sequence[float | None],
     culprits: frozenset[int],
     ceiling: float,
-    spread: str,
-    others: str,
-    top_words: str,
 ) -> RankPicture:
     """A column a node, so that a node or a place on all nodes that differs is seen at once; wrapped to the width."""
     places, deep = cell_places(ranks)
@@ -166,7 +157,4 @@ def cells(
         absent="".join(absent),
         labels=(),
         nodes=(),
-        spread=spread,
-        others=others,
-        top_words=top_words,
     )

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from watcher.snapshot import TimelinePoint
-from watcher.timeline import unbroken
+from watcher.timeline import stretches_of_state, unbroken
 
 WIDTH: Final = 1000.0
 POWER_HEIGHT: Final = 150.0
@@ -91,7 +91,7 @@ def timeline_picture(
         median="".join(median),
         steps=steps_path([(across(p.wall_seconds), p.step) for p in drawn if p.step is not None]),
         step_words=step_words([p.step for p in recent if p.step is not None]),
-        ribbons=ribbons([(across(p.wall_seconds), p.state.value) for p in recent], across(last)),
+        ribbons=ribbons([(across(at), state.value) for at, state in stretches_of_state(recent)], across(last)),
         ticks=tuple(Tick(across(at), clock_words(at, span)) for at in tick_seconds(first, last)),
         marks=marks([(across(at), words) for words, at in told if at is not None and at >= first]),
         top_words=f"{top:,.0f} W",
@@ -144,14 +144,11 @@ def step_words(steps: Sequence[int]) -> str:
 
 
 def ribbons(states: Sequence[tuple[float, str]], end: float) -> tuple[Ribbon, ...]:
-    changes: list[tuple[float, str]] = []
-    for x, state in states:
-        if not changes or changes[-1][1] != state:
-            changes.append((x, state))
-    ends = [x for x, _ in changes[1:]] + [end]
+    """`states`: where each stretch of one state begins; the last reaches up to `end`."""
+    ends = [x for x, _ in states[1:]] + [end]
     return tuple(
         Ribbon(x, round(until - x, 1), state, until - x > 8.5 * len(state))
-        for (x, state), until in zip(changes, ends, strict=True)
+        for (x, state), until in zip(states, ends, strict=True)
     )
 
 
