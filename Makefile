@@ -1,29 +1,33 @@
-# Two commands: `make demo` and `make test`. Each sets up what it needs on a fresh machine.
+# Two commands matter: `make demo` and `make test`. Each sets up what it needs on a fresh machine. `make help` lists the rest.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint backtest bench clean
+.PHONY: help demo test lint docs backtest bench clean
+.DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.demo
+help: ## this list
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+demo: $(VENV)/.demo ## a simulated cluster behind real SSH, watched by the real watcher (DEMO="--list" and other options)
 	$(BIN)/wattwatch demo $(DEMO)
 
-test: $(VENV)/.dev lint
+test: $(VENV)/.dev lint ## lint, types and all tests
 	$(BIN)/pytest
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # What the rules get right on public cases: the committed result shows what a change of them does.
-backtest: $(VENV)/.dev
+backtest: $(VENV)/.dev ## score the verdicts on labelled public cases and write the committed result
 	$(BIN)/wattwatch backtest tests/data/backtest --out tests/data/backtest/result.json
 
-bench: $(VENV)/.dev
+bench: $(VENV)/.dev ## all benchmarks; each prints figures and ratios
 	$(BIN)/python -m tests.benchmarks.watch_nodes
-	$(BIN)/python -m tests.benchmarks.judge
+	$(BIN)/python -m tests.benchmarks.detection
 	$(BIN)/python -m tests.benchmarks.diagnose
 	$(BIN)/python -m tests.benchmarks.gate
 	$(BIN)/python -m tests.benchmarks.pack
@@ -47,5 +51,5 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.demo
 
-clean:
+clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

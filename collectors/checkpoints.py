@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Final
 
-from collectors.probe.node_probe import list_checkpoints
-from collectors.samples import CheckpointEntry, CheckpointSample
+from wattwatch.collectors.probe.node_probe import list_checkpoints
+from wattwatch.collectors.samples import CheckpointEntry, CheckpointSample
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class CheckpointFolder:
     """One folder below the checkpoint directory, with all that lies in it."""
 
     bytes: int
@@ -43,14 +43,14 @@ class RootFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class CheckpointListing:
     root: Mapping[str, RootFile]
-    folders: Mapping[str, Facts]
+    folders: Mapping[str, CheckpointFolder]
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CheckpointLayout:
     """How one trainer lays out a checkpoint. See checkpoint_layouts.toml for the meaning of each field."""
 
     framework: str
@@ -67,9 +67,9 @@ class Layout:
     trap: str = ""
 
 
-def facts_from_json(facts: Mapping[str, Any]) -> Facts:
+def parse_folder(facts: Mapping[str, Any]) -> CheckpointFolder:
     """As the probe ships it. Raises TypeError, ValueError or KeyError on anything else."""
-    return Facts(
+    return CheckpointFolder(
         int(facts["bytes"]),
         int(facts["count"]),
         float(facts["mtime"]),
@@ -80,25 +80,25 @@ def facts_from_json(facts: Mapping[str, Any]) -> Facts:
     )
 
 
-def root_from_json(root: Mapping[str, Any]) -> dict[str, RootFile]:
+def parse_root_files(root: Mapping[str, Any]) -> dict[str, RootFile]:
     return {
         str(name): RootFile(str(kind), int(size), float(changed), str(text))
         for name, (kind, size, changed, text) in root.items()
     }
 
 
-def list_directory(directory: str) -> tuple[Listing, dict[str, float]]:
+def list_checkpoint_directory(directory: str) -> tuple[CheckpointListing, dict[str, float]]:
     """The listing of a local directory, and each entry's age in seconds since its newest change."""
     raw = list_checkpoints(directory)
-    listing = Listing(
-        root_from_json(raw["root"]),
-        {name: facts_from_json(facts) for name, facts in raw["entries"].items()},
+    listing = CheckpointListing(
+        parse_root_files(raw["root"]),
+        {name: parse_folder(facts) for name, facts in raw["entries"].items()},
         raw["error"],
     )
-    return listing, ages_by_clock(listing, time.time())
+    return listing, ages_from_mtime(listing, time.time())
 
 
-def ages_by_clock(listing: Listing, wall_seconds: float) -> dict[str, float]:
+def ages_from_mtime(listing: CheckpointListing, wall_seconds: float) -> dict[str, float]:
     """Ages from the files' own stamps. A file server's clock may differ: better is to have seen the change."""
     ages = {name: max(0.0, wall_seconds - facts.changed_seconds) for name, facts in listing.folders.items()}
     ages.update({name: max(0.0, wall_seconds - file.changed_seconds) for name, file in listing.root.items()})
@@ -106,23 +106,23 @@ def ages_by_clock(listing: Listing, wall_seconds: float) -> dict[str, float]:
 
 
 def read_checkpoints(
-    directory: str, listing: Listing, ages_seconds: Mapping[str, float], listing_age_seconds: float = 0.0
+    directory: str, listing: CheckpointListing, ages_seconds: Mapping[str, float], listing_age_seconds: float = 0.0
 ) -> CheckpointSample:
     """The checkpoints that `listing` shows, oldest first. `ages_seconds`: entry name -> seconds since it changed."""
     entries = []
     for name, facts in listing.folders.items():
-        found = layout_of(name, facts)
+        found = find_layout(name, facts)
         if found is not None:
-            entries.append(judge_folder(found, name, facts, listing, ages_seconds.get(name)))
+            entries.append(classify_folder(found, name, facts, listing, ages_seconds.get(name)))
     for name, file in listing.root.items():
-        entry = judge_single_file(name, file, listing, ages_seconds.get(name))
+        entry = classify_single_file(name, file, listing, ages_seconds.get(name))
         if entry is not None:
             entries.append(entry)
     entries.sort(key=lambda entry: (-1 if entry.step is None else entry.step, -(entry.age_seconds or 0.0)))
     return CheckpointSample(directory, tuple(entries), listing_age_seconds, listing.error)
 
 
-def layout_of(name: str, facts: Facts) -> Layout | None:
+def find_layout(name: str, facts: CheckpointFolder) -> CheckpointLayout | None:
     """The layout whose name fits and whose files are there most; among equals the first of the table."""
     best, best_score = None, -1
     for layout in LAYOUTS:
@@ -134,10 +134,10 @@ def layout_of(name: str, facts: Facts) -> Layout | None:
     return best
 
 
-def judge_folder(
-    layout: Layout, name: str, facts: Facts, listing: Listing, age_seconds: float | None
+def classify_folder(
+    layout: CheckpointLayout, name: str, facts: CheckpointFolder, listing: CheckpointListing, age_seconds: float | None
 ) -> CheckpointEntry:
-    step = step_of(layout, name)
+    step = step_from_name(layout, name)
 
     def entry(complete: bool | None, why: str) -> CheckpointEntry:
         said = f"{layout.framework}: {why}" + (f"; {layout.trap}" if layout.trap else "")
@@ -155,15 +155,15 @@ def judge_folder(
     for path in layout.needs:
         if path not in facts.sizes:
             return entry(False, f"{path} is not there yet")
-    trouble = short_files(facts)
+    trouble = describe_size_mismatch(facts)
     if trouble:
         return entry(False, trouble)
     if layout.index is not None:
-        missing = missing_of_index(facts)
+        missing = describe_missing_shard(facts)
         if missing:
             return entry(False, missing)
     if layout.pointers:
-        verdict = judge_pointer(layout, name, step, listing)
+        verdict = check_pointer(layout, name, step, listing)
         if verdict is not None:
             return entry(*verdict)
     if facts.files == 0:
@@ -171,10 +171,10 @@ def judge_folder(
     if layout.quiet_seconds and (age_seconds is None or age_seconds < layout.quiet_seconds):
         quiet = 0.0 if age_seconds is None else age_seconds
         return entry(None, f"quiet for {quiet:.0f} s of the {layout.quiet_seconds:.0f} s that would say it is finished")
-    return entry(True, complete_because(layout, age_seconds))
+    return entry(True, describe_completion(layout, age_seconds))
 
 
-def complete_because(layout: Layout, age_seconds: float | None) -> str:
+def describe_completion(layout: CheckpointLayout, age_seconds: float | None) -> str:
     marks = [f"{path} is there" for path in layout.needs]
     if layout.pointers:
         marks.append(f"{' or '.join(layout.pointers)} names it")
@@ -185,7 +185,7 @@ def complete_because(layout: Layout, age_seconds: float | None) -> str:
     return ", ".join(marks) or "it is there"
 
 
-def short_files(facts: Facts) -> str:
+def describe_size_mismatch(facts: CheckpointFolder) -> str:
     """Which safetensors files are shorter, or longer, than they state."""
     for name, stated in facts.stated_bytes.items():
         size = facts.sizes.get(name)
@@ -195,7 +195,7 @@ def short_files(facts: Facts) -> str:
     return ""
 
 
-def missing_of_index(facts: Facts) -> str:
+def describe_missing_shard(facts: CheckpointFolder) -> str:
     for index, names in facts.index_files.items():
         folder = index.rpartition("/")[0]
         for name in names:
@@ -205,7 +205,9 @@ def missing_of_index(facts: Facts) -> str:
     return ""
 
 
-def judge_pointer(layout: Layout, name: str, step: int | None, listing: Listing) -> tuple[bool | None, str] | None:
+def check_pointer(
+    layout: CheckpointLayout, name: str, step: int | None, listing: CheckpointListing
+) -> tuple[bool | None, str] | None:
     """None where a pointer names this checkpoint, or a later one; else why it does not count as complete."""
     expected = layout.points_to.format(name=name, step=step)
     for pointer in layout.pointers:
@@ -222,28 +224,30 @@ def judge_pointer(layout: Layout, name: str, step: int | None, listing: Listing)
     return False, f"{' or '.join(layout.pointers)} is not there yet"
 
 
-def judge_single_file(name: str, file: RootFile, listing: Listing, age_seconds: float | None) -> CheckpointEntry | None:
+def classify_single_file(
+    name: str, file: RootFile, listing: CheckpointListing, age_seconds: float | None
+) -> CheckpointEntry | None:
     """A checkpoint that is one file: Lightning's .ckpt, Composer's rank files."""
     if file.kind != "file":
         return None
     for layout in LAYOUTS:
         if layout.single_file and layout.name.search(name):
-            step = step_of(layout, name)
-            verdict = judge_pointer(layout, name, step, listing) if layout.pointers else None
-            complete, why = (True, complete_because(layout, age_seconds)) if verdict is None else verdict
+            step = step_from_name(layout, name)
+            verdict = check_pointer(layout, name, step, listing) if layout.pointers else None
+            complete, why = (True, describe_completion(layout, age_seconds)) if verdict is None else verdict
             return CheckpointEntry(name, step, complete, file.bytes, age_seconds, f"{layout.framework}: {why}")
     return None
 
 
-def step_of(layout: Layout, name: str) -> int | None:
+def step_from_name(layout: CheckpointLayout, name: str) -> int | None:
     found = layout.name.search(name)
     return int(found["step"]) if found is not None and found["step"] else None
 
 
-def _load_layouts() -> tuple[Layout, ...]:
+def _load_layouts() -> tuple[CheckpointLayout, ...]:
     entries = tomllib.loads((resources.files(__package__) / "checkpoint_layouts.toml").read_text("utf-8"))["layouts"]
     return tuple(
-        Layout(
+        CheckpointLayout(
             entry["framework"],
             re.compile(entry["name"]),
             tuple(re.compile(pattern) for pattern in entry.get("holds", [])),

@@ -17,7 +17,7 @@ from dataclasses import replace
 from importlib import resources
 from typing import Final
 
-from collectors.samples import NO_REASONS, GpuSample, HostStatus, MissingGpu, PowerSource, Reason
+from wattwatch.collectors.samples import NO_REASONS, GpuSample, HostStatus, MissingGpu, PowerSource, ReadingStatus
 
 ROW_COLUMNS: Final = (
     "index",  # int, as NVML enumerates
@@ -37,7 +37,7 @@ ROW_COLUMNS: Final = (
     "pstate",  # int 0..15 (32 = unknown), nvmlDeviceGetPerformanceState
     "mig",  # 1 enabled, 0 disabled, null where the board cannot
 )
-HANDLE: Final = "handle"
+HANDLE_ERROR: Final = "handle"
 """Key in the errors of a board whose handle could not be opened: the row then holds its index and nothing else."""
 
 FIELD_OF_COLUMN: Final[Mapping[str, str]] = {
@@ -82,33 +82,33 @@ THROTTLE_BITS: Final = (
 )
 """nvml.h, nvmlClocksEventReason*; the names are those of nvidia-smi's columns."""
 
-LONGEST_ENERGY_INTERVAL_SECONDS: Final = 120.0
+MAX_ENERGY_INTERVAL_SECONDS: Final = 120.0
 """A mean over a longer gap (a reconnect) would say what the board did before it, not what it does now."""
 
 _NOT_AVAILABLE: Final = frozenset({0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})  # NVML_VALUE_NOT_AVAILABLE, 32 and 64 bits
-_TOO_BIG: Final = 1e18
+_MAX_VALUE: Final = 1e18
 _UNKNOWN_CODE: Final = 999
 _CODES: Final[Mapping[int, Mapping[str, str]]] = {
     int(code): entry
     for code, entry in tomllib.loads((resources.files(__package__) / "nvml_codes.toml").read_text("utf-8")).items()
 }
-_REASONS: Final[Mapping[int, Reason]] = {code: Reason(entry["reason"]) for code, entry in _CODES.items()}
+_REASONS: Final[Mapping[int, ReadingStatus]] = {code: ReadingStatus(entry["reason"]) for code, entry in _CODES.items()}
 
 
-def _entry(code: object) -> Mapping[str, str]:
+def _code_entry(code: object) -> Mapping[str, str]:
     return _CODES.get(code if type(code) is int else _UNKNOWN_CODE, _CODES[_UNKNOWN_CODE])
 
 
-def reason_of(code: object) -> Reason:
+def status_of_code(code: object) -> ReadingStatus:
     """What this return code says of one reading. A code that NVML adds later is unreadable until it is listed."""
     if code == 0:
-        return Reason.OK
-    return _REASONS.get(code, Reason.UNREADABLE) if type(code) is int else Reason.UNREADABLE
+        return ReadingStatus.OK
+    return _REASONS.get(code, ReadingStatus.UNREADABLE) if type(code) is int else ReadingStatus.UNREADABLE
 
 
 def host_status_of(code: int) -> tuple[HostStatus, str]:
     """What nvmlInit's or nvmlDeviceGetCount's return code says of the whole machine, with a sentence."""
-    entry = _entry(code)
+    entry = _code_entry(code)
     status = HostStatus(entry.get("host", HostStatus.DRIVER_DOWN))
     return status, f"{entry['detail']} (NVML {code})"
 
@@ -160,15 +160,15 @@ def gpu_from_nvml(
         pstate,
         mig,
     ) = row
-    reasons: dict[str, Reason] = {}
+    reasons: dict[str, ReadingStatus] = {}
     if errors:
-        reasons = _reasons_of_errors(errors)
-    lost = Reason.LOST in reasons.values()
+        reasons = _statuses_of_errors(errors)
+    lost = ReadingStatus.LOST in reasons.values()
     sliced = None if mig is None else mig == 1
     if sliced:
         # The utilisation of a sliced board has no meaning for the whole of it, whatever the call returned.
         util = mem_util = None
-        reasons["utilization_percent"] = reasons["memory_utilization_percent"] = Reason.MIG
+        reasons["utilization_percent"] = reasons["memory_utilization_percent"] = ReadingStatus.MIG
 
     utilization = _number(util, "utilization_percent", reasons, top=100.0)
     energy = _number(energy_mj, "energy_joules", reasons, scale=1000.0)
@@ -193,26 +193,26 @@ def gpu_from_nvml(
         sliced,
         reasons or NO_REASONS,
     )
-    return lost_board(sample) if lost else sample
+    return discard_live_readings(sample) if lost else sample
 
 
 def missing_from_nvml(row: Sequence[object], errors: Mapping[str, int] | None) -> MissingGpu | None:
     """The board whose handle NVML would not give, else None: it counts as missing, not as a row."""
-    code = (errors or {}).get(HANDLE, 0)
+    code = (errors or {}).get(HANDLE_ERROR, 0)
     if not code:
         return None
     index = row[0] if row and type(row[0]) is int else None
     bus = row[2] if len(row) > 2 and type(row[2]) is str else None
-    detail = _entry(code)["detail"]
-    return MissingGpu(index, bus, reason_of(code), f"NVML gave no handle for GPU {index}: {detail} (NVML {code})")
+    detail = _code_entry(code)["detail"]
+    return MissingGpu(index, bus, status_of_code(code), f"NVML gave no handle for GPU {index}: {detail} (NVML {code})")
 
 
-def _reasons_of_errors(errors: Mapping[str, int]) -> dict[str, Reason]:
+def _statuses_of_errors(errors: Mapping[str, int]) -> dict[str, ReadingStatus]:
     """Field name -> reason; a handle that could not be opened is the reason of every field."""
-    if errors.get(HANDLE):
-        return dict.fromkeys(FIELD_OF_COLUMN.values(), reason_of(errors[HANDLE]))
+    if errors.get(HANDLE_ERROR):
+        return dict.fromkeys(FIELD_OF_COLUMN.values(), status_of_code(errors[HANDLE_ERROR]))
     return {
-        FIELD_OF_COLUMN[column]: reason_of(code)
+        FIELD_OF_COLUMN[column]: status_of_code(code)
         for column, code in errors.items()
         if code and column in FIELD_OF_COLUMN
     }
@@ -221,10 +221,10 @@ def _reasons_of_errors(errors: Mapping[str, int]) -> dict[str, Reason]:
 def _number(
     value: object,
     name: str,
-    reasons: dict[str, Reason],
+    reasons: dict[str, ReadingStatus],
     scale: float = 1.0,
     bottom: float = 0.0,
-    top: float = _TOO_BIG,
+    top: float = _MAX_VALUE,
 ) -> float | None:
     """The value in our unit, or None with its reason in `reasons`. A value beside an error code is not one."""
     if value is None or (reasons and name in reasons):
@@ -232,7 +232,7 @@ def _number(
     if (type(value) is int or type(value) is float) and bottom <= value <= top and value not in _NOT_AVAILABLE:
         return value / scale
     absent = type(value) is int and value in _NOT_AVAILABLE
-    reasons[name] = Reason.UNSUPPORTED if absent else Reason.UNREADABLE
+    reasons[name] = ReadingStatus.UNSUPPORTED if absent else ReadingStatus.UNREADABLE
     return None
 
 
@@ -242,26 +242,26 @@ def _power(
     energy: float | None,
     previous: tuple[float, float] | None,
     node_seconds: float,
-    reasons: dict[str, Reason],
+    reasons: dict[str, ReadingStatus],
 ) -> tuple[float | None, PowerSource | None]:
     """Mean watts by the energy counter, else the draw; 0 W beside a busy board is a reading that failed."""
     if energy is not None and previous is not None:
         seconds = node_seconds - previous[0]
         joules = energy - previous[1]
         # A counter that stood still or went back (driver reloaded) measures nothing: never 0 W, never negative.
-        if 0.0 < seconds <= LONGEST_ENERGY_INTERVAL_SECONDS and joules > 0.0:
+        if 0.0 < seconds <= MAX_ENERGY_INTERVAL_SECONDS and joules > 0.0:
             reasons.pop("power_watts", None)
             return joules / seconds, PowerSource.ENERGY_COUNTER
     watts = _number(power_mw, "power_watts", reasons, scale=1000.0)
     if watts is None:
         return None, None
     if watts == 0.0 and utilization:
-        reasons["power_watts"] = Reason.UNREADABLE
+        reasons["power_watts"] = ReadingStatus.UNREADABLE
         return None, None
     return watts, PowerSource.DRAW
 
 
-def lost_board(sample: GpuSample) -> GpuSample:
+def discard_live_readings(sample: GpuSample) -> GpuSample:
     """A lost board: who it was and its limits stay, every live reading goes."""
-    reasons = dict(sample.reasons) | dict.fromkeys(LIVE_FIELDS, Reason.LOST)
+    reasons = dict(sample.reasons) | dict.fromkeys(LIVE_FIELDS, ReadingStatus.LOST)
     return replace(sample, **dict.fromkeys(LIVE_FIELDS), power_source=None, performance_state=None, reasons=reasons)

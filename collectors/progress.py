@@ -14,17 +14,18 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from importlib import resources
 from statistics import median
 from typing import Final
 
 import orjson
 
-from collectors.samples import ProgressSample
+from wattwatch.collectors.samples import ProgressSample
 
-LONGEST_LINE: Final = 2000
-LONGEST_LINE_OF_USER_PATTERN: Final = 300
-MOST_WILDCARDS: Final = 3
+MAX_LINE_CHARS: Final = 2000
+MAX_USER_PATTERN_LINE_CHARS: Final = 300
+MAX_WILDCARDS: Final = 3
 """A regex with k of `.*` may try the k-th power of the line's length: a log of our user's must not stop the watcher."""
 USER_PATTERN_SECONDS: Final = 0.2
 """A pattern that takes longer over one text is not run on the rest of it: a regex may take exponential time."""
@@ -35,16 +36,16 @@ SLOW_PATTERNS: Final[set[str]] = set()  # once too slow, not run again in this p
 ANSI: Final = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 NESTED_REPEAT: Final = re.compile(r"\((?:[^()\\]|\\.)*[+*](?:[^()\\]|\\.)*\)(?:[+*]|\{\d*,\d*\})")
 WILDCARD: Final = re.compile(r"(?<!\\)\.(?:[*+]|\{\d*,\d*\})")
-STAMP: Final = re.compile(
+TIMESTAMP: Final = re.compile(
     r"(?<!\d)(?P<year>(?:20)?\d\d)-(?P<month>\d\d)-(?P<day>\d\d)[ T]"
     r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)(?:[.,](?P<fraction>\d{1,9}))?"
 )
 SUFFIX: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
-GROUPS_OF_USER: Final = ("step", "total", "loss", "tokens_per_second", "tokens_per_second_per_gpu", "rank")
+USER_PATTERN_GROUPS: Final = ("step", "total", "loss", "tokens_per_second", "tokens_per_second_per_gpu", "rank")
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class ProgressFormat:
     """One trainer's way to say it. See progress_formats.toml for the meaning of each field."""
 
     name: str
@@ -55,12 +56,12 @@ class Format:
     largest: bool = False
     note: str = ""
     phases: Mapping[str, str] = field(default_factory=dict)
-    longest_line: int = LONGEST_LINE
+    longest_line: int = MAX_LINE_CHARS
     seconds: float | None = None  # time that reading one text may take; None: our own patterns, known to be quick
 
 
 @dataclass(slots=True)
-class Event:
+class ProgressLine:
     """One line that names a step, with what it and the lines after it add."""
 
     step: int
@@ -83,9 +84,9 @@ def read_progress(
     known: some logs give throughput per GPU only. `cut`: the text begins in the middle of a line.
     """
     if pattern is None:
-        formats: Sequence[Format] = FORMATS
+        formats: Sequence[ProgressFormat] = FORMATS
     else:
-        chosen = user_format(pattern)
+        chosen = compile_user_pattern(pattern)
         if isinstance(chosen, str):
             return ProgressSample(source, "regex", None, age_seconds=age_seconds, why=chosen)
         formats = (chosen,)
@@ -97,12 +98,12 @@ def read_progress(
     for one in formats:
         if one.hints and not any(hint in clean for hint in one.hints):
             continue
-        events, slow = scan(one, lines, torn)
+        events, slow = find_progress_lines(one, lines, torn)
         if slow:
             SLOW_PATTERNS.add(one.step.pattern)
             return ProgressSample(source, one.name, None, age_seconds=age_seconds, why=TOO_SLOW)
         if events:
-            return summary(one, events, source, world, age_seconds)
+            return summarize_progress(one, events, source, world, age_seconds)
     if not clean.strip():
         return ProgressSample(source, "", None, age_seconds=age_seconds, why="the file is empty")
     known = "the pattern matches no line" if pattern is not None else "no line of a known format"
@@ -110,9 +111,9 @@ def read_progress(
     return ProgressSample(source, "", None, age_seconds=age_seconds, why=f"{known} in {count} lines")
 
 
-def scan(one: Format, lines: Sequence[str], torn: str | None) -> tuple[list[Event], bool]:
+def find_progress_lines(one: ProgressFormat, lines: Sequence[str], torn: str | None) -> tuple[list[ProgressLine], bool]:
     """Events in the order of the text; True where a user's pattern outran its time."""
-    events: list[Event] = []
+    events: list[ProgressLine] = []
     deadline = None if one.seconds is None else time.monotonic() + one.seconds
     pieces: Iterable[tuple[str, bool]] = [(line, False) for line in lines]
     if torn is not None:
@@ -123,24 +124,24 @@ def scan(one: Format, lines: Sequence[str], torn: str | None) -> tuple[list[Even
         line = line[: one.longest_line]
         found = one.step.search(line)
         if found is not None:
-            groups = whole_groups(found, len(line) if is_torn else None)
-            step = whole_number(groups.get("step"))
+            groups = untorn_groups(found, len(line) if is_torn else None)
+            step = parse_count(groups.get("step"))
             if step is not None:
-                events.append(Event(step, groups, stamp_of(line, groups)))
+                events.append(ProgressLine(step, groups, line_timestamp(line, groups)))
         if not events:
             continue
         for value in one.values:
             extra = value.search(line)
             if extra is not None:
-                more = whole_groups(extra, len(line) if is_torn else None)
+                more = untorn_groups(extra, len(line) if is_torn else None)
                 events[-1].groups.update(more)
                 events[-1].loss_follows |= "loss" in more
                 if found is not None and events[-1].stamp is None:
-                    events[-1].stamp = stamp_of(line, more)
+                    events[-1].stamp = line_timestamp(line, more)
     return events, False
 
 
-def whole_groups(found: re.Match[str], end: int | None) -> dict[str, str]:
+def untorn_groups(found: re.Match[str], end: int | None) -> dict[str, str]:
     """Named groups that matched; in an unfinished line without those that touch its end, which may be torn."""
     return {
         name: text
@@ -149,20 +150,20 @@ def whole_groups(found: re.Match[str], end: int | None) -> dict[str, str]:
     }
 
 
-def summary(
-    one: Format, events: list[Event], source: str, world: int | None, age_seconds: float | None
+def summarize_progress(
+    one: ProgressFormat, events: list[ProgressLine], source: str, world: int | None, age_seconds: float | None
 ) -> ProgressSample:
     if one.bar:
-        events = events_of_training_bar(events)
+        events = select_training_bar(events)
     last = max(events, key=lambda event: event.step) if one.largest else events[-1]
 
     def latest(name: str) -> str | None:
         return next((event.groups[name] for event in reversed(events) if name in event.groups), None)
 
-    total = whole_number(latest("total"))
-    loss = number(latest("loss"))
-    whole = number(latest("tokens_per_second"))
-    per_gpu = number(latest("tokens_per_second_per_gpu"))
+    total = parse_count(latest("total"))
+    loss = parse_number(latest("loss"))
+    whole = parse_number(latest("tokens_per_second"))
+    per_gpu = parse_number(latest("tokens_per_second_per_gpu"))
     if whole is None and per_gpu is not None and world:
         whole = per_gpu * world
     phase = latest("phase")
@@ -184,27 +185,27 @@ def summary(
         tokens_per_second=whole,
         line_interval_seconds=line_interval(events),
         age_seconds=age_seconds,
-        rank=whole_number(latest("rank")),
+        rank=parse_count(latest("rank")),
         world=world,
-        pid=whole_number(latest("pid")),
+        pid=parse_count(latest("pid")),
         phase=None if phase is None else one.phases.get(phase, "train"),
         why="; ".join(said),
     )
 
 
-def events_of_training_bar(events: list[Event]) -> list[Event]:
+def select_training_bar(events: list[ProgressLine]) -> list[ProgressLine]:
     """Those of one total: evaluation and loading draw bars too. A loss follows the training's; else it is longest."""
     followed = [event for event in events if event.loss_follows]
-    totals = [number(event.groups.get("total")) or 0.0 for event in (followed or events)]
+    totals = [parse_number(event.groups.get("total")) or 0.0 for event in (followed or events)]
     total = totals[-1] if followed else max(totals)
-    kept = [event for event in events if (number(event.groups.get("total")) or 0.0) == total]
+    kept = [event for event in events if (parse_number(event.groups.get("total")) or 0.0) == total]
     return kept or events
 
 
-def line_interval(events: list[Event]) -> float | None:
+def line_interval(events: list[ProgressLine]) -> float | None:
     """Median seconds between lines of different steps, by the lines' own stamps; None where they have none."""
     gaps: list[float] = []
-    before: Event | None = None
+    before: ProgressLine | None = None
     for event in events:
         if event.stamp is None or (before is not None and event.step == before.step):
             continue
@@ -214,7 +215,7 @@ def line_interval(events: list[Event]) -> float | None:
     return round(median(gaps), 3) if gaps else None
 
 
-def stamp_of(line: str, groups: Mapping[str, str]) -> float | None:
+def line_timestamp(line: str, groups: Mapping[str, str]) -> float | None:
     """Seconds on the clock that the line carries: a date and time, or a bar's time since the start."""
     if "microseconds" in groups:
         return int(groups["microseconds"]) / 1e6
@@ -226,7 +227,7 @@ def stamp_of(line: str, groups: Mapping[str, str]) -> float | None:
                 return None
             seconds = seconds * 60 + int(part)
         return seconds
-    found = STAMP.search(line)
+    found = TIMESTAMP.search(line)
     if found is None:
         return None
     year, month, day, hour, minute, second = (int(found[i]) for i in range(1, 7))
@@ -237,7 +238,7 @@ def stamp_of(line: str, groups: Mapping[str, str]) -> float | None:
     return moment.timestamp() + float("0." + (found["fraction"] or "0"))
 
 
-def number(text: str | None) -> float | None:
+def parse_number(text: str | None) -> float | None:
     """ "3,311" "53K" "'1.569'" "8.37E-01" "nan" "-inf" -> float; None where it is none."""
     if text is None:
         return None
@@ -249,13 +250,13 @@ def number(text: str | None) -> float | None:
         return None
 
 
-def whole_number(text: str | None) -> int | None:
+def parse_count(text: str | None) -> int | None:
     """A count, or None: also for nan, inf and what no counter reaches."""
-    value = number(text)
+    value = parse_number(text)
     return int(value) if value is not None and abs(value) < 1e15 else None
 
 
-def user_format(pattern: str) -> Format | str:
+def compile_user_pattern(pattern: str) -> ProgressFormat | str:
     """The user's regex as a format, or the sentence that says what is wrong with it."""
     if pattern in SLOW_PATTERNS:
         return TOO_SLOW
@@ -265,14 +266,14 @@ def user_format(pattern: str) -> Format | str:
         return f"the pattern is no valid regular expression: {error}"
     if "step" not in compiled.groupindex:
         return r"the pattern has no group named step: write the number as (?P<step>\d+)"
-    unknown = sorted(set(compiled.groupindex) - set(GROUPS_OF_USER))
+    unknown = sorted(set(compiled.groupindex) - set(USER_PATTERN_GROUPS))
     if unknown:
-        return f"the pattern names the group {unknown[0]!r}; known are {', '.join(GROUPS_OF_USER)}"
+        return f"the pattern names the group {unknown[0]!r}; known are {', '.join(USER_PATTERN_GROUPS)}"
     if NESTED_REPEAT.search(pattern):
         return "the pattern repeats a group that itself repeats, which can take for ever: write it without one of them"
-    if len(WILDCARD.findall(pattern)) > MOST_WILDCARDS:
-        return f"the pattern has more than {MOST_WILDCARDS} of .* or .+: name what stands between instead, as [^|]*"
-    return Format("regex", compiled, longest_line=LONGEST_LINE_OF_USER_PATTERN, seconds=USER_PATTERN_SECONDS)
+    if len(WILDCARD.findall(pattern)) > MAX_WILDCARDS:
+        return f"the pattern has more than {MAX_WILDCARDS} of .* or .+: name what stands between instead, as [^|]*"
+    return ProgressFormat("regex", compiled, longest_line=MAX_USER_PATTERN_LINE_CHARS, seconds=USER_PATTERN_SECONDS)
 
 
 def read_heartbeat(text: str, source: str, age_seconds: float | None = None) -> ProgressSample:
@@ -295,7 +296,7 @@ def read_heartbeat(text: str, source: str, age_seconds: float | None = None) -> 
     def real(name: str) -> float | None:
         value = beat.get(name)
         if type(value) is str:
-            return number(value)
+            return parse_number(value)
         return float(value) if type(value) is int or type(value) is float else None
 
     step, phase = whole("step"), beat.get("phase")
@@ -323,10 +324,10 @@ def read_heartbeat(text: str, source: str, age_seconds: float | None = None) -> 
     )
 
 
-def _load_formats() -> tuple[Format, ...]:
+def _load_formats() -> tuple[ProgressFormat, ...]:
     entries = tomllib.loads((resources.files(__package__) / "progress_formats.toml").read_text("utf-8"))["formats"]
     return tuple(
-        Format(
+        ProgressFormat(
             entry["name"],
             re.compile(entry["step"]),
             tuple(re.compile(value) for value in entry.get("values", [])),
@@ -341,3 +342,50 @@ def _load_formats() -> tuple[Format, ...]:
 
 
 FORMATS: Final = _load_formats()
+
+
+# Whether a log says that its job was stopped from outside: preempted, requeued, out of time, cancelled.
+
+MAX_STOP_LINE_CHARS: Final = 2000
+MAX_QUOTE_CHARS: Final = 160
+
+
+@dataclass(frozen=True, slots=True)
+class StopMessage:
+    """One kind of line; see stop_lines.toml."""
+
+    hint: str
+    line: re.Pattern[str]
+    says: str
+    sure: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalStop:
+    """`words`: what happened and the line that says so; `after`: the text behind that line."""
+
+    words: str
+    after: str
+
+
+@cache
+def load_stop_messages() -> tuple[tuple[StopMessage, ...], re.Pattern[str]]:
+    """The stops in the order of the file, and any failure."""
+    table = tomllib.loads(resources.files(__package__).joinpath("stop_lines.toml").read_text("utf-8"))
+    stops = tuple(StopMessage(s["hint"], re.compile(s["line"]), s["says"], s["sure"]) for s in table["stops"])
+    return stops, re.compile("|".join(table["failures"]["lines"]))
+
+
+def find_external_stop(text: str) -> ExternalStop | None:
+    """The surest line that says so, the last one of its kind; None where there is none or a failure outweighs it."""
+    stops, failure = load_stop_messages()
+    for stop in stops:
+        if stop.hint not in text:
+            continue
+        found = [m for m in re.finditer(r"[^\r\n]+", text) if stop.line.search(m.group()[:MAX_STOP_LINE_CHARS])]
+        if not found or (not stop.sure and failure.search(text)):
+            continue
+        quote = found[-1].group().strip()
+        words = f"{stop.says}: {quote[-MAX_QUOTE_CHARS:]}"
+        return ExternalStop(words, text[found[-1].end() :])
+    return None

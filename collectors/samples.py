@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 
-class Reason(StrEnum):
+class ReadingStatus(StrEnum):
     """Why a reading has a value, or has none."""
 
     OK = "ok"
@@ -47,9 +47,11 @@ class PowerSource(StrEnum):
     TABLE = "table"  # the default nvidia-smi table
 
 
-UNREADABLE_AT_LEAST: Final = 2
-GRAVE_ALONE: Final = frozenset({"ecc", "name"})  # memory errors that cannot be counted; a board that forgot its name
-NO_REASONS: Final[Mapping[str, Reason]] = MappingProxyType({})
+MIN_UNREADABLE_FIELDS: Final = 2
+FAULT_IF_UNREADABLE: Final = frozenset(
+    {"ecc", "name"}
+)  # memory errors that cannot be counted; a board that forgot its name
+NO_REASONS: Final[Mapping[str, ReadingStatus]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Reading:
     """One value with its reason; `value is None` exactly when `reason is not Reason.OK`."""
 
     value: float | None
-    reason: Reason
+    reason: ReadingStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +83,14 @@ class GpuSample:
     throttle_reasons: frozenset[str] | None = None  # lower case, e.g. {"gpu_idle"}, {"hw_thermal_slowdown"}
     performance_state: str | None = None
     mig: bool | None = None
-    reasons: Mapping[str, Reason] = field(default_factory=lambda: NO_REASONS)  # field name -> why it is None
+    reasons: Mapping[str, ReadingStatus] = field(default_factory=lambda: NO_REASONS)  # field name -> why it is None
 
     def reading(self, name: str) -> Reading:
         """The named field with its reason. A None without a recorded reason was never asked for: unsupported."""
         value = getattr(self, name)
         if value is not None:
-            return Reading(float(value), Reason.OK)
-        return Reading(None, self.reasons.get(name, Reason.UNSUPPORTED))
+            return Reading(float(value), ReadingStatus.OK)
+        return Reading(None, self.reasons.get(name, ReadingStatus.UNSUPPORTED))
 
     @property
     def key(self) -> str:
@@ -96,7 +98,7 @@ class GpuSample:
         return self.uuid or self.pci_bus_id or ("?" if self.index is None else str(self.index))
 
     @property
-    def fault(self) -> Reason | None:
+    def fault(self) -> ReadingStatus | None:
         """LOST or RESET_REQUIRED where any reading says so, UNREADABLE where several fail; None for a sound board.
 
         One reading may fail for itself (a sensor, 0 W beside a load); a broken board fails in several at once.
@@ -104,12 +106,16 @@ class GpuSample:
         if not self.reasons:
             return None
         reasons = list(self.reasons.values())
-        if Reason.LOST in reasons:
-            return Reason.LOST
-        if Reason.RESET_REQUIRED in reasons:
-            return Reason.RESET_REQUIRED
-        unreadable = {name for name, reason in self.reasons.items() if reason is Reason.UNREADABLE}
-        return Reason.UNREADABLE if len(unreadable) >= UNREADABLE_AT_LEAST or unreadable & GRAVE_ALONE else None
+        if ReadingStatus.LOST in reasons:
+            return ReadingStatus.LOST
+        if ReadingStatus.RESET_REQUIRED in reasons:
+            return ReadingStatus.RESET_REQUIRED
+        unreadable = {name for name, reason in self.reasons.items() if reason is ReadingStatus.UNREADABLE}
+        return (
+            ReadingStatus.UNREADABLE
+            if len(unreadable) >= MIN_UNREADABLE_FIELDS or unreadable & FAULT_IF_UNREADABLE
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +124,7 @@ class MissingGpu:
 
     index: int | None
     pci_bus_id: str | None
-    reason: Reason
+    reason: ReadingStatus
     text: str
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from watcher.judge.finding import JobState
-from watcher.serve.metric_table import METRICS
+from wattwatch.watcher.detection.model import JobState
+from wattwatch.watcher.web.metrics import METRICS
 
-FILE: Final = Path(__file__).with_name("wattwatch.json")
+DASHBOARD_FILE: Final = Path(__file__).with_name("wattwatch.json")
 DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 # Units of the table -> Grafana's names of them.
 GRAFANA_UNITS: Final = {
@@ -29,7 +29,7 @@ GRAFANA_UNITS: Final = {
     "tokens_per_second": "short",
     "none": "short",
 }
-STATE_COLOURS: Final = {
+STATE_COLORS: Final = {
     JobState.STARTING: "#8ab8ff",
     JobState.COMPUTING: "#37872d",
     JobState.COMMUNICATING: "#3274d9",
@@ -45,7 +45,7 @@ STATE_COLOURS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class PromQuery:
     """One PromQL expression, and how its series are named."""
 
     expression: str
@@ -54,13 +54,13 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class DashboardPanel:
     """One panel; the width is in Grafana's 24 columns."""
 
     title: str
     description: str
     kind: str  # stat, timeseries, state-timeline, table, heatmap
-    queries: tuple[Query, ...]
+    queries: tuple[PromQuery, ...]
     unit: str
     width: int
     height: int
@@ -76,21 +76,21 @@ def metric(name: str, matchers: str = "") -> str:
     return known.name + (f"{{{inside}}}" if inside else "")
 
 
-def unit_of(name: str) -> str:
+def grafana_unit(name: str) -> str:
     return GRAFANA_UNITS[METRICS[f"wattwatch_{name}"].unit]
 
 
-def plain(
+def time_series_panel(
     title: str,
     description: str,
-    queries: tuple[Query, ...],
+    queries: tuple[PromQuery, ...],
     unit: str,
     width: int = 12,
     height: int = 8,
     **custom: Any,
-) -> Panel:
+) -> DashboardPanel:
     """Curves over time."""
-    return Panel(
+    return DashboardPanel(
         title,
         description,
         "timeseries",
@@ -103,13 +103,15 @@ def plain(
     )
 
 
-def number(title: str, description: str, expression: str, unit: str, steps: list[tuple[float | None, str]]) -> Panel:
+def stat_panel(
+    title: str, description: str, expression: str, unit: str, steps: list[tuple[float | None, str]]
+) -> DashboardPanel:
     """One figure, coloured by thresholds."""
-    return Panel(
+    return DashboardPanel(
         title,
         description,
         "stat",
-        (Query(expression, instant=True),),
+        (PromQuery(expression, instant=True),),
         unit,
         4,
         4,
@@ -123,7 +125,7 @@ def number(title: str, description: str, expression: str, unit: str, steps: list
     )
 
 
-def state_number() -> str:
+def state_number_query() -> str:
     """The job's state as its number in the list of states: all states are always there, one of them with 1."""
     terms = []
     for i, state in enumerate(JobState, start=1):
@@ -135,55 +137,55 @@ def state_number() -> str:
 GREEN_THEN_RED: Final[list[tuple[float | None, str]]] = [(None, "green"), (1, "red")]
 
 
-def overview() -> list[Panel]:
+def overview_panels() -> list[DashboardPanel]:
     return [
-        number(
+        stat_panel(
             "Open alerts",
             "Alert episodes that people are told about, over the chosen jobs and the watcher itself.",
             'sum(wattwatch_alerts_firing{train_job=~"$train_job|"}) or vector(0)',
             "short",
             GREEN_THEN_RED,
         ),
-        number(
+        stat_panel(
             "Jobs hung or crashed",
             "Jobs whose state is hung or crashed now.",
             "sum(" + metric("job_state", 'state=~"hung|crashed"') + ")",
             "short",
             GREEN_THEN_RED,
         ),
-        number(
+        stat_panel(
             "Nodes not answering",
             "Nodes whose probe cannot be heard over SSH.",
             f"sum({metric('node_up')} == bool 0)",
             "short",
             GREEN_THEN_RED,
         ),
-        number(
+        stat_panel(
             "GPU-hours lost",
             "GPU time without useful work in the chosen range, by all causes the watcher names.",
             f"sum(increase({metric('job_wasted_gpu_seconds_total')}[$__range])) / 3600 or vector(0)",
             "short",
             [(None, "green"), (1, "orange"), (10, "red")],
         ),
-        number(
+        stat_panel(
             "Watcher blind",
             "1: most nodes went silent together, so nothing is concluded about any job.",
             "max(" + metric("blind") + ")",
             "short",
             GREEN_THEN_RED,
         ),
-        number(
+        stat_panel(
             "Oldest message waiting",
             "How long the oldest alert message has not reached its receiver.",
             "max(" + metric("outbox_oldest_seconds") + ")",
             "s",
             [(None, "green"), (60, "orange"), (300, "red")],
         ),
-        Panel(
+        DashboardPanel(
             "State of each job",
             "One band a job. Power and shape say which state, progress says whether it is one to worry about.",
             "state-timeline",
-            (Query(state_number(), "{{train_job}}"),),
+            (PromQuery(state_number_query(), "{{train_job}}"),),
             "short",
             24,
             8,
@@ -193,7 +195,7 @@ def overview() -> list[Panel]:
                     {
                         "type": "value",
                         "options": {
-                            str(i): {"text": state.value, "color": STATE_COLOURS[state], "index": i}
+                            str(i): {"text": state.value, "color": STATE_COLORS[state], "index": i}
                             for i, state in enumerate(JobState, start=1)
                         },
                     }
@@ -204,112 +206,112 @@ def overview() -> list[Panel]:
     ]
 
 
-def job_panels() -> list[Panel]:
+def job_panels() -> list[DashboardPanel]:
     return [
-        plain(
+        time_series_panel(
             "Board power, rank by rank",
             "Compute is high and even, a hang is flat at the floor. Compare with utilisation beside it.",
-            (Query(metric("gpu_power_watts"), "{{node}} {{gpu}} rank {{rank}}"),),
-            unit_of("gpu_power_watts"),
+            (PromQuery(metric("gpu_power_watts"), "{{node}} {{gpu}} rank {{rank}}"),),
+            grafana_unit("gpu_power_watts"),
         ),
-        plain(
+        time_series_panel(
             "Utilisation, rank by rank",
             "Reads 100 % in a hung collective too: that is why power is watched.",
-            (Query(metric("gpu_utilization_ratio"), "{{node}} {{gpu}} rank {{rank}}"),),
-            unit_of("gpu_utilization_ratio"),
+            (PromQuery(metric("gpu_utilization_ratio"), "{{node}} {{gpu}} rank {{rank}}"),),
+            grafana_unit("gpu_utilization_ratio"),
             max=1,
         ),
-        plain(
+        time_series_panel(
             "Spread of utilisation over ranks",
             "Standard deviation: near 0 when all ranks do the same, high when they starve for data.",
-            (Query(f"stddev by (train_job) ({metric('gpu_utilization_ratio')})", "{{train_job}}"),),
+            (PromQuery(f"stddev by (train_job) ({metric('gpu_utilization_ratio')})", "{{train_job}}"),),
             "percentunit",
         ),
-        plain(
+        time_series_panel(
             "Tokens per second",
             "As the job itself reports it.",
-            (Query(metric("job_tokens_per_second"), "{{train_job}}"),),
-            unit_of("job_tokens_per_second"),
+            (PromQuery(metric("job_tokens_per_second"), "{{train_job}}"),),
+            grafana_unit("job_tokens_per_second"),
         ),
-        plain(
+        time_series_panel(
             "Time since the last step",
             "A sawtooth while the job advances; a ramp when it does not.",
-            (Query(metric("job_progress_age_seconds"), "{{train_job}}"),),
-            unit_of("job_progress_age_seconds"),
+            (PromQuery(metric("job_progress_age_seconds"), "{{train_job}}"),),
+            grafana_unit("job_progress_age_seconds"),
         ),
-        plain(
+        time_series_panel(
             "Share of planned steps done",
             "Step over planned steps.",
-            (Query(f"{metric('job_step')} / {metric('job_steps_planned')}", "{{train_job}}"),),
+            (PromQuery(f"{metric('job_step')} / {metric('job_steps_planned')}", "{{train_job}}"),),
             "percentunit",
         ),
-        plain(
+        time_series_panel(
             "Age of the newest complete checkpoint",
             "What a crash at this moment would lose.",
-            (Query(metric("job_checkpoint_age_seconds"), "{{train_job}}"),),
-            unit_of("job_checkpoint_age_seconds"),
+            (PromQuery(metric("job_checkpoint_age_seconds"), "{{train_job}}"),),
+            grafana_unit("job_checkpoint_age_seconds"),
         ),
-        plain(
+        time_series_panel(
             "GPUs lost to each cause",
             "Boards that do no useful work, averaged over 5 min, by the alert that says why.",
             (
-                Query(
+                PromQuery(
                     f"sum by (train_job, alert) (rate({metric('job_wasted_gpu_seconds_total')}[5m]))",
                     "{{train_job}} {{alert}}",
                 ),
             ),
             "short",
         ),
-        plain(
+        time_series_panel(
             "Power drawn for nothing",
             "What those boards draw, averaged over 5 min, by the alert that says why; of boards that are read.",
             (
-                Query(
+                PromQuery(
                     f"sum by (train_job, alert) (rate({metric('job_wasted_energy_joules_total')}[5m]))",
                     "{{train_job}} {{alert}}",
                 ),
             ),
-            unit_of("gpu_power_watts"),
+            grafana_unit("gpu_power_watts"),
         ),
-        plain(
+        time_series_panel(
             "Memory in use",
             "Highest and lowest board of each job.",
             (
-                Query(f"max by (train_job) ({metric('gpu_memory_used_bytes')})", "{{train_job}} highest"),
-                Query(f"min by (train_job) ({metric('gpu_memory_used_bytes')})", "{{train_job}} lowest"),
+                PromQuery(f"max by (train_job) ({metric('gpu_memory_used_bytes')})", "{{train_job}} highest"),
+                PromQuery(f"min by (train_job) ({metric('gpu_memory_used_bytes')})", "{{train_job}} lowest"),
             ),
-            unit_of("gpu_memory_used_bytes"),
+            grafana_unit("gpu_memory_used_bytes"),
         ),
-        plain(
+        time_series_panel(
             "Energy per job",
             "From the boards' own energy counters: watts averaged over 5 min, summed over boards.",
-            (Query(f"sum by (train_job) (rate({metric('gpu_energy_joules_total')}[5m]))", "{{train_job}}"),),
+            (PromQuery(f"sum by (train_job) (rate({metric('gpu_energy_joules_total')}[5m]))", "{{train_job}}"),),
             "watt",
         ),
     ]
 
 
-def watcher_panels() -> list[Panel]:
+def watcher_panels() -> list[DashboardPanel]:
     return [
-        plain(
+        time_series_panel(
             "Age of each node's last line",
             "The probe speaks once an interval; a rising line is a node that went silent.",
-            (Query(metric("probe_age_seconds"), "{{node}}"),),
-            unit_of("probe_age_seconds"),
+            (PromQuery(metric("probe_age_seconds"), "{{node}}"),),
+            grafana_unit("probe_age_seconds"),
         ),
-        plain(
+        time_series_panel(
             "Nodes by status",
             "Why nodes cannot be read: unreachable, driver down, a query that hangs, and so on.",
-            (Query(f"sum by (status) ({metric('node_status')})", "{{status}}"),),
+            (PromQuery(f"sum by (status) ({metric('node_status')})", "{{status}}"),),
             "short",
             fillOpacity=30,
             stacking={"mode": "normal"},
         ),
-        plain(
+        time_series_panel(
             "From condition to alert",
             "Half and 95 % of alerts came within this time of what they name, over the last hour.",
             tuple(
-                Query(
+                PromQuery(
                     f"histogram_quantile({share}, sum by (le) (rate(wattwatch_detection_delay_seconds_bucket[1h])))",
                     name,
                 )
@@ -317,44 +319,44 @@ def watcher_panels() -> list[Panel]:
             ),
             "s",
         ),
-        plain(
+        time_series_panel(
             "Messages",
             "Taken by receivers, and attempts that failed, per minute.",
             (
-                Query(f"sum by (receiver) (rate({metric('notifications_total')}[5m])) * 60", "{{receiver}} taken"),
-                Query(
+                PromQuery(f"sum by (receiver) (rate({metric('notifications_total')}[5m])) * 60", "{{receiver}} taken"),
+                PromQuery(
                     f"sum by (receiver, reason) (rate({metric('notification_failures_total')}[5m])) * 60",
                     "{{receiver}} failed: {{reason}}",
                 ),
             ),
             "short",
         ),
-        plain(
+        time_series_panel(
             "How long a tick takes",
             "95 % of the ticks that judged something; and how late the last one began.",
             (
-                Query(
+                PromQuery(
                     "histogram_quantile(0.95, sum by (le) (rate(wattwatch_tick_duration_seconds_bucket[5m])))",
                     "95 % of ticks",
                 ),
-                Query(metric("tick_late_seconds"), "late"),
-                Query(metric("snapshot_age_seconds"), "age of what is served"),
+                PromQuery(metric("tick_late_seconds"), "late"),
+                PromQuery(metric("snapshot_age_seconds"), "age of what is served"),
             ),
             "s",
         ),
-        plain(
+        time_series_panel(
             "The watcher's own cost",
             "Share of one CPU core, and threads.",
             (
-                Query("rate(process_cpu_seconds_total[5m]) and on(instance) wattwatch_build_info", "CPU cores"),
-                Query(metric("threads"), "threads"),
+                PromQuery("rate(process_cpu_seconds_total[5m]) and on(instance) wattwatch_build_info", "CPU cores"),
+                PromQuery(metric("threads"), "threads"),
             ),
             "short",
         ),
     ]
 
 
-SECTIONS: Final = (("Now", overview), ("Jobs", job_panels), ("Nodes and the watcher", watcher_panels))
+SECTIONS: Final = (("Now", overview_panels), ("Jobs", job_panels), ("Nodes and the watcher", watcher_panels))
 
 
 def dashboard() -> dict[str, Any]:
@@ -377,7 +379,7 @@ def dashboard() -> dict[str, Any]:
         for panel in section():
             if x + panel.width > 24:
                 x, y, row_height = 0, y + row_height, 0
-            panels.append(rendered(panel, len(panels) + 1, x, y))
+            panels.append(render_panel(panel, len(panels) + 1, x, y))
             x, row_height = x + panel.width, max(row_height, panel.height)
         y += row_height
     return {
@@ -397,7 +399,7 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def rendered(panel: Panel, number_: int, x: int, y: int) -> dict[str, Any]:
+def render_panel(panel: DashboardPanel, number_: int, x: int, y: int) -> dict[str, Any]:
     return {
         "id": number_,
         "type": panel.kind,
@@ -460,12 +462,12 @@ def alert_annotation() -> dict[str, Any]:
     }
 
 
-def text() -> str:
+def dashboard_json() -> str:
     return json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
 
 
 def main() -> None:
-    FILE.write_text(text(), "utf-8")
+    DASHBOARD_FILE.write_text(dashboard_json(), "utf-8")
 
 
 if __name__ == "__main__":

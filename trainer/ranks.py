@@ -12,7 +12,7 @@ WORLD_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS")
 RANK_VARIABLES: Final = ("RANK", "SLURM_PROCID")
 
 
-class Ranks(click.ParamType[tuple[int, ...]]):
+class RanksOption(click.ParamType[tuple[int, ...]]):
     """A set of ranks, in order."""
 
     name = "ranks"
@@ -31,7 +31,7 @@ class Ranks(click.ParamType[tuple[int, ...]]):
         return tuple(sorted(ranks))
 
 
-def chosen_ranks(world: int, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
+def select_ranks(world: int, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
     """The ranks asked for, else the launcher's, else all. Raises click.BadParameter for one outside the world."""
     if ranks is None:
         own = next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name, "").isdecimal()), None)
@@ -41,7 +41,7 @@ def chosen_ranks(world: int, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
     return ranks
 
 
-def ranks_in_words(ranks: tuple[int, ...] | list[int]) -> str:
+def format_rank_list(ranks: tuple[int, ...] | list[int]) -> str:
     """`rank 3`, `ranks 0-7, 9`."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):

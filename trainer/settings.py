@@ -17,8 +17,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
-from trainer.plain import NotPlain, from_plain
-from trainer.refusal import Refusal
+from wattwatch.trainer.dataclass_json import InvalidDataError, parse_dataclass
+from wattwatch.trainer.errors import UserError
 
 
 class Evenness(StrEnum):
@@ -34,14 +34,14 @@ class Precision(StrEnum):
     FP32 = "fp32"
 
 
-class Gather(StrEnum):
+class GatherMode(StrEnum):
     """How long a rank holds whole weights and gradients."""
 
     LAYER = "layer"  # of a layer, while it computes; reduced at every micro-step (FULL_SHARD)
     STEP = "step"  # of the model, for a step: gathered once, reduced once
 
 
-class Via(StrEnum):
+class LaunchMethod(StrEnum):
     """How the launcher reaches a node."""
 
     LOCAL = "local"
@@ -49,7 +49,7 @@ class Via(StrEnum):
     SRUN = "srun"
 
 
-def described(default: Any, text: str) -> Any:
+def setting(default: Any, text: str) -> Any:
     """A dataclass field with its help."""
     return field(default=default, metadata={"help": text})
 
@@ -58,57 +58,55 @@ def described(default: Any, text: str) -> Any:
 class TrainSettings:
     """[train]"""
 
-    epochs: int = described(1, "times over the data")
-    micro_batch: int = described(1, "blocks in a micro-step, on each rank")
-    accumulation: int = described(8, "micro-steps in an optimizer step")
-    learning_rate: float = described(1e-5, "at the top of the schedule")
-    final_learning_rate_share: float = described(0.1, "of learning_rate, where the cosine ends")
-    warmup_steps: int = described(100, "steps from 0 to learning_rate; again after a weights-only resume")
-    weight_decay: float = described(0.1, "of matrices; vectors have none")
-    beta1: float = described(0.9, "AdamW")
-    beta2: float = described(0.95, "AdamW")
-    epsilon: float = described(1e-8, "AdamW")
-    clip_norm: float = described(1.0, "largest norm of the gradient over all ranks; 0: not clipped")
-    seed: int = described(0, "of random weights")
-    random_weights: bool = described(False, "start from the model's config.json only")
-    evenness: str = described("min", "min: stop at the shortest rank; pad: repeat blocks to the longest; off: deadlock")
-    precision: str = described("bf16", "bf16: computed in bfloat16, reduced and kept in float32; fp32")
-    gather: str = described(
-        "layer", "layer: least memory; step: whole model for a step, up to 8 bytes a parameter more"
-    )
-    gradient_checkpointing: bool = described(False, "recompute activations: less memory, about 1.6x slower (PAPER)")
-    compile: bool = described(False, "torch.compile each layer")
-    document_mask: bool = described(False, "no attention across records; packed with --document-mask")
-    log_every: int = described(10, "steps between two lines")
-    step_timeout_seconds: float = described(1800.0, "a collective of a step that takes longer ends the job")
+    epochs: int = setting(1, "times over the data")
+    micro_batch: int = setting(1, "blocks in a micro-step, on each rank")
+    accumulation: int = setting(8, "micro-steps in an optimizer step")
+    learning_rate: float = setting(1e-5, "at the top of the schedule")
+    final_learning_rate_share: float = setting(0.1, "of learning_rate, where the cosine ends")
+    warmup_steps: int = setting(100, "steps from 0 to learning_rate; again after a weights-only resume")
+    weight_decay: float = setting(0.1, "of matrices; vectors have none")
+    beta1: float = setting(0.9, "AdamW")
+    beta2: float = setting(0.95, "AdamW")
+    epsilon: float = setting(1e-8, "AdamW")
+    clip_norm: float = setting(1.0, "largest norm of the gradient over all ranks; 0: not clipped")
+    seed: int = setting(0, "of random weights")
+    random_weights: bool = setting(False, "start from the model's config.json only")
+    evenness: str = setting("min", "min: stop at the shortest rank; pad: repeat blocks to the longest; off: deadlock")
+    precision: str = setting("bf16", "bf16: computed in bfloat16, reduced and kept in float32; fp32")
+    gather: str = setting("layer", "layer: least memory; step: whole model for a step, up to 8 bytes a parameter more")
+    gradient_checkpointing: bool = setting(False, "recompute activations: less memory, about 1.6x slower (PAPER)")
+    compile: bool = setting(False, "torch.compile each layer")
+    document_mask: bool = setting(False, "no attention across records; packed with --document-mask")
+    log_every: int = setting(10, "steps between two lines")
+    step_timeout_seconds: float = setting(1800.0, "a collective of a step that takes longer ends the job")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings:
     """[checkpoint]"""
 
-    save_every: int = described(500, "steps between two checkpoints; one more at the end of each epoch")
-    keep: int = described(2, "complete checkpoints that stay")
-    optimizer: bool = described(False, "also what an exact resume needs: masters and moments, 12 bytes a parameter")
-    file_gigabytes: float = described(5.0, "size of a weights file; each rank writes whole files")
-    timeout_seconds: float = described(3600.0, "a collective of a save that takes longer ends the job")
+    save_every: int = setting(500, "steps between two checkpoints; one more at the end of each epoch")
+    keep: int = setting(2, "complete checkpoints that stay")
+    optimizer: bool = setting(False, "also what an exact resume needs: masters and moments, 12 bytes a parameter")
+    file_gigabytes: float = setting(5.0, "size of a weights file; each rank writes whole files")
+    timeout_seconds: float = setting(3600.0, "a collective of a save that takes longer ends the job")
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSettings:
     """[launch]"""
 
-    nodes: str = described("localhost", "such as gpu-[01-16]; rank 0 is on the first")
-    ranks_per_node: int = described(1, "processes on each node: one a GPU")
-    via: str = described("local", "local: this host only; ssh; srun: inside a Slurm allocation")
-    address: str = described("", "of the first node for the others; else its name")
-    port: int = described(29500, "of the first node: torch's store; the gate meets on the next one")
-    retries: int = described(3, "new attempts from the last complete checkpoint")
-    retry_wait_seconds: float = described(10.0, "before the first new attempt, doubled for each next")
-    gate_wait_seconds: float = described(60.0, "for all nodes to come to the gate")
-    strict: bool = described(False, "warnings of the gate refuse too")
-    python: str = described("", "interpreter on the nodes; else this one's path")
-    ssh_options: tuple[str, ...] = described((), 'for ssh, such as "-F", "/nfs/ssh_config"')
+    nodes: str = setting("localhost", "such as gpu-[01-16]; rank 0 is on the first")
+    ranks_per_node: int = setting(1, "processes on each node: one a GPU")
+    via: str = setting("local", "local: this host only; ssh; srun: inside a Slurm allocation")
+    address: str = setting("", "of the first node for the others; else its name")
+    port: int = setting(29500, "of the first node: torch's store; the gate meets on the next one")
+    retries: int = setting(3, "new attempts from the last complete checkpoint")
+    retry_wait_seconds: float = setting(10.0, "before the first new attempt, doubled for each next")
+    gate_wait_seconds: float = setting(60.0, "for all nodes to come to the gate")
+    strict: bool = setting(False, "warnings of the gate refuse too")
+    python: str = setting("", "interpreter on the nodes; else this one's path")
+    ssh_options: tuple[str, ...] = setting((), 'for ssh, such as "-F", "/nfs/ssh_config"')
     environment: dict[str, str] = field(
         default_factory=dict, metadata={"help": "variables for the ranks, such as NCCL_SOCKET_IFNAME"}
     )
@@ -121,7 +119,7 @@ class JobSettings:
     run: str = field(metadata={"help": "run directory, shared by all nodes"})
     data: str = field(metadata={"help": "packed blocks, on each node's own disk"})
     model: str = field(metadata={"help": "Hugging Face directory: config.json, tokenizer, weights"})
-    name: str = described("", "of the run in heartbeats and records; else the run directory's")
+    name: str = setting("", "of the run in heartbeats and records; else the run directory's")
     train: TrainSettings = TrainSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     launch: LaunchSettings = LaunchSettings()
@@ -141,13 +139,13 @@ class JobFile:
     settings: JobSettings
 
 
-VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-LAUNCHERS_OWN: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+VARIABLE_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+RESERVED_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CHOICES: Final[dict[str, type[StrEnum]]] = {
     "train.evenness": Evenness,
     "train.precision": Precision,
-    "train.gather": Gather,
-    "launch.via": Via,
+    "train.gather": GatherMode,
+    "launch.via": LaunchMethod,
 }
 AT_LEAST_ONE: Final = (
     *("train.epochs", "train.micro_batch", "train.accumulation", "train.log_every"),
@@ -158,47 +156,47 @@ NOT_NEGATIVE: Final = (
     *("train.warmup_steps", "train.weight_decay", "train.clip_norm", "train.seed"),
     *("launch.retries", "launch.retry_wait_seconds"),
 )
-SHARES: Final = ("train.final_learning_rate_share",)
+FRACTIONS: Final = ("train.final_learning_rate_share",)
 TIMEOUTS: Final = ("train.step_timeout_seconds", "checkpoint.timeout_seconds")
-MOST_TIMEOUT_SECONDS: Final = 30 * 86400
-LEAST_EPSILON: Final = 1e-30  # float32 knows no less that is worth a division
+MAX_TIMEOUT_SECONDS: Final = 30 * 86400
+MIN_EPSILON: Final = 1e-30  # float32 knows no less that is worth a division
 RANGES: Final[tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...]] = (
     (AT_LEAST_ONE, lambda number: number >= 1, "at least 1"),
     (ABOVE_ZERO, lambda number: 0 < number < math.inf, "more than 0"),
     (NOT_NEGATIVE, lambda number: 0 <= number < math.inf, "0 or more"),
-    (SHARES, lambda number: 0 <= number <= 1, "from 0 to 1"),
+    (FRACTIONS, lambda number: 0 <= number <= 1, "from 0 to 1"),
     (("train.beta1", "train.beta2"), lambda number: 0 <= number < 1, "from 0 to less than 1"),
     (("train.learning_rate",), lambda number: 0 < number <= 1, "more than 0, at most 1"),
-    (("train.epsilon",), lambda number: LEAST_EPSILON <= number <= 1, "from 1e-30 to 1"),
-    (TIMEOUTS, lambda number: 0 < number <= MOST_TIMEOUT_SECONDS, "more than 0, at most 30 days"),
+    (("train.epsilon",), lambda number: MIN_EPSILON <= number <= 1, "from 1e-30 to 1"),
+    (TIMEOUTS, lambda number: 0 < number <= MAX_TIMEOUT_SECONDS, "more than 0, at most 30 days"),
     (("launch.port",), lambda number: 0 < number < 65535, "a port below 65535"),
 )
 
 
-def read_job(path: str) -> JobFile:
+def read_job_file(path: str) -> JobFile:
     """The job in a TOML file. Raises Refusal that names the file, the key and what was expected."""
     try:
         data = Path(path).read_bytes()
         table = tomllib.loads(data.decode())
     except OSError as error:
-        raise Refusal(f"{path}: {error.strerror or error}") from None
+        raise UserError(f"{path}: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise Refusal(f"{path}: not TOML: {error}") from None
-    return JobFile(path, hashlib.sha256(data).hexdigest(), job_settings(table, path))
+        raise UserError(f"{path}: not TOML: {error}") from None
+    return JobFile(path, hashlib.sha256(data).hexdigest(), parse_job_settings(table, path))
 
 
-def job_settings(table: dict[str, Any], where: str) -> JobSettings:
+def parse_job_settings(table: dict[str, Any], where: str) -> JobSettings:
     """Raises Refusal; all that is wrong with a value or a name is said at once."""
     problems = _unknown_keys(JobSettings, table)
     if not problems:
         try:
-            settings = from_plain(JobSettings, table)
-        except NotPlain as error:
+            settings = parse_dataclass(JobSettings, table)
+        except InvalidDataError as error:
             problems = [str(error)]
         else:
             problems = _bad_values(settings)
     if problems:
-        raise Refusal(f"{where}: " + "; ".join(problems))
+        raise UserError(f"{where}: " + "; ".join(problems))
     return settings
 
 
@@ -216,21 +214,21 @@ def _unknown_keys(kind: type, table: dict[str, Any], prefix: str = "") -> list[s
 def _bad_values(settings: JobSettings) -> list[str]:
     problems = []
     for name, choices in CHOICES.items():
-        if (value := _value(settings, name)) not in list(choices):
+        if (value := _setting_value(settings, name)) not in list(choices):
             problems.append(f"{name}: expected one of {', '.join(choices)}, found {value!r}")
     for names, fits, wanted in RANGES:
-        off = [name for name in names if not fits(_value(settings, name))]  # NaN fits nowhere
-        problems += [f"{name}: expected {wanted}, found {_value(settings, name)}" for name in off]
+        off = [name for name in names if not fits(_setting_value(settings, name))]  # NaN fits nowhere
+        problems += [f"{name}: expected {wanted}, found {_setting_value(settings, name)}" for name in off]
     for name, value in settings.launch.environment.items():
-        if not VARIABLE.fullmatch(name) or "\0" in value:
+        if not VARIABLE_NAME.fullmatch(name) or "\0" in value:
             problems.append(f"launch.environment.{name!r}: not a variable that a process can be given")
-        elif name in LAUNCHERS_OWN:
+        elif name in RESERVED_VARIABLES:
             problems.append(f"launch.environment.{name}: the launcher's own to set")
     problems += [f"{name}: empty" for name in ("run", "data", "model") if not getattr(settings, name)]
     return problems
 
 
-def _value(settings: JobSettings, name: str) -> Any:
+def _setting_value(settings: JobSettings, name: str) -> Any:
     table, _, key = name.partition(".")
     return getattr(getattr(settings, table), key)
 
@@ -254,7 +252,7 @@ def _help_line(name: str, default: Any, text: str) -> str:
     return f"{name} = {json.dumps(default)}  # {text}"  # what we have as defaults reads the same in TOML
 
 
-def smoke_job(job: JobFile) -> JobFile:
+def smoke_test_job(job: JobFile) -> JobFile:
     """The last two steps and the save at the end of the epoch, on the real shards, in a directory of their own.
 
     Whatever hangs or breaks at that boundary breaks there, hours before the job would reach it; a run of the first

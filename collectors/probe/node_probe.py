@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 LEASE_SECONDS = 60.0
 LINE_BUDGET_BYTES = 32_000  # the reader drops a line of 64 KB: what does not fit waits for the next line
 TAIL_BYTES = 8192
-HEARTBEATS_MOST = 64
-LOGS_MOST = 16
-PROCESSES_MOST = 128
-WORKERS_MOST = 64
-WORKERS_SECONDS = 5.0
+MAX_HEARTBEATS = 64
+MAX_LOGS = 16
+MAX_PROCESSES = 128
+MAX_WORKERS = 64
+WORKER_SCAN_SECONDS = 5.0
 DISCOVERY_SECONDS = 10.0
 KERNEL_HISTORY_SECONDS = 300.0  # a fault just before we (re)connected is news
 
@@ -54,12 +54,12 @@ KERNEL_FAULT = re.compile(r"NVRM: Xid|[Oo]ut of memory|oom-kill|oom_reaper|segfa
 CHILDREN: set[int] = set()  # process groups to end when we end
 
 
-def clean(text: str) -> str:
+def valid_utf8(text: str) -> str:
     """File names may hold bytes that are no UTF-8; half a surrogate would make the whole line unreadable."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def leave(*_: object) -> None:
+def exit_probe(*_: object) -> None:
     """End at once. Children get SIGTERM once: a GPU reader that hangs in the driver must not be killed harder."""
     for group in list(CHILDREN):
         with contextlib.suppress(OSError):
@@ -88,10 +88,10 @@ def run_tool(argv: list[str]) -> tuple[int, str, str]:
     return child.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
 
 
-class Lane(threading.Thread):
+class CollectorThread(threading.Thread):
     """One kind of call in its own thread: at most one in flight, whatever it does."""
 
-    def __init__(self, name: str, call: Callable[[Lane], None], every_seconds: float = 0.0) -> None:
+    def __init__(self, name: str, call: Callable[[CollectorThread], None], every_seconds: float = 0.0) -> None:
         super().__init__(daemon=True)
         self.doing = name  # a call with several stages renames it
         self.call = call
@@ -117,14 +117,14 @@ class Lane(threading.Thread):
                 self.call(self)
                 self.error = ""
             except Exception as error:  # noqa: BLE001 - whatever a node holds, the lane lives and says what it met
-                self.error = clean(f"{self.doing}: {type(error).__name__}: {error}")
+                self.error = valid_utf8(f"{self.doing}: {type(error).__name__}: {error}")
             self.took_seconds = time.monotonic() - started
             # A slow file system is asked less: at most a twentieth of the time goes into periodic calls.
             self.due = started + max(self.every_seconds, 20 * self.took_seconds) if self.every_seconds else 0.0
             self.busy_since = None
 
 
-class Outbox:
+class PendingLine:
     """What goes into the next line. Things shipped only when they change wait here until there is room."""
 
     def __init__(self) -> None:
@@ -267,10 +267,10 @@ class NvmlReader:
         return found
 
 
-class GpuLane:
+class GpuCollector:
     """NVML first, nvidia-smi second; one query of either in flight, ever."""
 
-    def __init__(self, outbox: Outbox, query: list[str], form: str, nvml_source: str) -> None:
+    def __init__(self, outbox: PendingLine, query: list[str], form: str, nvml_source: str) -> None:
         self.outbox = outbox
         self.query = query
         self.form = form
@@ -287,7 +287,7 @@ class GpuLane:
         self.driver: str | None = None
         self.driver_due = 0.0
 
-    def __call__(self, lane: Lane) -> None:
+    def __call__(self, lane: CollectorThread) -> None:
         now = time.monotonic()
         if self.reader is None and now >= self.nvml_retry:
             lane.doing = "nvml"
@@ -415,17 +415,17 @@ def read_process(pid: int, ticks: float) -> list[Any] | None:
         opened, closed = text.index("("), text.rindex(")")
         rest = text[closed + 2 :].split()
         cpu = (int(rest[11]) + int(rest[12])) / ticks
-        return [pid, round(int(rest[19]) / ticks, 2), rest[0], clean(text[opened + 1 : closed]), round(cpu, 2)]
+        return [pid, round(int(rest[19]) / ticks, 2), rest[0], valid_utf8(text[opened + 1 : closed]), round(cpu, 2)]
     except (OSError, ValueError, IndexError):
         return None
 
 
-def wait_channel(pid: int, state: str) -> str | None:
+def read_wait_channel(pid: int, state: str) -> str | None:
     """The kernel function that a process in state D sleeps in; it tells a file server from a driver. Never blocks."""
     if state != "D":
         return None
     try:
-        name = clean(read_text(f"{ROOT}/proc/{pid}/wchan", 64).strip("\0\n "))
+        name = valid_utf8(read_text(f"{ROOT}/proc/{pid}/wchan", 64).strip("\0\n "))
     except OSError:
         return None
     return None if name in ("", "0") else name
@@ -438,17 +438,19 @@ def read_workers(parent: int, ticks: float) -> list[list[Any]]:
     except OSError:
         return []  # a kernel without CONFIG_PROC_CHILDREN
     rows = []
-    for pid in pids[:WORKERS_MOST]:
+    for pid in pids[:MAX_WORKERS]:
         row = read_process(int(pid), ticks)
         if row is not None:
-            rows.append([parent, *row, wait_channel(row[0], row[2])])
+            rows.append([parent, *row, read_wait_channel(row[0], row[2])])
     return rows
 
 
-class ProcessLane:
+class ProcessCollector:
     """Processes of the job: those that hold a GPU, those that wrote a heartbeat, those whose comm matches."""
 
-    def __init__(self, outbox: Outbox, gpu: GpuLane, beats: list[HeartbeatLane], pattern: str | None) -> None:
+    def __init__(
+        self, outbox: PendingLine, gpu: GpuCollector, beats: list[HeartbeatCollector], pattern: str | None
+    ) -> None:
         self.outbox = outbox
         self.gpu = gpu
         self.beats = beats
@@ -459,7 +461,7 @@ class ProcessLane:
         self.workers_due = 0.0
         self.ticks = float(os.sysconf("SC_CLK_TCK"))
 
-    def __call__(self, _: Lane) -> None:
+    def __call__(self, _: CollectorThread) -> None:
         now = time.monotonic()
         if self.asked is not None and self.pattern is None:
             with contextlib.suppress(re.error):
@@ -472,10 +474,10 @@ class ProcessLane:
         for beat in self.beats:
             pids |= beat.pids
         rows: list[Any] = []
-        for pid in sorted(pids)[:PROCESSES_MOST]:
+        for pid in sorted(pids)[:MAX_PROCESSES]:
             row = read_process(pid, self.ticks)
             if row is not None:
-                waits_in = wait_channel(pid, row[2])
+                waits_in = read_wait_channel(pid, row[2])
                 row.append((holders or {}).get(pid, []))
                 rows.append(row if waits_in is None else [*row, waits_in])
         # A container is told pids of the host's namespace: that none of them exists here is no sign of death.
@@ -483,10 +485,10 @@ class ProcessLane:
         self.outbox.set("proc", None if blind else rows)
         self.outbox.set("load", read_load())
         if now >= self.workers_due:
-            self.workers_due = now + WORKERS_SECONDS
+            self.workers_due = now + WORKER_SCAN_SECONDS
             ranks = {row[0] for row in rows}
             workers = [worker for pid in sorted(ranks) for worker in read_workers(pid, self.ticks)]
-            self.outbox.set("work", [worker for worker in workers if worker[1] not in ranks][:WORKERS_MOST])
+            self.outbox.set("work", [worker for worker in workers if worker[1] not in ranks][:MAX_WORKERS])
         if self.asked is not None and self.pattern is None:
             re.compile(self.asked)  # a bad one is said as this lane's error, after all that does not need it
 
@@ -531,7 +533,7 @@ def read_memory() -> list[float | None]:
     return [*kept, None if None in swap else (int(swap[0] or 0) - int(swap[1] or 0)) * 1024]
 
 
-def host_name() -> str:
+def node_host_name() -> str:
     try:
         return read_text(ROOT + "/proc/sys/kernel/hostname").strip() or os.uname().nodename
     except OSError:
@@ -541,10 +543,10 @@ def host_name() -> str:
 # Progress -----------------------------------------------------------------------------------------------------------
 
 
-class HeartbeatLane:
+class HeartbeatCollector:
     """RUN/heartbeat/rank-*.json: those of this host, or up to 64 where none names it. Shipped when they change."""
 
-    def __init__(self, outbox: Outbox, directory: str, host: str) -> None:
+    def __init__(self, outbox: PendingLine, directory: str, host: str) -> None:
         self.outbox = outbox
         self.directory = os.path.join(directory, "heartbeat")
         self.host = host.split(".")[0]
@@ -556,7 +558,7 @@ class HeartbeatLane:
         self.shipped: dict[str, str] = {}
         self.discovery_due = 0.0
 
-    def __call__(self, _: Lane) -> None:
+    def __call__(self, _: CollectorThread) -> None:
         now = time.monotonic()
         if now >= self.discovery_due:
             self.discovery_due = now + (DISCOVERY_SECONDS if self.mine else 2.0)
@@ -592,11 +594,11 @@ class HeartbeatLane:
             else:
                 unread.append(name)
                 self.elsewhere.add(name)
-        self.mine = (here or unread)[:HEARTBEATS_MOST]
+        self.mine = (here or unread)[:MAX_HEARTBEATS]
         for name in set(self.shipped) - set(self.mine):
             del self.shipped[name]
             self.pid_of.pop(name, None)
-            self.outbox.put("beat", [clean(os.path.join(self.directory, name)), 0, None])
+            self.outbox.put("beat", [valid_utf8(os.path.join(self.directory, name)), 0, None])
 
     def read(self, name: str) -> None:
         path = os.path.join(self.directory, name)
@@ -610,7 +612,7 @@ class HeartbeatLane:
         if self.shipped.get(name) == text:
             return
         self.shipped[name] = text
-        self.outbox.put("beat", [clean(path), round(changed, 3), text])
+        self.outbox.put("beat", [valid_utf8(path), round(changed, 3), text])
         try:
             beat = json.loads(text)
             if str(beat["host"]).split(".")[0] == self.host:
@@ -623,10 +625,10 @@ class HeartbeatLane:
             self.discovery_due = 0.0
 
 
-class LogLane:
+class LogCollector:
     """Files of one shell pattern: what was appended, or the last 8 KB where the file is new or was rewritten."""
 
-    def __init__(self, outbox: Outbox, source: int, pattern: str) -> None:
+    def __init__(self, outbox: PendingLine, source: int, pattern: str) -> None:
         self.outbox = outbox
         self.source = source
         self.pattern = pattern
@@ -635,7 +637,7 @@ class LogLane:
         self.last: dict[str, bytes] = {}  # path -> its last bytes, to know a rewritten file
         self.discovery_due = 0.0
 
-    def __call__(self, _: Lane) -> None:
+    def __call__(self, _: CollectorThread) -> None:
         now = time.monotonic()
         if now >= self.discovery_due:
             self.discovery_due = now + (DISCOVERY_SECONDS if self.paths else 2.0)
@@ -653,11 +655,11 @@ class LogLane:
                 continue
             if stat.S_ISREG(status.st_mode):
                 found.append((status.st_mtime, path))
-        self.paths = [path for _, path in sorted(found)[-LOGS_MOST:]]
+        self.paths = [path for _, path in sorted(found)[-MAX_LOGS:]]
         for path in set(self.seen) - set(self.paths):
             del self.seen[path]
             self.last.pop(path, None)
-            self.outbox.put("log", [self.source, clean(path), None, 0, 0, ""])
+            self.outbox.put("log", [self.source, valid_utf8(path), None, 0, 0, ""])
 
     def read(self, path: str) -> None:
         status = os.stat(path)
@@ -680,16 +682,16 @@ class LogLane:
         self.seen[path] = (now[0], start + len(data), now[2])
         self.last[path] = (self.last.get(path, b"") + data if appended else data)[-32:]
         text = data.decode("utf-8", "replace")
-        self.outbox.put("log", [self.source, clean(path), start, start + len(data), round(now[2], 3), text])
+        self.outbox.put("log", [self.source, valid_utf8(path), start, start + len(data), round(now[2], 3), text])
 
 
 # Checkpoints --------------------------------------------------------------------------------------------------------
 
-ENTRIES_MOST = 8
-FILES_MOST = 96
-SCAN_MOST = 4096
-SMALL_BYTES = 256
-HEADER_MOST = 4 * 1024 * 1024
+MAX_CHECKPOINTS = 8
+MAX_FILES = 96
+MAX_SCANNED_FILES = 4096
+MAX_SMALL_FILE_BYTES = 256
+MAX_HEADER_BYTES = 4 * 1024 * 1024
 _headers: dict[tuple[str, int], int] = {}  # (path, inode) -> bytes that a safetensors file says it has
 
 
@@ -700,8 +702,8 @@ def safetensors_bytes(path: str, inode: int, size: int) -> int | None:
         return known
     with open(path, "rb", buffering=0) as file:
         header = int.from_bytes(file.read(8), "little")
-        if header > HEADER_MOST or size < 8 + header:
-            return 8 + header if header <= HEADER_MOST else None
+        if header > MAX_HEADER_BYTES or size < 8 + header:
+            return 8 + header if header <= MAX_HEADER_BYTES else None
         tensors = json.loads(file.read(header))
     ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
     if len(_headers) > 512:
@@ -713,7 +715,9 @@ def safetensors_bytes(path: str, inode: int, size: int) -> int | None:
 def index_files(path: str) -> list[str]:
     """Names of the files that a model.safetensors.index.json counts as its own."""
     with open(path, "rb") as file:
-        return sorted({clean(str(name)) for name in json.loads(file.read(2 * HEADER_MOST))["weight_map"].values()})
+        return sorted(
+            {valid_utf8(str(name)) for name in json.loads(file.read(2 * MAX_HEADER_BYTES))["weight_map"].values()}
+        )
 
 
 def scan_entry(path: str) -> dict[str, Any]:
@@ -723,13 +727,13 @@ def scan_entry(path: str) -> dict[str, Any]:
     index: dict[str, list[str]] = {}
     short: dict[str, int] = {}
     left = [(path, "", 0)]
-    while left and count < SCAN_MOST:
+    while left and count < MAX_SCANNED_FILES:
         folder, prefix, depth = left.pop()
         with os.scandir(folder) as entries:
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)
                 newest = max(newest, status.st_mtime)
-                name = prefix + clean(entry.name)
+                name = prefix + valid_utf8(entry.name)
                 if entry.is_dir(follow_symlinks=False):
                     if depth < 3:
                         left.append((entry.path, name + "/", depth + 1))
@@ -746,7 +750,7 @@ def scan_entry(path: str) -> dict[str, Any]:
                         index[name] = index_files(entry.path)
                 except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
                     pass  # being written: its size and age tell
-    listed = [[name, size] for _, name, size in sorted(files)[:FILES_MOST]]
+    listed = [[name, size] for _, name, size in sorted(files)[:MAX_FILES]]
     entry_facts: dict[str, Any] = {"bytes": total, "count": count, "mtime": round(newest, 3), "files": listed}
     if index:
         entry_facts["index"] = index
@@ -765,13 +769,13 @@ def list_checkpoints(directory: str, previous: dict[str, Any] | None = None) -> 
             for entry in entries:
                 try:
                     status = entry.stat(follow_symlinks=False)
-                    name = clean(entry.name)
+                    name = valid_utf8(entry.name)
                     if entry.is_symlink():
-                        root[name] = ["link", 0, round(status.st_mtime, 3), clean(os.readlink(entry.path))]
+                        root[name] = ["link", 0, round(status.st_mtime, 3), valid_utf8(os.readlink(entry.path))]
                     elif entry.is_dir(follow_symlinks=False):
                         folders.append((status.st_mtime, entry.name))
-                    elif len(root) < FILES_MOST and stat.S_ISREG(status.st_mode):  # opening a FIFO would wait for ever
-                        small = status.st_size <= SMALL_BYTES and read_text(entry.path, SMALL_BYTES)
+                    elif len(root) < MAX_FILES and stat.S_ISREG(status.st_mode):  # opening a FIFO would wait for ever
+                        small = status.st_size <= MAX_SMALL_FILE_BYTES and read_text(entry.path, MAX_SMALL_FILE_BYTES)
                         root[name] = ["file", status.st_size, round(status.st_mtime, 3), small or ""]
                 except FileNotFoundError:
                     continue  # renamed or rotated under us
@@ -779,8 +783,8 @@ def list_checkpoints(directory: str, previous: dict[str, Any] | None = None) -> 
         return {"error": os.strerror(error.errno or 0), "root": {}, "entries": {}}
     known = (previous or {}).get("entries", {})
     facts: dict[str, Any] = {}
-    for age, (_, folder) in enumerate(sorted(folders, reverse=True)[:ENTRIES_MOST]):
-        name = clean(folder)
+    for age, (_, folder) in enumerate(sorted(folders, reverse=True)[:MAX_CHECKPOINTS]):
+        name = valid_utf8(folder)
         if age >= 3 and name in known:
             facts[name] = known[name]
             continue
@@ -792,17 +796,17 @@ def list_checkpoints(directory: str, previous: dict[str, Any] | None = None) -> 
     return {"error": None, "root": root, "entries": facts}
 
 
-class CheckpointLane:
+class CheckpointCollector:
     """One checkpoint directory: which entries there are, with the facts of those that changed."""
 
-    def __init__(self, outbox: Outbox, directory: str) -> None:
+    def __init__(self, outbox: PendingLine, directory: str) -> None:
         self.outbox = outbox
         self.directory = directory
         self.listing: dict[str, Any] | None = None
         self.listed_at: float | None = None
         self.full_due = 0.0
 
-    def __call__(self, _: Lane) -> None:
+    def __call__(self, _: CollectorThread) -> None:
         now = time.monotonic()
         before = self.listing
         full = now >= self.full_due
@@ -814,7 +818,12 @@ class CheckpointLane:
             return
         old = {} if before is None else before["entries"]
         changed = {name: facts for name, facts in listing["entries"].items() if old.get(name) != facts}
-        news = {"dir": clean(self.directory), "t": round(now, 3), "w": round(time.time(), 3), "error": listing["error"]}
+        news = {
+            "dir": valid_utf8(self.directory),
+            "t": round(now, 3),
+            "w": round(time.time(), 3),
+            "error": listing["error"],
+        }
         news["names"] = sorted(listing["entries"])
         if before is None or before["root"] != listing["root"]:
             news["root"] = listing["root"]
@@ -837,24 +846,24 @@ def filesystem_kind(path: str) -> str | None:
             continue
         point = words[1].replace("\\040", " ").rstrip("/")
         if (path == point or path.startswith(point + "/")) and len(point) >= len(best):
-            best, kind = point, clean(words[2])
+            best, kind = point, valid_utf8(words[2])
     return kind
 
 
-class FilesystemLane:
-    def __init__(self, outbox: Outbox, path: str) -> None:
+class FilesystemCollector:
+    def __init__(self, outbox: PendingLine, path: str) -> None:
         self.outbox = outbox
         self.path = path
         self.shipped: list[Any] = []
 
-    def __call__(self, _: Lane) -> None:
+    def __call__(self, _: CollectorThread) -> None:
         kind = filesystem_kind(self.path)
         try:
             facts = os.statvfs(self.path)
             size, room = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
-            row: list[Any] = [clean(self.path), room, size, None, kind]
+            row: list[Any] = [valid_utf8(self.path), room, size, None, kind]
         except OSError as error:
-            row = [clean(self.path), None, None, os.strerror(error.errno or 0), kind]
+            row = [valid_utf8(self.path), None, None, os.strerror(error.errno or 0), kind]
         if row != self.shipped:
             self.shipped = row
             self.outbox.put("fs", row)
@@ -863,10 +872,10 @@ class FilesystemLane:
 # Kernel log ---------------------------------------------------------------------------------------------------------
 
 
-class KernelLane:
+class KernelLogCollector:
     """Fault lines of the kernel log as [age, text]: /dev/kmsg, else dmesg, else journalctl; else says so once."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: PendingLine) -> None:
         self.outbox = outbox
         self.descriptor: int | None = None
         self.rest = b""
@@ -879,7 +888,7 @@ class KernelLane:
         except OSError as error:
             self.refusals.append(f"/dev/kmsg: {os.strerror(error.errno or 0)}")
 
-    def __call__(self, lane: Lane) -> None:
+    def __call__(self, lane: CollectorThread) -> None:
         if self.descriptor is not None:
             self.read_device(self.descriptor)
         elif self.tools and not ROOT:
@@ -938,7 +947,7 @@ class KernelLane:
 # The loop -----------------------------------------------------------------------------------------------------------
 
 
-class Lifeline:
+class LeaseWatchdog:
     """Ends us when stdin closes, or when no line has come for LEASE_SECONDS; works while the main thread is stuck."""
 
     def __init__(self) -> None:
@@ -953,13 +962,13 @@ class Lifeline:
             except OSError:
                 data = b""
             if not data:
-                leave()
+                exit_probe()
             self.renewed = time.monotonic()
 
     def watch(self) -> None:
         while time.monotonic() - self.renewed < LEASE_SECONDS:
             time.sleep(5.0)
-        leave()
+        exit_probe()
 
 
 def write_line(line: dict[str, Any]) -> None:
@@ -970,10 +979,10 @@ def write_line(line: dict[str, Any]) -> None:
         except BlockingIOError:
             time.sleep(0.05)
         except OSError:
-            leave()
+            exit_probe()
 
 
-def wait_for(lanes: list[Lane], seconds: float) -> None:
+def wait_until_idle(lanes: list[CollectorThread], seconds: float) -> None:
     """Until all of them are back, at most `seconds`. Sleeps by attribute: see the module's docstring."""
     end = time.monotonic() + seconds
     nap = 0.001
@@ -991,24 +1000,24 @@ def sleep_to_boundary(interval: float) -> None:
 
 def main(request: dict[str, Any], nvml_source: str = "") -> None:
     for name in ("SIGHUP", "SIGTERM", "SIGINT"):
-        signal.signal(getattr(signal, name), leave)
+        signal.signal(getattr(signal, name), exit_probe)
     threading.stack_size(256 * 1024)
-    Lifeline()
+    LeaseWatchdog()
     interval = float(request["interval"])
-    host = host_name()
-    outbox = Outbox()
-    gpu = GpuLane(outbox, list(request["query"]), request["form"], nvml_source)
-    beats = [HeartbeatLane(outbox, directory, host) for directory in request["runs"]]
-    gpu_lane = Lane("nvml", gpu)
-    prompt = [Lane("read " + beat.directory, beat) for beat in beats]
-    prompt += [Lane("read " + p, LogLane(outbox, i, p)) for i, p in enumerate(request["logs"])]
-    prompt.append(Lane("read kernel log", KernelLane(outbox)))
-    listings = [CheckpointLane(outbox, directory) for directory in request["checkpoints"]]
-    processes = Lane("read /proc", ProcessLane(outbox, gpu, beats, request["processes"]))
+    host = node_host_name()
+    outbox = PendingLine()
+    gpu = GpuCollector(outbox, list(request["query"]), request["form"], nvml_source)
+    beats = [HeartbeatCollector(outbox, directory, host) for directory in request["runs"]]
+    gpu_lane = CollectorThread("nvml", gpu)
+    prompt = [CollectorThread("read " + beat.directory, beat) for beat in beats]
+    prompt += [CollectorThread("read " + p, LogCollector(outbox, i, p)) for i, p in enumerate(request["logs"])]
+    prompt.append(CollectorThread("read kernel log", KernelLogCollector(outbox)))
+    listings = [CheckpointCollector(outbox, directory) for directory in request["checkpoints"]]
+    processes = CollectorThread("read /proc", ProcessCollector(outbox, gpu, beats, request["processes"]))
     lanes = [gpu_lane, *prompt, processes]
-    lanes += [Lane("list " + listing.directory, listing, 2.0) for listing in listings]
+    lanes += [CollectorThread("list " + listing.directory, listing, 2.0) for listing in listings]
     lanes += [
-        Lane("statvfs " + path, FilesystemLane(outbox, path), DISCOVERY_SECONDS)
+        CollectorThread("statvfs " + path, FilesystemCollector(outbox, path), DISCOVERY_SECONDS)
         for path in sorted({*request["runs"], *request["checkpoints"]})
     ]
     outbox.set("hello", {"host": host, "python": f"{sys.version_info[0]}.{sys.version_info[1]}", "pid": os.getpid()})
@@ -1019,21 +1028,21 @@ def main(request: dict[str, Any], nvml_source: str = "") -> None:
         for lane in lanes:
             if lane is not processes:
                 lane.offer(now)
-        wait_for(prompt, 0.1 * interval)
+        wait_until_idle(prompt, 0.1 * interval)
         # A GPU query faster than half an interval is waited for; a slower one comes with the line after it.
         if sequence == 0:
-            wait_for([gpu_lane], 2.0)
+            wait_until_idle([gpu_lane], 2.0)
         elif gpu_lane.took_seconds < 0.5 * interval:
-            wait_for([gpu_lane], 0.6 * interval)
+            wait_until_idle([gpu_lane], 0.6 * interval)
         processes.offer(now)  # last: boards and heartbeats have told by now which processes to look at
-        wait_for([processes], 0.1 * interval)
+        wait_until_idle([processes], 0.1 * interval)
         now = time.monotonic()
         line = {"v": 1, "seq": sequence, "t": round(now, 4), "w": round(time.time(), 4), **outbox.take()}
         busy = [(lane, lane.busy_since) for lane in lanes]
-        waiting = [[clean(lane.doing), round(now - since, 2)] for lane, since in busy if since is not None]
+        waiting = [[valid_utf8(lane.doing), round(now - since, 2)] for lane, since in busy if since is not None]
         if waiting:
             line["busy"] = waiting
-        listed = [[clean(one.directory), round(one.listed_at, 3)] for one in listings if one.listed_at is not None]
+        listed = [[valid_utf8(one.directory), round(one.listed_at, 3)] for one in listings if one.listed_at is not None]
         if listed:
             line["listed"] = listed
         failed = [lane.error for lane in lanes if lane.error]

@@ -18,19 +18,19 @@ from importlib import resources, util
 from pathlib import Path
 from typing import Final
 
-from collectors.probe.request import ProbeRequest
-from collectors.smi import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, QUERY_FORMAT
+from wattwatch.collectors.probe.request import ProbeRequest
+from wattwatch.collectors.smi import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, QUERY_FORMAT
 
 LEASE_RENEWAL_SECONDS: Final = 20.0
 """How often the watcher writes LEASE_LINE: the probe ends itself after 60 s without one."""
 LEASE_LINE: Final = b"\n"
 
-PYTHONS: Final = "python3 python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python"
+PYTHON_CANDIDATES: Final = "python3 python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python"
 
 
-def launch_command(request: ProbeRequest) -> str:
+def probe_command(request: ProbeRequest) -> str:
     """The command line to execute; `payload(request)` must follow on its stdin."""
-    shell, size = len(_shell_probe(request)), len(payload(request))
+    shell, size = len(_shell_probe(request)), len(probe_payload(request))
     # -I and -S: neither the node's PYTHON* variables nor its site-packages can break or slow the start.
     check = "import sys,zlib,ctypes,json;sys.exit(sys.version_info<(3,8))"
     bootstrap = (
@@ -40,14 +40,14 @@ def launch_command(request: ProbeRequest) -> str:
     )
     # The shell probe ends by its process group. sshd makes us leader of one; where nobody did, setsid does.
     return (
-        f"exec /bin/sh -c 'for p in {PYTHONS}; do "
+        f"exec /bin/sh -c 'for p in {PYTHON_CANDIDATES}; do "
         f'"$p" -I -S -c "{check}" </dev/null >/dev/null 2>&1 && exec "$p" -I -S -u -c "{bootstrap}"; '
         f'done; read -r a b c d group e </proc/$$/stat; [ "$group" = $$ ] || exec setsid /bin/sh; exec /bin/sh\''
     )
 
 
 @lru_cache(maxsize=4096)
-def payload(request: ProbeRequest) -> bytes:
+def probe_payload(request: ProbeRequest) -> bytes:
     """What is written to the command's stdin at once; the channel then stays open as the lifeline."""
     asked = {
         "interval": request.interval_seconds,

@@ -1,4 +1,4 @@
-"""The simulated cluster as a process of its own: `python -m collectors.simulated`, started by cluster.py.
+"""The simulated cluster as a process of its own: `python -m wattwatch.collectors.simulated`, started by cluster.py.
 
 A process apart keeps the watcher's cost separable and its interpreter lock its own. Standard input: the order (one
 JSON line), then commands, one a line: `begin`, `freeze NODE`, `thaw NODE`, `drop NODE`; its end is the end of the
@@ -21,35 +21,40 @@ from typing import Any, Final
 
 import orjson
 
-from collectors.clock import Clock
-from collectors.simulated.driver import Driver, PhaseBegan, plays_of
-from collectors.simulated.follow import FollowedJob, Follower, nodes_of
-from collectors.simulated.keys import new_private_key, public_line, read_key, read_public_line
-from collectors.simulated.scenario import scenario_of
-from collectors.simulated.ssh_server import NodeServer
+from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.simulated.driver import Driver, PhaseStarted, set_up_scenarios
+from wattwatch.collectors.simulated.real_job import FollowedJob, Follower, set_up_nodes
+from wattwatch.collectors.simulated.scenario import parse_scenario
+from wattwatch.collectors.simulated.ssh_server import (
+    NodeServer,
+    new_private_key,
+    public_line,
+    read_key,
+    read_public_line,
+)
 
 # Real seconds that commands get to end by themselves after their connection is gone.
-PATIENCE_SECONDS: Final = 4.0
+EXIT_WAIT_SECONDS: Final = 4.0
 
 
-def say(kind: str, content: Any) -> None:
-    with SAYING:
+def send_event(kind: str, content: Any) -> None:
+    with SEND_LOCK:
         sys.stdout.buffer.write(orjson.dumps({kind: content}) + b"\n")
         sys.stdout.buffer.flush()
 
 
-SAYING: Final = threading.Lock()
+SEND_LOCK: Final = threading.Lock()
 
 
 def main() -> None:
     order = orjson.loads(sys.stdin.buffer.readline())
     clock = Clock(order["speed"], order["monotonic_origin"], order["wall_origin"])
-    scenarios = [scenario_of(row.pop("name"), row) for row in order["scenarios"]]
+    scenarios = [parse_scenario(row.pop("name"), row) for row in order["scenarios"]]
     client_key = read_public_line(order["client_key"])
     place = (Path(order["live_directory"]), Path(order["directory"]) / "tools", clock, order["preload_pynvml"])
-    plays, nodes = plays_of(scenarios, *place)
+    plays, nodes = set_up_scenarios(scenarios, *place)
     jobs = [FollowedJob(**{**row, "node_names": tuple(row["node_names"])}) for row in order["followed"]]
-    followed = nodes_of(jobs, *place)
+    followed = set_up_nodes(jobs, *place)
     follower = Follower(jobs, followed, clock)
     nodes = {**nodes, **followed}
     servers = {
@@ -61,9 +66,11 @@ def main() -> None:
     follower.start()
     for server in servers.values():
         server.start()
-    say("ready", {name: {"port": one.port, "host_key": public_line(one.host_key)} for name, one in servers.items()})
+    send_event(
+        "ready", {name: {"port": one.port, "host_key": public_line(one.host_key)} for name, one in servers.items()}
+    )
     try:
-        obey(driver, servers)
+        run_commands(driver, servers)
     finally:
         for server in servers.values():
             server.stop()
@@ -72,16 +79,18 @@ def main() -> None:
         follower.stop()
         for directory in (order["live_directory"], order["directory"]):
             shutil.rmtree(directory, ignore_errors=True)  # the owner may have been killed
-        say("ended", {"latest_seconds": max(driver.latest_seconds, follower.latest_seconds), "left_behind": left})
+        send_event(
+            "ended", {"latest_seconds": max(driver.latest_seconds, follower.latest_seconds), "left_behind": left}
+        )
         sys.stdout.flush()
         os._exit(0)  # threads of connections that are just closing are not waited for
 
 
-def report(began: PhaseBegan) -> None:
-    say("phase", dataclasses.asdict(began))
+def report(began: PhaseStarted) -> None:
+    send_event("phase", dataclasses.asdict(began))
 
 
-def obey(driver: Driver, servers: Mapping[str, NodeServer]) -> None:
+def run_commands(driver: Driver, servers: Mapping[str, NodeServer]) -> None:
     """Commands until standard input ends."""
     for line in sys.stdin.buffer:
         verb, _, node = line.decode().strip().partition(" ")
@@ -93,7 +102,7 @@ def obey(driver: Driver, servers: Mapping[str, NodeServer]) -> None:
 
 def wait_for_children(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     """Pids of commands that outlived their connection; these, being ours, are asked to end in the end."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + EXIT_WAIT_SECONDS
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         time.sleep(0.02)
     left = [child.pid for child in children if child.poll() is None]

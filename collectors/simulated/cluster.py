@@ -26,11 +26,11 @@ from typing import Any, Final
 
 import orjson
 
-from collectors.clock import Clock
-from collectors.simulated.driver import PhaseBegan
-from collectors.simulated.follow import FollowedJob
-from collectors.simulated.keys import new_private_key, public_line, read_key, write_private_key
-from collectors.simulated.scenario import Scenario
+from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.simulated.driver import PhaseStarted
+from wattwatch.collectors.simulated.real_job import FollowedJob
+from wattwatch.collectors.simulated.scenario import Scenario
+from wattwatch.collectors.simulated.ssh_server import new_private_key, public_line, read_key, write_private_key
 
 READY_SECONDS: Final = 30.0
 END_SECONDS: Final = 15.0
@@ -52,12 +52,12 @@ class SimulatedNode:
     directory: Path
     tools: Path
 
-    def environment(self, with_boards: bool = False) -> dict[str, str]:
+    def environment(self, with_gpus: bool = False) -> dict[str, str]:
         """For a program that is started beside SSH as if on this node: its host name; `with_boards`: its GPUs too,
         which a program must not see that would compute on them."""
         paths = [str(ON_NODE), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {"PYTHONPATH": os.pathsep.join(paths), "WATTWATCH_NODE_HOSTNAME": self.name}
-        if with_boards:
+        if with_gpus:
             variables["PATH"] = f"{self.tools}:{os.environ.get('PATH', '/usr/bin:/bin')}"
             variables["WATTWATCH_NODE_STATE"] = str(self.directory / "state.json")
         return variables
@@ -103,7 +103,7 @@ class SimulatedCluster:
         self.latest_seconds = 0.0  # worst lateness of the simulation itself; known after `stop`
         self._errors = self.directory / "simulated.log"
         self._child: subprocess.Popen[bytes] | None = None
-        self._phases: list[PhaseBegan] = []
+        self._phases: list[PhaseStarted] = []
         self._ready = threading.Event()
         self._news = threading.Condition()
 
@@ -155,7 +155,7 @@ class SimulatedCluster:
         }
         with self._errors.open("wb") as errors:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "collectors.simulated"],
+                [sys.executable, "-m", "wattwatch.collectors.simulated"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -197,12 +197,12 @@ class SimulatedCluster:
         """Close every connection to the node."""
         self._send(f"drop {node}".encode())
 
-    def phases(self) -> tuple[PhaseBegan, ...]:
+    def phases(self) -> tuple[PhaseStarted, ...]:
         """What has begun so far, in the order in which it did."""
         with self._news:
             return tuple(self._phases)
 
-    def wait_for_phase(self, scenario: str, number: int, timeout_seconds: float) -> PhaseBegan:
+    def wait_for_phase(self, scenario: str, number: int, timeout_seconds: float) -> PhaseStarted:
         """Wait (real seconds) until this phase of the scenario has begun."""
         with self._news:
             found = self._news.wait_for(lambda: self._find(scenario, number), timeout_seconds)
@@ -210,7 +210,7 @@ class SimulatedCluster:
             raise SimulationError(f"phase {number} of {scenario} did not begin: {self._last_words()}")
         return found
 
-    def _find(self, scenario: str, number: int) -> PhaseBegan | None:
+    def _find(self, scenario: str, number: int) -> PhaseStarted | None:
         return next((began for began in self._phases if (began.scenario, began.phase) == (scenario, number)), None)
 
     def stop(self) -> None:
@@ -270,7 +270,7 @@ class SimulatedCluster:
             )
             self._ready.set()
         elif kind == "phase":
-            self._phases.append(PhaseBegan(**content))
+            self._phases.append(PhaseStarted(**content))
         elif kind == "ended":
             self.left_behind = tuple(content["left_behind"])
             self.latest_seconds = content["latest_seconds"]

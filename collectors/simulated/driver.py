@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from collectors.clock import Clock
-from collectors.simulated.job_directory import JobDirectory
-from collectors.simulated.node_directory import Moment, NodeDirectory, write_tools
-from collectors.simulated.scenario import Phase, Scenario, activity_of_rank, phase_number_at, step_at
+from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.simulated.job_directory import JobDirectory
+from wattwatch.collectors.simulated.node_directory import NodeDirectory, SimulatedGpu, write_tools
+from wattwatch.collectors.simulated.scenario import Scenario, ScenarioPhase, activity_of_rank, phase_number_at, step_at
 
 TICK_SECONDS: Final = 0.5
 # Nodes are sampled on whole seconds: written between them, no state file changes while it is read.
@@ -20,7 +20,7 @@ TICK_OFFSET_SECONDS: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseBegan:
+class PhaseStarted:
     """What the driver reports when a phase begins. `late_seconds`: how late the machine let it happen."""
 
     scenario: str
@@ -30,7 +30,7 @@ class PhaseBegan:
 
 
 @dataclass(slots=True)
-class Play:
+class RunningScenario:
     """One scenario under way."""
 
     scenario: Scenario
@@ -47,10 +47,10 @@ class Driver:
 
     def __init__(
         self,
-        plays: Sequence[Play],
+        plays: Sequence[RunningScenario],
         clock: Clock,
         freeze: Callable[[str], None],
-        report: Callable[[PhaseBegan], None],
+        report: Callable[[PhaseStarted], None],
     ) -> None:
         self.latest_seconds = 0.0  # the worst lateness of any tick so far, in scenario seconds
         self._plays = tuple(plays)
@@ -110,10 +110,10 @@ class Driver:
                 self._begin_phase(play, phase, step_at(play.scenario, seconds))
                 assert self._began is not None
                 late = now - self._began - phase.at_seconds
-                self._report(PhaseBegan(play.scenario.name, number, now, late))
-            show(play, number, step_at(play.scenario, seconds), self._ticks)
+                self._report(PhaseStarted(play.scenario.name, number, now, late))
+            write_job_state(play, number, step_at(play.scenario, seconds), self._ticks)
 
-    def _begin_phase(self, play: Play, phase: Phase, step: int) -> None:
+    def _begin_phase(self, play: RunningScenario, phase: ScenarioPhase, step: int) -> None:
         """The effects that happen once."""
         scenario = play.scenario
         if phase.save_seconds is not None:
@@ -135,7 +135,7 @@ class Driver:
             node.nvml = node.smi = "hang"
 
 
-def show(play: Play, number: int | None, step: int, tick: int) -> None:
+def write_job_state(play: RunningScenario, number: int | None, step: int, tick: int) -> None:
     """One picture of the whole job."""
     scenario = play.scenario
     activities = [activity_of_rank(scenario, number, rank) for rank in range(scenario.world)]
@@ -149,7 +149,7 @@ def show(play: Play, number: int | None, step: int, tick: int) -> None:
     for place, node in enumerate(play.nodes):
         first = place * scenario.gpus_per_node
         moments = [
-            Moment(
+            SimulatedGpu(
                 activity=activities[first + board],
                 alive=first + board not in play.killed and activities[first + board].phase != "done",
                 lost=(place, board) in play.lost,
@@ -159,9 +159,9 @@ def show(play: Play, number: int | None, step: int, tick: int) -> None:
         node.show(moments, tick)
 
 
-def plays_of(
+def set_up_scenarios(
     scenarios: Sequence[Scenario], directory: Path, tools: Path, clock: Clock, preload_pynvml: bool = True
-) -> tuple[tuple[Play, ...], Mapping[str, NodeDirectory]]:
+) -> tuple[tuple[RunningScenario, ...], Mapping[str, NodeDirectory]]:
     """Lay out all files below `directory` and the nodes' programs in `tools`; the nodes by name."""
     write_tools(tools)
     nodes = {
@@ -170,7 +170,7 @@ def plays_of(
         for name in scenario.node_names
     }
     plays = tuple(
-        Play(
+        RunningScenario(
             scenario=scenario,
             job=JobDirectory(directory / "jobs" / scenario.name, scenario, clock),
             nodes=[nodes[name] for name in scenario.node_names],

@@ -15,9 +15,9 @@ from typing import Final
 
 import orjson
 
-from collectors.clock import Clock
-from collectors.simulated.node_directory import FIRST_PID, replace_bytes, replace_text
-from collectors.simulated.scenario import TOKENS_PER_STEP, Activity, Scenario
+from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.simulated.node_directory import FIRST_PID, replace_bytes, replace_text
+from wattwatch.collectors.simulated.scenario import TOKENS_PER_STEP, Scenario, SimulatedActivity
 
 SHARDS: Final = 13
 SHARD_BYTES: Final = 62 * 10**9 // SHARDS  # about 62 GB in all
@@ -59,7 +59,7 @@ class JobDirectory:
         }
         replace_bytes(self.directory / "run.json", orjson.dumps(run))
 
-    def show(self, step: int, activities: Sequence[Activity | None], pace_tokens: float | None) -> None:
+    def show(self, step: int, activities: Sequence[SimulatedActivity | None], pace_tokens: float | None) -> None:
         """Progress of each rank; None: this rank says nothing more (its process or its node is gone)."""
         now = self._clock.wall()
         if self.scenario.progress == "torchtitan":
@@ -72,7 +72,7 @@ class JobDirectory:
                 self._write_heartbeat(rank, step, activity, now)
         self._advance_checkpoint(now)
 
-    def _write_heartbeat(self, rank: int, step: int, activity: Activity, now: float) -> None:
+    def _write_heartbeat(self, rank: int, step: int, activity: SimulatedActivity, now: float) -> None:
         scenario = self.scenario
         beat = {
             "v": 1,

@@ -25,13 +25,13 @@ from typing import Any, Final
 
 import orjson
 
-from collectors.clock import Clock
-from collectors.simulated.scenario import Activity
+from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.simulated.scenario import SimulatedActivity
 
 DRIVER_VERSION: Final = "580.95.05"
-BOARD_NAME: Final = "NVIDIA B300 SXM6 AC"
-BOARD_LIMIT_MILLIWATTS: Final = 1_100_000
-BOARD_MEMORY_BYTES: Final = 275_040 << 20
+GPU_NAME: Final = "NVIDIA B300 SXM6 AC"
+GPU_LIMIT_MILLIWATTS: Final = 1_100_000
+GPU_MEMORY_BYTES: Final = 275_040 << 20
 HELD_MEMORY_BYTES: Final = 82 * 10**9  # the paper's footprint with activations
 BUS_IDS: Final = tuple(f"0000000{domain}:{bus}:00.0" for domain in (0, 1) for bus in ("1A", "69", "B5", "DB"))
 FIRST_PID: Final = 41_001
@@ -54,17 +54,17 @@ exec {python} -S -E {script} "$@"
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class SimulatedGpu:
     """One board and its process for a moment."""
 
-    activity: Activity
+    activity: SimulatedActivity
     alive: bool  # its process exists
     lost: bool = False  # the board fell off the bus
     pid: int | None = None  # of a true process on this machine; None: one of the node's own, which is but a file
 
 
 @dataclass(slots=True)
-class Energy:
+class EnergyCounter:
     """A board's counter: millijoules up to a moment, and the power since."""
 
     millijoules: float
@@ -97,7 +97,7 @@ class NodeDirectory:
         self._shown_pids: tuple[int | None, ...] = ()
         now = clock.wall()
         # As if the driver had been loaded for a while: no two boards have the same count.
-        self._energy = [Energy(4.0e9 + 7.7e7 * place, now) for place in range(gpus)]
+        self._energy = [EnergyCounter(4.0e9 + 7.7e7 * place, now) for place in range(gpus)]
         for folder in ("proc/pressure", "proc/sys/kernel", "proc/driver/nvidia", "dev", "home"):
             (directory / folder).mkdir(parents=True)
         driver = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {DRIVER_VERSION}  Release Build\n"
@@ -124,7 +124,7 @@ class NodeDirectory:
             "WATTWATCH_NODE_PYNVML": pynvml.origin or "" if pynvml and self._preload_pynvml else "",
         }
 
-    def show(self, moments: Sequence[Moment], tick: int) -> None:
+    def show(self, moments: Sequence[SimulatedGpu], tick: int) -> None:
         """Write what the boards read now, and the processes where their being there has changed."""
         now = self._clock.wall()
         rows = [self._board(place, moment, tick, now) for place, moment in enumerate(moments)]
@@ -137,14 +137,14 @@ class NodeDirectory:
             self._write_load(len(pids) - pids.count(None), tick)
         replace_bytes(self.directory / "state.json", orjson.dumps(state))
 
-    def _pid(self, place: int, moment: Moment) -> int:
+    def _pid(self, place: int, moment: SimulatedGpu) -> int:
         return self.pids[place] if moment.pid is None else moment.pid
 
-    def _board(self, place: int, moment: Moment, tick: int, now: float) -> Mapping[str, Any]:
+    def _board(self, place: int, moment: SimulatedGpu, tick: int, now: float) -> Mapping[str, Any]:
         activity = moment.activity
         seed = f"{self.name}/{place}/{tick}/"
-        milliwatts = int(1000 * between(activity.power_watts, seed + "power"))
-        utilization = round(between(activity.utilization_percent, seed + "busy"))
+        milliwatts = int(1000 * seeded_uniform(activity.power_watts, seed + "power"))
+        utilization = round(seeded_uniform(activity.utilization_percent, seed + "busy"))
         if activity.utilization_percent[1] - activity.utilization_percent[0] > 50:
             # Scattered utilisation and power belong together: a board that waits for data draws less.
             low, high = activity.power_watts
@@ -155,15 +155,15 @@ class NodeDirectory:
             "index": place,
             "uuid": f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{self.name}.{place}')}",
             "bus": BUS_IDS[place],
-            "name": BOARD_NAME,
-            "limit_mw": BOARD_LIMIT_MILLIWATTS,
+            "name": GPU_NAME,
+            "limit_mw": GPU_LIMIT_MILLIWATTS,
             "power_mw": milliwatts,
             "energy_mj": int(energy.millijoules),
             "energy_at": now,
             "util": utilization,
-            "mem_util": round(between(activity.memory_utilization_percent, seed + "memory")),
+            "mem_util": round(seeded_uniform(activity.memory_utilization_percent, seed + "memory")),
             "mem_used": HELD_MEMORY_BYTES if moment.alive and activity.memory == "held" else 0,
-            "mem_total": BOARD_MEMORY_BYTES,
+            "mem_total": GPU_MEMORY_BYTES,
             "temp": 28 + milliwatts // 30_000,
             "sm_clock": 1920 if utilization else 1110,
             "throttle": 0 if utilization else 1,  # gpu_idle
@@ -172,7 +172,7 @@ class NodeDirectory:
             "pids": [self._pid(place, moment)] if moment.alive and activity.memory == "held" else [],
         }
 
-    def _write_processes(self, pids: Sequence[int | None], moments: Sequence[Moment]) -> None:
+    def _write_processes(self, pids: Sequence[int | None], moments: Sequence[SimulatedGpu]) -> None:
         for pid in {*self._shown_pids, *self.pids} - {*pids, None}:
             folder = self.directory / "proc" / str(pid)
             for file in folder.glob("*"):
@@ -189,7 +189,7 @@ class NodeDirectory:
             else:
                 copy_process(pid, folder)
 
-    def _write_process(self, folder: Path, pid: int, moment: Moment) -> None:
+    def _write_process(self, folder: Path, pid: int, moment: SimulatedGpu) -> None:
         ran_ticks = int(self._clock.monotonic() * TICKS) - self._started_ticks
         # Spinning or computing, a rank's main thread runs; only one whose board is lost sleeps in the driver.
         state = "D" if moment.lost else "R"
@@ -200,7 +200,7 @@ class NodeDirectory:
             replace_text(folder / "comm", "python3\n")
 
     def _write_load(self, running: int, tick: int) -> None:
-        load = running + between((0.2, 1.2), f"{self.name}/load/{tick}")
+        load = running + seeded_uniform((0.2, 1.2), f"{self.name}/load/{tick}")
         replace_text(self.directory / "proc/loadavg", f"{load:.2f} {load:.2f} {load:.2f} {running}/2041 52311\n")
         for kind in ("cpu", "io", "memory"):
             some = "some avg10=0.31 avg60=0.20 avg300=0.12 total=4211\n"
@@ -250,7 +250,7 @@ def write_tools(directory: Path) -> None:
         path.chmod(0o755)
 
 
-def between(bounds: tuple[float, float], seed: str) -> float:
+def seeded_uniform(bounds: tuple[float, float], seed: str) -> float:
     """A number between the two that depends on nothing but the seed: a run can be played again."""
     low, high = bounds
     mixed = zlib.crc32(seed.encode())

@@ -20,7 +20,7 @@ class UnknownScenario(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Activity:
+class SimulatedActivity:
     """What one rank is doing, as its board and its heartbeat show it. Pairs are the lowest and highest value."""
 
     name: str
@@ -38,7 +38,7 @@ class Activity:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class ScenarioPhase:
     """From `at_seconds` until the next phase. Effects happen once, when it begins; nodes count from 1."""
 
     at_seconds: float
@@ -54,7 +54,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedAlert:
     """One alert that must be said because of phase number `phase`, and what it must name."""
 
     alert: str
@@ -75,8 +75,8 @@ class Scenario:
     gpus_per_node: int
     first_step: int
     duration_seconds: float
-    phases: tuple[Phase, ...]
-    expected: tuple[Expected, ...] = ()
+    phases: tuple[ScenarioPhase, ...]
+    expected: tuple[ExpectedAlert, ...] = ()
     states: tuple[str, ...] = ()
     progress: str = "heartbeats"  # or "torchtitan": a foreign job, known by its log only
     total_steps: int = TOTAL_STEPS
@@ -100,7 +100,7 @@ def phase_number_at(scenario: Scenario, seconds: float) -> int | None:
     return begun[-1] if begun else None
 
 
-def activity_of_rank(scenario: Scenario, number: int | None, rank: int) -> Activity:
+def activity_of_rank(scenario: Scenario, number: int | None, rank: int) -> SimulatedActivity:
     if number is None:
         return ACTIVITIES["load"]
     phase = scenario.phases[number]
@@ -118,34 +118,34 @@ def step_at(scenario: Scenario, seconds: float) -> int:
     return min(scenario.total_steps, scenario.first_step + int(steps))
 
 
-def load_activities() -> Mapping[str, Activity]:
+def load_activities() -> Mapping[str, SimulatedActivity]:
     table = tomllib.loads((resources.files(__package__) / "activities.toml").read_text("utf-8"))
-    return {name: Activity(name=name, **tuples(row)) for name, row in table.items()}
+    return {name: SimulatedActivity(name=name, **lists_to_tuples(row)) for name, row in table.items()}
 
 
 def load_scenarios() -> Mapping[str, Scenario]:
     """All scenarios by name, in the order of the table."""
     table = tomllib.loads((resources.files(__package__) / "scenarios.toml").read_text("utf-8"))
-    return {name: scenario_of(name, row) for name, row in table.items()}
+    return {name: parse_scenario(name, row) for name, row in table.items()}
 
 
-def scenario_of(name: str, row: Mapping[str, Any]) -> Scenario:
+def parse_scenario(name: str, row: Mapping[str, Any]) -> Scenario:
     fields = dict(row)
-    fields["phases"] = tuple(phase_of(phase) for phase in row["phases"])
-    fields["expected"] = tuple(Expected(**tuples(expected)) for expected in row.get("expected", ()))
-    return Scenario(name=name, **tuples(fields))
+    fields["phases"] = tuple(parse_phase(phase) for phase in row["phases"])
+    fields["expected"] = tuple(ExpectedAlert(**lists_to_tuples(expected)) for expected in row.get("expected", ()))
+    return Scenario(name=name, **lists_to_tuples(fields))
 
 
-def phase_of(row: Mapping[str, Any]) -> Phase:
+def parse_phase(row: Mapping[str, Any]) -> ScenarioPhase:
     ranks = {int(rank): activity for rank, activity in row.get("except_ranks", {}).items()}
-    return Phase(**{**tuples(row), "except_ranks": ranks})
+    return ScenarioPhase(**{**lists_to_tuples(row), "except_ranks": ranks})
 
 
-def tuples(row: Mapping[str, Any]) -> dict[str, Any]:
+def lists_to_tuples(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
 
 
-def named(name: str) -> Scenario:
+def get_scenario(name: str) -> Scenario:
     if name not in SCENARIOS:
         raise UnknownScenario(f"no scenario is named {name!r}; there are: {', '.join(SCENARIOS)}")
     return SCENARIOS[name]

@@ -1,13 +1,10 @@
-"""A real SSH server on loopback for one node: paramiko's server side, a public key, and commands that really run.
-
-An exec request starts `/bin/sh -c command` with the node's environment, as sshd would, and bridges its pipes to the
-channel. When the channel closes, the command's stdin closes and nothing else is done to it: that a watcher's probe
-then ends by itself is the watcher's promise, and is tested here. What has not ended is known by pid.
-"""
+"""Ed25519 keys for the simulated cluster: made for one run, in the formats of OpenSSH."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import os
 import socket
 import subprocess
@@ -17,6 +14,8 @@ from pathlib import Path
 from typing import Final
 
 import paramiko
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from paramiko.common import (
     AUTH_FAILED,
     AUTH_SUCCESSFUL,
@@ -24,10 +23,42 @@ from paramiko.common import (
     OPEN_SUCCEEDED,
 )
 
+
+def new_private_key() -> str:
+    """Text of an OpenSSH private key file."""
+    key = Ed25519PrivateKey.generate()
+    return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()).decode()
+
+
+def read_key(text: str) -> paramiko.Ed25519Key:
+    return paramiko.Ed25519Key(file_obj=io.StringIO(text))
+
+
+def public_line(key: paramiko.PKey) -> str:
+    """As in authorized_keys: type and base64."""
+    return f"{key.get_name()} {key.get_base64()}"
+
+
+def read_public_line(line: str) -> paramiko.PKey:
+    kind, blob = line.split()[:2]
+    return paramiko.PKey.from_type_string(kind, base64.b64decode(blob))
+
+
+def write_private_key(path: Path, text: str) -> None:
+    path.touch(mode=0o600)
+    path.write_text(text, "utf-8")
+
+
+# A real SSH server on loopback for one node: paramiko's server side, a public key, and commands that really run.
+#
+# An exec request starts `/bin/sh -c command` with the node's environment, as sshd would, and bridges its pipes to the
+# channel. When the channel closes, the command's stdin closes and nothing else is done to it: that a watcher's probe
+# then ends by itself is the watcher's promise, and is tested here. What has not ended is known by pid.
+
 BLOCK_BYTES: Final = 32_768
 
 
-class Login(paramiko.ServerInterface):
+class SshServerInterface(paramiko.ServerInterface):
     """Who may come in, and what may be asked for: one key, sessions, exec."""
 
     def __init__(self, server: NodeServer) -> None:
@@ -116,7 +147,7 @@ class NodeServer:
         with self._lock:
             self._transports = [known for known in self._transports if known.is_active()] + [transport]
         try:
-            transport.start_server(server=Login(self), event=threading.Event())
+            transport.start_server(server=SshServerInterface(self), event=threading.Event())
         except (paramiko.SSHException, OSError, EOFError):
             transport.close()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collectors.smi.query import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, QUERY_FORMAT, read_query_csv
-from collectors.smi.read import read_gpu_output
-from collectors.smi.report import GpuSnapshot, SmiReport
+from wattwatch.collectors.smi.query import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, QUERY_FORMAT, read_query_csv
+from wattwatch.collectors.smi.read_output import read_gpu_output
+from wattwatch.collectors.smi.report import GpuSnapshot, SmiReport
 
 __all__ = [
     "FALLBACK_QUERY_FIELDS",

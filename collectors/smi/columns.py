@@ -1,4 +1,4 @@
-"""Headers of any age and hand -> our field names and units."""
+"""One cell of any tool's output -> a number in our unit, or None with the reason."""
 
 from __future__ import annotations
 
@@ -6,25 +6,201 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
 from importlib import resources
 from typing import Final
+
+from wattwatch.collectors.samples import Reading, ReadingStatus
+
+
+def _load(name: str) -> dict[str, dict[str, str]]:
+    return tomllib.loads((resources.files(__package__) / name).read_text("utf-8"))
+
+
+TOKENS: Final[Mapping[str, ReadingStatus]] = {
+    token: ReadingStatus(reason) for reason, words in _load("tokens.toml").items() for token in words
+}
+UNITS: Final[Mapping[str, float]] = {
+    "": 1.0,
+    "w": 1.0,
+    "mw": 1e-3,
+    "kw": 1e3,
+    "%": 1.0,
+    "c": 1.0,
+    "°c": 1.0,
+    "mhz": 1.0,
+    "ghz": 1e3,
+    "b": 1.0,
+    "bytes": 1.0,
+    "kib": 2.0**10,
+    "mib": 2.0**20,
+    "gib": 2.0**30,
+    "kb": 2.0**10,
+    "mb": 2.0**20,  # nvidia-smi before R331 printed MB and meant MiB
+    "gb": 2.0**30,
+    "j": 1.0,
+    "mj": 1e-3,
+}
+_NUMBER_WITH_UNIT: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%°]*)$")
+_ABSENT_WORDS: Final = re.compile(
+    r"not (supported|available|applicable|active)|permission|deprecat|unsupported|secondary"
+)
+
+
+# A log of a day has half a million rows, and few different cells.
+CELL_CACHE_SIZE: Final = 1 << 15
+
+
+@lru_cache(CELL_CACHE_SIZE)
+def status_of_text(text: str) -> ReadingStatus | None:
+    """The reason that this text states, or None where it is no token (a number, a name, a word we do not know)."""
+    word = text.strip()
+    bracketed = word.startswith("[") and word.endswith("]")
+    word = " ".join(word.strip("[]").split()).casefold().rstrip(".")
+    if (reason := TOKENS.get(word)) is not None:
+        return reason
+    if not bracketed and not word.startswith(("gpu is lost", "gpu requires reset", "err!")):
+        return None
+    # A bracketed text that nobody has listed yet: its own words, else a reading that failed.
+    if "lost" in word:
+        return ReadingStatus.LOST
+    if "reset" in word:
+        return ReadingStatus.RESET_REQUIRED
+    if _ABSENT_WORDS.search(word):
+        return ReadingStatus.UNSUPPORTED
+    return ReadingStatus.UNREADABLE
+
+
+@lru_cache(CELL_CACHE_SIZE)
+def read_number(text: str, unit: str = "", bottom: float = 0.0, top: float = 1e18) -> Reading:
+    """The number of a cell in our unit. `unit`: what counts where the cell names none, e.g. from the header.
+
+    A value outside `bottom`..`top` (our unit), a word, or a unit that we do not know is unreadable.
+    """
+    if (reason := status_of_text(text)) is not None:
+        return Reading(None, reason)
+    match = _NUMBER_WITH_UNIT.match(text.strip())
+    scale = UNITS.get((match[2] or unit).casefold()) if match else None
+    if match is None or scale is None:
+        return Reading(None, ReadingStatus.UNREADABLE)
+    value = float(match[1]) * scale
+    return Reading(value, ReadingStatus.OK) if bottom <= value <= top else Reading(None, ReadingStatus.UNREADABLE)
+
+
+def unit_of_cell(text: str) -> str:
+    """The unit that a numeric cell carries, "" without one."""
+    match = _NUMBER_WITH_UNIT.match(text.strip())
+    return match[2] if match else ""
+
+
+# Time stamps of logs -> seconds. Only differences matter: a stamp without a zone is taken as UTC.
+
+_YEAR_FIRST: Final = re.compile(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})[ T]+(\d{1,2}):(\d{2})(?::(\d{2})([.,]\d+)?)?")
+_YEAR_LAST: Final = re.compile(
+    r"(\d{1,2})[-/.](\d{1,2})[-/.](\d{4})[ T,]+(\d{1,2}):(\d{2})(?::(\d{2})([.,]\d+)?)?\s*([AP]M)?"
+)
+_DATE_IN_WORDS: Final = re.compile(
+    r"(?:[A-Z][a-z]{2},? +)?(?:(?P<d1>\d{1,2}) (?P<m1>[A-Z][a-z]{2}) (?P<y1>\d{4})"
+    r"|(?P<m2>[A-Z][a-z]{2}) +(?P<d2>\d{1,2})) (?P<h>\d{1,2}):(?P<min>\d{2}):(?P<s>\d{2})"
+    r"(?P<half> [AP]M)?(?: [A-Z]{2,5})?(?: (?P<y2>\d{4}))?$"
+)
+_EPOCH: Final = re.compile(r"\d{9,13}(\.\d+)?$")
+_MONTH_NAMES: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_MONTHS: Final = {name: number for number, name in enumerate(_MONTH_NAMES, 1)}
+
+
+def is_timestamp(text: str) -> bool:
+    """A date with a time of day; a bare number is none (it may be anything)."""
+    text = text.strip()
+    return bool(_YEAR_FIRST.match(text) or _YEAR_LAST.match(text) or _DATE_IN_WORDS.match(text))
+
+
+def parse_timestamps(texts: Sequence[str]) -> list[float | None]:
+    """Seconds of each stamp, None where it is none.
+
+    03-11-2026 is 3 November or 11 March: one of the stamps with a number above 12 settles it, else the reading under
+    which the log spans less time, else day first.
+    """
+    day_first = _parse_all(texts, day_first=True)
+    if not any(_YEAR_LAST.match(text.strip()) for text in texts[:1000]):
+        return day_first
+    month_first = _parse_all(texts, day_first=False)
+    unread = day_first.count(None) - month_first.count(None)
+    if unread:
+        return day_first if unread < 0 else month_first
+    return month_first if _span(month_first) < _span(day_first) else day_first
+
+
+def _span(seconds: Sequence[float | None]) -> float:
+    known = [value for value in seconds if value is not None]
+    return max(known) - min(known) if known else 0.0
+
+
+def _parse_all(texts: Sequence[str], day_first: bool) -> list[float | None]:
+    return [_parse_timestamp(text.strip(), day_first) for text in texts]
+
+
+def _parse_timestamp(text: str, day_first: bool) -> float | None:
+    if match := _YEAR_FIRST.match(text):
+        year, month, day, hour, minute, second, fraction = match.groups()
+        return _to_seconds(year, month, day, hour, minute, second, fraction)
+    if match := _YEAR_LAST.match(text):
+        first, second_part, year, hour, minute, second, fraction, half = match.groups()
+        day, month = (first, second_part) if day_first else (second_part, first)
+        return _to_seconds(year, month, day, hour, minute, second, fraction, half)
+    if match := _DATE_IN_WORDS.match(text):
+        month_name, day, year = match["m1"] or match["m2"], match["d1"] or match["d2"], match["y1"] or match["y2"]
+        if month_name not in _MONTHS or year is None:
+            return None
+        month = str(_MONTHS[month_name])
+        return _to_seconds(year, month, day, match["h"], match["min"], match["s"], None, match["half"])
+    if _EPOCH.match(text):
+        value = float(text)
+        return value / 1000.0 if value > 1e11 else value
+    return None
+
+
+def _to_seconds(
+    year: str,
+    month: str,
+    day: str,
+    hour: str,
+    minute: str,
+    second: str | None,
+    fraction: str | None,
+    half: str | None = None,
+) -> float | None:
+    hours = int(hour)
+    if half and "P" in half and hours < 12:
+        hours += 12
+    elif half and "A" in half and hours == 12:
+        hours = 0
+    try:
+        moment = datetime(int(year), int(month), int(day), hours, int(minute), int(second or 0), tzinfo=UTC)
+    except ValueError:
+        return None
+    return moment.timestamp() + (float("0." + fraction[1:]) if fraction else 0.0)
+
+
+# Headers of any age and hand -> our field names and units.
 
 _NAMES: Final[dict[str, list[str]]] = tomllib.loads((resources.files(__package__) / "columns.toml").read_text("utf-8"))
 FIELD_OF_NAME: Final[Mapping[str, str]] = {name: field for field, names in _NAMES.items() for name in names}
 DEFAULT_UNITS: Final[Mapping[str, str]] = {"memory_used": "MiB", "memory_total": "MiB"}
-READINGS: Final = frozenset(
+READING_FIELDS: Final = frozenset(
     {"power_draw", "power_average", "power_instant", "utilization", "memory_used", "memory_utilization", "temperature"}
 )
 """A table without any of these and without a board's identity says nothing of GPUs."""
-IDENTITY: Final = frozenset({"index", "uuid", "pci_bus_id", "name"})
-NEEDED: Final = "timestamp, index, power.draw, utilization.gpu, memory.used, enforced.power.limit"
+IDENTITY_FIELDS: Final = frozenset({"index", "uuid", "pci_bus_id", "name"})
+REQUIRED_COLUMNS: Final = "timestamp, index, power.draw, utilization.gpu, memory.used, enforced.power.limit"
 """What to ask for, in words for people."""
 
-_UNIT: Final = re.compile(r"\s*[\[(]\s*([^\])]*?)\s*[\])]\s*$")
+_UNIT_SUFFIX: Final = re.compile(r"\s*[\[(]\s*([^\])]*?)\s*[\])]\s*$")
 _TRAILING_UNIT: Final = re.compile(r"\.(mib|mb|w|watts|mw|gb|gib|bytes|b)$")
 _SEPARATORS: Final = re.compile(r"[\s._\-]+")
-_THROTTLE: Final = re.compile(r"clocks\.(?:event|throttle)\.reasons\.(?!active$|supported$)([a-z.]+)$")
-_WORDS: Final = re.compile(r"[A-Za-z][\w .\-/]*(\s*[\[(][^\])]*[\])])?$")
+_THROTTLE_COLUMN: Final = re.compile(r"clocks\.(?:event|throttle)\.reasons\.(?!active$|supported$)([a-z.]+)$")
+_HEADER_CELL: Final = re.compile(r"[A-Za-z][\w .\-/]*(\s*[\[(][^\])]*[\])])?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +215,10 @@ class Column:
 def read_column(printed: str) -> Column:
     """`power.draw [W]` -> ("power_draw", "W"). Also `power_draw`, `Power Draw (W)`, `memory_used_mb`."""
     text = printed.strip().strip('"')
-    found = _UNIT.search(text)
+    found = _UNIT_SUFFIX.search(text)
     unit = found[1] if found else ""
     name = _SEPARATORS.sub(".", (text[: found.start()] if found else text).casefold()).strip(".")
-    if throttle := _THROTTLE.match(name):
+    if throttle := _THROTTLE_COLUMN.match(name):
         return Column(f"throttle {throttle[1].replace('.', '_')}", unit, text)
     if name.startswith("ecc.errors."):
         return Column("ecc", unit, text)
@@ -57,7 +233,7 @@ def read_column(printed: str) -> Column:
 def read_header(cells: Sequence[str]) -> tuple[Column, ...] | None:
     """The columns if this line is a header, else None. A header is made of words, and knows one of our columns."""
     if not all(
-        not cell or (len(cell) < 100 and _WORDS.match(cell)) for cell in cells
+        not cell or (len(cell) < 100 and _HEADER_CELL.match(cell)) for cell in cells
     ):  # pandas leaves the name of its own index empty
         return None
     columns = tuple(read_column(cell) for cell in cells)
@@ -67,7 +243,7 @@ def read_header(cells: Sequence[str]) -> tuple[Column, ...] | None:
     return columns
 
 
-def columns_of(names: Sequence[str]) -> tuple[Column, ...]:
+def columns_from_names(names: Sequence[str]) -> tuple[Column, ...]:
     """Columns that the caller tells, in nvidia-smi's or our own names."""
     return tuple(
         Column(name, DEFAULT_UNITS.get(name, ""), name) if name in _NAMES else read_column(name) for name in names

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Final
 
-from collectors.samples import HostStatus, MissingGpu, Reason
-from collectors.smi.report import MOST_WARNINGS
+from wattwatch.collectors.samples import HostStatus, MissingGpu, ReadingStatus
+from wattwatch.collectors.smi.report import MAX_WARNINGS
 
-_HANDLE: Final = re.compile(
+_HANDLE_FAILURE: Final = re.compile(
     r"Unable to determine the device handle for\s+(?:GPU|device)?\s*"
     r"(?:(?P<index>\d{1,3})(?![0-9A-Fa-f])\s*:?\s*)?"
     r"(?P<bus>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])?[\s:]*(?P<why>.*)",
@@ -22,7 +22,7 @@ _INVALID_FIELD: Final = re.compile(r"Field [\"'`]?([\w.\-]*)[\"'`]? is not a val
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class KnownMessage:
     """One known line. `status` is None for a harmless one."""
 
     pattern: re.Pattern[str]
@@ -40,11 +40,11 @@ def _toml(name: str) -> dict[str, object]:
     return tomllib.loads((resources.files(__package__) / name).read_text("utf-8"))
 
 
-def _messages() -> tuple[Message, ...]:
+def _messages() -> tuple[KnownMessage, ...]:
     entries = _toml("messages.toml")["message"]
     assert isinstance(entries, list)
     return tuple(
-        Message(
+        KnownMessage(
             re.compile(entry["pattern"], re.IGNORECASE),
             HostStatus(entry["status"]) if "status" in entry else None,
             entry.get("text", ""),
@@ -66,7 +66,7 @@ EXIT_CODES: Final[Mapping[int, ExitCode]] = _exit_codes()
 
 
 @dataclass(slots=True)
-class Said:
+class MessageLog:
     """What the lines said so far. Lines are offered one by one; `listen` tells whether it knew the line."""
 
     status: HostStatus | None = None
@@ -81,7 +81,7 @@ class Said:
         text = line.strip()
         if len(text) > 1000 or not text[:1].isprintable():
             return False
-        if handle := _HANDLE.search(text):
+        if handle := _HANDLE_FAILURE.search(text):
             self._missing(handle, text)
             return True
         if invalid := _INVALID_FIELD.search(text):
@@ -97,23 +97,23 @@ class Said:
         return False
 
     def warn(self, text: str) -> None:
-        if len(self.warnings) < MOST_WARNINGS and text not in self.warnings:
+        if len(self.warnings) < MAX_WARNINGS and text not in self.warnings:
             self.warnings.append(text[:200])
 
     def _missing(self, handle: re.Match[str], text: str) -> None:
         why = handle["why"].casefold()
-        reason = Reason.UNREADABLE
+        reason = ReadingStatus.UNREADABLE
         if "lost" in why:
-            reason = Reason.LOST
+            reason = ReadingStatus.LOST
         elif "reset" in why:
-            reason = Reason.RESET_REQUIRED
+            reason = ReadingStatus.RESET_REQUIRED
         index = int(handle["index"]) if handle["index"] else None
         board = MissingGpu(index, handle["bus"], reason, text[:300])
         if board not in self.missing:
             self.missing.append(board)
 
 
-def exit_meaning(exit_code: int | None) -> ExitCode | None:
+def explain_exit_code(exit_code: int | None) -> ExitCode | None:
     """What a non-zero exit status says; None for success or an unknown status. Negative: killed by that signal."""
     if not exit_code:
         return None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from collectors.nvml import throttle_names
-from collectors.samples import NO_REASONS, GpuSample, HostStatus, PowerSource
-from collectors.smi.board import read_board
-from collectors.smi.columns import columns_of
-from collectors.smi.read import read_gpu_output
-from collectors.smi.report import GpuSnapshot, SmiReport
+from wattwatch.collectors.nvml import throttle_names
+from wattwatch.collectors.samples import NO_REASONS, GpuSample, HostStatus, PowerSource
+from wattwatch.collectors.smi.columns import columns_from_names
+from wattwatch.collectors.smi.gpu_cells import gpu_from_cells
+from wattwatch.collectors.smi.read_output import read_gpu_output
+from wattwatch.collectors.smi.report import GpuSnapshot, SmiReport
 
 QUERY_FIELDS: Final = (
     "index",
@@ -52,8 +52,8 @@ FALLBACK_QUERY_FIELDS: Final = (
 QUERY_FORMAT: Final = "csv,noheader,nounits"
 
 _MEBIBYTE: Final = 2.0**20
-_COLUMNS: Final = tuple(column.field for column in columns_of(QUERY_FIELDS))
-_UNITS: Final = tuple(column.unit for column in columns_of(QUERY_FIELDS))
+_COLUMNS: Final = tuple(column.field for column in columns_from_names(QUERY_FIELDS))
+_UNITS: Final = tuple(column.unit for column in columns_from_names(QUERY_FIELDS))
 
 
 def read_query_csv(
@@ -64,29 +64,29 @@ def read_query_csv(
     Anything else in the answer (a warning, an error line, a shorter row) takes the general way.
     """
     if fields is QUERY_FIELDS and not stderr and not exit_code:
-        gpus = _plain_boards(data)
+        gpus = _plain_gpus(data)
         if gpus:
             return SmiReport("csv", HostStatus.OK, "", (GpuSnapshot(None, gpus),))
     return read_gpu_output(data, stderr, exit_code, fields)
 
 
-def _plain_boards(data: bytes) -> tuple[GpuSample, ...] | None:
+def _plain_gpus(data: bytes) -> tuple[GpuSample, ...] | None:
     """The boards if every line is a row of ours with a board's number, else None."""
     gpus = []
     try:
         for line in data.decode("ascii").splitlines():
             cells = line.split(", ")
             try:
-                gpus.append(_plain_board(cells))
+                gpus.append(_plain_gpu(cells))
             except ValueError:  # one absent or failed cell
-                gpus.append(read_board(dict(zip(_COLUMNS, zip(cells, _UNITS, strict=True), strict=True))))
+                gpus.append(gpu_from_cells(dict(zip(_COLUMNS, zip(cells, _UNITS, strict=True), strict=True))))
     except ValueError:  # not ASCII, not our number of cells: the general reader knows what it is
         return None
     indexes = {gpu.index for gpu in gpus}
     return tuple(gpus) if len(indexes) == len(gpus) and None not in indexes else None
 
 
-def _plain_board(cells: Sequence[str]) -> GpuSample:
+def _plain_gpu(cells: Sequence[str]) -> GpuSample:
     (
         index, uuid, bus, name, draw, limit, utilization, memory_utilization, used, total, temperature, clock, state,
         throttle, mig, _, _,

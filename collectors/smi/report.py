@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from collectors.samples import GpuSample, HostStatus, MissingGpu
+from wattwatch.collectors.samples import GpuSample, HostStatus, MissingGpu
 
-MOST_WARNINGS: Final = 20
+MAX_WARNINGS: Final = 20
 """Enough to see what is wrong; a log of a million odd lines must not fill memory with them."""
 
 
@@ -38,7 +38,7 @@ class SmiReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ParsedRows:
     """What a reader of one format found, before the host's status is judged. `trouble`: why there are none."""
 
     snapshots: tuple[GpuSnapshot, ...] = ()

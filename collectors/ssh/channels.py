@@ -20,11 +20,11 @@ from typing import Final
 
 import paramiko
 
-from collectors.ssh.refusal import words_of
+from wattwatch.collectors.ssh.model import error_text
 
-MOST_WRITTEN_BYTES: Final = 32 * 1024
+MAX_STDIN_BYTES: Final = 32 * 1024
 READ_BYTES: Final = 64 * 1024
-COMPLAINT_BYTES: Final = 300
+STDERR_TAIL_BYTES: Final = 300
 STATUS_SECONDS: Final = 1.0  # from the end of the output to the exit status
 PROHIBITED: Final = 1  # RFC 4254, 5.1: why a channel is not opened
 CONNECT_FAILED: Final = 2
@@ -36,11 +36,11 @@ NO_FORWARDING: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class CommandResult:
     """How a command ended. `trouble`: a sentence where its output may not be all; None where it is."""
 
     exit_status: int | None
-    complaint: str = ""  # the end of its stderr
+    stderr_tail: str = ""  # the end of its stderr
     trouble: str | None = None
 
 
@@ -54,23 +54,23 @@ class NodeChannels:
 
     def run(
         self, command: str, stdin: bytes, take: Callable[[bytes], None], *, deadline_seconds: float, byte_limit: int
-    ) -> Ran:
+    ) -> CommandResult:
         """Execute `command`, write `stdin` and close it, and give its output to `take` as it comes.
 
         Never raises for what the node does. The deadline covers all of it.
         """
-        if len(stdin) > MOST_WRITTEN_BYTES:
-            raise ValueError(f"{len(stdin):,} bytes: at most {MOST_WRITTEN_BYTES:,} are sure not to wait")
+        if len(stdin) > MAX_STDIN_BYTES:
+            raise ValueError(f"{len(stdin):,} bytes: at most {MAX_STDIN_BYTES:,} are sure not to wait")
         transport = self._transport()
         if isinstance(transport, str):
-            return Ran(None, trouble=transport)
+            return CommandResult(None, trouble=transport)
         try:
             channel = transport.open_session(timeout=deadline_seconds)
         except paramiko.ChannelException:
-            return Ran(None, trouble=ONE_SESSION)
+            return CommandResult(None, trouble=ONE_SESSION)
         except (paramiko.SSHException, EOFError, OSError) as error:
-            return Ran(None, trouble=f"no session on its connection: {words_of(error)}")
-        complaint, trouble = b"", None
+            return CommandResult(None, trouble=f"no session on its connection: {error_text(error)}")
+        stderr_tail, trouble = b"", None
         with _closed_after(channel, deadline_seconds) as late:
             try:
                 channel.exec_command(command)  # waits without limit: closing the channel ends it
@@ -79,15 +79,15 @@ class NodeChannels:
                 if trouble is None:
                     channel.status_event.wait(STATUS_SECONDS)
                 if channel.recv_stderr_ready():
-                    complaint = channel.recv_stderr(READ_BYTES)[-COMPLAINT_BYTES:]
+                    stderr_tail = channel.recv_stderr(READ_BYTES)[-STDERR_TAIL_BYTES:]
             except (paramiko.SSHException, EOFError, OSError) as error:
-                trouble = f"its connection failed: {words_of(error)}"
+                trouble = f"its connection failed: {error_text(error)}"
             status = channel.exit_status if channel.exit_status >= 0 else None
             if late.is_set():
                 trouble = f"not done within {deadline_seconds:g} s"
             elif trouble is None and status is None:
                 trouble = "its connection was lost before the end"
-        return Ran(status, complaint.decode("utf-8", "replace").strip(), trouble)
+        return CommandResult(status, stderr_tail.decode("utf-8", "replace").strip(), trouble)
 
     def connect(self, port: int, deadline_seconds: float) -> paramiko.Channel:
         """A connection to 127.0.0.1:`port` of the node, to be used and closed like a socket.
@@ -109,7 +109,7 @@ class NodeChannels:
                 raise ConnectionRefusedError(f"nothing listens on 127.0.0.1:{port}") from None
             raise ConnectionError(f"its sshd does not connect to 127.0.0.1:{port}: {error.text}") from None
         except (paramiko.SSHException, EOFError) as error:
-            raise ConnectionError(f"no channel to 127.0.0.1:{port}: {words_of(error)}") from None
+            raise ConnectionError(f"no channel to 127.0.0.1:{port}: {error_text(error)}") from None
 
 
 def _send(channel: paramiko.Channel, stdin: bytes) -> None:

@@ -11,19 +11,18 @@ from typing import Final
 
 import paramiko
 
-from collectors.clock import Clock
-from collectors.probe.payload import PYTHONS
-from collectors.probe.request import ProbeRequest
-from collectors.samples import HostStatus
-from collectors.ssh.check_capture import PREFIX, CaptureLook, capture_notes, capture_script, ras_words
-from collectors.ssh.gateways import Connection, Connector
-from collectors.ssh.hosts import HostRoute, resolve
-from collectors.ssh.keys import KeyRing
-from collectors.ssh.link import SshSettings
-from collectors.ssh.login import Attempt
-from collectors.ssh.refusal import Refusal, unreachable, words_of
+from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.probe.payload import PYTHON_CANDIDATES
+from wattwatch.collectors.probe.request import ProbeRequest
+from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.ssh.channels import NodeChannels
+from wattwatch.collectors.ssh.connections import Connector, SshConnection
+from wattwatch.collectors.ssh.keys import KeyRing
+from wattwatch.collectors.ssh.login import LoginAttempt
+from wattwatch.collectors.ssh.model import ConnectionFailure, SshSettings, error_text, unreachable
+from wattwatch.collectors.ssh.ssh_config import HostRoute, resolve_host
 
-MOST_ANSWER_BYTES: Final = 256 * 1024
+MAX_ANSWER_BYTES: Final = 256 * 1024
 STAGES: Final = 6  # name, TCP, handshake, authentication, session, answer
 
 
@@ -61,33 +60,35 @@ def check_host(
     settings: SshSettings,
     request: ProbeRequest | None = None,
     clock: Clock | None = None,
-    looks: Sequence[CaptureLook] = (),
+    looks: Sequence[CaptureTarget] = (),
 ) -> HostCheck:
     """Log in and look, in a few times the connect timeout at most. Writes nothing on the node and raises nothing."""
-    attempt = Attempt(node, clock or Clock(), settings.connect_timeout_seconds)
+    attempt = LoginAttempt(node, clock or Clock(), settings.connect_timeout_seconds)
     notes: tuple[str, ...] = ()
     # paramiko waits without limit for the answer to exec: then its socket is shut.
     guard = threading.Timer(STAGES * attempt.real_timeout_seconds, attempt.abort)
     guard.daemon = True
     guard.start()
     try:
-        resolution = resolve(node, settings)
+        resolution = resolve_host(node, settings)
         notes = resolution.notes
         connection = Connector(KeyRing(settings.passphrase)).connect(resolution.route, attempt)
         try:
-            answer = ask(connection, script(request or ProbeRequest()) + capture_script(looks), attempt)
+            answer = run_script(connection, check_script(request or ProbeRequest()) + capture_script(looks), attempt)
             attempt.enter("asking for a way to NCCL RAS")
             ports = dict.fromkeys(look.ras_port for look in looks)
-            ras = {port: ras_words(connection.transport, port, attempt.real_timeout_seconds) for port in ports}
+            ras = {
+                port: describe_ras_access(connection.transport, port, attempt.real_timeout_seconds) for port in ports
+            }
         finally:
             connection.close()
             connection.join(1.0)
-    except Refusal as refusal:
+    except ConnectionFailure as refusal:
         step = CheckStep("login", False, refusal.detail, refusal.advice)
         return HostCheck(node, refusal.status, (step,), notes)
     finally:
         guard.cancel()
-    steps = (CheckStep("login", True, login_words(resolution.route)), *steps_of(answer))
+    steps = (CheckStep("login", True, describe_login(resolution.route)), *parse_steps(answer))
     failed = next((step for step in steps if step.ok is False), None)
     status = HostStatus.OK
     if failed is not None:
@@ -95,17 +96,17 @@ def check_host(
     return HostCheck(node, status, steps, notes, capture_notes(answer, looks, ras))
 
 
-def login_words(route: HostRoute) -> str:
+def describe_login(route: HostRoute) -> str:
     through = f" through {route.via.name}" if route.via else ""
     return f"{route.user}@{route.place}{through}: host key known, login accepted"
 
 
-def script(request: ProbeRequest) -> str:
+def check_script(request: ProbeRequest) -> str:
     """POSIX shell that prints "name<TAB>verdict<TAB>words" lines. Paths are quoted; a pattern must match a file."""
     lines = [
         'say() { printf \'%s\\t%s\\t%s\\n\' "$1" "$2" "$3"; }',
         'PATH="$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/nvidia/bin"',
-        f'for p in {PYTHONS}; do "$p" -c "import sys;sys.exit(sys.version_info<(3,8))" >/dev/null 2>&1 && '
+        f'for p in {PYTHON_CANDIDATES}; do "$p" -c "import sys;sys.exit(sys.version_info<(3,8))" >/dev/null 2>&1 && '
         'python="$p: $("$p" --version 2>&1)" && break; done; say python "${python:+yes}" "$python"',
         "smi=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>&1) && "
         'say smi yes "$(echo "$smi" | sort | uniq -c | tr -s " \\n" " ")" || say smi no "$(echo "$smi" | head -n 1)"',
@@ -127,7 +128,7 @@ def script(request: ProbeRequest) -> str:
     return "\n".join(lines) + "\n"
 
 
-def ask(connection: Connection, text: str, attempt: Attempt) -> str:
+def run_script(connection: SshConnection, text: str, attempt: LoginAttempt) -> str:
     """What the node's shell answers. Raises Refusal."""
     attempt.enter("asking the node's shell")
     ends = time.monotonic() + attempt.real_timeout_seconds
@@ -138,7 +139,7 @@ def ask(connection: Connection, text: str, attempt: Attempt) -> str:
         channel.sendall(text.encode("utf-8", "surrogateescape"))
         channel.shutdown_write()
         answer = b""
-        while len(answer) < MOST_ANSWER_BYTES:
+        while len(answer) < MAX_ANSWER_BYTES:
             channel.settimeout(max(0.05, ends - time.monotonic()))
             data = channel.recv(65536)
             if not data:
@@ -153,14 +154,14 @@ def ask(connection: Connection, text: str, attempt: Attempt) -> str:
     except paramiko.ChannelException as error:
         raise unreachable(f"logged in, and refused a session: {error.text}", "MaxSessions of its sshd") from None
     except (paramiko.SSHException, EOFError, OSError) as error:
-        raise unreachable(f"logged in, and could not run a command: {words_of(error)}") from None
+        raise unreachable(f"logged in, and could not run a command: {error_text(error)}") from None
     return answer.decode("utf-8", "replace")
 
 
-def steps_of(answer: str) -> Iterator[CheckStep]:
+def parse_steps(answer: str) -> Iterator[CheckStep]:
     """The script's answer as steps; one failed step if there is nothing of it."""
     rows = [row.split("\t") for row in answer.splitlines()]
-    said = [(row[0], row[1], row[2]) for row in rows if len(row) == 3 and not row[0].startswith(PREFIX)]
+    said = [(row[0], row[1], row[2]) for row in rows if len(row) == 3 and not row[0].startswith(CAPTURE_PREFIX)]
     if not any(name == "python" for name, _, _ in said):
         yield CheckStep(
             "shell",
@@ -202,3 +203,93 @@ def _smi_step(verdict: str, words: str) -> CheckStep:
     if verdict == "yes":
         return CheckStep("GPU tools", True, f"nvidia-smi sees {words.strip()}")
     return CheckStep("GPU tools", False, f"nvidia-smi fails: {words.strip()}", "install or repair the driver")
+
+
+# Would a hung job give its evidence away? Notes beside the check of a node: nothing that they say need be so.
+#
+# Looked at: worker sockets and whose they are, py-spy, processes with a flight recorder, and whether sshd lets us through
+# to NCCL's RAS. Nothing is sent to any of them.
+
+CAPTURE_PREFIX: Final = "capture "
+FLIGHT_RECORDER_SET: Final = "'^TORCH_(FR|NCCL_TRACE)_BUFFER_SIZE=[1-9]'"
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureTarget:
+    """What a capture of this job would ask on a node."""
+
+    job: str
+    run_directory: str | None
+    ras_port: int
+
+
+def capture_script(looks: Sequence[CaptureTarget]) -> str:
+    """POSIX shell, in the manner of `check.script`: its `say` is defined there."""
+    if not looks:
+        return ""
+    lines = [
+        f'say "{CAPTURE_PREFIX}user" yes "$(id -u) $(id -un)"',
+        f'say "{CAPTURE_PREFIX}py-spy" yes "$(command -v py-spy)"',
+        # Environments of other users cannot be read: then it is not known.
+        f'say "{CAPTURE_PREFIX}recorders" yes "$(grep -lzsE {FLIGHT_RECORDER_SET} /proc/[0-9]*/environ 2>/dev/null | wc -l)"',
+    ]
+    for number, look in enumerate(looks):
+        if look.run_directory is None:
+            continue
+        path = shlex.quote(f"{look.run_directory}/worker")
+        lines.append(
+            f"if [ -d {path} ]; then if [ -r {path} ] && [ -x {path} ]; then open=yes; else open=no; fi; "
+            f'say "{CAPTURE_PREFIX}{number}" $open "$(stat -c %U {path}) '
+            f"$(ls {path} 2>/dev/null | grep -c '^rank-[0-9]*[.]sock$')\"; "
+            f'else say "{CAPTURE_PREFIX}{number}" absent ""; fi'
+        )
+    return "\n".join(lines) + "\n"
+
+
+def capture_notes(answer: str, looks: Sequence[CaptureTarget], ras: dict[int, str]) -> tuple[tuple[str, str], ...]:
+    """(job, sentence), from the script's answer; `ras`: by port."""
+    rows = [row.split("\t") for row in answer.splitlines()]
+    said = {name: (verdict, words.strip()) for name, verdict, words in (row for row in rows if len(row) == 3)}
+    if f"{CAPTURE_PREFIX}user" not in said:
+        return ()
+    user = said[f"{CAPTURE_PREFIX}user"][1].partition(" ")[2]
+    spy = "py-spy is there" if said.get(f"{CAPTURE_PREFIX}py-spy", ("", ""))[1] else "no py-spy"
+    found = []
+    for number, look in enumerate(looks):
+        sockets = _sockets(look, said.get(f"{CAPTURE_PREFIX}{number}"), user)
+        found.append((look.job, "; ".join((sockets, _recorders(said), spy, ras.get(look.ras_port, "")))))
+    return tuple(found)
+
+
+def _sockets(look: CaptureTarget, told: tuple[str, str] | None, user: str) -> str:
+    if look.run_directory is None or told is None:
+        return "no run_directory, so no worker sockets: dumps that lie there, RAS and processes only"
+    verdict, words = told
+    if verdict == "absent":
+        return f"no worker sockets in {look.run_directory}/worker yet: right before the job's first start"
+    owner, _, number = words.partition(" ")
+    if verdict == "no":
+        return f"worker sockets are open to {owner} only, and we log in as {user}: log in as {owner}, or as root"
+    return f"worker sockets: {number}, of {owner}" + ("" if owner == user else f", and we log in as {user}")
+
+
+def _recorders(said: dict[str, tuple[str, str]]) -> str:
+    number = said.get(f"{CAPTURE_PREFIX}recorders", ("", ""))[1]
+    if number in ("", "0"):
+        return (
+            "no process is seen with TORCH_FR_BUFFER_SIZE set (at the job's start; before torch 2.8: "
+            "TORCH_NCCL_TRACE_BUFFER_SIZE)"
+        )
+    return f"flight recorder set in {number} process{'' if number == '1' else 'es'}"
+
+
+def describe_ras_access(transport: paramiko.Transport, port: int, timeout_seconds: float) -> str:
+    """Whether a channel to RAS opens; it is closed at once."""
+    place = f"NCCL RAS at 127.0.0.1:{port}"
+    try:
+        NodeChannels("", lambda: transport).connect(port, timeout_seconds).close()
+    except ConnectionRefusedError:
+        return f"{place}: we are let through, nobody listens: no job with NCCL runs now, or it has another port"
+    except OSError as error:
+        return f"{place}: {error}"
+    return f"{place}: it listens, and we are let through"

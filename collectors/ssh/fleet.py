@@ -8,24 +8,23 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from collectors.clock import Clock
-from collectors.probe.request import ProbeRequest
-from collectors.samples import NodeSample
-from collectors.ssh.channels import NodeChannels
-from collectors.ssh.gateways import Connector
-from collectors.ssh.hosts import HostRoute, resolve
-from collectors.ssh.keys import KeyRing
-from collectors.ssh.link import NodeLink, SshSettings
-from collectors.ssh.login import Attempt
-from collectors.ssh.node_watch import MOST_GARBAGE_BYTES, NodeWatch
-from collectors.ssh.refusal import Refusal, unreachable
-from collectors.ssh.stream import Ready, Stream, open_stream
+from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.probe.request import ProbeRequest
+from wattwatch.collectors.samples import NodeSample
+from wattwatch.collectors.ssh.channels import NodeChannels
+from wattwatch.collectors.ssh.connections import Connector
+from wattwatch.collectors.ssh.keys import KeyRing
+from wattwatch.collectors.ssh.login import LoginAttempt
+from wattwatch.collectors.ssh.model import ConnectionFailure, NodeLink, SshSettings, unreachable
+from wattwatch.collectors.ssh.node_connection import MAX_GARBAGE_BYTES, NodeConnection
+from wattwatch.collectors.ssh.ssh_config import HostRoute, resolve_host
+from wattwatch.collectors.ssh.stream import ProbeStream, ReadyStreams, start_probe
 
 TICK_SECONDS: Final = 0.5
 GATEWAY_LOGINS: Final = 4  # at once through one gateway: its sshd starts refusing at ten (MaxStartups)
 OVERRUN_SECONDS: Final = 2.0  # past a stage's deadline: its socket is shut
 ABANDON_SECONDS: Final = 10.0  # past it: the login no longer counts
-MOST_ABANDONED: Final = 64
+MAX_ABANDONED: Final = 64
 KEPT_SAMPLES: Final = 64  # for each node, if nobody drains
 
 OnLine = Callable[[str, float, bytes], None]
@@ -48,16 +47,16 @@ class Fleet:
         self._connector = Connector(KeyRing(settings.passphrase))
         now = clock.monotonic()
         self._nodes = {
-            node: NodeWatch(node, request, settings.renew_after_seconds, now) for node, request in requests.items()
+            node: NodeConnection(node, request, settings.renew_after_seconds, now) for node, request in requests.items()
         }
-        self._ready = Ready()
+        self._ready = ReadyStreams()
         self._inbox: deque[Callable[[float], None]] = deque()  # what other threads have to say to ours
         self._samples: deque[NodeSample] = deque(maxlen=max(1, KEPT_SAMPLES * len(self._nodes)))
         self._skews: dict[str, float] = {}
         self._news = threading.Event()
         self._stopping = threading.Event()
-        self._attempts: dict[str, Attempt] = {}
-        self._abandoned: set[Attempt] = set()
+        self._attempts: dict[str, LoginAttempt] = {}
+        self._abandoned: set[LoginAttempt] = set()
         self._gateway_of: dict[str, HostRoute | None] = {}
         self._closing: set[threading.Thread] = set()
         self._next_tick = now
@@ -138,7 +137,7 @@ class Fleet:
                 self._read_stream(watch, stream, now)
             self._close_leaving(watch)
 
-    def _read_stream(self, watch: NodeWatch, stream: Stream, now: float) -> None:
+    def _read_stream(self, watch: NodeConnection, stream: ProbeStream, now: float) -> None:
         for line in stream.read():
             sample = watch.take(stream, line, now)
             if sample is None:
@@ -149,7 +148,7 @@ class Fleet:
             self._skews[watch.node] = sample.wall_seconds - self._clock.wall()
             self._news.set()
         watch.garbage_bytes += stream.new_garbage_bytes()
-        if stream.ended or stream.unread_garbage > MOST_GARBAGE_BYTES:
+        if stream.ended or stream.unread_garbage > MAX_GARBAGE_BYTES:
             watch.tick(now)
 
     def _tick(self, now: float) -> None:
@@ -158,7 +157,7 @@ class Fleet:
             late = now - attempt.deadline_seconds
             if late > OVERRUN_SECONDS:
                 attempt.abort()
-            if late > ABANDON_SECONDS and len(self._abandoned) < MOST_ABANDONED:
+            if late > ABANDON_SECONDS and len(self._abandoned) < MAX_ABANDONED:
                 self._abandoned.add(attempt)
                 self._refused(
                     attempt, unreachable(f"still {attempt.stage} after {late + attempt.timeout_seconds:.0f} s")
@@ -168,11 +167,11 @@ class Fleet:
             self._close_leaving(watch)
         self._start_logins(now)
 
-    def _close_leaving(self, watch: NodeWatch) -> None:
+    def _close_leaving(self, watch: NodeConnection) -> None:
         while watch.leaving:
             self._close(watch, watch.leaving.pop())
 
-    def _close(self, watch: NodeWatch, stream: Stream) -> None:
+    def _close(self, watch: NodeConnection, stream: ProbeStream) -> None:
         """In a thread of its own: the farewell waits for the node."""
 
         def ended(seen: bool) -> None:
@@ -200,7 +199,7 @@ class Fleet:
                 continue
             through[gateway] += 1
             free -= 1
-            attempt = Attempt(watch.node, self._clock, self._settings.connect_timeout_seconds)
+            attempt = LoginAttempt(watch.node, self._clock, self._settings.connect_timeout_seconds)
             attempt.enter("logging in")
             watch.logging_in = attempt.stage
             self._attempts[watch.node] = attempt
@@ -212,25 +211,25 @@ class Fleet:
         """Known before the first login, so that the first wave is bounded too; renewed by each login."""
         if node not in self._gateway_of:
             try:
-                self._gateway_of[node] = resolve(node, self._settings).route.first_gateway
-            except Refusal:  # the login will say it
+                self._gateway_of[node] = resolve_host(node, self._settings).route.first_gateway
+            except ConnectionFailure:  # the login will say it
                 self._gateway_of[node] = None
         return self._gateway_of[node]
 
-    def _log_in(self, attempt: Attempt, request: ProbeRequest) -> None:
+    def _log_in(self, attempt: LoginAttempt, request: ProbeRequest) -> None:
         """The thread of one login: ends with a message to the fleet, whatever happens."""
         refusal, stream = None, None
         try:
-            resolution = resolve(attempt.node, self._settings)
+            resolution = resolve_host(attempt.node, self._settings)
             attempt.notes = resolution.notes
             self._gateway_of[attempt.node] = resolution.route.first_gateway
             connection = self._connector.connect(resolution.route, attempt)
             try:
-                stream = open_stream(attempt.node, request, connection, attempt)
+                stream = start_probe(attempt.node, request, connection, attempt)
             except BaseException:
                 connection.close()
                 raise
-        except Refusal as error:
+        except ConnectionFailure as error:
             refusal = error.with_traceback(None)  # its frames would keep sockets and channels
         except Exception as error:  # noqa: BLE001 - a thread's last defence: one node's oddity is a sentence, not a trace
             refusal = unreachable(f"login failed while {attempt.stage}: {type(error).__name__}: {error}")
@@ -239,7 +238,9 @@ class Fleet:
         self._inbox.append(lambda now: self._finished(attempt, stream, refusal, now))
         self._ready.wake.set()
 
-    def _finished(self, attempt: Attempt, stream: Stream | None, refusal: Refusal | None, now: float) -> None:
+    def _finished(
+        self, attempt: LoginAttempt, stream: ProbeStream | None, refusal: ConnectionFailure | None, now: float
+    ) -> None:
         self._abandoned.discard(attempt)
         self.notes = tuple(dict.fromkeys((*self.notes, *attempt.notes)))
         watch = self._nodes[attempt.node]
@@ -255,7 +256,7 @@ class Fleet:
             stream.watch(self._ready)
         self._start_logins(now)
 
-    def _refused(self, attempt: Attempt, refusal: Refusal) -> None:
+    def _refused(self, attempt: LoginAttempt, refusal: ConnectionFailure) -> None:
         del self._attempts[attempt.node]
         self._nodes[attempt.node].refused(refusal, self._clock.monotonic())
         self._news.set()

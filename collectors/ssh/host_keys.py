@@ -25,9 +25,9 @@ from cryptography.hazmat.primitives.serialization.ssh import (
     load_ssh_public_identity,
 )
 
-from collectors.samples import HostStatus
-from collectors.ssh.hosts import HostRoute
-from collectors.ssh.refusal import Refusal
+from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.ssh.model import ConnectionFailure
+from wattwatch.collectors.ssh.ssh_config import HostRoute
 
 CERTIFICATE: Final = "-cert-v01@openssh.com"
 RSA_SIGNATURES: Final = ("rsa-sha2-512", "rsa-sha2-256")
@@ -49,14 +49,14 @@ class KnownKey:
 
 def fingerprint(blob: bytes) -> str:
     """As ssh-keygen -l prints it."""
-    return paramiko.PKey.from_type_string(_type_of(blob), blob).fingerprint
+    return paramiko.PKey.from_type_string(_key_type(blob), blob).fingerprint
 
 
-def _type_of(blob: bytes) -> str:
+def _key_type(blob: bytes) -> str:
     return paramiko.Message(blob).get_text()
 
 
-def known_keys(route: HostRoute) -> tuple[KnownKey, ...]:
+def known_host_keys(route: HostRoute) -> tuple[KnownKey, ...]:
     """Every line about this host. A name known without its port counts too, as OpenSSH has it, if none has it."""
     found = _keys_named(route.host_key_name, route.known_hosts_files)
     if not any(key.marker != "@revoked" for key in found) and route.host_key_name.startswith("["):
@@ -74,7 +74,7 @@ def _keys_named(name: str, files: Sequence[Path]) -> tuple[KnownKey, ...]:
         for number, line in enumerate(text.splitlines(), 1):
             fields = line.split()
             marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
-            if len(fields) < 3 or fields[0].startswith("#") or not _names(fields[0], name):
+            if len(fields) < 3 or fields[0].startswith("#") or not _matches_host(fields[0], name):
                 continue
             try:
                 blob = base64.b64decode(fields[2])
@@ -84,7 +84,7 @@ def _keys_named(name: str, files: Sequence[Path]) -> tuple[KnownKey, ...]:
     return tuple(found)
 
 
-def _names(patterns: str, name: str) -> bool:
+def _matches_host(patterns: str, name: str) -> bool:
     """Does the first field of a line mean this host? A negated pattern that matches rules the line out."""
     if patterns.startswith("|1|"):
         try:
@@ -115,13 +115,13 @@ def prefer_known_types(transport: paramiko.Transport, known: Iterable[KnownKey])
     options.key_types = tuple(dict.fromkeys([kind for kind in wanted if kind in supported] + list(ours)))
 
 
-def verify(route: HostRoute, key: paramiko.PKey, known: Sequence[KnownKey]) -> None:
+def verify_host_key(route: HostRoute, key: paramiko.PKey, known: Sequence[KnownKey]) -> None:
     """Return if the host showed a key that is known for it. Raises Refusal (HOST_KEY_CHANGED) otherwise."""
     blob = key.asbytes()
     shown = f"{route.place} showed {key.get_name()} {fingerprint(blob)}"
     for entry in known:
         if entry.marker == "@revoked" and entry.blob == blob:
-            raise _refused(f"host key is revoked: {shown}, which {entry.place} marks @revoked")
+            raise _host_key_failure(f"host key is revoked: {shown}, which {entry.place} marks @revoked")
     authorities = [entry for entry in known if entry.marker == "@cert-authority"]
     problem = ""
     if key.public_blob is not None and authorities:
@@ -133,33 +133,33 @@ def verify(route: HostRoute, key: paramiko.PKey, known: Sequence[KnownKey]) -> N
         return
     look = f"ssh-keyscan -p {route.port} {route.hostname} | ssh-keygen -lf -"
     if problem:
-        raise _refused(f"host certificate not accepted: {problem}; {shown}")
+        raise _host_key_failure(f"host certificate not accepted: {problem}; {shown}")
     if not plain and authorities:
-        raise _refused(
+        raise _host_key_failure(
             f"host key is not certified: {shown} without a certificate, and {authorities[0].place} asks for one",
             "renew the host certificate on the node (HostCertificate of its sshd_config)",
         )
     if not plain:
         files = ", ".join(map(str, route.known_hosts_files))
-        raise _refused(
+        raise _host_key_failure(
             f"host key is unknown: {shown}; no line for {route.host_key_name} in {files}",
             f"compare with the node's own key ({look}) and add it to known_hosts",
         )
     expected = " or ".join(f"{entry.type} {entry.fingerprint} ({entry.place})" for entry in plain)
-    raise _refused(
+    raise _host_key_failure(
         f"host key has CHANGED: {shown}, expected {expected}",
         f"if the node was reinstalled, compare ({look}), then ssh-keygen -R '{route.host_key_name}' and add the new "
         "key; if not, somebody may be in between",
     )
 
 
-def _refused(detail: str, advice: str = "") -> Refusal:
-    return Refusal(HostStatus.HOST_KEY_CHANGED, detail, advice)
+def _host_key_failure(detail: str, advice: str = "") -> ConnectionFailure:
+    return ConnectionFailure(HostStatus.HOST_KEY_CHANGED, detail, advice)
 
 
 def certificate_problem(blob: bytes, route: HostRoute, known: Sequence[KnownKey]) -> str:
     """Why a host certificate does not vouch for this host; "" if it does (PROTOCOL.certkeys of OpenSSH)."""
-    kind = _type_of(blob).encode("ascii")
+    kind = _key_type(blob).encode("ascii")
     try:
         certificate = load_ssh_public_identity(kind + b" " + base64.b64encode(blob))
         if not isinstance(certificate, SSHCertificate):

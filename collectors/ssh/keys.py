@@ -13,9 +13,9 @@ from typing import Final
 import paramiko
 from paramiko.pkey import PublicBlob
 
-from collectors.samples import HostStatus
-from collectors.ssh.hosts import HostRoute
-from collectors.ssh.refusal import Refusal, words_of
+from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.ssh.model import ConnectionFailure, error_text
+from wattwatch.collectors.ssh.ssh_config import HostRoute
 
 KINDS: Final = (paramiko.Ed25519Key, paramiko.RSAKey, paramiko.ECDSAKey)
 
@@ -50,7 +50,7 @@ class KeyRing:
                 problems.append(f"{file} needs a passphrase: set [ssh] passphrase_file")
                 continue
             except (paramiko.SSHException, OSError, ValueError) as error:
-                problems.append(f"{file}: {words_of(error)}")
+                problems.append(f"{file}: {error_text(error)}")
                 continue
             found += _certified(key, file, route)
             found.append(Identity(key, f"key {file}"))
@@ -62,7 +62,7 @@ class KeyRing:
                     if not route.only_named_agent_keys or agent_key.asbytes() in named:
                         found.append(Identity(agent_key, f"agent key {agent_key.comment or agent_key.fingerprint}"))
             if not found:
-                raise Refusal(
+                raise ConnectionFailure(
                     HostStatus.AUTH_FAILED,
                     "no key to log in with: " + ("; ".join(problems) or "none of the usual files in ~/.ssh exists"),
                     "set [ssh] identity_files, or IdentityFile in ssh_config",

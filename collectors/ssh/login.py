@@ -19,12 +19,12 @@ from typing import Final
 import paramiko
 from paramiko.ssh_exception import IncompatiblePeer
 
-from collectors.clock import Clock
-from collectors.samples import HostStatus
-from collectors.ssh.host_keys import known_keys, prefer_known_types, verify
-from collectors.ssh.hosts import HostRoute
-from collectors.ssh.keys import KeyRing
-from collectors.ssh.refusal import Refusal, refused_tcp, unreachable, words_of
+from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.ssh.host_keys import known_host_keys, prefer_known_types, verify_host_key
+from wattwatch.collectors.ssh.keys import KeyRing
+from wattwatch.collectors.ssh.model import ConnectionFailure, error_text, tcp_failure, unreachable
+from wattwatch.collectors.ssh.ssh_config import HostRoute
 
 STACK_BYTES: Final = 512 * 1024
 """Of a transport's thread. Only touched pages count, but the default of 8 MB times 1,000 nodes is address space."""
@@ -36,7 +36,7 @@ logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # it logs tracebacks; 
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
+class LoginAttempt:
     """A login under way, as others see it."""
 
     node: str
@@ -63,14 +63,14 @@ class Attempt:
     def abort(self) -> None:
         self.aborted = True
         if self._socket is not None:
-            shut(self._socket)
+            shut_down_socket(self._socket)
 
     @property
     def real_timeout_seconds(self) -> float:
         return self.clock.real_seconds(self.timeout_seconds)
 
 
-def shut(sock: socket.socket | paramiko.Channel) -> None:
+def shut_down_socket(sock: socket.socket | paramiko.Channel) -> None:
     """End a connection so that its reader wakes up. Closing a socket that another thread polls would not wake it,
     and would let the number go to a new connection while the old thread still reads from it."""
     with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
@@ -80,13 +80,13 @@ def shut(sock: socket.socket | paramiko.Channel) -> None:
             sock.close()
 
 
-def open_tcp(route: HostRoute, attempt: Attempt) -> socket.socket:
+def open_tcp(route: HostRoute, attempt: LoginAttempt) -> socket.socket:
     """A connected socket, whichever of the host's addresses answers first in their order."""
     attempt.enter(f"looking up {route.hostname}")
     try:
         addresses = socket.getaddrinfo(route.hostname, route.port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
-        words = error.strerror if isinstance(error, socket.gaierror) else words_of(error)
+        words = error.strerror if isinstance(error, socket.gaierror) else error_text(error)
         raise unreachable(
             f"name {route.hostname} does not resolve: {words}", "check the node's name, HostName, or DNS"
         ) from None
@@ -103,12 +103,12 @@ def open_tcp(route: HostRoute, attempt: Attempt) -> socket.socket:
             problem = error
             sock.close()
             continue
-        _watch_peer(sock)
+        _enable_keepalive(sock)
         return sock
-    raise refused_tcp(problem, route.place, attempt.timeout_seconds)
+    raise tcp_failure(problem, route.place, attempt.timeout_seconds)
 
 
-def _watch_peer(sock: socket.socket) -> None:
+def _enable_keepalive(sock: socket.socket) -> None:
     """Let the kernel end a connection whose peer is gone, also when we only read."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -118,7 +118,7 @@ def _watch_peer(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
 
 
-class Packetizer(paramiko.packet.Packetizer):
+class QuietPacketizer(paramiko.packet.Packetizer):
     """Closes without a word to a gateway that is gone.
 
     Behind a gateway the socket is a channel, and closing a channel sends a message: where the gateway's connection has
@@ -130,7 +130,9 @@ class Packetizer(paramiko.packet.Packetizer):
             super().close()
 
 
-def forward(gateway: paramiko.Transport, via: HostRoute, route: HostRoute, attempt: Attempt) -> paramiko.Channel:
+def open_forwarded(
+    gateway: paramiko.Transport, via: HostRoute, route: HostRoute, attempt: LoginAttempt
+) -> paramiko.Channel:
     """A connection from the gateway to the node, as ProxyJump makes it."""
     attempt.enter(f"connecting to {route.place} through {via.name}")
     try:
@@ -144,16 +146,18 @@ def forward(gateway: paramiko.Transport, via: HostRoute, route: HostRoute, attem
             ) from None
         raise unreachable(f"gateway {via.name} cannot connect to {route.place}: {error.text}") from None
     except (paramiko.SSHException, EOFError, OSError) as error:
-        raise unreachable(f"gateway {via.name} did not connect us to {route.place}: {words_of(error)}") from None
+        raise unreachable(f"gateway {via.name} did not connect us to {route.place}: {error_text(error)}") from None
 
 
-def handshake(sock: socket.socket | paramiko.Channel, route: HostRoute, attempt: Attempt) -> paramiko.Transport:
+def ssh_handshake(
+    sock: socket.socket | paramiko.Channel, route: HostRoute, attempt: LoginAttempt
+) -> paramiko.Transport:
     """Banner, key exchange, host key. The transport's thread runs from here on, until its socket is shut."""
     attempt.hold(sock)
     attempt.enter(f"SSH handshake with {route.place}", 2 * attempt.timeout_seconds)
     began, limit = time.monotonic(), attempt.real_timeout_seconds
-    known = known_keys(route)
-    transport = paramiko.Transport(sock, packetizer_class=Packetizer)
+    known = known_host_keys(route)
+    transport = paramiko.Transport(sock, packetizer_class=QuietPacketizer)
     try:
         transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = limit
         transport.clear_to_send_timeout = REKEY_WAIT_SECONDS
@@ -163,19 +167,19 @@ def handshake(sock: socket.socket | paramiko.Channel, route: HostRoute, attempt:
         transport.sock.settimeout(POLL_SECONDS)
         if not transport.initial_kex_done:
             raise unreachable(f"{route.place} did not finish the SSH handshake in {attempt.timeout_seconds:.0f} s")
-        verify(route, transport.get_remote_server_key(), known)
-    except Refusal:
+        verify_host_key(route, transport.get_remote_server_key(), known)
+    except ConnectionFailure:
         end_transport(transport)
         raise
     except (paramiko.SSHException, EOFError, OSError) as error:
         end_transport(transport)
         silent = time.monotonic() - began >= 0.95 * limit
-        raise _refused_handshake(error, route, attempt, silent) from None
+        raise _handshake_failure(error, route, attempt, silent) from None
     return transport
 
 
-def _refused_handshake(error: Exception, route: HostRoute, attempt: Attempt, silent: bool) -> Refusal:
-    text = words_of(error)
+def _handshake_failure(error: Exception, route: HostRoute, attempt: LoginAttempt, silent: bool) -> ConnectionFailure:
+    text = error_text(error)
     if isinstance(error, IncompatiblePeer):
         return unreachable(f"{route.place} and we have no algorithm in common: {text}")
     if "Indecipherable protocol version" in text:
@@ -211,12 +215,12 @@ def end_transport(transport: paramiko.Transport) -> None:
     """Its thread wakes up, sees the end of the stream and closes the socket itself."""
     transport.packetizer.complete_handshake()  # its timer is a thread that would live on to the deadline
     if transport.is_alive():
-        shut(transport.sock)
+        shut_down_socket(transport.sock)
     else:
         transport.sock.close()
 
 
-def authenticate(transport: paramiko.Transport, route: HostRoute, attempt: Attempt, keys: KeyRing) -> None:
+def authenticate(transport: paramiko.Transport, route: HostRoute, attempt: LoginAttempt, keys: KeyRing) -> None:
     """Offer our keys until one is taken. Raises Refusal: AUTH_FAILED if the host said no, UNREACHABLE if it did not."""
     with keys.identities(route) as identities:
         tried = []
@@ -225,7 +229,7 @@ def authenticate(transport: paramiko.Transport, route: HostRoute, attempt: Attem
             try:
                 more = transport.auth_publickey(route.user, identity.key)
             except paramiko.BadAuthenticationType as error:
-                raise _not_allowed(
+                raise _auth_failure(
                     route, f"the host does not take keys, only {', '.join(error.allowed_types)}"
                 ) from None
             except (paramiko.SSHException, EOFError, OSError) as error:
@@ -237,18 +241,18 @@ def authenticate(transport: paramiko.Transport, route: HostRoute, attempt: Attem
                         f"{route.place} did not answer the login in {attempt.timeout_seconds:.0f} s"
                     ) from None
                 if len(tried) > 1:
-                    raise _not_allowed(
+                    raise _auth_failure(
                         route, f"the host hung up after {len(tried)} keys (MaxAuthTries?): {', '.join(tried)}"
                     ) from None
                 raise unreachable(f"{route.place} hung up during authentication") from None
             if more:
-                raise _not_allowed(route, f"it accepts {identity.words} and wants {', '.join(more)} as well")
+                raise _auth_failure(route, f"it accepts {identity.words} and wants {', '.join(more)} as well")
             return
-        raise _not_allowed(route, f"tried {', '.join(tried)}")
+        raise _auth_failure(route, f"tried {', '.join(tried)}")
 
 
-def _not_allowed(route: HostRoute, detail: str) -> Refusal:
-    return Refusal(
+def _auth_failure(route: HostRoute, detail: str) -> ConnectionFailure:
+    return ConnectionFailure(
         HostStatus.AUTH_FAILED,
         f"{route.user}@{route.place} refuses our login: {detail}",
         "is the public key in authorized_keys there, and is it the right user?",

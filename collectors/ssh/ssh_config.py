@@ -1,12 +1,13 @@
-"""~/.ssh/config as paramiko reads it, with what paramiko lacks: Include, and Match lines that it would get wrong."""
+"""One node name -> how it is reached: what ssh_config, the [ssh] table and the defaults say together."""
 
 from __future__ import annotations
 
+import getpass
 import glob
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -14,12 +15,151 @@ from typing import Final
 
 import paramiko
 
-from collectors.ssh.refusal import unreachable, words_of
+from wattwatch.collectors.ssh.model import SshSettings, error_text, unreachable
 
-DEEPEST_INCLUDE: Final = 16  # as in OpenSSH
+SSH_PORT: Final = 22
+DEFAULT_CONFIG: Final = Path("~/.ssh/config")
+DEFAULT_IDENTITIES: Final = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
+DEFAULT_KNOWN_HOSTS: Final = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
+GLOBAL_KNOWN_HOSTS: Final = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
+MAX_GATEWAYS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoute:
+    """Everything needed to log in to one host. Hashable: nodes behind the same gateway have equal `via`."""
+
+    name: str  # as the user wrote it
+    hostname: str
+    port: int
+    user: str
+    identity_files: tuple[Path, ...]
+    identities_named: bool  # False: the usual names, of which any may be missing
+    certificate_files: tuple[Path, ...]
+    known_hosts_files: tuple[Path, ...]
+    host_key_name: str  # what known_hosts is searched for: HostKeyAlias, else the host name, "[name]:port" off port 22
+    use_agent: bool
+    only_named_agent_keys: bool  # IdentitiesOnly: of the agent's keys, only those of the identity files
+    via: HostRoute | None = None  # gateway, itself perhaps behind another
+
+    @property
+    def place(self) -> str:
+        address = f"[{self.hostname}]" if ":" in self.hostname else self.hostname
+        return f"{address}:{self.port}"
+
+    @property
+    def first_gateway(self) -> HostRoute | None:
+        """The one that this host opens a TCP connection to, if not to the node itself."""
+        return None if self.via is None else self.via.first_gateway or self.via
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    route: HostRoute
+    notes: tuple[str, ...]  # directives that are not honoured
+
+
+def resolve_host(node: str, settings: SshSettings) -> Resolution:
+    """How `node` ("name" or "user@name") is reached. Raises Refusal where the configuration cannot be followed."""
+    config, notes = _load_config(settings)
+    user, _, name = node.rpartition("@")
+    return Resolution(_route(name, user or settings.user, settings.port, settings, config, ()), notes)
+
+
+def _load_config(settings: SshSettings) -> tuple[paramiko.SSHConfig, tuple[str, ...]]:
+    path = (settings.config_file or DEFAULT_CONFIG).expanduser()
+    if path == DEFAULT_CONFIG.expanduser() and not path.exists():
+        return paramiko.SSHConfig(), ()
+    return read_ssh_config(path)
+
+
+def _route(
+    name: str,
+    user: str | None,
+    port: int | None,
+    settings: SshSettings,
+    config: paramiko.SSHConfig,
+    seen: tuple[str, ...],
+    jump: str | None = None,
+) -> HostRoute:
+    """`user`, `port` and `jump` override ssh_config; `seen` are the names that led here, to end a circle."""
+    if name in seen or len(seen) > MAX_GATEWAYS:
+        raise unreachable(f"ProxyJump leads in a circle: {' -> '.join((*seen, name))}")
+    asked = config.lookup(name)
+    hostname = asked.get("hostname", name).lower()
+    user = user or asked.get("user") or getpass.getuser()
+    port = port or _port(asked.get("port", str(SSH_PORT)), f"Port of {name}")
+    jump = jump if jump is not None else asked.get("proxyjump")
+    if asked.get("proxycommand") and not jump:
+        raise unreachable(f"ssh_config asks for a ProxyCommand to reach {name}, which is not supported; use ProxyJump")
+    identities = [str(path) for path in settings.identity_files] or asked.get("identityfile") or []
+    certificates = asked.get("certificatefile")
+    named = [settings.certificate_file] if settings.certificate_file else [certificates] if certificates else []
+    tokens = {"%h": hostname, "%n": name, "%p": str(port), "%r": user, "%d": str(Path.home()), "%u": getpass.getuser()}
+    if settings.known_hosts_file is not None:
+        known_hosts = [str(settings.known_hosts_file)]
+    else:
+        known_hosts = shlex.split(asked.get("userknownhostsfile", DEFAULT_KNOWN_HOSTS))
+        known_hosts += shlex.split(asked.get("globalknownhostsfile", GLOBAL_KNOWN_HOSTS))
+    return HostRoute(
+        name=name,
+        hostname=hostname,
+        port=port,
+        user=user,
+        identity_files=_paths(identities or DEFAULT_IDENTITIES, tokens),
+        identities_named=bool(identities),
+        certificate_files=_paths(map(str, named), tokens),
+        known_hosts_files=_paths(known_hosts, tokens),
+        host_key_name=asked.get("hostkeyalias", hostname if port == SSH_PORT else f"[{hostname}]:{port}").lower(),
+        use_agent=settings.use_agent,
+        only_named_agent_keys=asked.get("identitiesonly", "no").lower() == "yes",
+        via=None if not jump or jump.lower() == "none" else _gateway(jump, settings, config, (*seen, name)),
+    )
+
+
+def _gateway(jump: str, settings: SshSettings, config: paramiko.SSHConfig, seen: tuple[str, ...]) -> HostRoute:
+    """The last gateway of "a,user@b:2222": b, reached through a. The first follows its own ssh_config."""
+    before, _, last = jump.strip().removeprefix("ssh://").rpartition(",")
+    user, _, place = last.strip().rpartition("@")
+    name, port = _host_and_port(place)
+    if not name:
+        raise unreachable(f"ProxyJump {jump!r} of {seen[-1]} names no host; expected host, user@host:port or a list")
+    return _route(name, user or None, port, settings, config, seen, before or None)
+
+
+def _host_and_port(place: str) -> tuple[str, int | None]:
+    if place.startswith("["):
+        host, _, rest = place[1:].partition("]")
+        port = rest.removeprefix(":")
+    elif place.count(":") == 1:
+        host, port = place.split(":")
+    else:
+        host, port = place, ""
+    return host, _port(port, f"ProxyJump {place!r}") if port else None
+
+
+def _port(text: str, place: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise unreachable(f"{place} is {text!r}; expected a number from 1 to 65535")
+    return int(text)
+
+
+def _paths(names: Iterable[str], tokens: dict[str, str]) -> tuple[Path, ...]:
+    paths = []
+    for name in names:
+        for token, value in tokens.items():
+            name = name.replace(token, value)
+        if name.lower() != "none":
+            paths.append(Path(os.path.expanduser(name)))
+    return tuple(paths)
+
+
+# ~/.ssh/config as paramiko reads it, with what paramiko lacks: Include, and Match lines that it would get wrong.
+
+MAX_INCLUDE_DEPTH: Final = 16  # as in OpenSSH
 DIRECTIVE: Final = re.compile(r"\s*(\w+)(?:\s*=\s*|\s+)(.+?)\s*$")
 KNOWN_CRITERIA: Final = frozenset({"all", "canonical", "final", "host", "originalhost", "user", "localuser"})
-NEVER: Final = 'Host "!*"'  # matches no host: the block below it is read and never applied
+MATCHES_NO_HOST: Final = 'Host "!*"'  # matches no host: the block below it is read and never applied
 UNSUPPORTED: Final = {
     "proxycommand": "use ProxyJump",
     "pkcs11provider": "use a key file or the agent",
@@ -42,7 +182,7 @@ class ConfigText:
 
 
 @dataclass(slots=True)
-class _Reading:
+class _ConfigFiles:
     stamps: list[tuple[Path, int]] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)  # ordered, each once
 
@@ -51,7 +191,7 @@ def read_ssh_config(path: Path) -> tuple[paramiko.SSHConfig, tuple[str, ...]]:
     """The parsed file and its notes. Read anew only when it or an included file changed; Refusal if unreadable."""
     known = _CACHE.get(path)
     if known is None or any(_stamp(file) != stamp for file, stamp in known.stamps):
-        reading = _Reading()
+        reading = _ConfigFiles()
         lines = list(_lines(path, reading, 0))
         known = _CACHE[path] = ConfigText("\n".join(lines), tuple(reading.stamps), tuple(reading.notes))
     return _parse(known.text, path), known.notes
@@ -65,7 +205,7 @@ def _parse(text: str, path: Path) -> paramiko.SSHConfig:
     try:
         return paramiko.SSHConfig.from_text(text)
     except (paramiko.ConfigParseError, ValueError) as error:
-        raise unreachable(f"{path} cannot be read as an ssh_config: {words_of(error)}") from None
+        raise unreachable(f"{path} cannot be read as an ssh_config: {error_text(error)}") from None
 
 
 def _stamp(path: Path) -> int:
@@ -75,12 +215,12 @@ def _stamp(path: Path) -> int:
         return 0
 
 
-def _lines(path: Path, reading: _Reading, depth: int) -> Iterator[str]:
+def _lines(path: Path, reading: _ConfigFiles, depth: int) -> Iterator[str]:
     reading.stamps.append((path, _stamp(path)))
     try:
         text = path.read_text("utf-8", "replace")
     except OSError as error:
-        raise unreachable(f"{path} cannot be read: {words_of(error)}") from None
+        raise unreachable(f"{path} cannot be read: {error_text(error)}") from None
     block = 'Host "*"'
     for line in text.splitlines():
         found = DIRECTIVE.match(line)
@@ -88,8 +228,8 @@ def _lines(path: Path, reading: _Reading, depth: int) -> Iterator[str]:
             continue
         key, value = found[1].lower(), found[2]
         if key == "include":
-            if depth >= DEEPEST_INCLUDE:
-                raise unreachable(f"{path}: Include is nested deeper than {DEEPEST_INCLUDE} files")
+            if depth >= MAX_INCLUDE_DEPTH:
+                raise unreachable(f"{path}: Include is nested deeper than {MAX_INCLUDE_DEPTH} files")
             for file in _included(value):
                 yield from _lines(file, reading, depth + 1)
             yield block  # what follows belongs to the block that the Include stood in
@@ -115,14 +255,14 @@ def _included(value: str) -> list[Path]:
     return files
 
 
-def _supported_match(line: str, value: str, path: Path, reading: _Reading) -> str:
+def _supported_match(line: str, value: str, path: Path, reading: _ConfigFiles) -> str:
     """The line itself, or one that never matches: paramiko takes a criterion that it does not know for met."""
     words = shlex.split(value)
     while words:
         criterion = words.pop(0).lstrip("!").lower()
         if criterion not in KNOWN_CRITERIA:
             reading.notes[f"{path}: Match {criterion} is not supported: that block is not applied"] = None
-            return NEVER
+            return MATCHES_NO_HOST
         if criterion not in ("all", "canonical", "final") and words:
             words.pop(0)
     return line

@@ -1,4 +1,4 @@
-"""One connection's stream: the probe is launched on one channel, and its bytes become lines and samples."""
+"""Bytes of a channel -> lines, in bounded memory whatever arrives."""
 
 from __future__ import annotations
 
@@ -9,35 +9,75 @@ from typing import Final
 
 import paramiko
 
-from collectors.probe.payload import LEASE_LINE, launch_command, payload
-from collectors.probe.request import ProbeRequest
-from collectors.samples import NodeSample
-from collectors.ssh.gateways import Connection
-from collectors.ssh.lines import LineSplitter
-from collectors.ssh.login import Attempt
-from collectors.ssh.refusal import unreachable, words_of
-from collectors.wire import LineReader
+from wattwatch.collectors.probe.payload import LEASE_LINE, probe_command, probe_payload
+from wattwatch.collectors.probe.request import ProbeRequest
+from wattwatch.collectors.probe_reader import ProbeReader
+from wattwatch.collectors.samples import NodeSample
+from wattwatch.collectors.ssh.connections import SshConnection
+from wattwatch.collectors.ssh.login import LoginAttempt
+from wattwatch.collectors.ssh.model import error_text, unreachable
+
+MAX_LINE_BYTES: Final = 64 * 1024
+
+
+class LineSplitter:
+    """Cuts a stream at its line ends. A line longer than the limit is skipped to its end and counted, never kept."""
+
+    def __init__(self) -> None:
+        self.skipped_bytes = 0  # of lines too long
+        self._rest = b""  # a line whose end has not come
+        self._skipping = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines completed by `data`, without their ends; empty ones are left out."""
+        if self._skipping:
+            end = data.find(b"\n")
+            self.skipped_bytes += len(data) if end < 0 else end + 1
+            if end < 0:
+                return []
+            data, self._skipping = data[end + 1 :], False
+        if self._rest:
+            data = self._rest + data
+        *lines, self._rest = data.split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            self.skipped_bytes += len(self._rest)
+            self._rest, self._skipping = b"", True
+        whole = []
+        for line in lines:
+            if len(line) > MAX_LINE_BYTES:
+                self.skipped_bytes += len(line)
+            elif line:
+                whole.append(line)
+        return whole
+
+    def cut(self) -> None:
+        """The stream has ended: a line cut in the middle is no line."""
+        self.skipped_bytes += len(self._rest)
+        self._rest = b""
+
+
+# One connection's stream: the probe is launched on one channel, and its bytes become lines and samples.
 
 READ_BYTES: Final = 64 * 1024
-READS_AT_ONCE: Final = 4  # then the next node's turn: garbage of one must not hold up the others
-COMPLAINT_BYTES: Final = 2000
-FAREWELL_REAL_SECONDS: Final = 2.0
+READS_PER_TURN: Final = 4  # then the next node's turn: garbage of one must not hold up the others
+STDERR_TAIL_BYTES: Final = 2000
+CLOSE_TIMEOUT_REAL_SECONDS: Final = 2.0
 EXCERPT_BYTES: Final = 40
 
 
-class Ready:
+class ReadyStreams:
     """Streams with something to read, and the event that says so: filled by transports, emptied by the fleet."""
 
     def __init__(self) -> None:
-        self.streams: deque[Stream] = deque()
+        self.streams: deque[ProbeStream] = deque()
         self.wake = threading.Event()
 
 
-class Arrival(threading.Event):
+class ArrivalEvent(threading.Event):
     """What paramiko sets when bytes arrive or a channel ends: instead of `Channel.fileno`, which costs a pipe, two
     system calls a line and a selector."""
 
-    def __init__(self, stream: Stream, ready: Ready) -> None:
+    def __init__(self, stream: ProbeStream, ready: ReadyStreams) -> None:
         super().__init__()
         self._stream = stream
         self._ready = ready
@@ -53,16 +93,16 @@ class Arrival(threading.Event):
         pass
 
 
-class Stream:
+class ProbeStream:
     """A running probe. All but `close` is called by the fleet's thread."""
 
     def __init__(
-        self, node: str, request: ProbeRequest, connection: Connection, channel: paramiko.Channel, now: float
+        self, node: str, request: ProbeRequest, connection: SshConnection, channel: paramiko.Channel, now: float
     ) -> None:
         self.node = node
         self.connection = connection
         self.channel = channel
-        self.reader = LineReader(node, request)
+        self.reader = ProbeReader(node, request)
         self.opened_seconds = now
         self.lease_seconds = now  # when the lease was renewed last
         self.last_line_seconds: float | None = None
@@ -81,8 +121,8 @@ class Stream:
         self._closing = threading.Lock()
         self._closed = False
 
-    def watch(self, ready: Ready) -> None:
-        self.arrival = Arrival(self, ready)
+    def watch(self, ready: ReadyStreams) -> None:
+        self.arrival = ArrivalEvent(self, ready)
         self.channel.in_stderr_buffer.set_event(self.arrival)
         self.channel.in_buffer.set_event(self.arrival)
 
@@ -91,12 +131,12 @@ class Stream:
         self.arrival.pending = False  # before reading: what arrives from here on asks again
         lines: list[bytes] = []
         try:
-            for _ in range(READS_AT_ONCE):
+            for _ in range(READS_PER_TURN):
                 if not self.channel.recv_ready():
                     break
                 lines += self._splitter.feed(self.channel.recv(READ_BYTES))
             if self.channel.recv_stderr_ready():
-                self._complaint = (self._complaint + self.channel.recv_stderr(READ_BYTES))[-COMPLAINT_BYTES:]
+                self._complaint = (self._complaint + self.channel.recv_stderr(READ_BYTES))[-STDERR_TAIL_BYTES:]
         except (OSError, EOFError, paramiko.SSHException):  # it ended while the window was renewed
             self.ended = True
         if self.channel.recv_ready():
@@ -156,7 +196,7 @@ class Stream:
         if self.channel.exit_status_ready() and self.channel.exit_status >= 0:
             return f"the probe ended with exit status {self.channel.exit_status}{said}"
         error = self.connection.transport.saved_exception
-        cause = f" ({words_of(error)})" if error is not None and not isinstance(error, EOFError) else ""
+        cause = f" ({error_text(error)})" if error is not None and not isinstance(error, EOFError) else ""
         return f"the node closed the connection{cause}{said}"
 
     def close(self, on_end: Callable[[bool], None] | None = None) -> None:
@@ -169,7 +209,7 @@ class Stream:
         if not gone and self.connection.transport.is_active():
             try:
                 self.channel.shutdown_write()  # the end of its stdin: it ends, and says so
-                self.channel.status_event.wait(FAREWELL_REAL_SECONDS)
+                self.channel.status_event.wait(CLOSE_TIMEOUT_REAL_SECONDS)
                 gone = self.channel.exit_status_ready() and self.channel.exit_status != -1
             except (OSError, EOFError, paramiko.SSHException):
                 pass
@@ -178,7 +218,7 @@ class Stream:
             on_end(gone)
 
 
-def open_stream(node: str, request: ProbeRequest, connection: Connection, attempt: Attempt) -> Stream:
+def start_probe(node: str, request: ProbeRequest, connection: SshConnection, attempt: LoginAttempt) -> ProbeStream:
     """Launch the probe. Raises Refusal; the connection stays the caller's to close."""
     transport = connection.transport
     attempt.enter("opening a session")
@@ -189,15 +229,15 @@ def open_stream(node: str, request: ProbeRequest, connection: Connection, attemp
             f"logged in, and refused a session: {error.text}", "MaxSessions of its sshd, or too many processes"
         ) from None
     except (paramiko.SSHException, EOFError, OSError) as error:
-        raise unreachable(f"logged in, and got no session: {words_of(error)}") from None
+        raise unreachable(f"logged in, and got no session: {error_text(error)}") from None
     attempt.enter("starting the probe")
     try:
         channel.settimeout(attempt.real_timeout_seconds)
-        channel.exec_command(launch_command(request))
-        channel.sendall(payload(request))
+        channel.exec_command(probe_command(request))
+        channel.sendall(probe_payload(request))
         channel.settimeout(0.0)
     except TimeoutError:
         raise unreachable("logged in, and the node did not take the probe in time") from None
     except (paramiko.SSHException, EOFError, OSError) as error:
-        raise unreachable(f"logged in, and could not start the probe: {words_of(error)}") from None
-    return Stream(node, request, connection, channel, attempt.clock.monotonic())
+        raise unreachable(f"logged in, and could not start the probe: {error_text(error)}") from None
+    return ProbeStream(node, request, connection, channel, attempt.clock.monotonic())

@@ -4,7 +4,7 @@
 
 A random Qwen3 sharded by FSDP2, float32 masters, saved in bfloat16 and the same four files by each way in turn:
 
-    ours            trainer.checkpoint.save.Saver: gathered, hashed, written, synced, renamed
+    ours            wattwatch.trainer.checkpoint.save.Saver: gathered, hashed, written, synced, renamed
     ours-unsynced   the same without fsync: what that costs. Nobody can choose this
     torch           HuggingFaceStorageWriter with enable_consolidation: shards written, then put together by rank 0
     torch-all       shards written by it, then put together by consolidate_safetensors_files_on_every_rank
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
-from tests.trainer.train.ranks import on_ranks
+from tests.trainer.train.rank_processes import on_ranks
 
 WAYS: Final = ("ours", "ours-unsynced", "torch", "torch-all")
 FILES: Final = 4
@@ -103,17 +103,16 @@ def saves(root: str, repeat: int, world: int) -> list[dict[str, Cost]]:
     import torch
     import torch.distributed as dist
 
-    from trainer.settings import TrainSettings
-    from trainer.train.model import empty_model
-    from trainer.train.process_groups import Place, joined
-    from trainer.train.weights import random_weights
+    from wattwatch.trainer.settings import TrainSettings
+    from wattwatch.trainer.train.model import empty_model, initialize_weights
+    from wattwatch.trainer.train.process_groups import RankInfo, process_group
 
     torch.set_num_threads(1)
-    place = Place.of_environment()
+    place = RankInfo.from_environment()
     source, rounds = Path(root) / "model", []
-    with joined(place, 90.0) as (mesh, device):
+    with process_group(place, 90.0) as (mesh, device):
         model = empty_model(source, TrainSettings(), mesh, device)
-        random_weights(model, 0)
+        initialize_weights(model, 0)
         ways = save_ways(model, source, Path(root), world)
         for _ in range(repeat):
             costs = {}
@@ -142,18 +141,18 @@ def save_ways(model: Any, source: Path, root: Path, world: int) -> dict[str, Cal
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from trainer.checkpoint.gather import saved_tensors, tensor_facts
-    from trainer.checkpoint.plan import weights_files
-    from trainer.checkpoint.save import Moment, Saver
-    from trainer.run_directory import RunDirectory
+    from wattwatch.trainer.checkpoint.gather import describe_tensors, tensors_to_save
+    from wattwatch.trainer.checkpoint.safetensors_writer import plan_weights_files
+    from wattwatch.trainer.checkpoint.save import CheckpointSaver, SavePoint
+    from wattwatch.trainer.run_directory import RunDirectory
 
-    facts = tensor_facts(saved_tensors(model))
+    facts = describe_tensors(tensors_to_save(model))
     total = sum(fact.bytes for fact in facts)
     file_bytes = -(-total // FILES)
-    files = weights_files(facts, file_bytes, world, world)
+    files = plan_weights_files(facts, file_bytes, world, world)
     index = {tensor.name: number for number, file in enumerate(files, 1) for tensor in file.layout.tensors}
     savers = {
-        way: Saver(
+        way: CheckpointSaver(
             RunDirectory(root / f"saved-{world}" / way), source, keep=1, file_bytes=file_bytes, timeout_seconds=90.0,
             ranks_per_node=world,
         )
@@ -161,7 +160,7 @@ def save_ways(model: Any, source: Path, root: Path, world: int) -> dict[str, Cal
     }  # fmt: skip
 
     def ours(target: Path) -> None:
-        savers[target.name].save(model, None, Moment("bench", 1, 1, 1, 1, "gate", "blocks"))
+        savers[target.name].save(model, None, SavePoint("bench", 1, 1, 1, 1, "gate", "blocks"))
 
     def unsynced(target: Path) -> None:
         with patch.object(os, "fsync"):

@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from watcher.diagnose.collectives.reading import read_collectives
-from watcher.diagnose.flight.read import READERS, read_records
+from wattwatch.watcher.diagnosis.collectives.analysis import analyze_collectives
+from wattwatch.watcher.diagnosis.flight_recorder.loader import READER_PROCESSES, read_flight_records
 
 # Ranks -> seconds, MB of memory: what a watcher that runs beside other work may take.
 TARGETS: Final = {16: (1.0, 200.0), 1024: (60.0, 2000.0)}
@@ -83,8 +83,8 @@ def write(directory: Path, ranks: int, entries: int, frames: int) -> int:
 def read(directory: str) -> dict[str, float]:
     """In this process."""
     before = time.perf_counter()
-    records, unread = read_records(directory)
-    reading = read_collectives(records, unread)
+    records, unread = read_flight_records(directory)
+    reading = analyze_collectives(records, unread)
     seconds = time.perf_counter() - before
     assert reading.culprits == (3,), reading.why
     assert not unread, unread[:3]
@@ -97,7 +97,7 @@ def read(directory: str) -> dict[str, float]:
         "processor_seconds": sum(each.ru_utime + each.ru_stime for each in (own, child)),
         "own_mb": own_mb,
         "child_mb": child_mb,
-        "mb": own_mb + READERS * child_mb,
+        "mb": own_mb + READER_PROCESSES * child_mb,
     }
 
 

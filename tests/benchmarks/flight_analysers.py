@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from watcher.diagnose.collectives.reading import read_collectives
-from watcher.diagnose.flight.read import read_records
+from wattwatch.watcher.diagnosis.collectives.analysis import analyze_collectives
+from wattwatch.watcher.diagnosis.flight_recorder.loader import read_flight_records
 
 SETS: Final = Path(__file__).parents[1] / "data" / "flight_recorder"
 TRUTH: Final = {
@@ -97,7 +97,7 @@ class Comparison:
 def compare(name: str) -> Comparison:
     files = sorted(path for path in (SETS / name).iterdir() if path.suffix not in (".log", ".json"))
     prefix = re.sub(r"\d+$", "", files[0].name)
-    reading = read_collectives(*read_records(files))
+    reading = analyze_collectives(*read_flight_records(files))
     theirs: dict[Answer, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory() as copy:
         for path in files:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tests.trainer.gate.gating import Gates, write_job
+from tests.trainer.gate.gate_processes import Gates, write_job
 
 TARGET_SECONDS: Final = 1.0
 PAPER_SECONDS: Final = 2.71

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Final
 
 # A process of the pool imports this module anew, as it does `wattwatch-train`: neither may cost it anything.
 if TYPE_CHECKING:
-    from trainer.pack.corpus import Corpus
-    from trainer.pack.tokens import Recipe, TokenizerFacts
+    from wattwatch.trainer.pack.corpus import Corpus
+    from wattwatch.trainer.pack.tokens import TokenizerIdentity, TokenizerRecipe
 
 TARGET_RATIO: Final = 1.5
 WORDS: Final = 300  # a record
@@ -47,14 +47,14 @@ def measured() -> Iterator[Cost]:
     cost.wall_seconds, cost.cpu_seconds = time.perf_counter() - begun, sum(after[:4]) - sum(before[:4])
 
 
-def one_process(corpus: Corpus, recipe: Recipe) -> Cost:
+def one_process(corpus: Corpus, recipe: TokenizerRecipe) -> Cost:
     from tokenizers import Tokenizer
 
-    from trainer.pack.corpus import deal
+    from wattwatch.trainer.pack.corpus import shard_corpus
 
     with measured() as cost:
         tokenizer, tokens = Tokenizer.from_str(recipe.backend), 0
-        for _, records in deal(corpus, 1, 0, True).batches(corpus.column):
+        for _, records in shard_corpus(corpus, 1, 0, True).batches(corpus.column):
             for encoding in tokenizer.encode_batch_fast(records, add_special_tokens=False):
                 ids = encoding.ids
                 ids.append(recipe.eos_id)
@@ -62,13 +62,21 @@ def one_process(corpus: Corpus, recipe: Recipe) -> Cost:
     return cost
 
 
-def packed(corpus: Corpus, recipe: Recipe, facts: TokenizerFacts, directory: Path, workers: int) -> Cost:
-    from trainer.pack.corpus import deal
-    from trainer.pack.packing import PackSettings, pack
-    from trainer.pack.tokens import TokenizerPool
+def packed(corpus: Corpus, recipe: TokenizerRecipe, facts: TokenizerIdentity, directory: Path, workers: int) -> Cost:
+    from wattwatch.trainer.pack.corpus import shard_corpus
+    from wattwatch.trainer.pack.packing import PackSettings, pack_shard
+    from wattwatch.trainer.pack.tokens import TokenizerPool
 
     with measured() as cost, TokenizerPool(recipe, workers) as pool:
-        pack(corpus, deal(corpus, 1, 0, True), PackSettings(2048, False), facts, pool, directory, lambda rows: None)
+        pack_shard(
+            corpus,
+            shard_corpus(corpus, 1, 0, True),
+            PackSettings(2048, False),
+            facts,
+            pool,
+            directory,
+            lambda rows: None,
+        )
     return cost
 
 
@@ -91,8 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tests.trainer.conftest import make_tokenizer, words, write_jsonl
-    from trainer.pack.corpus import read_corpus
-    from trainer.pack.tokens import read_tokenizer
+    from wattwatch.trainer.pack.corpus import read_corpus
+    from wattwatch.trainer.pack.tokens import read_tokenizer
 
     workers = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="pack-bench-") as name:

@@ -31,11 +31,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tests.trainer.train.ranks import on_ranks
-from tests.trainer.train.tiny import write_blocks
+from tests.trainer.train.rank_processes import on_ranks
+from tests.trainer.train.tiny_model import write_blocks
 
 if TYPE_CHECKING:
-    from trainer.settings import JobSettings
+    from wattwatch.trainer.settings import JobSettings
 
 TARGET_RATIO: Final = 1.0
 WORLD: Final = 2
@@ -103,7 +103,7 @@ def write_model(directory: Path, size: Size) -> Path:
 
 
 def job_settings(root: Path, size: Size, gather: str) -> JobSettings:
-    from trainer.settings import JobSettings, TrainSettings
+    from wattwatch.trainer.settings import JobSettings, TrainSettings
 
     train = TrainSettings(
         micro_batch=size.micro_batch, accumulation=size.accumulation, precision=size.precision, learning_rate=RATE,
@@ -116,24 +116,23 @@ def ours(root: str, size: Size, gather: str) -> Ran:
     """The trainer's own loop on this rank; it saves nothing."""
     import torch
 
-    from trainer.pack.blocks import Blocks
-    from trainer.run_directory import RunDirectory
-    from trainer.settings import Evenness
-    from trainer.train.batches import Batches
-    from trainer.train.evenfix import agree_on_blocks
-    from trainer.train.heartbeat import Heartbeat
-    from trainer.train.loop import Job, train
-    from trainer.train.meter import Meter, flops_per_token
-    from trainer.train.model import empty_model
-    from trainer.train.process_groups import Place, joined
-    from trainer.train.start import new_optimizer
-    from trainer.train.stopping import Stopping
-    from trainer.train.weights import load_weights
+    from wattwatch.trainer.pack.blocks import PackedBlocks
+    from wattwatch.trainer.run_directory import RunDirectory
+    from wattwatch.trainer.settings import Evenness
+    from wattwatch.trainer.train.batches import BatchReader
+    from wattwatch.trainer.train.evenfix import agree_on_blocks
+    from wattwatch.trainer.train.heartbeat import HeartbeatWriter
+    from wattwatch.trainer.train.loop import TrainingJob, train
+    from wattwatch.trainer.train.meter import ThroughputMeter, flops_per_token
+    from wattwatch.trainer.train.model import empty_model, load_weights
+    from wattwatch.trainer.train.process_groups import RankInfo, process_group
+    from wattwatch.trainer.train.start import make_optimizer
+    from wattwatch.trainer.train.stopping import StopListener
 
     ends: list[tuple[float, float]] = []
     losses: list[float] = []
 
-    class Marking(Heartbeat):
+    class Marking(HeartbeatWriter):
         """Keeps what the loop says at the end of each step, and when."""
 
         def beat(self, phase: str | None = None, step: int | None = None, **said: Any) -> None:
@@ -143,21 +142,21 @@ def ours(root: str, size: Size, gather: str) -> Ran:
                 losses.append(said["loss"])
 
     torch.set_num_threads(1)
-    settings, place = job_settings(Path(root), size, gather), Place.of_environment()
+    settings, place = job_settings(Path(root), size, gather), RankInfo.from_environment()
     directory = RunDirectory(Path(settings.run))
     with (
         Marking(directory, run="bench", rank=place.rank, world=place.world, attempt=1) as heartbeat,
-        Stopping(None, lambda: os._exit(1)) as stopping,
-        joined(place, 60.0) as (mesh, device),
+        StopListener(None, lambda: os._exit(1)) as stopping,
+        process_group(place, 60.0) as (mesh, device),
     ):
-        blocks = Blocks(Path(settings.data), place.rank)
+        blocks = PackedBlocks(Path(settings.data), place.rank)
         plan = agree_on_blocks(blocks.count, settings.blocks_per_step, 1, Evenness.MIN, device)
         model = empty_model(Path(settings.model), settings.train, mesh, device)
         load_weights(model, Path(settings.model))
-        job = Job(
-            settings, place, device, plan, model, new_optimizer(model, settings.train),
-            Batches(blocks, plan, size.micro_batch, document_mask=False),
-            Meter(flops_per_token(model, size.seq_len), None), heartbeat, stopping, lambda done: None, size.step_tokens,
+        job = TrainingJob(
+            settings, place, device, plan, model, make_optimizer(model, settings.train),
+            BatchReader(blocks, plan, size.micro_batch, document_mask=False),
+            ThroughputMeter(flops_per_token(model, size.seq_len), None), heartbeat, stopping, lambda done: None, size.step_tokens,
         )  # fmt: skip
         train(job)
     return ran(ends, losses[-LOG_STEPS:])
@@ -177,12 +176,12 @@ def hugging_face(root: str, size: Size, sharded: bool, reduce_late: bool) -> Ran
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
-    from trainer.pack.blocks import Blocks
+    from wattwatch.trainer.pack.blocks import PackedBlocks
 
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     settings = job_settings(Path(root), size, "layer")
-    own = [Blocks(Path(settings.data), other) for other in range(WORLD)]
+    own = [PackedBlocks(Path(settings.data), other) for other in range(WORLD)]
 
     class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """Batches go to the ranks in turn; so each rank gets its own blocks, in their order."""

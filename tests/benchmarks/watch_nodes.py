@@ -28,14 +28,14 @@ from typing import Final
 
 import paramiko
 
-from collectors.clock import Clock
-from collectors.probe.request import ProbeRequest
-from collectors.ssh.fleet import Fleet
-from collectors.ssh.link import SshSettings
 from tests.benchmarks.canned_lines import RUN
 from tests.collectors.ssh.real_sshd import RealSshd, descendants, free_port, site
 from tests.tools import require_tool
-from watcher.serve.service import GATHER_SECONDS, IDLE_LOOK_INTERVALS
+from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.probe.request import ProbeRequest
+from wattwatch.collectors.ssh.fleet import Fleet
+from wattwatch.collectors.ssh.model import SshSettings
+from wattwatch.watcher.daemon.service import GATHER_SECONDS, IDLE_TICK_INTERVALS
 
 SETTLE_SECONDS: Final = 5.0
 LOGIN_SECONDS: Final = 120.0
@@ -167,7 +167,7 @@ class OurFleet:
         """As the service does: the lines of one round arrive together, and one look takes them all."""
         pause = threading.Event()
         while True:
-            self.fleet.wait(IDLE_LOOK_INTERVALS)
+            self.fleet.wait(IDLE_TICK_INTERVALS)
             self.clock.wait(pause, GATHER_SECONDS)
             self.take()
 
@@ -178,11 +178,10 @@ class OurFleet:
         """The watcher without receivers: judge, detect, publish."""
         from collections.abc import Mapping, Sequence
 
-        from watcher.engine import Engine
-        from watcher.judge.finding import Finding
-        from watcher.judge.job_sample import JobSpec
-        from watcher.snapshot import DeliveryStats, EpisodeView
-        from watcher.witness import Witness
+        from wattwatch.watcher.detection.model import Finding, JobSpec
+        from wattwatch.watcher.detection.trackers.recovery import RecoveryEvidence
+        from wattwatch.watcher.engine.engine import Engine
+        from wattwatch.watcher.engine.snapshot import DeliveryStats, EpisodeView
 
         class Silent:
             def observe(
@@ -191,7 +190,7 @@ class OurFleet:
                 judged_jobs: frozenset[str],
                 now: float,
                 wall: float,
-                witnesses: Mapping[str, Witness],
+                witnesses: Mapping[str, RecoveryEvidence],
             ) -> None:
                 pass
 

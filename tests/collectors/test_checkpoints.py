@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from collectors.checkpoints import list_directory, read_checkpoints
-from collectors.samples import CheckpointEntry
-from watcher.commands.checkpoints import checkpoints_command
+from wattwatch.collectors.checkpoints import list_checkpoint_directory, read_checkpoints
+from wattwatch.collectors.samples import CheckpointEntry
+from wattwatch.watcher.cli.inspect import checkpoints_command
 
 LAYOUTS: list[dict[str, Any]] = json.loads(
     (Path(__file__).parent.parent / "data" / "checkpoints" / "layouts.json").read_text()
@@ -51,7 +51,7 @@ def lay_out(layout: dict[str, Any], root: Path, complete: bool) -> Path:
 
 
 def entries(root: Path, age_seconds: float = 0.0) -> tuple[CheckpointEntry, ...]:
-    listing, ages = list_directory(str(root))
+    listing, ages = list_checkpoint_directory(str(root))
     return read_checkpoints(str(root), listing, {name: age + age_seconds for name, age in ages.items()}).entries
 
 

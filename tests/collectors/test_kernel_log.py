@@ -6,27 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from collectors.kernel_log import full_bus_id, read_kernel_line
+from wattwatch.collectors.probe_reader import full_bus_id, parse_kernel_line
 
 DATA = Path(__file__).parent.parent / "data" / "kernel_log"
 
 
 def test_one_xid_among_what_surrounds_it() -> None:
     lines = (DATA / "dmesg-with-xid-119.log").read_text().splitlines()
-    (event,) = filter(None, map(read_kernel_line, lines))
+    (event,) = filter(None, map(parse_kernel_line, lines))
     assert (event.kind, event.xid, event.pci_bus_id) == ("xid", 119, "00000000:9B:00.0")
     assert (event.pid, event.process) == (2024380, "nvidia-smi")
 
 
 def test_segmentation_faults_name_process_and_pid() -> None:
-    events = [read_kernel_line(line, 3.0) for line in (DATA / "dmesg.decode.iso.log").read_text().splitlines()]
+    events = [parse_kernel_line(line, 3.0) for line in (DATA / "dmesg.decode.iso.log").read_text().splitlines()]
     assert [(e.kind, e.process, e.pid, e.age_seconds) for e in events if e] == [
         ("segfault", "pt_main_thread", 2536443, 3.0)
     ] * 2
 
 
 def test_a_quiet_log_names_nothing() -> None:
-    assert not any(map(read_kernel_line, (DATA / "kmsg.log").read_text().splitlines()))
+    assert not any(map(parse_kernel_line, (DATA / "kmsg.log").read_text().splitlines()))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_quiet_log_names_nothing() -> None:
     ],
 )
 def test_words_of_several_kernels_and_drivers(text: str, kind: str, process: str | None, pid: int | None) -> None:
-    event = read_kernel_line(text)
+    event = parse_kernel_line(text)
     assert event is not None
     assert (event.kind, event.process, event.pid) == (kind, process, pid)
 

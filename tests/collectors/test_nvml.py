@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectors.nvml import (
-    HANDLE,
+from wattwatch.collectors.nvml import (
+    HANDLE_ERROR,
     LIVE_FIELDS,
     ROW_COLUMNS,
     gpu_from_nvml,
     host_status_of,
     missing_from_nvml,
-    reason_of,
+    status_of_code,
     throttle_names,
 )
-from collectors.samples import HostStatus, PowerSource, Reason
+from wattwatch.collectors.samples import HostStatus, PowerSource, ReadingStatus
 
 SOUND: dict[str, Any] = {
     "index": 3,
@@ -75,7 +75,7 @@ def test_the_instant_draw_stands_in_where_the_counter_measures_nothing(why: str,
 
 def test_a_lost_board_that_still_answers_0_w_name_limit_and_clocks_is_lost() -> None:
     gpu = gpu_from_nvml(row(power_mw=0, util=None), {"power_mw": 15, "util": 15}, (99.0, 4_999_000.0), 100.0)
-    assert gpu.fault is Reason.LOST
+    assert gpu.fault is ReadingStatus.LOST
     assert [getattr(gpu, name) for name in LIVE_FIELDS] == [None] * len(LIVE_FIELDS)
     assert gpu.power_source is None
     assert (gpu.name, gpu.power_limit_watts, gpu.uuid) == (SOUND["name"], 1100.0, SOUND["uuid"])
@@ -83,42 +83,42 @@ def test_a_lost_board_that_still_answers_0_w_name_limit_and_clocks_is_lost() -> 
 
 def test_one_call_that_says_lost_takes_the_old_numbers_of_the_others_with_it() -> None:
     gpu = gpu_from_nvml(row(), {"temp": 15}, None, 100.0)
-    assert gpu.reading("power_watts").reason is Reason.LOST
+    assert gpu.reading("power_watts").reason is ReadingStatus.LOST
 
 
 def test_a_board_that_needs_a_reset_keeps_what_it_can_still_say() -> None:
     gpu = gpu_from_nvml(row(util=None), {"util": 16}, None, 100.0)
-    assert gpu.fault is Reason.RESET_REQUIRED
+    assert gpu.fault is ReadingStatus.RESET_REQUIRED
     assert gpu.memory_used_bytes == 82_000 * 2**20
 
 
 def test_absent_and_unreadable_do_not_merge() -> None:
     absent = gpu_from_nvml(row(energy_mj=None, mem_total=None), {"energy_mj": 3, "mem_total": 4}, None, 1.0)
     failed = gpu_from_nvml(row(power_mw=None, energy_mj=None), {"power_mw": 999, "energy_mj": 999}, None, 1.0)
-    assert absent.reading("energy_joules").reason is Reason.UNSUPPORTED
-    assert absent.reading("memory_total_bytes").reason is Reason.UNSUPPORTED
+    assert absent.reading("energy_joules").reason is ReadingStatus.UNSUPPORTED
+    assert absent.reading("memory_total_bytes").reason is ReadingStatus.UNSUPPORTED
     assert absent.fault is None
-    assert failed.reading("power_watts").reason is Reason.UNREADABLE
-    assert failed.fault is Reason.UNREADABLE
+    assert failed.reading("power_watts").reason is ReadingStatus.UNREADABLE
+    assert failed.fault is ReadingStatus.UNREADABLE
 
 
 def test_0_w_beside_a_busy_board_was_not_read() -> None:
-    assert gpu_from_nvml(row(power_mw=0), None, None, 1.0).reading("power_watts").reason is Reason.UNREADABLE
+    assert gpu_from_nvml(row(power_mw=0), None, None, 1.0).reading("power_watts").reason is ReadingStatus.UNREADABLE
     assert gpu_from_nvml(row(power_mw=0, util=0), None, None, 1.0).power_watts == 0.0
 
 
 def test_a_sliced_board_has_power_and_no_utilisation() -> None:
     gpu = gpu_from_nvml(row(mig=1, util=None, mem_util=None), {"util": 3, "mem_util": 3}, None, 1.0)
     assert gpu.mig is True
-    assert gpu.reading("utilization_percent").reason is Reason.MIG
+    assert gpu.reading("utilization_percent").reason is ReadingStatus.MIG
     assert gpu.power_watts == 951.25
     assert gpu.fault is None
 
 
 def test_the_sentinels_of_old_drivers_are_absence() -> None:
     gpu = gpu_from_nvml(row(mem_used=0xFFFFFFFFFFFFFFFF, power_limit_mw=0xFFFFFFFF), None, None, 1.0)
-    assert gpu.reading("memory_used_bytes").reason is Reason.UNSUPPORTED
-    assert gpu.reading("power_limit_watts").reason is Reason.UNSUPPORTED
+    assert gpu.reading("memory_used_bytes").reason is ReadingStatus.UNSUPPORTED
+    assert gpu.reading("power_limit_watts").reason is ReadingStatus.UNSUPPORTED
 
 
 def test_throttle_bits_have_names_and_unknown_bits_are_kept() -> None:
@@ -129,11 +129,13 @@ def test_throttle_bits_have_names_and_unknown_bits_are_kept() -> None:
 
 def test_a_board_without_a_handle_is_missing() -> None:
     nothing = [5, *[None] * (len(ROW_COLUMNS) - 1)]
-    missing = missing_from_nvml(nothing, {HANDLE: 15})
+    missing = missing_from_nvml(nothing, {HANDLE_ERROR: 15})
     assert missing is not None
-    assert (missing.index, missing.reason) == (5, Reason.LOST)
+    assert (missing.index, missing.reason) == (5, ReadingStatus.LOST)
     assert missing_from_nvml(row(), {"util": 3}) is None
-    assert gpu_from_nvml(nothing, {HANDLE: 999}, None, 1.0).reading("power_watts").reason is Reason.UNREADABLE
+    assert (
+        gpu_from_nvml(nothing, {HANDLE_ERROR: 999}, None, 1.0).reading("power_watts").reason is ReadingStatus.UNREADABLE
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,8 +157,8 @@ def test_what_a_failed_start_of_nvml_says_of_the_host(code: int, status: HostSta
 
 
 def test_a_code_that_nobody_knows_is_unreadable() -> None:
-    assert reason_of(0) is Reason.OK
-    assert reason_of(777) is Reason.UNREADABLE
+    assert status_of_code(0) is ReadingStatus.OK
+    assert status_of_code(777) is ReadingStatus.UNREADABLE
 
 
 VALUES = (
@@ -166,7 +168,7 @@ VALUES = (
 
 @given(
     st.lists(VALUES, max_size=20),
-    st.dictionaries(st.sampled_from([*ROW_COLUMNS, HANDLE, "x"]), st.integers(-5, 1000), max_size=6),
+    st.dictionaries(st.sampled_from([*ROW_COLUMNS, HANDLE_ERROR, "x"]), st.integers(-5, 1000), max_size=6),
     st.none() | st.tuples(st.floats(0, 200), st.floats(0, 1e9)),
 )
 @settings(max_examples=300, deadline=None)

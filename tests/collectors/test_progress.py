@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectors.progress import FORMATS, read_heartbeat, read_progress
-from watcher.commands.progress import progress_command
+from wattwatch.collectors.progress import FORMATS, read_heartbeat, read_progress
+from wattwatch.watcher.cli.inspect import progress_command
 
 LOGS = Path(__file__).parent.parent / "data" / "logs"
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from collectors.samples import GpuSample, Reason
+from wattwatch.collectors.samples import GpuSample, ReadingStatus
 
 
 @pytest.mark.parametrize(
     ("reasons", "fault"),
     [
         ({}, None),
-        ({"utilization_percent": Reason.UNSUPPORTED, "power_watts": Reason.MIG}, None),
-        ({"temperature_celsius": Reason.UNREADABLE}, None),
-        ({"power_watts": Reason.UNREADABLE}, None),  # 0 W beside a load, or one failed query
-        ({"power_watts": Reason.UNREADABLE, "utilization_percent": Reason.UNREADABLE}, Reason.UNREADABLE),
-        ({"ecc": Reason.UNREADABLE}, Reason.UNREADABLE),
-        ({"name": Reason.UNREADABLE}, Reason.UNREADABLE),
-        ({"power_watts": Reason.LOST}, Reason.LOST),
-        ({"power_watts": Reason.RESET_REQUIRED, "sm_clock_mhz": Reason.UNREADABLE}, Reason.RESET_REQUIRED),
+        ({"utilization_percent": ReadingStatus.UNSUPPORTED, "power_watts": ReadingStatus.MIG}, None),
+        ({"temperature_celsius": ReadingStatus.UNREADABLE}, None),
+        ({"power_watts": ReadingStatus.UNREADABLE}, None),  # 0 W beside a load, or one failed query
+        (
+            {"power_watts": ReadingStatus.UNREADABLE, "utilization_percent": ReadingStatus.UNREADABLE},
+            ReadingStatus.UNREADABLE,
+        ),
+        ({"ecc": ReadingStatus.UNREADABLE}, ReadingStatus.UNREADABLE),
+        ({"name": ReadingStatus.UNREADABLE}, ReadingStatus.UNREADABLE),
+        ({"power_watts": ReadingStatus.LOST}, ReadingStatus.LOST),
+        (
+            {"power_watts": ReadingStatus.RESET_REQUIRED, "sm_clock_mhz": ReadingStatus.UNREADABLE},
+            ReadingStatus.RESET_REQUIRED,
+        ),
     ],
 )
-def test_one_failed_reading_is_no_broken_board(reasons: dict[str, Reason], fault: Reason | None) -> None:
+def test_one_failed_reading_is_no_broken_board(reasons: dict[str, ReadingStatus], fault: ReadingStatus | None) -> None:
     assert GpuSample(0, reasons=reasons).fault is fault

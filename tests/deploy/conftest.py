@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from collectors.simulated.cluster import SimulatedCluster
-from collectors.simulated.scenario import named
 from tests.deploy.prometheus_server import PrometheusServer, scraping
 from tests.tools import require_tool
-from watcher.config import load_config
-from watcher.demo.configuration import table, write_configuration
-from watcher.demo.receiver import Receiver
-from watcher.serve.service import Service
+from wattwatch.collectors.simulated.cluster import SimulatedCluster
+from wattwatch.collectors.simulated.scenario import get_scenario
+from wattwatch.watcher.config.settings import load_config
+from wattwatch.watcher.daemon.service import Service
+from wattwatch.watcher.demo.configuration import table, write_configuration
+from wattwatch.watcher.demo.receiver import DemoReceiver
 
 SPEED = 5.0
 
@@ -22,8 +22,8 @@ SPEED = 5.0
 @pytest.fixture(scope="session")
 def exporter_address() -> Iterator[str]:
     """http://host:port of a wattwatch that has something to tell: whatever the queries are run on."""
-    with SimulatedCluster([named("deadlock"), named("checkpoint")], SPEED) as cluster:
-        receiver = Receiver(cluster.clock)
+    with SimulatedCluster([get_scenario("deadlock"), get_scenario("checkpoint")], SPEED) as cluster:
+        receiver = DemoReceiver(cluster.clock)
         try:
             service = Service(load_config(with_a_broken_receiver(cluster, receiver.address)), cluster.clock)
             service.start()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dashboards.generate import FILE, GRAFANA_UNITS, dashboard, metric, text
+from dashboards.generate import DASHBOARD_FILE, GRAFANA_UNITS, dashboard, dashboard_json, metric
 from tests.deploy.prometheus_server import PrometheusServer
-from watcher.serve.metric_table import METRICS
+from wattwatch.watcher.web.metrics import METRICS
 
 PANELS = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
 
@@ -23,7 +23,7 @@ def for_everything(expression: str) -> str:
 
 
 def test_the_committed_file_is_what_the_code_writes() -> None:
-    assert FILE.read_text("utf-8") == text(), "run: python -m dashboards.generate"
+    assert DASHBOARD_FILE.read_text("utf-8") == dashboard_json(), "run: python -m dashboards.generate"
 
 
 @pytest.mark.timeout(300)
@@ -84,6 +84,6 @@ def test_every_unit_of_the_table_is_shown_as_something() -> None:
 
 
 def test_it_cannot_be_edited_by_accident_and_names_no_server() -> None:
-    board = json.loads(FILE.read_text("utf-8"))
+    board = json.loads(DASHBOARD_FILE.read_text("utf-8"))
     assert board["editable"] is False
     assert not {"__inputs", "__requires", "id"} & set(board)

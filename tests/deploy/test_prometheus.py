@@ -11,7 +11,7 @@ import yaml
 
 from tests.deploy.prometheus_server import DEPLOY, PrometheusServer
 from tests.tools import require_tool
-from watcher.serve.metric_table import METRICS
+from wattwatch.watcher.web.metrics import METRICS
 
 RULES = DEPLOY / "prometheus" / "rules.yml"
 CASES = DEPLOY / "prometheus" / "rules_test.yml"

@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 from tests.tools import require_tool
-from watcher.commands.main import COMMANDS
-from watcher.config import load_config
+from wattwatch.watcher.cli.main import COMMANDS
+from wattwatch.watcher.config.settings import load_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "wattwatch.service"

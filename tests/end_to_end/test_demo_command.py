@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from collectors.simulated.scenario import SCENARIOS, Expected, named
-from watcher.commands import demo
-from watcher.commands.demo import demo_command
+from wattwatch.collectors.simulated.scenario import SCENARIOS, ExpectedAlert, get_scenario
+from wattwatch.watcher.cli import demo
+from wattwatch.watcher.cli.demo import demo_command
 
 
 def test_list_names_every_scenario_and_what_must_be_said() -> None:
@@ -40,8 +40,8 @@ def test_an_address_that_cannot_be_listened_on_is_one_sentence() -> None:
 
 
 def test_the_demo_fails_when_a_fault_that_was_declared_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim = Expected(alert="JobHung", phase=0, severity="critical", suspects=("rank 0",))
-    quiet = replace(named("healthy"), duration_seconds=6.0, expected=(claim,), states=())
+    claim = ExpectedAlert(alert="JobHung", phase=0, severity="critical", suspects=("rank 0",))
+    quiet = replace(get_scenario("healthy"), duration_seconds=6.0, expected=(claim,), states=())
     monkeypatch.setattr(demo, "SCENARIOS", {"healthy": quiet})
     answer = CliRunner().invoke(demo_command, ["--json"], standalone_mode=False)
     assert answer.return_value == 1

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from collectors.simulated.follow import FollowedJob, view_of
-from watcher.commands import demo
-from watcher.commands.demo import demo_command
-from watcher.demo.real.recorder import Parting, Wait, parting_of, place_in
+from wattwatch.collectors.simulated.real_job import FollowedJob, create_rank_view
+from wattwatch.watcher.cli import demo
+from wattwatch.watcher.cli.demo import demo_command
+from wattwatch.watcher.demo.real.runner import CollectiveSplit, RankWait, find_split, trainer_location
 
 ARGUMENTS = ["--scenario", "epoch-end-deadlock", "--real", "--json"]
 
@@ -75,10 +75,12 @@ def test_the_real_scenario_and_real_go_together(arguments: list[str]) -> None:
 
 
 def test_ranks_part_where_one_slot_holds_different_collectives() -> None:
-    waits = [Wait(rank, "default_pg", 9, "gloo:barrier" if rank == 3 else "gloo:all_reduce", "") for rank in range(4)]
-    assert parting_of(waits) == Parting("default_pg", 9, {"gloo:all_reduce": (0, 1, 2), "gloo:barrier": (3,)})
-    assert parting_of(waits[:3]) is None
-    assert parting_of([*waits[:3], Wait(3, "default_pg", 10, "gloo:barrier", "")]) is None
+    waits = [
+        RankWait(rank, "default_pg", 9, "gloo:barrier" if rank == 3 else "gloo:all_reduce", "") for rank in range(4)
+    ]
+    assert find_split(waits) == CollectiveSplit("default_pg", 9, {"gloo:all_reduce": (0, 1, 2), "gloo:barrier": (3,)})
+    assert find_split(waits[:3]) is None
+    assert find_split([*waits[:3], RankWait(3, "default_pg", 10, "gloo:barrier", "")]) is None
 
 
 def test_the_place_of_a_rank_is_the_innermost_line_of_the_trainer() -> None:
@@ -87,11 +89,11 @@ def test_the_place_of_a_rank_is_the_innermost_line_of_the_trainer() -> None:
         'Thread 0x2 (most recent call first):\n  File "/lib/torch/distributed/distributed_c10d.py", line 5 in barrier\n'
         '  File "/x/trainer/train/loop.py", line 115 in save\n  File "/x/trainer/train/loop.py", line 60 in train\n'
     )
-    assert place_in(stacks) == "save (trainer/train/loop.py:115) in train (trainer/train/loop.py:60)"
+    assert trainer_location(stacks) == "save (trainer/train/loop.py:115) in train (trainer/train/loop.py:60)"
 
 
 def test_a_board_follows_the_phase_of_the_rank_on_it(tmp_path: Path) -> None:
-    view = view_of(FollowedJob("job", str(tmp_path), ("node-1",), 4), 3)
+    view = create_rank_view(FollowedJob("job", str(tmp_path), ("node-1",), 4), 3)
     assert (view.look(0.0).activity.name, view.look(0.0).alive) == ("ended", False)  # no heartbeat yet
     (tmp_path / "heartbeat").mkdir()
 

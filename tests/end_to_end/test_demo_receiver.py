@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from collectors.clock import Clock
-from watcher.demo.receiver import Receiver
+from wattwatch.collectors.clock import Clock
+from wattwatch.watcher.demo.receiver import DemoReceiver
 
 PAYLOAD: dict[str, Any] = {
     "version": "4",
@@ -26,13 +26,13 @@ PAYLOAD: dict[str, Any] = {
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    started = Receiver(Clock())
+def receiver() -> Iterator[DemoReceiver]:
+    started = DemoReceiver(Clock())
     yield started
     started.stop()
 
 
-def test_each_alert_of_a_message_is_a_notice(receiver: Receiver) -> None:
+def test_each_alert_of_a_message_is_a_notice(receiver: DemoReceiver) -> None:
     assert httpx.post(f"{receiver.address}/webhook", json=PAYLOAD).status_code == 200
     hung, lost = receiver.notices()
     assert (hung.status, hung.alert, hung.job, hung.severity) == ("firing", "JobHung", "deadlock", "critical")
@@ -40,7 +40,7 @@ def test_each_alert_of_a_message_is_a_notice(receiver: Receiver) -> None:
     assert (lost.status, lost.alert, lost.severity) == ("resolved", "NodeUnreachable", "")
 
 
-def test_a_slack_message_is_counted_and_answered_with_ok(receiver: Receiver) -> None:
+def test_a_slack_message_is_counted_and_answered_with_ok(receiver: DemoReceiver) -> None:
     answer = httpx.post(f"{receiver.address}/slack", json={"text": "hung", "blocks": []})
     assert (answer.status_code, answer.text) == (200, "ok")
     assert receiver.slack_messages == 1
@@ -57,6 +57,6 @@ def test_a_slack_message_is_counted_and_answered_with_ok(receiver: Receiver) -> 
         ("/elsewhere", b"{}"),
     ],
 )
-def test_what_is_no_payload_is_refused_and_counted(receiver: Receiver, path: str, body: bytes) -> None:
+def test_what_is_no_payload_is_refused_and_counted(receiver: DemoReceiver, path: str, body: bytes) -> None:
     assert httpx.post(f"{receiver.address}{path}", content=body).status_code == 400
     assert receiver.unreadable == 1

@@ -6,15 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from collectors.simulated.driver import PhaseBegan
-from collectors.simulated.scenario import named
-from watcher.demo.receiver import Notice
-from watcher.demo.score import Score, score_run, second_sample
+from wattwatch.collectors.simulated.driver import PhaseStarted
+from wattwatch.collectors.simulated.scenario import get_scenario
+from wattwatch.watcher.demo.receiver import ReceivedAlert
+from wattwatch.watcher.demo.score import DemoScore, score_run, second_clear_sample
 
-DEADLOCK, HEALTHY, CHECKPOINT, CRASH = named("deadlock"), named("healthy"), named("checkpoint"), named("crash")
+DEADLOCK, HEALTHY, CHECKPOINT, CRASH = (
+    get_scenario("deadlock"),
+    get_scenario("healthy"),
+    get_scenario("checkpoint"),
+    get_scenario("crash"),
+)
 INJECTED = 1000.4
-PHASES = (PhaseBegan("deadlock", 0, INJECTED - 45.0, 0.0), PhaseBegan("deadlock", 1, INJECTED, 0.0))
-HUNG = Notice(
+PHASES = (PhaseStarted("deadlock", 0, INJECTED - 45.0, 0.0), PhaseStarted("deadlock", 1, INJECTED, 0.0))
+HUNG = ReceivedAlert(
     status="firing",
     alert="JobHung",
     job="deadlock",
@@ -26,7 +31,7 @@ HUNG = Notice(
 STATES = {"deadlock": ["computing", "hung"]}
 
 
-def score(*notices: Notice) -> Score:
+def score(*notices: ReceivedAlert) -> DemoScore:
     return score_run([DEADLOCK], PHASES, notices, STATES, interval_seconds=1.0, speed=5.0)
 
 
@@ -89,7 +94,7 @@ def test_a_checkpoint_must_be_seen_as_one_and_raise_nothing() -> None:
 
 
 def test_a_crash_must_come_with_its_evidence() -> None:
-    phases = (PhaseBegan("crash", 1, INJECTED, 0.0),)
+    phases = (PhaseStarted("crash", 1, INJECTED, 0.0),)
     states = {"crash": ["crashed"]}
     bare = replace(HUNG, alert="JobCrashed", job="crash", annotations={"suspects": "rank 5 on crash-2 GPU 1"})
     told = score_run([CRASH], phases, [bare], states, 1.0, 5.0)
@@ -104,5 +109,5 @@ def test_a_fault_that_was_not_injected_cannot_be_named() -> None:
 
 
 def test_the_second_clear_sample_lies_two_intervals_after_the_mixed_one() -> None:
-    assert second_sample(1000.4, 1.0) == 1003.0
-    assert second_sample(1000.0, 1.0) == 1002.0
+    assert second_clear_sample(1000.4, 1.0) == 1003.0
+    assert second_clear_sample(1000.0, 1.0) == 1002.0

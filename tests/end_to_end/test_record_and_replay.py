@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from collectors.simulated.cluster import SimulatedCluster
 from tests.end_to_end.test_watch_simulated import all_seen, eventually, shortened
-from tests.watcher.commanding import Shell
-from watcher.config import load_config
-from watcher.demo.configuration import write_configuration
-from watcher.demo.receiver import Receiver
-from watcher.serve.service import Service
-from watcher.snapshot import EpisodeView
+from tests.watcher.command_shell import Shell
+from wattwatch.collectors.simulated.cluster import SimulatedCluster
+from wattwatch.watcher.config.settings import load_config
+from wattwatch.watcher.daemon.service import Service
+from wattwatch.watcher.demo.configuration import write_configuration
+from wattwatch.watcher.demo.receiver import DemoReceiver
+from wattwatch.watcher.engine.snapshot import EpisodeView
 
 
 def test_a_recorded_deadlock_is_told_again(tmp_path: Path, shell: Shell) -> None:
     scenario = shortened("deadlock", 15.0, 60.0)
     path = tmp_path / "deadlock.recording"
     with SimulatedCluster([scenario], speed=5.0) as cluster:
-        receiver = Receiver(cluster.clock)
+        receiver = DemoReceiver(cluster.clock)
         config = load_config(write_configuration(cluster, receiver.address, "127.0.0.1:0"))
         service = Service(config, cluster.clock, record=path)
         service.start()

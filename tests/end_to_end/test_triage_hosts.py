@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from collectors.simulated.cluster import SimulatedCluster
 from tests.end_to_end.test_watch_simulated import shortened
-from tests.watcher.commanding import Shell
+from tests.watcher.command_shell import Shell
+from wattwatch.collectors.simulated.cluster import SimulatedCluster
 
 DEADLINE_SECONDS = 60.0
 

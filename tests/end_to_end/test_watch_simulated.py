@@ -10,23 +10,23 @@ from pathlib import Path
 
 import httpx
 
-from collectors.simulated.cluster import SimulatedCluster
-from collectors.simulated.scenario import Scenario, named
-from watcher.config import load_config
-from watcher.demo.configuration import write_configuration
-from watcher.demo.play import play
-from watcher.demo.receiver import Notice, Receiver
-from watcher.serve.service import Service
-from watcher.snapshot import DiagnosisStage, Snapshot
-from watcher.tell.episodes import Reason
+from wattwatch.collectors.simulated.cluster import SimulatedCluster
+from wattwatch.collectors.simulated.scenario import Scenario, get_scenario
+from wattwatch.watcher.alerting.episode import NotifyReason
+from wattwatch.watcher.config.settings import load_config
+from wattwatch.watcher.daemon.service import Service
+from wattwatch.watcher.demo.configuration import write_configuration
+from wattwatch.watcher.demo.receiver import DemoReceiver, ReceivedAlert
+from wattwatch.watcher.demo.runner import run_demo
+from wattwatch.watcher.engine.snapshot import DiagnosisStage, Snapshot
 
 DEADLINE_SECONDS = 60.0
-FOUND = {Reason.DIAGNOSED.value, Reason.LOOKED_INTO.value}
+FOUND = {NotifyReason.DIAGNOSED.value, NotifyReason.LOOKED_INTO.value}
 
 
 def shortened(name: str, fault_seconds: float, duration_seconds: float) -> Scenario:
     """The scenario with its one fault earlier and its end sooner."""
-    scenario = named(name)
+    scenario = get_scenario(name)
     healthy, fault = scenario.phases
     phases = (healthy, replace(fault, at_seconds=fault_seconds))
     return replace(scenario, phases=phases, duration_seconds=duration_seconds)
@@ -47,7 +47,7 @@ class Record:
         if scenario.phases[phase].injects:
             self.events.append(f"injected {scenario.name}")
 
-    def told(self, notice: Notice, since_injection_seconds: float | None, seconds: float) -> None:
+    def told(self, notice: ReceivedAlert, since_injection_seconds: float | None, seconds: float) -> None:
         if notice.annotations["reason"] in FOUND:
             return  # that a hang was looked into may be a message of its own, or stand in the one that confirms it
         self.events.append(f"told {notice.job} {notice.alert} {notice.severity}")
@@ -56,7 +56,7 @@ class Record:
 def test_two_faults_at_once_are_each_named_and_nothing_else_is_said() -> None:
     screen = Record()
     scenarios = [shortened("deadlock", 20.0, 60.0), shortened("crash", 30.0, 60.0)]
-    outcome = play(scenarios, speed=5.0, listen="127.0.0.1:0", screen=screen)
+    outcome = run_demo(scenarios, speed=5.0, listen="127.0.0.1:0", screen=screen)
     assert outcome.score.problems == ()
     assert outcome.left_behind == ()
     assert outcome.good
@@ -80,7 +80,7 @@ def test_the_deadlock_is_told_before_a_fourth_round_after_it_is_judged() -> None
     judged: dict[int, float] = {}  # sequence of a round of the first node -> when it was judged
     done = threading.Event()
     with SimulatedCluster([scenario], speed=2.0) as cluster:
-        receiver = Receiver(cluster.clock)
+        receiver = DemoReceiver(cluster.clock)
         service = Service(load_config(write_configuration(cluster, receiver.address, "127.0.0.1:0")), cluster.clock)
         service.start()
 
@@ -110,7 +110,7 @@ def test_the_deadlock_is_told_before_a_fourth_round_after_it_is_judged() -> None
 def test_a_hang_is_looked_into_at_once_and_what_was_found_is_served_and_kept() -> None:
     scenario = shortened("deadlock", 12.0, 120.0)
     with SimulatedCluster([scenario], speed=3.0) as cluster:
-        receiver = Receiver(cluster.clock)
+        receiver = DemoReceiver(cluster.clock)
         service = Service(load_config(write_configuration(cluster, receiver.address, "127.0.0.1:0")), cluster.clock)
         service.start()
         try:

@@ -10,8 +10,8 @@ from typing import Final
 
 from tests.faults.plan import Phase, Setting
 from tests.faults.suite import BOARD_NAMES, SHAPES
-from tests.faults.watching import Said, Watch
-from watcher.judge.finding import AlertName, Severity
+from tests.faults.watched_job import RecordedEpisode, WatchedJob
+from wattwatch.watcher.detection.model import AlertName, Severity
 
 NEVER: Final = frozenset({AlertName.JOB_HUNG, AlertName.JOB_CRASHED, AlertName.GPU_FAULT})
 SECONDS_A_DAY: Final = 86_400.0
@@ -154,10 +154,10 @@ class Day:
     setting: Setting
     seconds: float = 0.0
     events: Counter[str] = field(default_factory=Counter)
-    said: list[tuple[float, str, Said]] = field(default_factory=list)  # seconds, during what, what
+    said: list[tuple[float, str, RecordedEpisode]] = field(default_factory=list)  # seconds, during what, what
 
     @property
-    def forbidden(self) -> list[tuple[float, str, Said]]:
+    def forbidden(self) -> list[tuple[float, str, RecordedEpisode]]:
         """What must never be said of healthy time. A suspicion of a hang is a warning, and counts as such."""
         return [entry for entry in self.said if entry[2].alert in NEVER and entry[2].worst is Severity.CRITICAL]
 
@@ -169,7 +169,7 @@ class Day:
 def live(seed: int, seconds: float, *, every_kind: bool = False) -> Day:
     """`seconds` of healthy operation. `every_kind`: each kind of event once, in some order, however short the time."""
     setting = healthy_setting(seed)
-    watch, day = Watch(setting), Day(seed, setting)
+    watch, day = WatchedJob(setting), Day(seed, setting)
     told = 0
     for name, phase in healthy_phases(setting, every_kind):
         if name != "train":

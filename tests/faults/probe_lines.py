@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from collectors.samples import GpuSample, NodeSample, ProgressSample
+from wattwatch.collectors.samples import GpuSample, NodeSample, ProgressSample
 
 
 class ProbeLines:

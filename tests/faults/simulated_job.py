@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from collectors.samples import (
+from tests.faults.gpus import BOARDS, Board
+from tests.faults.plan import ACTIVITIES, Activity, Phase, Setting
+from tests.faults.progress import Counter, Save
+from wattwatch.collectors.samples import (
     CheckpointSample,
     GpuSample,
     HostStatus,
@@ -16,11 +19,8 @@ from collectors.samples import (
     NodeSample,
     ProcessSample,
     ProgressSample,
-    Reason,
+    ReadingStatus,
 )
-from tests.faults.advance import Counter, Save
-from tests.faults.boards import BOARDS, Board
-from tests.faults.plan import ACTIVITIES, Activity, Phase, Setting
 
 RUN_DIRECTORY: Final = "/runs/a"
 CHECKPOINTS: Final = "/ckpt/a"
@@ -199,7 +199,7 @@ class SimulatedJob:
         )
 
     def _board(self, place: int, i: int, doing: Activity, phase: Phase) -> GpuSample:
-        draw, reasons = self.draw, dict[str, Reason]()
+        draw, reasons = self.draw, dict[str, ReadingStatus]()
         watts: float | None = None
         busy: float | None = draw.uniform(*doing.busy)
         if doing.watts:
@@ -209,11 +209,11 @@ class SimulatedJob:
             watts *= phase.scale if doing.watts in ("work", "link", "light", "starve") else 1.0
         if doing.reason:
             watts = busy = None
-            reasons = {"power_watts": Reason(doing.reason), "utilization_percent": Reason(doing.reason)}
+            reasons = {"power_watts": ReadingStatus(doing.reason), "utilization_percent": ReadingStatus(doing.reason)}
         if phase.mig:
-            busy, reasons = None, {"utilization_percent": Reason.MIG}
+            busy, reasons = None, {"utilization_percent": ReadingStatus.MIG}
         if phase.node_state == "unnamed":
-            watts, reasons = None, {"power_watts": Reason.UNSUPPORTED}
+            watts, reasons = None, {"power_watts": ReadingStatus.UNSUPPORTED}
         return GpuSample(
             index=i,
             uuid=f"GPU-{self.board.clock_mhz:.0f}-{place}-{i}",

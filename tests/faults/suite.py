@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from tests.faults.plan import HERE, Phase, Setting, as_tuples
-from tests.faults.watching import RANK, Said, Watch
-from watcher.judge.finding import AlertName, Severity
-from watcher.judge.verdict import Suspect
+from tests.faults.watched_job import RANK, RecordedEpisode, WatchedJob
+from wattwatch.watcher.detection.model import AlertName, Severity, Suspect
 
 SHAPES: Final = ((2, 8), (1, 8), (4, 8))
 STEPS_SECONDS: Final = (0.5, 2.0, 5.0, 12.0, 30.0)
@@ -112,7 +111,7 @@ def play(row: Row, setting: Setting) -> Outcome:
     if row.last_steps:
         steps = int(warm_up / setting.step_seconds)
         setting = replace(setting, total_steps=setting.first_step + steps)
-    watch = Watch(setting)
+    watch = WatchedJob(setting)
     if not row.cold:
         watch.play(Phase(30.0, "load"))
         _warm_up(watch, warm_up, to_the_end=row.last_steps)
@@ -122,7 +121,7 @@ def play(row: Row, setting: Setting) -> Outcome:
     return judge(row, watch, limit)
 
 
-def _warm_up(watch: Watch, seconds: float, *, to_the_end: bool) -> None:
+def _warm_up(watch: WatchedJob, seconds: float, *, to_the_end: bool) -> None:
     total = watch.setting.total_steps
     if not to_the_end or total is None:
         watch.play(Phase(seconds, "train"))
@@ -148,7 +147,7 @@ def phases_of(row: Row, setting: Setting, limit: float) -> Iterator[Phase]:
         yield Phase(**fields)
 
 
-def judge(row: Row, watch: Watch, limit: float) -> Outcome:
+def judge(row: Row, watch: WatchedJob, limit: float) -> Outcome:
     """What was said against what was expected."""
     outcome = Outcome(row, watch.setting)
     injected = watch.injected or 0.0
@@ -170,12 +169,12 @@ def judge(row: Row, watch: Watch, limit: float) -> Outcome:
     return outcome
 
 
-def _allowed(row: Row, said: Said) -> bool:
+def _allowed(row: Row, said: RecordedEpisode) -> bool:
     allowed = {AlertName(name): Severity(worst) for name, worst in (each.split() for each in row.allowed)}
     return said.alert in allowed and RANK[said.worst] <= RANK[allowed[said.alert]]
 
 
-def _problems(expected: Expected, mine: list[Said], watch: Watch) -> list[str]:
+def _problems(expected: Expected, mine: list[RecordedEpisode], watch: WatchedJob) -> list[str]:
     if not mine:
         return [f"{expected.alert} was not said"]
     problems: list[str] = []
@@ -194,12 +193,12 @@ def _problems(expected: Expected, mine: list[Said], watch: Watch) -> list[str]:
     return problems
 
 
-def _heals(watch: Watch) -> bool:
+def _heals(watch: WatchedJob) -> bool:
     """A row whose last phase is healthy may have closed its alert."""
     return watch.setting.progress != "none" and watch.job.counter.changed >= watch.job.now - 60
 
 
-def _names(who: str, said: Said, watch: Watch) -> bool:
+def _names(who: str, said: RecordedEpisode, watch: WatchedJob) -> bool:
     setting, suspects = watch.setting, said.newest.suspects
     node = watch.job.node_of(setting.victim)
     board = setting.victim % setting.gpus
@@ -214,7 +213,9 @@ def _names(who: str, said: Said, watch: Watch) -> bool:
     return True
 
 
-def _measure(outcome: Outcome, mine: list[Said], watch: Watch, injected: float, limit: float | None) -> None:
+def _measure(
+    outcome: Outcome, mine: list[RecordedEpisode], watch: WatchedJob, injected: float, limit: float | None
+) -> None:
     interval = watch.setting.interval_seconds
     outcome.first_intervals = (min(said.opened for said in mine) - injected) / interval
     outcome.who = ", ".join(str(suspect) for suspect in mine[0].newest.suspects)

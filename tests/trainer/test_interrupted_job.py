@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import pytest
 
-from tests.trainer.train.ranks import free_port
-from tests.trainer.train.tiny import write_blocks, write_model
+from tests.trainer.train.rank_processes import free_port
+from tests.trainer.train.tiny_model import write_blocks, write_model
 
 STEPS: Final = 30
 DEADLINE_SECONDS: Final = 100.0
@@ -91,7 +91,7 @@ def launch(directory: Path, inputs: Path) -> Launch:
     job = directory / "job.toml"
     if not job.exists():
         job.write_text(JOB.format(directory=directory, inputs=inputs, port=free_port()))
-    command = [sys.executable, "-m", "trainer.commands", "launch", str(job)]
+    command = [sys.executable, "-m", "wattwatch.trainer.cli", "launch", str(job)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return Launch(directory, process)
 

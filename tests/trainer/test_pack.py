@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.trainer.commanding import Answer, wattwatch_train
+from tests.trainer.command_line import Answer, wattwatch_train
 from tests.trainer.conftest import make_tokenizer, words, write_jsonl
-from trainer.pack.blocks import Blocks, block_count
-from trainer.pack.manifest import Manifest, dealt, read_manifest, xor_below
-from trainer.refusal import Refusal
+from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.pack.blocks import PackedBlocks, block_count
+from wattwatch.trainer.pack.manifest import PackManifest, read_manifest, shard_row_range, xor_below
 
 SEQ_LEN = 32
 
@@ -29,7 +29,7 @@ def packed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Answer
     return answer
 
 
-def manifest(directory: Path, rank: int) -> Manifest:
+def manifest(directory: Path, rank: int) -> PackManifest:
     return read_manifest((directory / f"rank-{rank:05d}.json").read_text())
 
 
@@ -56,7 +56,7 @@ def test_every_token_of_a_rank_is_in_its_blocks_once_and_in_order(
         assert said.rows == len(mine)
         assert said.empty_rows == sum(not text for text in mine)
         assert (said.contiguous, said.corpus_rows) == (deal == "--contiguous", 200)
-        assert (said.rows, said.first_row, said.last_row) == dealt(200, 3, rank, said.contiguous)
+        assert (said.rows, said.first_row, said.last_row) == shard_row_range(200, 3, rank, said.contiguous)
         assert said.sha256 == hashlib.sha256(stored.tobytes()).hexdigest()
     assert manifest(tmp_path, 0).row_xor ^ manifest(tmp_path, 1).row_xor ^ manifest(tmp_path, 2).row_xor == xor_below(
         200
@@ -143,7 +143,7 @@ def test_any_block_is_found_without_those_before_it(
     packed(
         capsys, corpus, "-o", tmp_path, "--tokenizer", tokenizer, "--world", "1", "--workers", "1", "--document-mask"
     )
-    blocks = Blocks(tmp_path, 0)
+    blocks = PackedBlocks(tmp_path, 0)
     stored = np.fromfile(tmp_path / "rank-00000.i32", dtype="<i4").reshape(-1, SEQ_LEN)
     assert blocks.count == len(stored)
     for index in (0, 7, 26, blocks.count - 1):
@@ -239,8 +239,8 @@ def test_a_damaged_shard_is_not_read(
         path.unlink()
     else:
         path.write_bytes(data[: -3 if damage == "ragged" else -4 * SEQ_LEN])
-    with pytest.raises(Refusal, match="rank-00000"):
-        Blocks(tmp_path, 0)
+    with pytest.raises(UserError, match="rank-00000"):
+        PackedBlocks(tmp_path, 0)
 
 
 def test_ragged_bytes_are_not_rounded_down() -> None:
@@ -254,7 +254,7 @@ def test_no_process_outlives_a_pack_that_is_killed(corpus: Path, tokenizer: Path
     many.write_text(corpus.read_text() * 500)
     command = ["pack", many, "-o", tmp_path / "out", "--tokenizer", tokenizer, "--world", "1", "--workers", "2"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainer.commands", *map(str, command)],
+        [sys.executable, "-m", "wattwatch.trainer.cli", *map(str, command)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

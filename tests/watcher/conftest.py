@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.watcher.commanding import Shell
+from tests.watcher.command_shell import Shell
 
 
 @pytest.fixture

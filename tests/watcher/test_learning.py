@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from collectors.samples import GpuSample
-from tests.watcher.test_engine import HeldTime, Nodes, Told, working
-from watcher.engine import KEEP_EVERY_SECONDS, Engine
-from watcher.judge.job_sample import JobSpec
-from watcher.replay import replay
-from watcher.sources import GpuLog, read_file
-from watcher.store import Store, StoreError
+from tests.watcher.engine.test_engine import FakeNodes, ManualEngineClock, RecordingSink, working
+from wattwatch.collectors.samples import GpuSample
+from wattwatch.watcher.common.state_store import StateStore, StateStoreError
+from wattwatch.watcher.detection.model import JobSpec
+from wattwatch.watcher.engine.engine import SAVE_LEARNED_EVERY_SECONDS, Engine
+from wattwatch.watcher.recordings.inputs import GpuLog, read_input_file
+from wattwatch.watcher.recordings.replay import replay
 
 CORPUS = Path(__file__).parents[3] / "shared" / "corpus" / "timeseries"
 SPEC = JobSpec("single", ("c",))
@@ -38,12 +38,12 @@ class Keeping:
         self.writes: list[int] = []
         self.full = False
 
-    def learned_rows(self) -> Mapping[str, bytes]:
+    def load_learned(self) -> Mapping[str, bytes]:
         return self.rows
 
-    def keep_learned(self, rows: Mapping[str, bytes | None]) -> None:
+    def save_learned(self, rows: Mapping[str, bytes | None]) -> None:
         if self.full:
-            raise StoreError("state.db: database or disk is full")
+            raise StateStoreError("state.db: database or disk is full")
         self.writes.append(len(rows))
         for key, content in rows.items():
             if content is None:
@@ -53,10 +53,10 @@ class Keeping:
 
 
 class Watch:
-    def __init__(self, memory: Keeping | Store, time: HeldTime | None = None) -> None:
-        self.time = HeldTime() if time is None else time
-        self.nodes = Nodes(self.time, SPEC.nodes)
-        self.engine = Engine([SPEC], self.nodes, Told(), self.time, memory=memory)
+    def __init__(self, memory: Keeping | StateStore, time: ManualEngineClock | None = None) -> None:
+        self.time = ManualEngineClock() if time is None else time
+        self.nodes = FakeNodes(self.time, SPEC.nodes)
+        self.engine = Engine([SPEC], self.nodes, RecordingSink(), self.time, memory=memory)
 
     def play(self, seconds: int, gpus: tuple[GpuSample, ...]) -> None:
         for _ in range(seconds):
@@ -81,16 +81,16 @@ def test_it_is_written_rarely_and_only_what_changed() -> None:
     watch = Watch(memory)
     watch.start_and_work()
     assert memory.writes == [8, 8]  # idle floors, then those with a context
-    watch.play(3 * int(KEEP_EVERY_SECONDS), working())
+    watch.play(3 * int(SAVE_LEARNED_EVERY_SECONDS), working())
     assert memory.writes == [8, 8]
 
 
 def test_a_watcher_that_starts_again_knows_what_it_knew(tmp_path: Path) -> None:
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
     watch = Watch(store)
     watch.start_and_work()
     store.close()
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
     again = Watch(store, watch.time)
     again.play(5, working(260.0))
     assert "floor 285 W learned on this host from 55 samples a board at start-up" in again.why
@@ -98,19 +98,19 @@ def test_a_watcher_that_starts_again_knows_what_it_knew(tmp_path: Path) -> None:
 
 
 def test_garbage_in_the_table_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    Store(tmp_path / "state.db").close()
+    StateStore(tmp_path / "state.db").close()
     other = sqlite3.connect(tmp_path / "state.db")
     other.executemany("INSERT INTO learned VALUES (?, ?)", [(f"row {i}", b"\x00garbage") for i in range(20)])
     other.commit()
     other.close()
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
     with caplog.at_level(logging.WARNING):
         watch = Watch(store)
     assert len(caplog.records) == 6
     assert "cannot be read and is learned anew" in caplog.text
-    watch.play(int(KEEP_EVERY_SECONDS) + 5, working())
+    watch.play(int(SAVE_LEARNED_EVERY_SECONDS) + 5, working())
     assert "floor 235 W by profile b300" in watch.why
-    assert store.learned_rows() == {}
+    assert store.load_learned() == {}
     store.close()
 
 
@@ -122,14 +122,14 @@ def test_a_full_disk_costs_no_verdict(caplog: pytest.LogCaptureFixture) -> None:
     assert "what was learned of boards is not kept" in caplog.text
     assert watch.engine.snapshot.jobs["single"].verdict is not None
     memory.full = False
-    watch.play(int(KEEP_EVERY_SECONDS) + 5, working())
+    watch.play(int(SAVE_LEARNED_EVERY_SECONDS) + 5, working())
     assert memory.writes == [16]
 
 
 @pytest.mark.skipif(not CORPUS.is_dir(), reason="the public logs are not laid beside this checkout")
 @pytest.mark.parametrize("path", sorted(CORPUS.glob("*.csv")), ids=lambda path: path.stem)
 def test_public_logs_raise_no_hang_no_crash_and_no_fault(path: Path) -> None:
-    source = read_file(path)
+    source = read_input_file(path)
     assert isinstance(source, GpuLog)
     result = replay(path.name, source)
     assert {e.alert for e in result.episodes} & {"JobHung", "JobCrashed", "GpuFault"} == set()

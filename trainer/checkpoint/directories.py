@@ -10,21 +10,21 @@ import secrets
 import shutil
 from pathlib import Path
 
-from trainer.checkpoint.complete import (
+from wattwatch.trainer.atomic_files import atomic_write_text, fsync_directory
+from wattwatch.trainer.checkpoint.complete import (
     DIRECTORY_NAME,
     MARKER,
     STAGED_NAME,
     Completion,
     completion_text,
-    incomplete,
     optimizer_file,
+    why_incomplete,
 )
-from trainer.checkpoint.tensors_file import write_synced
-from trainer.publish import publish_text, sync_directory
-from trainer.run_directory import RunDirectory
+from wattwatch.trainer.checkpoint.safetensors_writer import write_and_sync
+from wattwatch.trainer.run_directory import RunDirectory
 
 
-def stage(run: RunDirectory, step: int, with_optimizer: bool) -> Path:
+def create_staging_directory(run: RunDirectory, step: int, with_optimizer: bool) -> Path:
     """A new directory to write into, beside its later name. Raises OSError."""
     staged = run.checkpoints / f"{run.checkpoint(step).name}.tmp-{secrets.token_hex(4)}"
     staged.mkdir(parents=True)
@@ -33,14 +33,14 @@ def stage(run: RunDirectory, step: int, with_optimizer: bool) -> Path:
     return staged
 
 
-def publish(run: RunDirectory, staged: Path, completion: Completion) -> Path:
+def publish_checkpoint(run: RunDirectory, staged: Path, completion: Completion) -> Path:
     """Marks `staged` as complete and gives it its name. Raises OSError; then it is still staged.
 
     A directory of the same step is replaced: it is broken, or of the same step trained once more.
     """
-    write_synced(staged / MARKER, [completion_text(completion).encode()])
+    write_and_sync(staged / MARKER, [completion_text(completion).encode()])
     for directory in {(staged / name).parent for name in completion.files} | {staged}:
-        sync_directory(str(directory))
+        fsync_directory(str(directory))
     target = run.checkpoint(completion.step)
     replaced = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}") if os.path.lexists(target) else None
     if replaced:
@@ -51,19 +51,19 @@ def publish(run: RunDirectory, staged: Path, completion: Completion) -> Path:
         if replaced:
             os.rename(replaced, target)
         raise
-    sync_directory(str(run.checkpoints))
+    fsync_directory(str(run.checkpoints))
     return target
 
 
-def tidy(run: RunDirectory, published: Path, keep: int) -> tuple[str, ...]:
+def clean_up_after_save(run: RunDirectory, published: Path, keep: int) -> tuple[str, ...]:
     """After a save: `latest`, and room for the next. What could not be done is told: the checkpoint itself is safe."""
     warnings: list[str] = []
     try:
-        publish_text(str(run.latest), published.name + "\n")
+        atomic_write_text(str(run.latest), published.name + "\n")
     except OSError as error:
         warnings.append(f"{run.latest}: {error.strerror or error}; it names an older checkpoint, or none")
     try:
-        warnings += _prune(run, _step(published), keep)
+        warnings += _prune(run, _step_number(published), keep)
     except OSError as error:
         warnings.append(f"{run.checkpoints}: {error.strerror or error}; older checkpoints stay")
     return tuple(warnings + remove_staged(run))
@@ -72,17 +72,17 @@ def tidy(run: RunDirectory, published: Path, keep: int) -> tuple[str, ...]:
 def _prune(run: RunDirectory, step: int, keep: int) -> list[str]:
     """Leaves the newest `keep` complete ones up to `step`, and the broken ones between them."""
     names = [name for name in os.listdir(run.checkpoints) if DIRECTORY_NAME.fullmatch(name)]
-    listed = sorted(((_step(run.checkpoints / name), run.checkpoints / name) for name in names), reverse=True)
+    listed = sorted(((_step_number(run.checkpoints / name), run.checkpoints / name) for name in names), reverse=True)
     warnings = [
         f"{path} is of a later step than this save, and would be resumed from before it; move it away"
         for number, path in listed
-        if number > step and incomplete(path) is None
+        if number > step and why_incomplete(path) is None
     ]
     complete = 0
     for _, path in (item for item in listed if item[0] <= step):
         if complete >= keep:
-            warnings += discard(path)
-        elif incomplete(path) is None:
+            warnings += remove_checkpoint(path)
+        elif why_incomplete(path) is None:
             complete += 1
     return warnings
 
@@ -95,10 +95,10 @@ def remove_staged(run: RunDirectory) -> list[str]:
         return []
     except OSError as error:
         return [f"{run.checkpoints}: {error.strerror or error}"]
-    return [word for name in names if STAGED_NAME.fullmatch(name) for word in discard(run.checkpoints / name)]
+    return [word for name in names if STAGED_NAME.fullmatch(name) for word in remove_checkpoint(run.checkpoints / name)]
 
 
-def discard(directory: Path) -> list[str]:
+def remove_checkpoint(directory: Path) -> list[str]:
     """Removes; a checkpoint is renamed first, so that one that is half removed does not look complete.
 
     Returns why it is still there, where it is.
@@ -114,7 +114,7 @@ def discard(directory: Path) -> list[str]:
     return []
 
 
-def _step(directory: Path) -> int:
+def _step_number(directory: Path) -> int:
     match = DIRECTORY_NAME.fullmatch(directory.name)
     assert match is not None
     return int(match[1])

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer.checkpoint.tensors_file import TensorFact
-from trainer.refusal import Refusal
+from wattwatch.trainer.checkpoint.safetensors_writer import TensorSpec
+from wattwatch.trainer.errors import UserError
 
 SAVED_DTYPE: Final = torch.bfloat16
 SCRATCH_BYTES: Final = 256 << 20  # received at once, on the device
 
 
-def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def tensors_to_save(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters, each once however many names it has, and the buffers that belong to the model's state."""
     state = set(model.state_dict(keep_vars=True))  # first: it also puts parameters back that a forward left unsharded
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -29,26 +29,28 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard, or the whole of what is not sharded: its own memory, outside of any graph."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def not_finite(tensors: dict[str, torch.Tensor]) -> str | None:
+def find_non_finite(tensors: dict[str, torch.Tensor]) -> str | None:
     """The first tensor of which this rank's part holds what is no number; such weights are worth no checkpoint."""
     for name, tensor in tensors.items():
-        own = own_part(tensor)
+        own = local_shard(tensor)
         if own.is_floating_point() and not bool(torch.isfinite(own).all()):
             return name
     return None
 
 
-def tensor_facts(tensors: dict[str, torch.Tensor]) -> list[TensorFact]:
+def describe_tensors(tensors: dict[str, torch.Tensor]) -> list[TensorSpec]:
     """As they will be saved. Raises Refusal for a tensor that is sharded in a way that `Gathering` does not undo."""
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and tuple(tensor.placements) != (Shard(0),):
-            raise Refusal(f"{name} is laid out as {tensor.placements}, only shards of the first dimension can be saved")
-    return [TensorFact(name, tuple(tensor.shape), _saved_dtype(tensor)) for name, tensor in tensors.items()]
+            raise UserError(
+                f"{name} is laid out as {tensor.placements}, only shards of the first dimension can be saved"
+            )
+    return [TensorSpec(name, tuple(tensor.shape), _saved_dtype(tensor)) for name, tensor in tensors.items()]
 
 
 def _saved_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -57,7 +59,7 @@ def _saved_dtype(tensor: torch.Tensor) -> torch.dtype:
     return SAVED_DTYPE if is_weight else tensor.dtype
 
 
-class Gathering:
+class TensorGatherer:
     """Brings tensors together through two scratch tensors of bounded size."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch_bytes: int) -> None:

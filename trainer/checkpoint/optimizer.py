@@ -15,28 +15,30 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.complete import optimizer_file, read_completion
-from trainer.checkpoint.gather import own_part
-from trainer.checkpoint.tensors_file import DTYPE_NAMES, TensorFact, layout, raw_bytes
-from trainer.refusal import Refusal
+from wattwatch.trainer.checkpoint.complete import optimizer_file, read_completion
+from wattwatch.trainer.checkpoint.gather import local_shard
+from wattwatch.trainer.checkpoint.safetensors_writer import DTYPE_NAMES, TensorSpec, host_bytes, safetensors_layout
+from wattwatch.trainer.errors import UserError
 
 MASTER: Final = "master"
 
 
-def optimizer_pieces(
+def optimizer_file_chunks(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int
 ) -> Iterator[bytes | memoryview]:
     """The bytes of the file of `rank`, one tensor after the other: each is copied to the host when its turn comes."""
     tensors = _local_tensors(model, optimizer)
-    facts = [TensorFact(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    content = layout(facts, {"format": "pt", "rank": str(rank), "world": str(world)})
+    facts = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    content = safetensors_layout(facts, {"format": "pt", "rank": str(rank), "world": str(world)})
     yield content.header
     for tensor in content.tensors:
-        yield raw_bytes(tensors[tensor.name])
+        yield host_bytes(tensors[tensor.name])
 
 
 @torch.no_grad()
-def load_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
+def load_optimizer_state(
+    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int
+) -> None:
     """Puts masters and state of `rank` back as they were when `directory` was saved. No collective.
 
     `model` is sharded already, over the same world. Raises Refusal for another world or another model, and for a
@@ -45,21 +47,21 @@ def load_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Opt
     completion = read_completion(directory)
     advice = "resume with weights only, or as it was saved"
     if not completion.optimizer:
-        raise Refusal(f"{directory}: saved without the optimizer; resume with weights only")
+        raise UserError(f"{directory}: saved without the optimizer; resume with weights only")
     if completion.world != world:
-        raise Refusal(f"{directory}: saved by {completion.world} ranks, this job has {world}; {advice}")
+        raise UserError(f"{directory}: saved by {completion.world} ranks, this job has {world}; {advice}")
     path = directory / optimizer_file(rank)
     parameters = dict(model.named_parameters())
     try:
         with safe_open(path, framework="pt") as file:
-            if wrong := _misfit(file, {name: own_part(parameter) for name, parameter in parameters.items()}):
-                raise Refusal(f"{path}: {wrong}; {advice}")
-            _put_back(file, parameters, optimizer)
+            if wrong := _mismatch(file, {name: local_shard(parameter) for name, parameter in parameters.items()}):
+                raise UserError(f"{path}: {wrong}; {advice}")
+            _restore_state(file, parameters, optimizer)
     except (OSError, SafetensorError) as error:
-        raise Refusal(f"{path}: {error}; resume from another checkpoint") from None
+        raise UserError(f"{path}: {error}; resume from another checkpoint") from None
 
 
-def _put_back(file: Any, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def _restore_state(file: Any, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """One tensor after the other, so that the host never holds the file."""
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()
@@ -67,22 +69,22 @@ def _put_back(file: Any, parameters: dict[str, nn.Parameter], optimizer: torch.o
         kind, _, name = key.partition(".")
         parameter = parameters[name]
         if kind == MASTER:
-            own_part(parameter).copy_(file.get_tensor(key))
+            local_shard(parameter).copy_(file.get_tensor(key))
         else:
-            optimizer.state[parameter][kind] = _like(parameter, file.get_tensor(key), groups[parameter])
+            optimizer.state[parameter][kind] = _as_optimizer_state(parameter, file.get_tensor(key), groups[parameter])
 
 
 def _local_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        found[f"{MASTER}.{name}"] = own_part(parameter)
+        found[f"{MASTER}.{name}"] = local_shard(parameter)
         for kind, value in sorted(optimizer.state.get(parameter, {}).items()):  # the order in memory follows history
             if isinstance(value, torch.Tensor):
-                found[f"{kind}.{name}"] = own_part(value)
+                found[f"{kind}.{name}"] = local_shard(value)
     return found
 
 
-def _misfit(file: Any, shards: dict[str, torch.Tensor]) -> str:
+def _mismatch(file: Any, shards: dict[str, torch.Tensor]) -> str:
     """What the file and the model do not share, from the header alone; "" where they fit."""
     keys = set(file.keys())
     if absent := [name for name in shards if f"{MASTER}.{name}" not in keys]:
@@ -100,7 +102,7 @@ def _misfit(file: Any, shards: dict[str, torch.Tensor]) -> str:
     return ""
 
 
-def _like(parameter: torch.Tensor, tensor: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+def _as_optimizer_state(parameter: torch.Tensor, tensor: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
     """A value of the state as the optimizer itself would hold it for `parameter`."""
     if not tensor.dim() and parameter.dim():  # a step count; on the device only where kernels read it there
         return tensor.to(parameter.device if group.get("fused") or group.get("capturable") else "cpu")

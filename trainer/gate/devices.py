@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from trainer.gate.child import Child
-from trainer.gate.report import DevicesLook, Gpu
+from wattwatch.trainer.gate.child_process import ChildProcess
+from wattwatch.trainer.gate.model import DevicesReport, GpuReport
 
 GPU_FIELDS: Final = "index,uuid,name,driver_version,memory.total,memory.used"
 HEALTH_FIELDS: Final = (
@@ -23,27 +23,27 @@ ROW_FIELDS: Final = "gpu_uuid,remapped_rows.pending"
 UNKNOWN_FIELD: Final = "not a valid field"
 
 
-class DevicesProbe:
+class NvidiaSmiProbe:
     """Questions to nvidia-smi, asked at once, answered later. An older one does not know all of them."""
 
     def __init__(self) -> None:
         self._path = shutil.which("nvidia-smi")
         self._begun = time.monotonic()
-        self._children: list[Child] = []
+        self._children: list[ChildProcess] = []
         if self._path:
             self._gpus = self._ask(f"--query-gpu={GPU_FIELDS},{HEALTH_FIELDS}")
             self._processes = self._ask(f"--query-compute-apps={PROCESS_FIELDS}")
             self._row_remaps = self._ask(f"--query-remapped-rows={ROW_FIELDS}")
 
-    def _ask(self, query: str) -> Child:
+    def _ask(self, query: str) -> ChildProcess:
         assert self._path is not None
-        child = Child([self._path, query, "--format=csv,noheader,nounits"])
+        child = ChildProcess([self._path, query, "--format=csv,noheader,nounits"])
         self._children.append(child)
         return child
 
-    def look(self, until: float) -> DevicesLook:
+    def look(self, until: float) -> DevicesReport:
         if not self._path:
-            return DevicesLook(skipped="no nvidia-smi on this node")
+            return DevicesReport(skipped="no nvidia-smi on this node")
         try:
             code, gpus = self._answer(self._gpus, until)
             if code and UNKNOWN_FIELD in " ".join(gpus):  # one unknown field, and it answers none
@@ -51,14 +51,14 @@ class DevicesProbe:
             processes_code, processes = self._answer(self._processes, until)
             rows_code, rows = self._answer(self._row_remaps, until)
         except TimeoutError as error:
-            return DevicesLook(trouble=str(error))
+            return DevicesReport(trouble=str(error))
         if code or processes_code:
             words = " ".join(gpus if code else processes)[:200]
-            return DevicesLook(trouble=f"{self._path} ended with {code or processes_code}: {words}")
+            return DevicesReport(trouble=f"{self._path} ended with {code or processes_code}: {words}")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return read_devices(gpus, processes, visible, [] if rows_code else rows)
+        return parse_devices(gpus, processes, visible, [] if rows_code else rows)
 
-    def _answer(self, child: Child, until: float) -> tuple[int | None, list[str]]:
+    def _answer(self, child: ChildProcess, until: float) -> tuple[int | None, list[str]]:
         """(exit code, lines). Raises TimeoutError."""
         lines = child.lines(until)
         if not child.ended:
@@ -72,19 +72,19 @@ class DevicesProbe:
             child.close()
 
 
-def read_devices(
+def parse_devices(
     gpu_lines: list[str], process_lines: list[str], visible: str | None, row_lines: Sequence[str] = ()
-) -> DevicesLook:
+) -> DevicesReport:
     """The boards that CUDA_VISIBLE_DEVICES lets the job see, and the compute processes on those."""
     gpus = []
-    pending = {row[0]: _yes(row[1]) for row in _rows(row_lines) if len(row) == 2}
-    for row in _rows(gpu_lines):
+    pending = {row[0]: _parse_flag(row[1]) for row in _csv_rows(row_lines) if len(row) == 2}
+    for row in _csv_rows(gpu_lines):
         try:
             index, uuid, name, driver, total, used, *health = row
-            gpu = Gpu(int(index), uuid, name, driver, float(total), float(used), rows_pending=pending.get(uuid))
+            gpu = GpuReport(int(index), uuid, name, driver, float(total), float(used), rows_pending=pending.get(uuid))
             gpus.append(_with_health(gpu, *health) if health else gpu)
         except (ValueError, TypeError):
-            return DevicesLook(trouble=f"nvidia-smi said {', '.join(row)[:120]!r} where a GPU was expected")
+            return DevicesReport(trouble=f"nvidia-smi said {', '.join(row)[:120]!r} where a GPU was expected")
     if visible is not None:
         wanted = [part.strip() for part in visible.split(",")]
         gpus = [
@@ -94,24 +94,26 @@ def read_devices(
         ]
     by_uuid = {gpu.uuid: gpu.index for gpu in gpus}
     processes = tuple(
-        f"pid {row[0]} on GPU {by_uuid[row[1]]}" for row in _rows(process_lines) if len(row) == 2 and row[1] in by_uuid
+        f"pid {row[0]} on GPU {by_uuid[row[1]]}"
+        for row in _csv_rows(process_lines)
+        if len(row) == 2 and row[1] in by_uuid
     )
-    return DevicesLook(gpus=tuple(gpus), processes=processes)
+    return DevicesReport(gpus=tuple(gpus), processes=processes)
 
 
-def _with_health(gpu: Gpu, errors: str, celsius: str, watts: str, limit: str, pages: str) -> Gpu:
-    count = _number(errors)
+def _with_health(gpu: GpuReport, errors: str, celsius: str, watts: str, limit: str, pages: str) -> GpuReport:
+    count = _parse_number(errors)
     return replace(
         gpu,
         uncorrected_errors=None if count is None else int(count),
-        temperature_celsius=_number(celsius),
-        power_watts=_number(watts),
-        power_limit_watts=_number(limit),
-        pages_pending=_yes(pages),
+        temperature_celsius=_parse_number(celsius),
+        power_watts=_parse_number(watts),
+        power_limit_watts=_parse_number(limit),
+        pages_pending=_parse_flag(pages),
     )
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     """None for [N/A], [Unknown Error] and the like."""
     try:
         number = float(text)
@@ -120,10 +122,10 @@ def _number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _yes(text: str) -> bool | None:
+def _parse_flag(text: str) -> bool | None:
     """Drivers say Yes or 1, No or 0."""
     return {"yes": True, "1": True, "no": False, "0": False}.get(text.strip().lower())
 
 
-def _rows(lines: Sequence[str]) -> list[list[str]]:
+def _csv_rows(lines: Sequence[str]) -> list[list[str]]:
     return [row for row in csv.reader(lines, skipinitialspace=True) if row]

@@ -19,18 +19,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from trainer.gate.report import NodeReport
-from trainer.plain import NotPlain, from_plain
-from trainer.refusal import Refusal
+from wattwatch.trainer.dataclass_json import InvalidDataError, parse_dataclass
+from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.gate.model import NodeReport
 
-PROTOCOL: Final = 1
+GATHER_PROTOCOL_VERSION: Final = 1
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
 MAX_HELLO_BYTES: Final = 4096
 SEND_SECONDS: Final = 5.0
-GRACE_SECONDS: Final = 10.0  # for rank 0's answer, beyond the deadline: it may have begun later than we
+ANSWER_GRACE_SECONDS: Final = 10.0  # for rank 0's answer, beyond the deadline: it may have begun later than we
 
 
-class GatherTrouble(Exception):
+class GatherError(Exception):
     """No gather came about for this process; the text says why."""
 
 
@@ -46,7 +46,7 @@ class Rendezvous:
         return f"{self.host}:{self.port}"
 
 
-def listen(rendezvous: Rendezvous) -> socket.socket:
+def open_gather_listener(rendezvous: Rendezvous) -> socket.socket:
     """Rank 0's listener. Raises Refusal where the port is taken."""
     # A name may lead to 127.0.1.1 on its own node, or here by translation only: then, as torch does, all interfaces.
     host = rendezvous.host if rendezvous.host == "localhost" or _is_address(rendezvous.host) else ""
@@ -59,7 +59,7 @@ def listen(rendezvous: Rendezvous) -> socket.socket:
                 raise
             return socket.create_server(("", rendezvous.port), backlog=1024)
     except OSError as error:
-        raise Refusal(
+        raise UserError(
             f"{rendezvous}: rank 0's gate cannot listen there: {error.strerror or error}; name another place with "
             "--rendezvous on every node"
         ) from None
@@ -81,7 +81,7 @@ class _Peer:
     report: NodeReport | None = None
 
 
-def host_gather(
+def gather_reports(
     listener: socket.socket, rendezvous: Rendezvous, welcome: dict[str, Any], own: NodeReport, until: float
 ) -> list[NodeReport]:
     """Rank 0's side: all reports, own first; those that came by `until` where somebody never comes."""
@@ -102,7 +102,7 @@ def host_gather(
                         continue
                     assert isinstance(key.fileobj, socket.socket)
                     peer = peers[key.fileobj]
-                    if not _hear(peer, rendezvous, welcome):
+                    if not _receive(peer, rendezvous, welcome):
                         selector.unregister(peer.connection)
                         peer.connection.close()
                         del peers[peer.connection]
@@ -113,14 +113,14 @@ def host_gather(
             answer = json.dumps({"reports": [asdict(report) for report in reports]}).encode() + b"\n"
             for peer in peers.values():
                 with contextlib.suppress(OSError):  # gone, or too slow: it will say so itself
-                    peer.connection.sendall(answer if peer.report is not None else _refusal("it came too late"))
+                    peer.connection.sendall(answer if peer.report is not None else _refusal_line("it came too late"))
             return reports
         finally:
             for peer in peers.values():
                 peer.connection.close()
 
 
-def _hear(peer: _Peer, rendezvous: Rendezvous, welcome: dict[str, Any]) -> bool:
+def _receive(peer: _Peer, rendezvous: Rendezvous, welcome: dict[str, Any]) -> bool:
     """Reads what came from a peer; False where it left, or is none of us."""
     try:
         data = peer.connection.recv(1 << 20)
@@ -139,29 +139,29 @@ def _hear(peer: _Peer, rendezvous: Rendezvous, welcome: dict[str, Any]) -> bool:
                 peer.connection.sendall(json.dumps({"welcome": welcome}).encode() + b"\n")
                 peer.welcomed = True
             else:
-                report = from_plain(NodeReport, message.get("report"), "report")
+                report = parse_dataclass(NodeReport, message.get("report"), "report")
                 peer.report = replace(report, skew_seconds=time.time() - report.wall)
         except OSError:
             return False
         except (ValueError, AttributeError, RecursionError) as error:
             with contextlib.suppress(OSError):
-                peer.connection.sendall(_refusal(str(error)))
+                peer.connection.sendall(_refusal_line(str(error)))
             return False
     return True
 
 
 def _check_hello(message: Any, rendezvous: Rendezvous) -> None:
-    if not isinstance(message, dict) or message.get("wattwatch_gate") != PROTOCOL:
-        raise NotPlain("rank 0 runs another version of wattwatch")
+    if not isinstance(message, dict) or message.get("wattwatch_gate") != GATHER_PROTOCOL_VERSION:
+        raise InvalidDataError("rank 0 runs another version of wattwatch")
     if message.get("key") != rendezvous.key:
-        raise NotPlain("the gate that listens there belongs to another job")
+        raise InvalidDataError("the gate that listens there belongs to another job")
 
 
-def _refusal(why: str) -> bytes:
+def _refusal_line(why: str) -> bytes:
     return json.dumps({"refused": why}).encode() + b"\n"
 
 
-class Membership:
+class GatherMember:
     """The other side: come, look with what rank 0 has said, report, hear of all."""
 
     def __init__(self, rendezvous: Rendezvous, until: float) -> None:
@@ -174,7 +174,7 @@ class Membership:
                 break
             except OSError as error:
                 if time.monotonic() + pause > until:
-                    raise GatherTrouble(
+                    raise GatherError(
                         f"rank 0 did not answer at {rendezvous} for {time.monotonic() - begun:.0f} s: "
                         f"{error.strerror or error}"
                     ) from None
@@ -183,18 +183,18 @@ class Membership:
         self._buffer = bytearray()
 
     def welcome(self) -> dict[str, Any]:
-        self._send({"wattwatch_gate": PROTOCOL, "key": self._rendezvous.key})
+        self._send({"wattwatch_gate": GATHER_PROTOCOL_VERSION, "key": self._rendezvous.key})
         welcome = self._line().get("welcome")
         if not isinstance(welcome, dict):
-            raise GatherTrouble(f"what answers at {self._rendezvous} is no gate")
+            raise GatherError(f"what answers at {self._rendezvous} is no gate")
         return welcome
 
     def exchange(self, report: NodeReport) -> list[NodeReport]:
         self._send({"report": asdict(replace(report, wall=time.time()))})
         try:
-            return [from_plain(NodeReport, item, "report") for item in self._line().get("reports", [])]
-        except NotPlain as error:
-            raise GatherTrouble(f"{self._rendezvous} answered with something else: {error}") from None
+            return [parse_dataclass(NodeReport, item, "report") for item in self._line().get("reports", [])]
+        except InvalidDataError as error:
+            raise GatherError(f"{self._rendezvous} answered with something else: {error}") from None
 
     def close(self) -> None:
         self._connection.close()
@@ -206,25 +206,25 @@ class Membership:
         try:
             return act()
         except TimeoutError:
-            raise GatherTrouble(f"{self._rendezvous} went silent") from None
+            raise GatherError(f"{self._rendezvous} went silent") from None
         except OSError as error:
-            raise GatherTrouble(f"{self._rendezvous} broke the connection: {error.strerror or error}") from None
+            raise GatherError(f"{self._rendezvous} broke the connection: {error.strerror or error}") from None
 
     def _line(self) -> dict[str, Any]:
-        until = self._until + GRACE_SECONDS
+        until = self._until + ANSWER_GRACE_SECONDS
         while b"\n" not in self._buffer:
             self._connection.settimeout(max(0.01, until - time.monotonic()))
             data = self._attempt(lambda: self._connection.recv(1 << 20))
             self._buffer += data
             if not data or len(self._buffer) > MAX_LINE_BYTES:
-                raise GatherTrouble(f"{self._rendezvous} closed the connection: no gate, or rank 0's was ended")
+                raise GatherError(f"{self._rendezvous} closed the connection: no gate, or rank 0's was ended")
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             message = json.loads(line)
         except ValueError:
             message = None
         if not isinstance(message, dict):
-            raise GatherTrouble(f"what answers at {self._rendezvous} is no gate")
+            raise GatherError(f"what answers at {self._rendezvous} is no gate")
         if "refused" in message:
-            raise GatherTrouble(f"{self._rendezvous} refused this process: {message['refused']}")
+            raise GatherError(f"{self._rendezvous} refused this process: {message['refused']}")
         return message

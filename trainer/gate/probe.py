@@ -1,6 +1,6 @@
-"""The child that touches paths for the gate: a hung mount holds this process, and the gate goes on without it.
+"""Shapes in a directory of safetensors, from the files' headers: no tensor is read.
 
-One request as a line of JSON comes in, lines of JSON go out. It imports next to nothing: it starts in milliseconds.
+Format: https://huggingface.co/docs/safetensors (8 bytes little-endian, then JSON). Standard library only.
 """
 
 from __future__ import annotations
@@ -13,31 +13,90 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator
+from math import prod
 from typing import Any, Final
 
-from trainer.gate.beats import beats_in
-from trainer.gate.weights import Shapes, first_difference, parameters, shapes_in
+from wattwatch.trainer.run_directory import find_live_heartbeats
 
-EDGE_BYTES: Final = 64 * 1024
+MAX_HEADER_BYTES: Final = 100_000_000  # the library's own limit
+EMBEDDING_DIMENSIONS: Final = ("hidden_size", "vocab_size")
+VOCABULARY_TENSORS: Final = ("lm_head.weight", "model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
+TensorShapes = dict[str, tuple[int, ...]]
+
+
+def read_tensor_shapes(directory: str) -> TensorShapes:
+    """Of every tensor; {} where there are no weights. Raises OSError, and ValueError for a header that is none."""
+    found: TensorShapes = {}
+    for name in sorted(os.listdir(directory)):
+        if name.endswith(".safetensors"):
+            found |= _read_file_shapes(f"{directory}/{name}")
+    return found
+
+
+def _read_file_shapes(path: str) -> TensorShapes:
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"{path}: not a safetensors file")
+        data = file.read(length)
+    try:
+        header = json.loads(data)
+        return {name: tuple(map(int, item["shape"])) for name, item in header.items() if name != "__metadata__"}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ValueError(f"{path}: cut or changed, it has no safetensors header") from None
+
+
+def count_parameters(shapes: TensorShapes) -> int | None:
+    return sum(map(prod, shapes.values())) or None
+
+
+def first_shape_difference(saved: TensorShapes, model: TensorShapes, config: dict[str, Any]) -> str | None:
+    """The first tensor of a checkpoint that is not as the model's; where that has no weights, as its config says.
+
+    A head that is tied to the embedding may stand in one of the two only.
+    """
+    for name in sorted(saved.keys() | model.keys()) if model else ():
+        mine, other = saved.get(name), model.get(name)
+        if mine == other or (
+            name == VOCABULARY_TENSORS[0] and config.get("tie_word_embeddings") and None in (mine, other)
+        ):
+            continue
+        return f"{name} is {_describe_shape(mine)} there and {_describe_shape(other)} in the model"
+    wanted = tuple(config.get(key) for key in reversed(EMBEDDING_DIMENSIONS))
+    for name in VOCABULARY_TENSORS:
+        if not model and name in saved and None not in wanted and saved[name] != wanted:
+            return f"{name} is {_describe_shape(saved[name])} there, the model's config.json says {list(wanted)}"
+    return None
+
+
+def _describe_shape(shape: tuple[int, ...] | None) -> str:
+    return "not" if shape is None else str(list(shape))
+
+
+# The child that touches paths for the gate: a hung mount holds this process, and the gate goes on without it.
+#
+# One request as a line of JSON comes in, lines of JSON go out. It imports next to nothing: it starts in milliseconds.
+
+MAX_PIECE_BYTES: Final = 64 * 1024
 MAX_PIECES: Final = 64
 MAX_TEXT_BYTES: Final = 8 * 1024 * 1024
-Answer = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 def main() -> None:
     request = json.loads(sys.stdin.readline())
-    for answer in KINDS[request["kind"]](request):
+    for answer in PROBES[request["kind"]](request):
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 
-def why(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return f"{type(error).__name__}: {error}"
 
 
-def filesystem(path: str) -> str:
+def filesystem_type(path: str) -> str:
     """Type of the mount that `path` is on; "" where nobody says."""
     path, best, kind = os.path.realpath(path), "", ""
     try:
@@ -53,28 +112,28 @@ def filesystem(path: str) -> str:
     return kind
 
 
-def shards(request: Answer) -> Iterator[Answer]:
+def probe_shards(request: JsonObject) -> Iterator[JsonObject]:
     """Each rank's file and manifest, one answer a rank: those before a path that hangs are known."""
     kind = ""
     with contextlib.suppress(OSError):
-        kind = filesystem(request["directory"])
+        kind = filesystem_type(request["directory"])
     for rank, path, manifest, starts in request["files"]:
-        answer: Answer = {"rank": rank, "filesystem": kind}
+        answer: JsonObject = {"rank": rank, "filesystem": kind}
         try:
             with contextlib.suppress(FileNotFoundError):
                 answer["starts_bytes"] = os.stat(starts).st_size
             with open(manifest, "rb") as file:
                 answer["manifest_text"] = file.read(MAX_TEXT_BYTES).decode()
         except (OSError, ValueError) as error:
-            answer["trouble"] = "no manifest" if isinstance(error, FileNotFoundError) else why(error)
+            answer["trouble"] = "no manifest" if isinstance(error, FileNotFoundError) else describe_error(error)
         try:
-            answer |= pieces(path, answer.get("manifest_text", "{}"))
+            answer |= inspect_token_file(path, answer.get("manifest_text", "{}"))
         except (OSError, ValueError, TypeError, KeyError) as error:
-            answer["trouble"] = "no such file" if isinstance(error, FileNotFoundError) else why(error)
+            answer["trouble"] = "no such file" if isinstance(error, FileNotFoundError) else describe_error(error)
         yield answer
 
 
-def pieces(path: str, manifest_text: str) -> Answer:
+def inspect_token_file(path: str, manifest_text: str) -> JsonObject:
     """Size of a token file, which of its hashed pieces differ, and the range of ids in them."""
     try:
         wanted = [(s["offset"], s["bytes"], s["sha256"]) for s in json.loads(manifest_text).get("samples", [])]
@@ -84,9 +143,9 @@ def pieces(path: str, manifest_text: str) -> Answer:
         size = os.fstat(file.fileno()).st_size
         ids = array("i")
         differing = []
-        edges = [(0, EDGE_BYTES, None), (max(0, size - EDGE_BYTES) & ~3, EDGE_BYTES, None)]
+        edges = [(0, MAX_PIECE_BYTES, None), (max(0, size - MAX_PIECE_BYTES) & ~3, MAX_PIECE_BYTES, None)]
         for offset, length, sha256 in [*wanted[:MAX_PIECES], *edges]:
-            data = os.pread(file.fileno(), min(length, EDGE_BYTES), offset)
+            data = os.pread(file.fileno(), min(length, MAX_PIECE_BYTES), offset)
             if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
                 differing.append(offset)
             ids.frombytes(data[: len(data) & ~3])
@@ -100,7 +159,7 @@ def pieces(path: str, manifest_text: str) -> Answer:
     }
 
 
-def checkpoint(request: Answer) -> Iterator[Answer]:
+def probe_checkpoint(request: JsonObject) -> Iterator[JsonObject]:
     """Writes as a save would: beside, synced, renamed. Holds rank 0's mark until standard input ends.
 
     `write` is a name to leave for the others, `expect` the name and content that rank 0 has left; `rate_bytes` are
@@ -108,25 +167,25 @@ def checkpoint(request: Answer) -> Iterator[Answer]:
     """
     directory, name = request["directory"], request["write"]
     rate_file = f"{directory}/{name}.rate"
-    answer: Answer = {}
+    answer: JsonObject = {}
     written = None
     try:
         if request["create"]:
             os.makedirs(directory, exist_ok=True)
-        answer["filesystem"] = filesystem(directory)
+        answer["filesystem"] = filesystem_type(directory)
         space = os.statvfs(directory)
         answer["free_bytes"] = space.f_bavail * space.f_frsize
         if request["expect"]:
-            answer["sees_rank_0"] = sees(directory, *request["expect"])
-        write_through(f"{directory}/{name}", request["content"])
+            answer["sees_rank_0"] = reads_mark(directory, *request["expect"])
+        write_atomically(f"{directory}/{name}", request["content"])
         written = f"{directory}/{name}"
         if request["rate_bytes"]:
-            answer["write_bytes_per_second"] = write_rate(rate_file, request["rate_bytes"])
+            answer["write_bytes_per_second"] = measure_write_rate(rate_file, request["rate_bytes"])
     except OSError as error:
-        answer["trouble"] = why(error)
+        answer["trouble"] = describe_error(error)
     if request["beats"]:
         with contextlib.suppress(OSError):  # a directory that cannot be read is told of above, or is nobody's
-            answer["beats"] = beats_in(request["beats"])
+            answer["beats"] = find_live_heartbeats(request["beats"])
     if not request["hold"] and written:
         os.unlink(written)
         written = None
@@ -135,17 +194,17 @@ def checkpoint(request: Answer) -> Iterator[Answer]:
         while request["hold"] and (line := sys.stdin.readline()):
             order = json.loads(line)
             try:
-                write_through(order["path"], order["text"])
+                write_atomically(order["path"], order["text"])
                 yield {"published": order["path"]}
             except OSError as error:
-                yield {"trouble": why(error)}
+                yield {"trouble": describe_error(error)}
     finally:
         if written:
             with contextlib.suppress(OSError):
                 os.unlink(written)
 
 
-def sees(directory: str, name: str, content: str) -> bool:
+def reads_mark(directory: str, name: str, content: str) -> bool:
     # A name never asked for before: an NFS client has no cached "not there" for it (KempnerForge#49).
     try:
         with open(f"{directory}/{name}", encoding="utf-8") as file:
@@ -154,7 +213,7 @@ def sees(directory: str, name: str, content: str) -> bool:
         return False
 
 
-def write_rate(path: str, count: int) -> float:
+def measure_write_rate(path: str, count: int) -> float:
     """Bytes a second of one file, synced as a checkpoint's are. Raises OSError."""
     data = memoryview(os.urandom(count))  # nothing that a file system could compress
     begun = time.monotonic()
@@ -169,52 +228,52 @@ def write_rate(path: str, count: int) -> float:
             os.unlink(path)
 
 
-def write_through(path: str, text: str) -> None:
-    from trainer.publish import publish_text
+def write_atomically(path: str, text: str) -> None:
+    from wattwatch.trainer.atomic_files import atomic_write_text
 
-    publish_text(path, text)
+    atomic_write_text(path, text)
 
 
-def model(request: Answer) -> Iterator[Answer]:
+def probe_model(request: JsonObject) -> Iterator[JsonObject]:
     """Configuration, tokenizer and weights of the model; the checkpoint to resume from."""
-    answer: Answer = {}
-    config: Answer = {}
-    shapes: Shapes = {}
+    answer: JsonObject = {}
+    config: JsonObject = {}
+    shapes: TensorShapes = {}
     try:
         if request["config"]:
             with open(request["config"], "rb") as file:
                 answer["config_sha256"] = hashlib.sha256(file.read(MAX_TEXT_BYTES)).hexdigest()
         if request["model"]:
-            config = model_config(request["model"])
-            answer |= model_files(request["model"], config)
+            config = read_model_config(request["model"])
+            answer |= inspect_model_files(request["model"], config)
             if request["weights"]:
-                shapes = shapes_in(request["model"])
-                answer["parameters"] = parameters(shapes)
+                shapes = read_tensor_shapes(request["model"])
+                answer["parameters"] = count_parameters(shapes)
     except (OSError, ValueError) as error:
-        answer["trouble"] = why(error) if isinstance(error, OSError) else str(error)
+        answer["trouble"] = describe_error(error) if isinstance(error, OSError) else str(error)
     if request["resume"]:
-        answer["resume"] = resumed(request["resume"], shapes, config)
+        answer["resume"] = probe_resume(request["resume"], shapes, config)
     yield answer
 
 
-def resumed(directory: str, model_shapes: Shapes, config: Answer) -> Answer:
+def probe_resume(directory: str, model_shapes: TensorShapes, config: JsonObject) -> JsonObject:
     """What a ResumeLook holds."""
     from pathlib import Path  # both are slow to import, and seldom needed
 
-    from trainer.checkpoint.complete import incomplete, read_completion
+    from wattwatch.trainer.checkpoint.complete import read_completion, why_incomplete
 
-    if trouble := incomplete(Path(directory)):
+    if trouble := why_incomplete(Path(directory)):
         return {"directory": directory, "trouble": trouble}
     said = read_completion(Path(directory))
     try:
-        other_shape = first_difference(shapes_in(directory), model_shapes, config)
+        other_shape = first_shape_difference(read_tensor_shapes(directory), model_shapes, config)
     except (OSError, ValueError) as error:
-        return {"directory": directory, "trouble": why(error) if isinstance(error, OSError) else str(error)}
+        return {"directory": directory, "trouble": describe_error(error) if isinstance(error, OSError) else str(error)}
     facts = {name: getattr(said, name) for name in ("step", "tokens", "world", "optimizer", "blocks_sha256")}
     return {"directory": directory, "other_shape": other_shape, **facts}
 
 
-def model_config(directory: str) -> Answer:
+def read_model_config(directory: str) -> JsonObject:
     try:
         with open(f"{directory}/config.json", encoding="utf-8") as file:
             config = json.load(file)
@@ -226,19 +285,19 @@ def model_config(directory: str) -> Answer:
     return {**text, **config} if isinstance(text, dict) else config
 
 
-def model_files(directory: str, config: Answer) -> Answer:
-    from trainer.pack.manifest import meaning_sha256
+def inspect_model_files(directory: str, config: JsonObject) -> JsonObject:
+    from wattwatch.trainer.pack.manifest import canonical_tokenizer_sha256
 
     vocab_size = config.get("vocab_size")
-    answer: Answer = {"vocab_size": vocab_size if type(vocab_size) is int else None}
+    answer: JsonObject = {"vocab_size": vocab_size if type(vocab_size) is int else None}
     if os.path.exists(f"{directory}/tokenizer.json"):
         with open(f"{directory}/tokenizer.json", "rb") as binary:
             data = binary.read()
         answer["tokenizer_file_sha256"] = hashlib.sha256(data).hexdigest()
-        answer["tokenizer_meaning_sha256"] = meaning_sha256(data)
+        answer["tokenizer_meaning_sha256"] = canonical_tokenizer_sha256(data)
     weights = [entry.stat().st_size for entry in os.scandir(directory) if entry.name.endswith(".safetensors")]
     answer["weights_bytes"] = sum(weights) or None
     return answer
 
 
-KINDS: Final = {"shards": shards, "checkpoint": checkpoint, "model": model}
+PROBES: Final = {"shards": probe_shards, "checkpoint": probe_checkpoint, "model": probe_model}

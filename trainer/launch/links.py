@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO, Final
 
-from trainer.launch.node import ENDING_SECONDS, KILL_SECONDS
-from trainer.launch.places import Connection
-from trainer.launch.processes import signal_name
-from trainer.launch.protocol import Kind, Order, Word, order_line, read_word
+from wattwatch.trainer.launch.node import KILL_SECONDS, TERMINATE_SECONDS
+from wattwatch.trainer.launch.placement import NodeTransport
+from wattwatch.trainer.launch.processes import signal_name
+from wattwatch.trainer.launch.protocol import MessageKind, NodeMessage, StartRequest, encode_request, parse_message
 
-END_SECONDS: Final = ENDING_SECONDS + 2 * KILL_SECONDS + 5.0  # a node program keeps within the first three
-MAX_COMPLAINT_BYTES: Final = 4096
+SHUTDOWN_SECONDS: Final = TERMINATE_SECONDS + 2 * KILL_SECONDS + 5.0  # a node program keeps within the first three
+MAX_STDERR_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostNode:
     """A node whose program ended without telling how, or was never reached."""
 
     index: int
@@ -30,19 +30,19 @@ class Lost:
 
 @dataclass(slots=True)
 class _Link:
-    connection: Connection
+    connection: NodeTransport
     process: subprocess.Popen[bytes]
     waiting: set[int]  # nodes that have not told of their end
     buffer: bytes = b""
     complaint: bytes = b""  # the end of standard error, of ssh or srun
     open_streams: int = 2
-    told: list[Word | Lost] = field(default_factory=list)
+    told: list[NodeMessage | LostNode] = field(default_factory=list)
 
 
-class Links:
+class NodeLinks:
     """One process a connection, each in a session of its own: Ctrl-C reaches only us, and we decide."""
 
-    def __init__(self, connections: Sequence[Connection], order: Order) -> None:
+    def __init__(self, connections: Sequence[NodeTransport], order: StartRequest) -> None:
         self._selector = selectors.DefaultSelector()
         self._links: list[_Link] = []
         self._ending = False
@@ -50,7 +50,7 @@ class Links:
             own = replace(order, index=None if connection.spread else connection.indices[0])
             self._links.append(self._started(connection, own))
 
-    def _started(self, connection: Connection, order: Order) -> _Link:
+    def _started(self, connection: NodeTransport, order: StartRequest) -> _Link:
         try:
             process = subprocess.Popen(
                 connection.command,
@@ -62,7 +62,7 @@ class Links:
             )
         except OSError as error:
             self.close()
-            raise NotReached(f"{connection.command[0]}: {error.strerror or error}") from None
+            raise NodeStartError(f"{connection.command[0]}: {error.strerror or error}") from None
         link = _Link(connection, process, set(connection.indices))
         for stream, is_error in ((process.stdout, False), (process.stderr, True)):
             assert stream is not None
@@ -70,7 +70,7 @@ class Links:
             self._selector.register(stream, selectors.EVENT_READ, (link, is_error))
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # gone already: its end is noticed below
-            process.stdin.write(order_line(order))
+            process.stdin.write(encode_request(order))
         return link
 
     @property
@@ -78,46 +78,48 @@ class Links:
         """Nodes whose end nobody has told yet."""
         return set().union(*(link.waiting for link in self._links))
 
-    def hear(self, timeout_seconds: float) -> list[Word | Lost]:
+    def hear(self, timeout_seconds: float) -> list[NodeMessage | LostNode]:
         """What has come, waiting for the first of it at most so long. Sleeps even where nothing is left to hear."""
         if not self._selector.get_map():
             time.sleep(timeout_seconds)
             return []
-        told: list[Word | Lost] = []
+        told: list[NodeMessage | LostNode] = []
         for key, _ in self._selector.select(timeout_seconds):
             link, is_error = key.data
             assert not isinstance(key.fileobj, int)
             told += self._read(link, key.fileobj, is_error)  # type: ignore[arg-type]  # registered above: a pipe
         return told
 
-    def _read(self, link: _Link, stream: IO[bytes], is_error: bool) -> list[Word | Lost]:
+    def _read(self, link: _Link, stream: IO[bytes], is_error: bool) -> list[NodeMessage | LostNode]:
         data = os.read(stream.fileno(), 1 << 16)
         if not data:
             self._selector.unregister(stream)
             link.open_streams -= 1
             return [] if link.open_streams else self._over(link)
         if is_error:
-            link.complaint = (link.complaint + data)[-MAX_COMPLAINT_BYTES:]
+            link.complaint = (link.complaint + data)[-MAX_STDERR_BYTES:]
             return []
         *lines, link.buffer = (link.buffer + data).split(b"\n")
-        words = [word for line in lines if (word := read_word(line)) is not None]
-        told: list[Word | Lost] = []
+        words = [word for line in lines if (word := parse_message(line)) is not None]
+        told: list[NodeMessage | LostNode] = []
         for word in words:
-            if word.kind == Kind.TROUBLE:
+            if word.kind == MessageKind.TROUBLE:
                 indices = {word.index} if word.index >= 0 else set(link.waiting)
-                told += [Lost(index, word.text) for index in sorted(indices)]
+                told += [LostNode(index, word.text) for index in sorted(indices)]
                 link.waiting -= indices
             else:
                 told.append(word)
-                link.waiting -= {word.index} if word.kind in (Kind.ENDED, Kind.REFUSED) else set()
+                link.waiting -= {word.index} if word.kind in (MessageKind.ENDED, MessageKind.REFUSED) else set()
         return told
 
-    def _over(self, link: _Link) -> list[Word | Lost]:
+    def _over(self, link: _Link) -> list[NodeMessage | LostNode]:
         """Both streams have ended: whoever has not told its end never will."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             link.process.wait(KILL_SECONDS)
-        why = ending_of(link.connection.command[0], link.process.poll(), link.complaint.decode("utf-8", "replace"))
-        lost: list[Word | Lost] = [Lost(index, why) for index in sorted(link.waiting)]
+        why = describe_program_exit(
+            link.connection.command[0], link.process.poll(), link.complaint.decode("utf-8", "replace")
+        )
+        lost: list[NodeMessage | LostNode] = [LostNode(index, why) for index in sorted(link.waiting)]
         link.waiting.clear()
         return lost
 
@@ -128,7 +130,7 @@ class Links:
             with contextlib.suppress(OSError):
                 link.process.stdin.close()
 
-    def close(self, patience_seconds: float = END_SECONDS) -> None:
+    def close(self, patience_seconds: float = SHUTDOWN_SECONDS) -> None:
         """Ends everything and waits for it; what is left then is killed, here: a node then has its lifeline only."""
         self.end()
         until = time.monotonic() + patience_seconds
@@ -146,7 +148,7 @@ class Links:
         self._selector.close()
 
 
-def ending_of(program: str, code: int | None, complaint: str) -> str:
+def describe_program_exit(program: str, code: int | None, complaint: str) -> str:
     """`ssh ended with exit code 255: Connection refused`; what it complained of before a signal came is no reason."""
     if code is not None and code < 0:
         return f"{program} was killed by {signal_name(-code)}"
@@ -154,5 +156,5 @@ def ending_of(program: str, code: int | None, complaint: str) -> str:
     return f"{program} ended with exit code {code}" + (f": {lines[-1].strip()}" if lines else "")
 
 
-class NotReached(Exception):
+class NodeStartError(Exception):
     """The program that reaches a node cannot be started here."""

@@ -1,6 +1,6 @@
 """What the launcher starts on every node: runs one program, tells how it ends, and ends it with the lifeline.
 
-`python -m trainer.launch.node`; local, over SSH and under srun alike. It always exits with 0 once it has told of an
+`python -m wattwatch.trainer.launch.node`; local, over SSH and under srun alike. It always exits with 0 once it has told of an
 end: under `srun --kill-on-bad-exit` another code would kill the other nodes before they have saved what they know.
 """
 
@@ -19,21 +19,29 @@ import time
 from pathlib import Path
 from typing import IO, Final
 
-from trainer.launch.processes import adopt_orphans, kill_descendants
-from trainer.launch.protocol import REPORT_VARIABLE, VERSION, Kind, Order, Word, read_order, word_line
-from trainer.plain import NotPlain
-from trainer.ranks import RANK_VARIABLES, WORLD_VARIABLES
+from wattwatch.trainer.dataclass_json import InvalidDataError
+from wattwatch.trainer.launch.processes import adopt_orphans, kill_descendants
+from wattwatch.trainer.launch.protocol import (
+    PROTOCOL_VERSION,
+    REPORT_VARIABLE,
+    MessageKind,
+    NodeMessage,
+    StartRequest,
+    encode_message,
+    parse_request,
+)
+from wattwatch.trainer.ranks import RANK_VARIABLES, WORLD_VARIABLES
 
 STDIN: Final = 0
-ENDING_SECONDS: Final = 40.0  # torchrun gives its ranks 30 s between SIGTERM and SIGKILL
-LOOK_SECONDS: Final = 0.1
+TERMINATE_SECONDS: Final = 40.0  # torchrun gives its ranks 30 s between SIGTERM and SIGKILL
+POLL_SECONDS: Final = 0.1
 KILL_SECONDS: Final = 5.0
-NODE_NAMES: Final = ("SLURMD_NODENAME",)
+NODE_NAME_VARIABLES: Final = ("SLURMD_NODENAME",)
 # srun counts node programs, not ranks: what it says of them must not be taken for a rank and a world.
-OTHERS_RANKS: Final = (*WORLD_VARIABLES, *RANK_VARIABLES, "LOCAL_RANK", "SLURM_LOCALID")
+SRUN_RANK_VARIABLES: Final = (*WORLD_VARIABLES, *RANK_VARIABLES, "LOCAL_RANK", "SLURM_LOCALID")
 
 
-class Lifeline:
+class LauncherPipe:
     """Standard input: one line, then nothing until it ends. A signal says the same as its end."""
 
     def __init__(self) -> None:
@@ -52,20 +60,20 @@ class Lifeline:
 
     def read(self) -> None:
         # A signal does not interrupt os.read, so a silent launcher must not hold us in it.
-        if select.select([STDIN], [], [], LOOK_SECONDS)[0]:
+        if select.select([STDIN], [], [], POLL_SECONDS)[0]:
             data = os.read(STDIN, 65536)
             self._buffer += data
             self.cut = self.cut or not data
 
 
-class Program:
+class NodeProgram:
     """The program of this node, its output and its report."""
 
-    def __init__(self, order: Order, index: int) -> None:
+    def __init__(self, order: StartRequest, index: int) -> None:
         """Raises OSError where it cannot be started."""
         name = order.nodes[index]
         self.report_end, report = os.pipe()
-        inherited = {key: value for key, value in os.environ.items() if key not in OTHERS_RANKS}
+        inherited = {key: value for key, value in os.environ.items() if key not in SRUN_RANK_VARIABLES}
         environment = inherited | order.environment | {"WATTWATCH_NODE": name, REPORT_VARIABLE: str(report)}
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, report)
@@ -92,31 +100,31 @@ class Program:
         return ""
 
 
-class Node:
+class NodeSupervisor:
     """Watches the program and the lifeline until the program has ended."""
 
-    def __init__(self, program: Program, index: int, lifeline: Lifeline) -> None:
+    def __init__(self, program: NodeProgram, index: int, lifeline: LauncherPipe) -> None:
         self._program, self._index, self._lifeline = program, index, lifeline
         self._buffer = b""
         self._kill_at: float | None = None
 
     def run(self) -> None:
         process = self._program.process
-        tell(Word(VERSION, self._index, Kind.STARTED, str(process.pid)))
+        send_message(NodeMessage(PROTOCOL_VERSION, self._index, MessageKind.STARTED, str(process.pid)))
         with selectors.DefaultSelector() as selector:
             selector.register(STDIN, selectors.EVENT_READ, self._lifeline.read)
             if process.stdout is not None:
                 os.set_blocking(process.stdout.fileno(), False)
                 selector.register(process.stdout, selectors.EVENT_READ, self._output)
             while process.poll() is None and not self._over():
-                for key, _ in selector.select(LOOK_SECONDS):
+                for key, _ in selector.select(POLL_SECONDS):
                     if key.data() and key.fileobj is process.stdout:
                         selector.unregister(process.stdout)
                 if self._lifeline.cut and self._kill_at is None:
                     with contextlib.suppress(KeyError):
                         selector.unregister(STDIN)
                     process.terminate()
-                    self._kill_at = time.monotonic() + ENDING_SECONDS
+                    self._kill_at = time.monotonic() + TERMINATE_SECONDS
         # torchrun killed by hand leaves its ranks; a rank leaves its loaders
         if process.poll() is None:
             process.kill()
@@ -127,8 +135,17 @@ class Node:
         if self._buffer:
             self._line(self._buffer)
         if left:
-            tell(Word(VERSION, self._index, Kind.LINE, f"processes {left} do not end: they hang in the kernel"))
-        tell(Word(VERSION, self._index, Kind.ENDED, self._program.report(), process.poll()))
+            send_message(
+                NodeMessage(
+                    PROTOCOL_VERSION,
+                    self._index,
+                    MessageKind.LINE,
+                    f"processes {left} do not end: they hang in the kernel",
+                )
+            )
+        send_message(
+            NodeMessage(PROTOCOL_VERSION, self._index, MessageKind.ENDED, self._program.report(), process.poll())
+        )
 
     def _over(self) -> bool:
         return self._kill_at is not None and time.monotonic() > self._kill_at
@@ -147,27 +164,27 @@ class Node:
         return False
 
     def _line(self, line: bytes) -> None:
-        tell(Word(VERSION, self._index, Kind.LINE, line.decode("utf-8", "replace")))
+        send_message(NodeMessage(PROTOCOL_VERSION, self._index, MessageKind.LINE, line.decode("utf-8", "replace")))
 
 
-def tell(word: Word) -> None:
+def send_message(word: NodeMessage) -> None:
     """A launcher that has gone hears nothing; its end of the lifeline tells us."""
     with contextlib.suppress(OSError):
-        sys.stdout.buffer.write(word_line(word))
+        sys.stdout.buffer.write(encode_message(word))
         sys.stdout.buffer.flush()
 
 
-def own_index(order: Order) -> int:
+def find_node_index(order: StartRequest) -> int:
     """Raises NotPlain where Slurm names a node that the launcher did not mean."""
     if order.index is not None:
         return order.index
-    name = next((os.environ[key] for key in NODE_NAMES if key in os.environ), "")
+    name = next((os.environ[key] for key in NODE_NAME_VARIABLES if key in os.environ), "")
     if name not in order.nodes:
-        raise NotPlain(f"this node is {name!r}, and the job's are {', '.join(order.nodes)}")
+        raise InvalidDataError(f"this node is {name!r}, and the job's are {', '.join(order.nodes)}")
     return order.nodes.index(name)
 
 
-def port_trouble(port: int, node: str) -> str | None:
+def port_problem(port: int, node: str) -> str | None:
     """Why nobody can listen there; None where one can. torch listens on all addresses, so one that is taken is enough:
     torchrun then dies before any rank, of an EADDRINUSE."""
     dual = socket.has_dualstack_ipv6()
@@ -183,23 +200,23 @@ def port_trouble(port: int, node: str) -> str | None:
 
 def main() -> None:
     adopt_orphans()
-    lifeline = Lifeline()
+    lifeline = LauncherPipe()
     line = lifeline.first_line()
     if line is None:
         return
     index = -1
     try:
-        order = read_order(line)
-        index = own_index(order)
-        for trouble in (port_trouble(port, order.nodes[0]) for port in order.ports if index == 0):
+        order = parse_request(line)
+        index = find_node_index(order)
+        for trouble in (port_problem(port, order.nodes[0]) for port in order.ports if index == 0):
             if trouble is not None:
-                tell(Word(VERSION, index, Kind.REFUSED, trouble))
+                send_message(NodeMessage(PROTOCOL_VERSION, index, MessageKind.REFUSED, trouble))
                 return
-        program = Program(order, index)
-    except (NotPlain, OSError) as error:
-        tell(Word(VERSION, index, Kind.TROUBLE, str(error)))
+        program = NodeProgram(order, index)
+    except (InvalidDataError, OSError) as error:
+        send_message(NodeMessage(PROTOCOL_VERSION, index, MessageKind.TROUBLE, str(error)))
         return
-    Node(program, index, lifeline).run()
+    NodeSupervisor(program, index, lifeline).run()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_with_parent() -> None:
+def terminate_with_parent() -> None:
     """SIGTERM to this process when its parent dies in whatever way."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -29,7 +29,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def below(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """Pids of its children, theirs, and so on, that still run; zombies do not."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
@@ -50,7 +50,7 @@ def below(pid: int) -> list[int]:
 def kill_descendants(patience_seconds: float) -> list[int]:
     """SIGKILL to all, again and again while they fork; those that still run at the end (state D) are returned."""
     until = time.monotonic() + patience_seconds
-    while (left := below(os.getpid())) and time.monotonic() < until:
+    while (left := descendants(os.getpid())) and time.monotonic() < until:
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from trainer.plain import NotPlain, from_plain
+from wattwatch.trainer.dataclass_json import InvalidDataError, parse_dataclass
 
-VERSION: Final = 1
+PROTOCOL_VERSION: Final = 1
 REPORT_VARIABLE: Final = "WATTWATCH_REPORT_FD"  # a descriptor; what the program writes there comes back when it ends
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class StartRequest:
     """The same for all nodes that hear it: each runs its own command."""
 
     v: int
@@ -29,7 +29,7 @@ class Order:
     ports: tuple[int, ...] = ()  # where the first node will listen: it looks whether somebody else does
 
 
-class Kind(StrEnum):
+class MessageKind(StrEnum):
     STARTED = "started"
     LINE = "line"  # of the program's output
     ENDED = "ended"
@@ -38,7 +38,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class NodeMessage:
     wattwatch_node: int  # the version; what else stands on standard output has no such field
     index: int
     kind: str
@@ -46,30 +46,32 @@ class Word:
     code: int | None = None  # of an end: the exit code, or minus the signal
 
 
-def order_line(order: Order) -> bytes:
+def encode_request(order: StartRequest) -> bytes:
     return json.dumps(asdict(order)).encode() + b"\n"
 
 
-def read_order(line: bytes) -> Order:
+def parse_request(line: bytes) -> StartRequest:
     """Raises NotPlain for what is no order, or one of another version."""
     try:
-        order = from_plain(Order, json.loads(line))
+        order = parse_dataclass(StartRequest, json.loads(line))
     except ValueError as error:
-        raise NotPlain(f"no order: {error}") from None
-    if order.v != VERSION:
-        raise NotPlain(f"an order of version {order.v}, this node has {VERSION}: install one version of wattwatch")
+        raise InvalidDataError(f"no order: {error}") from None
+    if order.v != PROTOCOL_VERSION:
+        raise InvalidDataError(
+            f"an order of version {order.v}, this node has {PROTOCOL_VERSION}: install one version of wattwatch"
+        )
     return order
 
 
-def word_line(word: Word) -> bytes:
+def encode_message(word: NodeMessage) -> bytes:
     return json.dumps(asdict(word)).encode() + b"\n"
 
 
-def read_word(line: bytes) -> Word | None:
+def parse_message(line: bytes) -> NodeMessage | None:
     """None for what is no word: a login script's greeting, a library's warning."""
     try:
         data = json.loads(line)
-        word = from_plain(Word, data)
+        word = parse_dataclass(NodeMessage, data)
     except (ValueError, RecursionError):
         return None
-    return word if word.wattwatch_node == VERSION else None
+    return word if word.wattwatch_node == PROTOCOL_VERSION else None

@@ -6,12 +6,12 @@ import json
 import os
 import sys
 
-from trainer.launch.processes import end_with_parent
-from trainer.launch.protocol import REPORT_VARIABLE
+from wattwatch.trainer.launch.processes import terminate_with_parent
+from wattwatch.trainer.launch.protocol import REPORT_VARIABLE
 
 
 def main() -> None:
-    end_with_parent()
+    terminate_with_parent()
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run

@@ -8,12 +8,19 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.pack.manifest import TOKEN_BYTES, Manifest, manifest_file, read_manifest, starts_file, token_file
-from trainer.plain import NotPlain
-from trainer.refusal import Refusal
+from wattwatch.trainer.dataclass_json import InvalidDataError
+from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.pack.manifest import (
+    TOKEN_BYTES,
+    PackManifest,
+    manifest_file,
+    read_manifest,
+    starts_file,
+    token_file,
+)
 
-TOKEN: Final = np.dtype("<i4")
-START: Final = np.dtype("<i8")
+TOKEN_DTYPE: Final = np.dtype("<i4")
+START_DTYPE: Final = np.dtype("<i8")
 
 
 def block_count(size_bytes: int, seq_len: int) -> int:
@@ -26,26 +33,28 @@ def block_count(size_bytes: int, seq_len: int) -> int:
     return blocks
 
 
-class Blocks:
+class PackedBlocks:
     """Read-only blocks of one rank, counted from 0. Pages come in as they are touched; forked readers share them."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.path = Path(token_file(str(directory), rank))
-        self.manifest = _read(Path(manifest_file(str(directory), rank)))
+        self.manifest = _read_manifest_file(Path(manifest_file(str(directory), rank)))
         seq_len = self.manifest.seq_len
         try:
             self.count = block_count(self.path.stat().st_size, seq_len)
         except (OSError, ValueError) as error:
-            raise Refusal(f"{self.path}: {_why(error)}; pack again") from None
+            raise UserError(f"{self.path}: {_error_text(error)}; pack again") from None
         if self.count != self.manifest.blocks:
-            raise Refusal(f"{self.path}: {self.count:,} blocks, its manifest says {self.manifest.blocks:,}; pack again")
+            raise UserError(
+                f"{self.path}: {self.count:,} blocks, its manifest says {self.manifest.blocks:,}; pack again"
+            )
         if self.count == 0:
-            raise Refusal(f"{self.path}: no block")
-        self._ids = np.memmap(self.path, dtype=TOKEN, mode="r", shape=(self.count, seq_len))
+            raise UserError(f"{self.path}: no block")
+        self._ids = np.memmap(self.path, dtype=TOKEN_DTYPE, mode="r", shape=(self.count, seq_len))
         self._starts: NDArray[np.int64] | None = None
         if self.manifest.document_starts:
             path = Path(starts_file(str(directory), rank))
-            self._starts = _starts(path, self.count * seq_len)
+            self._starts = _read_starts(path, self.count * seq_len)
 
     def ids(self, index: int) -> NDArray[np.int32]:
         """seq_len token ids, a view of the file. Raises IndexError for a block that is not there."""
@@ -76,23 +85,23 @@ class Blocks:
         return index
 
 
-def _starts(path: Path, ids: int) -> NDArray[np.int64]:
+def _read_starts(path: Path, ids: int) -> NDArray[np.int64]:
     """Where records begin, rising from 0. Raises Refusal for anything else: masks would follow it in silence."""
     try:
-        starts = np.memmap(path, dtype=START, mode="r")
+        starts = np.memmap(path, dtype=START_DTYPE, mode="r")
     except (OSError, ValueError) as error:
-        raise Refusal(f"{path}: {_why(error)}; pack again") from None
+        raise UserError(f"{path}: {_error_text(error)}; pack again") from None
     if starts[0] < 0 or starts[-1] >= ids or bool((np.diff(starts) <= 0).any()):
-        raise Refusal(f"{path}: not the places where records begin: torn, or another file's; pack again")
+        raise UserError(f"{path}: not the places where records begin: torn, or another file's; pack again")
     return starts
 
 
-def _read(path: Path) -> Manifest:
+def _read_manifest_file(path: Path) -> PackManifest:
     try:
         return read_manifest(path.read_text())
-    except (OSError, NotPlain) as error:
-        raise Refusal(f"{path}: {_why(error)}; pack again") from None
+    except (OSError, InvalidDataError) as error:
+        raise UserError(f"{path}: {_error_text(error)}; pack again") from None
 
 
-def _why(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)

@@ -14,8 +14,8 @@ import datasets
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.pack.manifest import dealt
-from trainer.refusal import Refusal
+from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.pack.manifest import shard_row_range
 
 ROW_ID: Final = "__row_id__"
 JSONL_SUFFIXES: Final = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
@@ -39,7 +39,7 @@ class Corpus:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class CorpusShard:
     """The rows of one rank, as `datasets.shard` dealt them."""
 
     world: int
@@ -61,33 +61,33 @@ def read_corpus(source: str, split: str, column: str | None) -> Corpus:
     """
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said below, once
-    dataset = _load(source, split)
+    dataset = _load_dataset(source, split)
     if len(dataset) == 0:
-        raise Refusal(f"{source}: no record")
+        raise UserError(f"{source}: no record")
     names = [column] if column else [name for name in COLUMNS if name in dataset.column_names]
     if not names or names[0] not in dataset.column_names:
         wanted = f"no column {column!r}" if column else "neither a column 'text' nor 'messages'"
-        raise Refusal(f"{source}: {wanted}; there are {', '.join(dataset.column_names)}: name one with --column")
+        raise UserError(f"{source}: {wanted}; there are {', '.join(dataset.column_names)}: name one with --column")
     if len(names) > 1:
-        raise Refusal(f"{source}: has a column 'text' and a column 'messages': name one with --column")
+        raise UserError(f"{source}: has a column 'text' and a column 'messages': name one with --column")
     rows = dataset.select_columns(names[0])
-    kind = _kind(rows[0][names[0]], f"{source}: column {names[0]!r}, row 0")
+    kind = _record_kind(rows[0][names[0]], f"{source}: column {names[0]!r}, row 0")
     sha256 = _sampled_sha256(rows, names[0])
     return Corpus(source, rows.add_column(ROW_ID, np.arange(len(rows), dtype=np.int64)), names[0], kind, sha256)
 
 
-def deal(corpus: Corpus, world: int, rank: int, contiguous: bool) -> Shard:
+def shard_corpus(corpus: Corpus, world: int, rank: int, contiguous: bool) -> CorpusShard:
     """One rank's shard, `contiguous` always passed: its default differs between versions (datasets#5507).
 
     Raises Refusal for an empty one, for which `datasets.shard` has no word of its own (datasets#7443).
     """
-    if dealt(len(corpus), world, rank, contiguous)[0] == 0:
-        raise Refusal(f"{corpus.source}: rank {rank} of {world} gets no row of {len(corpus):,}: use fewer ranks")
+    if shard_row_range(len(corpus), world, rank, contiguous)[0] == 0:
+        raise UserError(f"{corpus.source}: rank {rank} of {world} gets no row of {len(corpus):,}: use fewer ranks")
     rows = corpus.rows.shard(num_shards=world, index=rank, contiguous=contiguous)
-    return Shard(world, rank, contiguous, rows, np.asarray(rows[:][ROW_ID], dtype=np.int64))
+    return CorpusShard(world, rank, contiguous, rows, np.asarray(rows[:][ROW_ID], dtype=np.int64))
 
 
-def _load(source: str, split: str) -> Any:
+def _load_dataset(source: str, split: str) -> Any:
     path = Path(source)
     try:
         if source.endswith(JSONL_SUFFIXES):
@@ -97,25 +97,25 @@ def _load(source: str, split: str) -> Any:
             if not isinstance(found, datasets.DatasetDict):
                 return found
             if split not in found:
-                raise Refusal(f"{source}: no split {split!r}; there are {', '.join(found)}")
+                raise UserError(f"{source}: no split {split!r}; there are {', '.join(found)}")
             return found[split]
         return datasets.load_dataset(source, split=split)
-    except Refusal:
+    except UserError:
         raise
     except Exception as error:
         root: BaseException = error
         while root.__cause__ is not None:
             root = root.__cause__
         lines = str(root).strip().splitlines() or [type(root).__name__]
-        raise Refusal(f"{source}: cannot be read as a dataset: {lines[0]}") from error
+        raise UserError(f"{source}: cannot be read as a dataset: {lines[0]}") from error
 
 
-def _kind(record: object, where: str) -> str:
+def _record_kind(record: object, where: str) -> str:
     if isinstance(record, str):
         return "text"
     if isinstance(record, list) and record and all(isinstance(m, dict) and "role" in m for m in record):
         return "chat"
-    raise Refusal(f"{where}: expected text, or a list of messages with a role, found {type(record).__name__}")
+    raise UserError(f"{where}: expected text, or a list of messages with a role, found {type(record).__name__}")
 
 
 def _sampled_sha256(rows: Any, column: str) -> str:

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from functools import reduce
 from typing import Final
 
-from trainer.plain import NotPlain, from_plain
+from wattwatch.trainer.dataclass_json import InvalidDataError, parse_dataclass
 
-VERSION: Final = 1
+MANIFEST_VERSION: Final = 1
 TOKEN_BYTES: Final = 4
 EDGE_BYTES: Final = 64 * 1024  # hashed at the head and at the tail
 SAMPLE_BYTES: Final = 4096
@@ -36,7 +36,7 @@ def manifest_file(directory: str, rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ByteSample:
     """One piece of the token file, to find another file or torn bytes without reading it whole."""
 
     offset: int
@@ -45,7 +45,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class PackManifest:
     """One rank's packed shard. Row ids count the corpus from 0, in the order of the source."""
 
     v: int
@@ -77,26 +77,26 @@ class Manifest:
     tokenizers_version: str
     size_bytes: int
     sha256: str
-    samples: tuple[Sample, ...]  # the head, the tail, and pieces between
+    samples: tuple[ByteSample, ...]  # the head, the tail, and pieces between
     document_starts: int | None  # how many; None where no document mask was asked for
 
 
-def read_manifest(text: str) -> Manifest:
+def read_manifest(text: str) -> PackManifest:
     """The manifest in `text`. Raises NotPlain, which names the field."""
     try:
         data = json.loads(text)
     except ValueError as error:
-        raise NotPlain(f"not JSON: {error}") from None
-    if isinstance(data, dict) and data.get("v") != VERSION:
-        raise NotPlain(f"v: expected {VERSION}, found {data.get('v')!r}")
-    return from_plain(Manifest, data)
+        raise InvalidDataError(f"not JSON: {error}") from None
+    if isinstance(data, dict) and data.get("v") != MANIFEST_VERSION:
+        raise InvalidDataError(f"v: expected {MANIFEST_VERSION}, found {data.get('v')!r}")
+    return parse_dataclass(PackManifest, data)
 
 
-def manifest_text(manifest: Manifest) -> str:
+def manifest_text(manifest: PackManifest) -> str:
     return json.dumps(asdict(manifest), indent=1) + "\n"
 
 
-def sample_places(size_bytes: int) -> tuple[tuple[int, int], ...]:
+def sample_ranges(size_bytes: int) -> tuple[tuple[int, int], ...]:
     """(offset, bytes) of the pieces to hash: head, tail, and SAMPLES between, the same for every file of that size."""
     head = (0, min(EDGE_BYTES, size_bytes))
     tail_offset = max(0, size_bytes - EDGE_BYTES)
@@ -109,15 +109,15 @@ def sample_places(size_bytes: int) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(places))
 
 
-def take_samples(read: Callable[[int, int], bytes], size_bytes: int) -> tuple[Sample, ...]:
+def take_samples(read: Callable[[int, int], bytes], size_bytes: int) -> tuple[ByteSample, ...]:
     """Hashes of a file that `read(offset, bytes)` reads."""
     return tuple(
-        Sample(offset, length, hashlib.sha256(read(offset, length)).hexdigest())
-        for offset, length in sample_places(size_bytes)
+        ByteSample(offset, length, hashlib.sha256(read(offset, length)).hexdigest())
+        for offset, length in sample_ranges(size_bytes)
     )
 
 
-def meaning_sha256(tokenizer_json: bytes) -> str:
+def canonical_tokenizer_sha256(tokenizer_json: bytes) -> str:
     """Of what a tokenizer.json means: its settings for padding and truncation, spacing and order of keys do not count.
 
     Raises ValueError where it is not JSON.
@@ -134,7 +134,7 @@ def xor_below(count: int) -> int:
     return reduce(lambda a, b: a ^ b, range(count & ~3, count), 0)
 
 
-def dealt(corpus_rows: int, world: int, rank: int, contiguous: bool) -> tuple[int, int | None, int | None]:
+def shard_row_range(corpus_rows: int, world: int, rank: int, contiguous: bool) -> tuple[int, int | None, int | None]:
     """(rows, first, last) that `datasets.shard` gives a rank: what a manifest must say, whoever wrote it."""
     if contiguous:
         size, more = divmod(corpus_rows, world)

@@ -20,21 +20,21 @@ import datasets
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.pack.blocks import START, TOKEN
-from trainer.pack.corpus import Corpus, Shard
-from trainer.pack.manifest import (
+from wattwatch.trainer.atomic_files import atomic_write, atomic_write_text
+from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.pack.blocks import START_DTYPE, TOKEN_DTYPE
+from wattwatch.trainer.pack.corpus import Corpus, CorpusShard
+from wattwatch.trainer.pack.manifest import (
+    MANIFEST_VERSION,
     TOKEN_BYTES,
-    VERSION,
-    Manifest,
+    PackManifest,
     manifest_file,
     manifest_text,
     starts_file,
     take_samples,
     token_file,
 )
-from trainer.pack.tokens import Tokenized, TokenizerFacts, TokenizerPool
-from trainer.publish import publish_text, published
-from trainer.refusal import Refusal
+from wattwatch.trainer.pack.tokens import TokenBatch, TokenizerIdentity, TokenizerPool
 
 NO_IDS: Final = np.empty(0, dtype=np.int32)
 
@@ -47,7 +47,7 @@ class PackSettings:
     document_mask: bool
 
 
-class BlockStream:
+class BlockPacker:
     """Cuts a stream of ids into whole blocks, and keeps count of what passed."""
 
     def __init__(self, seq_len: int) -> None:
@@ -56,7 +56,7 @@ class BlockStream:
         self.blocks = self.tokens = self.empty_rows = 0
         self.min_id, self.max_id = np.iinfo(np.int32).max, -1
 
-    def push(self, batch: Tokenized) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def push(self, batch: TokenBatch) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """(ids of the blocks that are full now, places in the whole stream where the batch's records begin)."""
         starts = self.tokens + np.cumsum(batch.lengths) - batch.lengths
         self.empty_rows += int(np.count_nonzero(batch.lengths == 0))
@@ -70,15 +70,15 @@ class BlockStream:
         return ids, starts[batch.lengths > 0]
 
 
-def pack(
+def pack_shard(
     corpus: Corpus,
-    shard: Shard,
+    shard: CorpusShard,
     settings: PackSettings,
-    facts: TokenizerFacts,
+    facts: TokenizerIdentity,
     pool: TokenizerPool,
     directory: Path,
     on_rows: Callable[[int], None],
-) -> Manifest:
+) -> PackManifest:
     """Writes the rank's token file, then its manifest; `on_rows` hears of the rows done.
 
     A file of before stays whole until the new one is, and its manifest goes first: the two never disagree unseen.
@@ -88,58 +88,60 @@ def pack(
     manifest_path = manifest_file(str(directory), shard.rank)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        stream, digest, starts = BlockStream(settings.seq_len), hashlib.sha256(), 0
+        stream, digest, starts = BlockPacker(settings.seq_len), hashlib.sha256(), 0
         starts_path = starts_file(str(directory), shard.rank)
         with (
-            published(starts_path) if settings.document_mask else nullcontext() as starts_out,
-            published(tokens_path) as out,
+            atomic_write(starts_path) if settings.document_mask else nullcontext() as starts_out,
+            atomic_write(tokens_path) as out,
         ):
-            for batch in pool.tokenized(_named(corpus, shard)):
+            for batch in pool.tokenized(_labelled_batches(corpus, shard)):
                 ids, begins = stream.push(batch)
-                data = ids.astype(TOKEN, copy=False).tobytes()
+                data = ids.astype(TOKEN_DTYPE, copy=False).tobytes()
                 out.write(data)
                 digest.update(data)
                 if starts_out is not None:
-                    starts_out.write(begins.astype(START, copy=False).tobytes())
+                    starts_out.write(begins.astype(START_DTYPE, copy=False).tobytes())
                 starts += begins.size
                 on_rows(batch.lengths.size)
             if stream.blocks == 0:
-                raise Refusal(
+                raise UserError(
                     f"{corpus.source}: rank {shard.rank} of {shard.world}: {shard.row_ids.size:,} rows give "
                     f"{stream.tokens:,} tokens, less than one block of {settings.seq_len:,}"
                 )
             Path(manifest_path).unlink(missing_ok=True)
         if starts_out is None:
             Path(starts_path).unlink(missing_ok=True)
-        manifest = _manifest(corpus, shard, settings, facts, stream, tokens_path, digest.hexdigest(), starts)
-        publish_text(manifest_path, manifest_text(manifest))
+        manifest = _build_manifest(corpus, shard, settings, facts, stream, tokens_path, digest.hexdigest(), starts)
+        atomic_write_text(manifest_path, manifest_text(manifest))
     except OSError as error:
         what = "no space left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
-        raise Refusal(f"{error.filename or tokens_path}: {what}; nothing of rank {shard.rank} was published") from error
+        raise UserError(
+            f"{error.filename or tokens_path}: {what}; nothing of rank {shard.rank} was published"
+        ) from error
     return manifest
 
 
-def _named(corpus: Corpus, shard: Shard) -> Any:
+def _labelled_batches(corpus: Corpus, shard: CorpusShard) -> Any:
     for begin, records in shard.batches(corpus.column):
         ids = shard.row_ids[begin : begin + len(records)].tolist()
         yield records, [f"{corpus.source}: row {row}, column {corpus.column!r}" for row in ids]
 
 
-def _manifest(
+def _build_manifest(
     corpus: Corpus,
-    shard: Shard,
+    shard: CorpusShard,
     settings: PackSettings,
-    facts: TokenizerFacts,
-    stream: BlockStream,
+    facts: TokenizerIdentity,
+    stream: BlockPacker,
     path: str,
     sha256: str,
     starts: int,
-) -> Manifest:
+) -> PackManifest:
     size = stream.blocks * settings.seq_len * TOKEN_BYTES
     with open(path, "rb") as file:
         samples = take_samples(lambda offset, length: os.pread(file.fileno(), length, offset), size)
-    return Manifest(
-        v=VERSION,
+    return PackManifest(
+        v=MANIFEST_VERSION,
         world=shard.world,
         rank=shard.rank,
         contiguous=shard.contiguous,

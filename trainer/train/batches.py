@@ -8,10 +8,10 @@ from typing import Final
 import numpy as np
 import torch
 
-from trainer.pack.blocks import Blocks
-from trainer.train.evenfix import StepPlan
+from wattwatch.trainer.pack.blocks import PackedBlocks
+from wattwatch.trainer.train.evenfix import StepPlan
 
-NOT_PREDICTED: Final = -100  # what torch's cross entropy leaves out
+IGNORE_INDEX: Final = -100  # what torch's cross entropy leaves out
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class MicroBatch:
     positions: torch.Tensor | None  # begin anew at each record; None: nobody masks, they count through
 
 
-class Batches:
+class BatchReader:
     """Micro-batch = f(step, micro): resuming at a step reads nothing before it."""
 
-    def __init__(self, blocks: Blocks, plan: StepPlan, micro_batch: int, document_mask: bool) -> None:
+    def __init__(self, blocks: PackedBlocks, plan: StepPlan, micro_batch: int, document_mask: bool) -> None:
         self._blocks, self._plan, self._micro_batch = blocks, plan, micro_batch
         self._document_mask = document_mask
         self.accumulation = plan.blocks_per_step // micro_batch
@@ -39,13 +39,13 @@ class Batches:
         """The micro-batch, on the CPU."""
         indices = self.block_indices(step, micro)
         ids = torch.from_numpy(np.stack([self._blocks.ids(index) for index in indices]).astype(np.int64))
-        targets = torch.full_like(ids, NOT_PREDICTED)
+        targets = torch.full_like(ids, IGNORE_INDEX)
         if not self._document_mask:
             targets[:, :-1] = ids[:, 1:]
             return MicroBatch(ids, targets, None)
         positions = torch.from_numpy(np.stack([self._blocks.positions(index) for index in indices]))
         # The first id of a record follows another record's last: nothing there tells it, so it does not count.
-        targets[:, :-1] = torch.where(positions[:, 1:] > 0, ids[:, 1:], NOT_PREDICTED)
+        targets[:, :-1] = torch.where(positions[:, 1:] > 0, ids[:, 1:], IGNORE_INDEX)
         return MicroBatch(ids, targets, positions)
 
     def predicted(self, step: int) -> int:

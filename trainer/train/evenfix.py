@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainer.refusal import Refusal
-from trainer.settings import Evenness
+from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.settings import Evenness
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,5 +58,5 @@ def agree_on_blocks(
         dist.all_reduce(counts, op=dist.ReduceOp.MIN if evenness is Evenness.MIN else dist.ReduceOp.MAX)
         blocks = int(counts.item())
     if blocks < blocks_per_step:
-        raise Refusal(f"{blocks:,} blocks are less than the {blocks_per_step:,} of one step: pack more data")
+        raise UserError(f"{blocks:,} blocks are less than the {blocks_per_step:,} of one step: pack more data")
     return StepPlan(local_blocks, blocks, blocks_per_step, epochs, evenness)

@@ -20,13 +20,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from trainer.run_directory import VERSION, RunDirectory
+from wattwatch.trainer.run_directory import RUN_FORMAT_VERSION, RunDirectory
 
 INTERVAL_SECONDS: Final = 1.0
 CLOSE_SECONDS: Final = 2.0  # that the last write may take
 
 
-class Phase(StrEnum):
+class RankPhase(StrEnum):
     """What a rank is in."""
 
     LOAD = "load"
@@ -38,7 +38,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class HeartbeatRecord:
     """The file, field by field. None: not known yet."""
 
     v: int
@@ -60,7 +60,7 @@ class Beat:
     t_step: float  # Unix seconds, when `step` last changed
 
 
-Write = Callable[[Path, bytes], None]
+WriteFile = Callable[[Path, bytes], None]
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -72,7 +72,7 @@ def replace_file(path: Path, data: bytes) -> None:
     os.replace(staged, path)
 
 
-class Heartbeat:
+class HeartbeatWriter:
     """Writes a rank's file at most once in an interval, and at once when the phase changes.
 
     Nothing here raises or waits for the file system, but `close`, which waits for a bounded time. What went wrong last
@@ -89,7 +89,7 @@ class Heartbeat:
         attempt: int,
         steps: int | None = None,
         interval_seconds: float = INTERVAL_SECONDS,
-        write: Write = replace_file,
+        write: WriteFile = replace_file,
     ) -> None:
         """`attempt` counts from 1. `write` puts a file in its place; it may raise OSError and take for ever."""
         now = time.time()
@@ -99,15 +99,15 @@ class Heartbeat:
         self._interval_seconds = interval_seconds
         self._write = write
         self._news = threading.Condition()
-        self._beat = Beat(
-            v=VERSION,
+        self._beat = HeartbeatRecord(
+            v=RUN_FORMAT_VERSION,
             run=run,
             rank=rank,
             world=world,
             host=socket.gethostname(),
             pid=os.getpid(),
             restart=attempt - 1,
-            phase=Phase.LOAD.value,
+            phase=RankPhase.LOAD.value,
             step=0,
             steps=steps,
             micro=0,
@@ -118,7 +118,7 @@ class Heartbeat:
             t_wall=now,
             t_step=now,
         )
-        self._said: Beat | None = self._beat  # not written yet
+        self._said: HeartbeatRecord | None = self._beat  # not written yet
         self._written_phase = ""
         self._closing = False
         self._writer = threading.Thread(target=self._write_all, name="heartbeat", daemon=True)
@@ -130,7 +130,7 @@ class Heartbeat:
         """Steps done, as last said."""
         return self._beat.step
 
-    def __enter__(self) -> Heartbeat:
+    def __enter__(self) -> HeartbeatWriter:
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -181,14 +181,14 @@ class Heartbeat:
         due = 0.0
         while (beat := self._next(due)) is not None:
             try:
-                self._write(self._path, encoded(beat))
+                self._write(self._path, encode_heartbeat(beat))
                 self.problem = ""
             except Exception as error:  # noqa: BLE001 - a heartbeat is no reason to stop a job
                 self.problem = f"{self._path}: {error}"
             self._written_phase = beat.phase
             due = time.monotonic() + self._interval_seconds
 
-    def _next(self, due: float) -> Beat | None:
+    def _next(self, due: float) -> HeartbeatRecord | None:
         """What to write, once it is due; None at the end."""
         with self._news:
             while not self._closing:
@@ -202,12 +202,14 @@ class Heartbeat:
             return said
 
 
-def encoded(beat: Beat) -> bytes:
+def encode_heartbeat(beat: HeartbeatRecord) -> bytes:
     """JSON has no NaN: a loss that is not finite is a text, which the watcher reads as the number."""
-    return json.dumps({name: shown(value) for name, value in asdict(beat).items()}, allow_nan=False).encode() + b"\n"
+    return (
+        json.dumps({name: json_value(value) for name, value in asdict(beat).items()}, allow_nan=False).encode() + b"\n"
+    )
 
 
-def shown(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Throughput:
     """Since the last line."""
 
     tokens_per_second: float  # over all ranks, targets or not
@@ -18,9 +18,9 @@ class Pace:
     data_wait_ms: float  # mean of a step, on this rank
 
 
-def peak_flops(board: str) -> float | None:
+def peak_flops_of_gpu(board: str) -> float | None:
     """Dense bfloat16 peak of a board by the name its driver gives; None where it is in no table."""
-    table = tomllib.loads((files("trainer.train") / "peak_flops.toml").read_text())
+    table = tomllib.loads((files("wattwatch.trainer.train") / "peak_flops.toml").read_text())
     for entry in table["boards"]:
         if entry["name"] in board:
             return float(entry["bf16_tflops"]) * 1e12
@@ -41,7 +41,7 @@ def flops_per_token(model: Any, seq_len: int) -> float:
     return float(6 * parameters + 12 * config.num_hidden_layers * config.num_attention_heads * head_size * seq_len)
 
 
-class Meter:
+class ThroughputMeter:
     """Takes steps, gives the pace since it was last asked."""
 
     def __init__(self, flops: float, peak_of_all: float | None) -> None:
@@ -60,11 +60,13 @@ class Meter:
         """After a save, which is not training."""
         self._begin()
 
-    def pace(self) -> Pace | None:
+    def pace(self) -> Throughput | None:
         """None before a step."""
         if not self._steps:
             return None
         rate = self._tokens / (time.perf_counter() - self._since)
-        pace = Pace(rate, rate * self._flops / self._peak if self._peak else None, 1e3 * self._waited / self._steps)
+        pace = Throughput(
+            rate, rate * self._flops / self._peak if self._peak else None, 1e3 * self._waited / self._steps
+        )
         self._begin()
         return pace

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.refusal import Refusal
+from wattwatch.trainer.errors import UserError
 
-VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """This process among the ranks, as torchrun names it in the environment."""
 
     rank: int
@@ -28,18 +28,18 @@ class Place:
     ranks_per_node: int
 
     @staticmethod
-    def of_environment() -> Place:
+    def from_environment() -> RankInfo:
         """Raises Refusal where no launcher started this process."""
-        if missing := [name for name in VARIABLES if not os.environ.get(name)]:
-            raise Refusal(
+        if missing := [name for name in LAUNCHER_VARIABLES if not os.environ.get(name)]:
+            raise UserError(
                 f"{missing[0]} is not set: a rank is started by `wattwatch-train launch JOB.toml` or torchrun"
             )
-        rank, world, local_rank = (int(os.environ[name]) for name in VARIABLES[:3])
-        return Place(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        rank, world, local_rank = (int(os.environ[name]) for name in LAUNCHER_VARIABLES[:3])
+        return RankInfo(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
 
 
 @contextmanager
-def joined(place: Place, timeout_seconds: float) -> Iterator[tuple[DeviceMesh, torch.device]]:
+def process_group(place: RankInfo, timeout_seconds: float) -> Iterator[tuple[DeviceMesh, torch.device]]:
     """All ranks in one group and one mesh. Its collectives end the job after `timeout_seconds`."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", place.local_rank) if gpu else torch.device("cpu")
@@ -56,7 +56,7 @@ def joined(place: Place, timeout_seconds: float) -> Iterator[tuple[DeviceMesh, t
         dist.destroy_process_group()
 
 
-def refuse_together(trouble: str | None) -> None:
+def refuse_on_all_ranks(trouble: str | None) -> None:
     """Each rank says what stands in its way; where anything does, all raise the same Refusal.
 
     A rank that refuses alone leaves the others in a collective until they are killed, and nobody reads why.
@@ -68,8 +68,8 @@ def refuse_together(trouble: str | None) -> None:
         return
     texts = dict.fromkeys(said.values())
     if len(said) == len(troubles) and len(texts) == 1:
-        raise Refusal(next(iter(texts)))
-    raise Refusal("; ".join(f"rank {rank}: {text}" for rank, text in list(said.items())[:8]))
+        raise UserError(next(iter(texts)))
+    raise UserError("; ".join(f"rank {rank}: {text}" for rank, text in list(said.items())[:8]))
 
 
 def barrier(device: torch.device) -> None:

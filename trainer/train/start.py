@@ -5,9 +5,10 @@ gate.json ──► Blocks ──► evenfix ──► StepPlan ──► model,
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,30 +18,29 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig
 
-from trainer.checkpoint.complete import Completion, incomplete, read_completion
-from trainer.checkpoint.optimizer import load_optimizer
-from trainer.checkpoint.save import Moment, Saver
-from trainer.gate.saying import size_in_words
-from trainer.pack.blocks import Blocks
-from trainer.refusal import Refusal
-from trainer.run_directory import VERSION, RunDirectory, RunRecord, publish_run
-from trainer.settings import Evenness, JobFile, JobSettings, TrainSettings
-from trainer.train.batches import Batches
-from trainer.train.evenfix import StepPlan, agree_on_blocks
-from trainer.train.gate_record import GateRecord, check_plan, check_shard, read_gate
-from trainer.train.heartbeat import Heartbeat
-from trainer.train.loop import Job
-from trainer.train.meter import Meter, flops_per_token, peak_flops
-from trainer.train.model import empty_model
-from trainer.train.process_groups import Place, refuse_together
-from trainer.train.stopping import Stopping
-from trainer.train.weights import load_weights, random_weights
+from wattwatch.trainer.checkpoint.complete import Completion, read_completion, why_incomplete
+from wattwatch.trainer.checkpoint.optimizer import load_optimizer_state
+from wattwatch.trainer.checkpoint.save import CheckpointSaver, SavePoint
+from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.gate.checks import format_bytes_short
+from wattwatch.trainer.pack.blocks import PackedBlocks
+from wattwatch.trainer.pack.manifest import PackManifest, blocks_sha256
+from wattwatch.trainer.run_directory import RUN_FORMAT_VERSION, RunDirectory, RunRecord, write_run_record
+from wattwatch.trainer.settings import Evenness, JobFile, JobSettings, TrainSettings
+from wattwatch.trainer.train.batches import BatchReader
+from wattwatch.trainer.train.evenfix import StepPlan, agree_on_blocks
+from wattwatch.trainer.train.heartbeat import HeartbeatWriter
+from wattwatch.trainer.train.loop import TrainingJob
+from wattwatch.trainer.train.meter import ThroughputMeter, flops_per_token, peak_flops_of_gpu
+from wattwatch.trainer.train.model import empty_model, initialize_weights, load_weights
+from wattwatch.trainer.train.process_groups import RankInfo, refuse_on_all_ranks
+from wattwatch.trainer.train.stopping import StopListener
 
 log = logging.getLogger("wattwatch.train")
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class AttemptOptions:
     """What the launcher says of this start."""
 
     number: int = 1
@@ -50,18 +50,18 @@ class Attempt:
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def refused_by_all() -> Iterator[None]:
     """A Refusal of one rank within becomes that of all, after it: no collectives inside."""
     trouble = None
     try:
         yield
-    except Refusal as error:
+    except UserError as error:
         trouble = str(error)
-    refuse_together(trouble)
+    refuse_on_all_ranks(trouble)
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class StartPoint:
     """Where the steps begin."""
 
     step: int = 0  # steps done before
@@ -69,69 +69,73 @@ class Begun:
     said: str = ""  # for the log
 
 
-def prepare(
-    job: JobFile, attempt: Attempt, place: Place, mesh: DeviceMesh, device: torch.device, heartbeat: Heartbeat,
-    stopping: Stopping,
-) -> Job:  # fmt: skip
+def prepare_training(
+    job: JobFile, attempt: AttemptOptions, place: RankInfo, mesh: DeviceMesh, device: torch.device, heartbeat: HeartbeatWriter,
+    stopping: StopListener,
+) -> TrainingJob:  # fmt: skip
     """All that the loop works with. Raises Refusal, on all ranks."""
     settings, train, directory = job.settings, job.settings.train, RunDirectory(Path(job.settings.run))
-    with together():
-        gate = read_gate(directory, job, place.world, attempt.gate_id)
-        blocks = Blocks(Path(settings.data), place.rank)
-        check_shard(gate, blocks.manifest, place.rank)
-        check_blocks(blocks, settings)
+    with refused_by_all():
+        gate = read_passed_gate(directory, job, place.world, attempt.gate_id)
+        blocks = PackedBlocks(Path(settings.data), place.rank)
+        check_shard_passed(gate, blocks.manifest, place.rank)
+        check_blocks_fit_model(blocks, settings)
     plan = agree_on_blocks(blocks.count, settings.blocks_per_step, train.epochs, Evenness(train.evenness), device)
     log.info("%s", plan)
     tokens_per_step = settings.blocks_per_step * blocks.manifest.seq_len * place.world
-    with together():
-        check_plan(gate, plan)
-        completion = resumed(attempt.resume, gate, plan, tokens_per_step)
+    with refused_by_all():
+        check_plan_passed(gate, plan)
+        completion = read_resume_checkpoint(attempt.resume, gate, plan, tokens_per_step)
         model = empty_model(Path(settings.model), train, mesh, device)
-        fill(model, settings, attempt.resume)
-        optimizer = new_optimizer(model, train)
+        fill_parameters(model, settings, attempt.resume)
+        optimizer = make_optimizer(model, train)
         if attempt.resume and completion and completion.optimizer:
-            load_optimizer(attempt.resume, model, optimizer, place.rank, place.world)
-    begun = begin(completion, attempt, plan, settings)
+            load_optimizer_state(attempt.resume, model, optimizer, place.rank, place.world)
+    begun = find_start_point(completion, attempt, plan, settings)
     record = RunRecord(
-        v=VERSION, run=heartbeat.run, world=place.world, nodes=gate.nodes, steps=plan.steps,
+        v=RUN_FORMAT_VERSION, run=heartbeat.run, world=place.world, nodes=gate.nodes, steps=plan.steps,
         tokens_per_step=tokens_per_step, save_every=settings.checkpoint.save_every, seq_len=blocks.manifest.seq_len,
         gate_id=gate.gate_id, attempt=attempt.number, t_wall=time.time(),
         resumed_from=attempt.resume.name if attempt.resume else None,
     )  # fmt: skip
     if place.rank == 0:
-        publish_run(directory, record)
+        write_run_record(directory, record)
         log.info("step %d of %d, %s", begun.step, plan.steps, begun.said)
     heartbeat.beat(steps=plan.steps, step=begun.step)
-    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    meter = Meter(flops_per_token(model, blocks.manifest.seq_len), peak and peak * place.world)
-    batches = Batches(blocks, plan, train.micro_batch, train.document_mask)
-    save = saving(job, place, model, optimizer, record, gate, plan, begun.warm_from)
-    return Job(
+    peak = peak_flops_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    meter = ThroughputMeter(flops_per_token(model, blocks.manifest.seq_len), peak and peak * place.world)
+    batches = BatchReader(blocks, plan, train.micro_batch, train.document_mask)
+    save = make_save_function(job, place, model, optimizer, record, gate, plan, begun.warm_from)
+    return TrainingJob(
         settings, place, device, plan, model, optimizer, batches, meter, heartbeat, stopping, save, tokens_per_step,
         begun.step, begun.warm_from,
     )  # fmt: skip
 
 
-def begin(completion: Completion | None, attempt: Attempt, plan: StepPlan, settings: JobSettings) -> Begun:
+def find_start_point(
+    completion: Completion | None, attempt: AttemptOptions, plan: StepPlan, settings: JobSettings
+) -> StartPoint:
     if completion and completion.optimizer:
-        return Begun(completion.step, completion.warm_from, f"exactly as {attempt.resume} was saved")
+        return StartPoint(completion.step, completion.warm_from, f"exactly as {attempt.resume} was saved")
     if completion:
-        return Begun(completion.step, completion.step, f"weights of {attempt.resume}; the optimizer warms up again")
+        return StartPoint(
+            completion.step, completion.step, f"weights of {attempt.resume}; the optimizer warms up again"
+        )
     if attempt.smoke:
         first = max(0, plan.steps - 2)
-        return Begun(first, first, "to see the end of the epoch and its save")
+        return StartPoint(first, first, "to see the end of the epoch and its save")
     if settings.train.random_weights:
-        return Begun(said=f"from random weights of seed {settings.train.seed}")
-    return Begun(said=f"from the weights of {settings.model}")
+        return StartPoint(said=f"from random weights of seed {settings.train.seed}")
+    return StartPoint(said=f"from the weights of {settings.model}")
 
 
-def saving(
-    job: JobFile, place: Place, model: Any, optimizer: torch.optim.Optimizer, record: RunRecord, gate: GateRecord,
+def make_save_function(
+    job: JobFile, place: RankInfo, model: Any, optimizer: torch.optim.Optimizer, record: RunRecord, gate: GateRecord,
     plan: StepPlan, warm_from: int,
 ) -> Callable[[int], None]:  # fmt: skip
     """What the loop calls with the steps done. Raises Refusal where the model's files cannot be read."""
     checkpoint = job.settings.checkpoint
-    saver = Saver(
+    saver = CheckpointSaver(
         RunDirectory(Path(job.settings.run)),
         Path(job.settings.model),
         keep=checkpoint.keep,
@@ -141,14 +145,14 @@ def saving(
     )
 
     def save(steps_done: int) -> None:
-        moment = Moment(
+        moment = SavePoint(
             run=record.run, step=steps_done, steps=plan.steps, epoch=steps_done // plan.steps_per_epoch,
             tokens=steps_done * record.tokens_per_step, gate_id=gate.gate_id, blocks_sha256=gate.blocks_sha256,
             warm_from=warm_from,
         )  # fmt: skip
         report = saver.save(model, optimizer if checkpoint.optimizer else None, moment)
         if place.rank == 0:
-            log.info("saved %s: %s in %.1f s, weights by %d rank%s", report.directory, size_in_words(report.bytes),
+            log.info("saved %s: %s in %.1f s, weights by %d rank%s", report.directory, format_bytes_short(report.bytes),
                      report.seconds, report.writers, "s"[: report.writers > 1])  # fmt: skip
             for warning in report.warnings:
                 log.warning("%s", warning)
@@ -156,49 +160,51 @@ def saving(
     return save
 
 
-def resumed(resume: Path | None, gate: GateRecord, plan: StepPlan, tokens_per_step: int) -> Completion | None:
+def read_resume_checkpoint(
+    resume: Path | None, gate: GateRecord, plan: StepPlan, tokens_per_step: int
+) -> Completion | None:
     """What the checkpoint says of itself. Raises Refusal where its steps do not count through these blocks."""
     if resume is None:
         return None
-    if reason := incomplete(resume):
-        raise Refusal(f"{reason}; resume from another checkpoint")
+    if reason := why_incomplete(resume):
+        raise UserError(f"{reason}; resume from another checkpoint")
     completion = read_completion(resume)
     if completion.blocks_sha256 != gate.blocks_sha256:
-        raise Refusal(f"{resume}: trained on other blocks: its step {completion.step:,} means nothing here")
+        raise UserError(f"{resume}: trained on other blocks: its step {completion.step:,} means nothing here")
     if completion.tokens != completion.step * tokens_per_step:
-        raise Refusal(
+        raise UserError(
             f"{resume}: took {completion.tokens:,} tokens in {completion.step:,} steps, this job takes "
             f"{tokens_per_step:,} a step: blocks would be missed or seen twice. Use the same micro_batch x accumulation"
         )
     if completion.step > plan.steps:
-        raise Refusal(f"{resume}: step {completion.step:,} is beyond this job's {plan.steps:,}")
+        raise UserError(f"{resume}: step {completion.step:,} is beyond this job's {plan.steps:,}")
     return completion
 
 
-def check_blocks(blocks: Blocks, settings: JobSettings) -> None:
+def check_blocks_fit_model(blocks: PackedBlocks, settings: JobSettings) -> None:
     """Raises Refusal for blocks that the model or the settings cannot take."""
     try:
         vocabulary = AutoConfig.from_pretrained(settings.model, local_files_only=True).get_text_config().vocab_size
     except (OSError, ValueError) as error:
-        raise Refusal(f"{settings.model}: {error}") from None
+        raise UserError(f"{settings.model}: {error}") from None
     if blocks.manifest.max_token_id >= vocabulary:  # it would be read from beyond the embedding
-        raise Refusal(
+        raise UserError(
             f"{blocks.path}: token id {blocks.manifest.max_token_id:,} is outside the model's vocabulary of "
             f"{vocabulary:,}; pack with the model's tokenizer"
         )
     if settings.train.document_mask and blocks.manifest.document_starts is None:
-        raise Refusal(f"{blocks.path}: train.document_mask needs blocks packed with --document-mask")
+        raise UserError(f"{blocks.path}: train.document_mask needs blocks packed with --document-mask")
 
 
-def fill(model: Any, settings: JobSettings, resume: Path | None) -> None:
+def fill_parameters(model: Any, settings: JobSettings, resume: Path | None) -> None:
     """Weights from the checkpoint, the model's directory, or the seed. Raises Refusal."""
     if resume is None and settings.train.random_weights:
-        random_weights(model, settings.train.seed)
+        initialize_weights(model, settings.train.seed)
     else:
         load_weights(model, resume or Path(settings.model))
 
 
-def new_optimizer(model: Any, settings: TrainSettings) -> torch.optim.Optimizer:
+def make_optimizer(model: Any, settings: TrainSettings) -> torch.optim.Optimizer:
     """AdamW; vectors (norms, biases) do not decay."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
@@ -210,3 +216,73 @@ def new_optimizer(model: Any, settings: TrainSettings) -> torch.optim.Optimizer:
         [group for group in groups if group["params"]],
         lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True,
     )  # fmt: skip
+
+
+# What the gate found, and whether it was this job's gate: a rank starts on nothing else.
+
+
+@dataclass(frozen=True, slots=True)
+class GateRecord:
+    """The part of gate.json that a trainer relies on."""
+
+    gate_id: str
+    steps: int  # of one epoch at the shortest rank's count
+    token_files: Mapping[int, str]  # sha256 by rank
+    nodes: tuple[str, ...]
+
+    @property
+    def blocks_sha256(self) -> str:
+        return blocks_sha256(self.token_files)
+
+
+def read_passed_gate(directory: RunDirectory, job: JobFile, world: int, gate_id: str | None) -> GateRecord:
+    """gate.json, of this very job and this very attempt (`gate_id`, where a launcher named one). Raises Refusal."""
+    path = directory.gate_json
+    try:
+        gate = json.loads(path.read_text())
+        record = _parse_gate_record(gate)
+        level, gate_world, config = gate["level"], gate["world"], gate["config_sha256"]
+        step_blocks = gate["settings"]["micro_batch"] * gate["settings"]["accumulation"]
+    except FileNotFoundError:
+        raise UserError(f"{path}: no gate was passed; start the job with `wattwatch-train launch`") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a gate's record ({type(error).__name__}: {error}); pass the gate again") from None
+    again = "pass the gate again"
+    if level == "FAIL":
+        raise UserError(f"{path}: that gate was refused; mend what it names and {again}")
+    if gate_world != world:
+        raise UserError(f"{path}: that gate was for {gate_world} ranks, this job has {world}; {again}")
+    if config != job.sha256:
+        raise UserError(f"{path}: that gate was for another configuration than {job.path}; {again}")
+    if step_blocks != job.settings.blocks_per_step:
+        raise UserError(f"{path}: that gate was for {step_blocks} blocks a step, this job takes "
+                      f"{job.settings.blocks_per_step}; {again}")  # fmt: skip
+    if gate_id and record.gate_id != gate_id:
+        raise UserError(
+            f"{path}: gate {record.gate_id}, the launcher passed {gate_id}; another launch in this directory?"
+        )
+    return record
+
+
+def _parse_gate_record(gate: Any) -> GateRecord:
+    shards = [(shard["rank"], shard["manifest"]) for report in gate["reports"] for shard in report["shards"]]
+    return GateRecord(
+        gate["gate_id"],
+        gate["steps"] or 0,
+        {int(rank): str(manifest["sha256"]) for rank, manifest in shards if manifest},
+        tuple(str(report["node"]) for report in sorted(gate["reports"], key=lambda report: min(report["ranks"]))),
+    )
+
+
+def check_shard_passed(record: GateRecord, manifest: PackManifest, rank: int) -> None:
+    """Raises Refusal where this rank's blocks are not those that passed."""
+    if record.token_files.get(rank) != manifest.sha256:
+        raise UserError(f"rank {rank}: its blocks are not those that passed the gate; pass the gate again")
+
+
+def check_plan_passed(record: GateRecord, plan: StepPlan) -> None:
+    """Raises Refusal where the ranks have agreed on other steps than the gate counted."""
+    if plan.evenness is Evenness.MIN and plan.steps_per_epoch != record.steps:
+        raise UserError(
+            f"the ranks agree on {plan.steps_per_epoch:,} steps, the gate counted {record.steps:,}; pass the gate again"
+        )

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from trainer.settings import Gather, TrainSettings
-from trainer.train.batches import NOT_PREDICTED, Batches, MicroBatch
-from trainer.train.stopping import Request
+from wattwatch.trainer.settings import GatherMode, TrainSettings
+from wattwatch.trainer.train.batches import IGNORE_INDEX, BatchReader, MicroBatch
+from wattwatch.trainer.train.stopping import StopRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class StepResult:
     loss: float  # mean over the target tokens of all ranks
     grad_norm: float  # before clipping
     tokens: int  # targets, over all ranks
-    request: Request  # the strongest of any rank when the step began
+    request: StopRequest  # the strongest of any rank when the step began
     data_wait_seconds: float  # of this rank
 
 
@@ -46,17 +46,17 @@ def token_loss(model: Any, batch: MicroBatch, device: torch.device) -> torch.Ten
     targets = batch.targets.to(device, non_blocking=True)
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     return functional.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=NOT_PREDICTED, reduction="sum"
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
 
 
 def run_step(
     model: Any,
     optimizer: torch.optim.Optimizer,
-    batches: Batches,
+    batches: BatchReader,
     step: int,
     settings: TrainSettings,
-    request: Request,
+    request: StopRequest,
     device: torch.device,
     on_micro: Callable[[int], None] | None = None,
 ) -> StepResult:
@@ -75,15 +75,15 @@ def run_step(
         begun = time.perf_counter()
         batch = batches.read(step, micro)
         waited += time.perf_counter() - begun
-        if settings.gather == Gather.STEP:
-            hold_until(model, last=micro == batches.accumulation - 1)
+        if settings.gather == GatherMode.STEP:
+            keep_unsharded_until(model, last=micro == batches.accumulation - 1)
         loss = token_loss(model, batch, device)
         (loss * scale.to(loss.dtype)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         summed += loss.detach()
         if on_micro:
             on_micro(micro + 1)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    norm = full_value(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     if settings.clip_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, settings.clip_norm, norm)
     dist.all_reduce(summed)
@@ -93,10 +93,10 @@ def run_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     tokens, *votes = (int(value) for value in agreed.tolist())
-    return StepResult(loss_value, norm_value, tokens, Request.of(votes), waited)
+    return StepResult(loss_value, norm_value, tokens, StopRequest.of(votes), waited)
 
 
-def hold_until(model: Any, last: bool) -> None:
+def keep_unsharded_until(model: Any, last: bool) -> None:
     """Whole weights and gradients stay on this rank until the last backward of a step."""
     model.set_requires_gradient_sync(last)
     model.set_reshard_after_backward(last)
@@ -107,6 +107,6 @@ def is_finite(*values: float) -> bool:
     return all(value - value == 0 for value in values)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_value(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded value on every rank: one all_reduce for a norm."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

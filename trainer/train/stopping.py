@@ -22,7 +22,7 @@ LEAVE_SECONDS: Final = 20.0
 SIGNALS: Final = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
-class Request(IntEnum):
+class StopRequest(IntEnum):
     """What was asked, the stronger the higher."""
 
     NONE = 0
@@ -31,15 +31,15 @@ class Request(IntEnum):
 
     def votes(self) -> tuple[int, int]:
         """What a sum over ranks is made of."""
-        return int(self is Request.SAVE), int(self is Request.LEAVE)
+        return int(self is StopRequest.SAVE), int(self is StopRequest.LEAVE)
 
     @classmethod
-    def of(cls, votes: Sequence[int]) -> Request:
+    def of(cls, votes: Sequence[int]) -> StopRequest:
         """What the summed votes say."""
         return cls.LEAVE if votes[1] else cls.SAVE if votes[0] else cls.NONE
 
 
-class Stopping:
+class StopListener:
     """Listens to signals, and, on rank 0, for the stop file. A context manager of the main thread.
 
     The file is looked at by a thread: a shared file system that hangs must not hold the training loop.
@@ -48,20 +48,20 @@ class Stopping:
 
     def __init__(self, stop_file: Path | None, cannot_leave: Callable[[], None]) -> None:
         self._stop_file, self._cannot_leave = stop_file, cannot_leave
-        self._request, self.why = Request.NONE, ""
+        self._request, self.why = StopRequest.NONE, ""
         self._ended = threading.Event()
         self._before: dict[int, Any] = {}
         self._reader, self._writer = os.pipe()
 
     @property
-    def request(self) -> Request:
+    def request(self) -> StopRequest:
         return self._request
 
-    def ask(self, request: Request, why: str) -> None:
+    def ask(self, request: StopRequest, why: str) -> None:
         if request > self._request:
             self._request, self.why = request, why
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> StopListener:
         os.set_blocking(self._writer, False)
         # The wakeup descriptor is written by the C handler, even while the main thread waits in a collective.
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -83,9 +83,9 @@ class Stopping:
         while data := os.read(self._reader, 64):
             for number in data:
                 if number == signal.SIGUSR1:
-                    self.ask(Request.SAVE, "SIGUSR1")
-                elif number in (signal.SIGTERM, signal.SIGINT) and self._request < Request.LEAVE:
-                    self.ask(Request.LEAVE, signal.Signals(number).name)
+                    self.ask(StopRequest.SAVE, "SIGUSR1")
+                elif number in (signal.SIGTERM, signal.SIGINT) and self._request < StopRequest.LEAVE:
+                    self.ask(StopRequest.LEAVE, signal.Signals(number).name)
                     threading.Thread(target=self._insist, name="leaving", daemon=True).start()
         os.close(self._reader)
 
@@ -97,5 +97,5 @@ class Stopping:
         assert self._stop_file is not None
         while not self._ended.wait(POLL_SECONDS):
             if os.path.exists(self._stop_file):
-                self.ask(Request.SAVE, f"{self._stop_file} is there")
+                self.ask(StopRequest.SAVE, f"{self._stop_file} is there")
                 return

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from watcher.backtest.pictures import Judged, Knowledge
-from watcher.backtest.run import BackTest, PictureResult, alerts_of
-from watcher.backtest.score import Bin, Score, Share
-from watcher.judge.verdict import PowerState
+from wattwatch.watcher.backtest.run import BacktestResult, CaseResults, alert_statistics
+from wattwatch.watcher.backtest.score import CaseScore, ConfidenceBin, JudgedCase, ProgressKnowledge, Ratio
+from wattwatch.watcher.detection.model import PowerState
 
-NAMED: Final = 5
-HEADS: Final = {
-    Knowledge.NONE: "One picture, nothing known of the steps",
-    Knowledge.WORD: "One picture, and the reporter's word on progress",
+MAX_FILES_LISTED: Final = 5
+HEADINGS: Final = {
+    ProgressKnowledge.NONE: "One picture, nothing known of the steps",
+    ProgressKnowledge.WORD: "One picture, and the reporter's word on progress",
 }
 
 
-def as_object(test: BackTest) -> dict[str, Any]:
+def backtest_object(test: BacktestResult) -> dict[str, Any]:
     return {
         "cases": {
             "scored": test.scored,
@@ -56,13 +55,13 @@ def as_object(test: BackTest) -> dict[str, Any]:
                 for each in test.series
             ],
             "false_alarms_per_day": {
-                kind: row.false_per_day for kind, row in alerts_of(test.series).items() if row.false
+                kind: row.false_per_day for kind, row in alert_statistics(test.series).items() if row.false
             },
         },
     }
 
 
-def _picture_object(result: PictureResult) -> dict[str, Any]:
+def _picture_object(result: CaseResults) -> dict[str, Any]:
     plain = result.plain
     return {
         "exact": _share(plain.exact),
@@ -86,11 +85,11 @@ def _picture_object(result: PictureResult) -> dict[str, Any]:
     }
 
 
-def _share(share: Share) -> dict[str, Any]:
+def _share(share: Ratio) -> dict[str, Any]:
     return {"right": share.right, "of": share.of, "rate": None if share.rate is None else round(share.rate, 3)}
 
 
-def _bin(each: Bin) -> dict[str, Any]:
+def _bin(each: ConfidenceBin) -> dict[str, Any]:
     return {
         "low": each.low,
         "high": each.high,
@@ -101,7 +100,7 @@ def _bin(each: Bin) -> dict[str, Any]:
     }
 
 
-def _said(judged: Judged) -> dict[str, Any]:
+def _said(judged: JudgedCase) -> dict[str, Any]:
     other = judged.verdict.alternative
     return {
         "case": judged.case.name,
@@ -113,11 +112,11 @@ def _said(judged: Judged) -> dict[str, Any]:
     }
 
 
-def as_text(test: BackTest) -> str:
+def backtest_text(test: BacktestResult) -> str:
     return "\n".join(_lines(test))
 
 
-def _lines(test: BackTest) -> Iterator[str]:
+def _lines(test: BacktestResult) -> Iterator[str]:
     unscored = test.unscored
     if test.scored or unscored.state_unknown or unscored.no_such_state or unscored.no_reading:
         yield f"{test.scored} cases with watts, utilisation and a state that a picture can have"
@@ -126,7 +125,7 @@ def _lines(test: BackTest) -> Iterator[str]:
         yield f"              {_counts('watts or utilisation not reported', test.unscored.no_reading)}"
     for knowledge, result in test.pictures.items():
         yield ""
-        yield from _picture_lines(HEADS[knowledge], result)
+        yield from _picture_lines(HEADINGS[knowledge], result)
     if test.pictures:
         yield ""
         yield "* judged without the profile of its model, by the shares of the limit that hold for all boards. Nothing"
@@ -136,15 +135,17 @@ def _lines(test: BackTest) -> Iterator[str]:
         yield from _series_lines(test)
     if test.unlabelled:
         yield ""
-        more = len(test.unlabelled) - NAMED
-        yield f"without a label: {', '.join(test.unlabelled[:NAMED])}" + (f" and {more} more" if more > 0 else "")
+        more = len(test.unlabelled) - MAX_FILES_LISTED
+        yield f"without a label: {', '.join(test.unlabelled[:MAX_FILES_LISTED])}" + (
+            f" and {more} more" if more > 0 else ""
+        )
 
 
 def _counts(words: str, counts: Mapping[str, int]) -> str:
     return f"{words}: {', '.join(f'{name} {count}' for name, count in counts.items()) or 'none'}"
 
 
-def _picture_lines(head: str, result: PictureResult) -> Iterator[str]:
+def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:
     plain = result.plain
     yield head
     yield f"  exact            {_percent(plain.exact)}    each GPU model left out*: {_percent(result.left_out)}"
@@ -175,17 +176,17 @@ def _picture_lines(head: str, result: PictureResult) -> Iterator[str]:
             )
 
 
-def _percent(share: Share) -> str:
+def _percent(share: Ratio) -> str:
     return f"{share.right} of {share.of}" + ("" if share.rate is None else f" ({share.rate:.1%})")
 
 
-def _bin_words(each: Bin | None) -> str:
+def _bin_words(each: ConfidenceBin | None) -> str:
     if each is None:
         return "   -                "
     return f"{each.confidence:.2f}   {each.right.right:2}/{each.right.of:<2}   {each.off:.2f}"
 
 
-def _matrix_lines(plain: Score) -> Iterator[str]:
+def _matrix_lines(plain: CaseScore) -> Iterator[str]:
     """A row a label, a column what was said, and for each kind how often it was found and said of others."""
     said: Sequence[PowerState] = [s for s in PowerState if any(row.get(s) for row in plain.matrix.values())]
     yield "  was \\ said     " + " ".join(f"{s.value[:9]:>9}" for s in said) + "    found   of others"
@@ -197,9 +198,9 @@ def _matrix_lines(plain: Score) -> Iterator[str]:
         yield f"  {label.value:<14} {cells}   {found:>6}   {kind.false:>9}"
 
 
-def _series_lines(test: BackTest) -> Iterator[str]:
+def _series_lines(test: BacktestResult) -> Iterator[str]:
     yield f"{len(test.series)} logs and recordings, {test.days * 24:.1f} h in all"
-    for state, row in alerts_of(test.series).items():
+    for state, row in alert_statistics(test.series).items():
         if row.incidents.of:
             delays = ", ".join(f"{delay:.0f} s" for delay in row.delays_seconds) or "-"
             sure = ", ".join(f"{delay:.0f} s" for delay in row.confirmed_delays_seconds) or "-"

@@ -1,4 +1,4 @@
-"""The whole back test: every labelled picture and log of a directory, judged and scored. Pure but for reading them."""
+"""Labelled logs and recordings through the real engine: what it said when, against what happened."""
 
 from __future__ import annotations
 
@@ -8,30 +8,149 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from watcher.backtest.labelled import Case, read_labelled
-from watcher.backtest.pictures import Judged, Knowledge, judge
-from watcher.backtest.score import Bin, Score, Share, reliability_of, score, share_of
-from watcher.backtest.series import DAY_SECONDS, PlayedSeries, play
-from watcher.judge.verdict import PowerState
+from wattwatch.watcher.backtest.cases import LabeledCase, LabeledInterval, LabeledSeries, LabelError, read_labeled_data
+from wattwatch.watcher.backtest.score import (
+    CaseScore,
+    ConfidenceBin,
+    JudgedCase,
+    ProgressKnowledge,
+    Ratio,
+    correct_ratio,
+    judge_cases,
+    reliability,
+    score_cases,
+)
+from wattwatch.watcher.detection.model import AlertName, PowerState, Severity
+from wattwatch.watcher.engine.snapshot import EpisodeView
+from wattwatch.watcher.recordings.format import RecordingError
+from wattwatch.watcher.recordings.inputs import GpuLog, InputError, read_input_file
+from wattwatch.watcher.recordings.replay import AlertChange, replay
+
+DAY_SECONDS: Final = 86_400.0
+# What tells of a state. A state that is not here wants no alert.
+ALERTS_BY_STATE: Final[Mapping[str, frozenset[str]]] = {
+    "hang": frozenset({AlertName.JOB_HUNG, AlertName.CHECKPOINT_STALLED}),
+    "crash": frozenset({AlertName.JOB_CRASHED}),
+    "gpu_fault": frozenset({AlertName.GPU_FAULT}),
+    "starvation": frozenset({AlertName.JOB_STARVING, AlertName.JOB_SLOW}),
+    "communication": frozenset({AlertName.JOB_SLOW}),
+    "straggler": frozenset({AlertName.STRAGGLER, AlertName.JOB_SLOW}),
+    "throttle": frozenset({AlertName.GPU_THROTTLED, AlertName.JOB_SLOW}),
+    "completed": frozenset({AlertName.JOB_COMPLETED}),
+    "unreachable": frozenset({AlertName.NODE_UNREACHABLE, AlertName.PROBE_BLIND}),
+}
+ALERTING_STATES: Final = frozenset(ALERTS_BY_STATE) - {
+    "communication"
+}  # a slow link may be told; that a job communicates need not be
+
+
+@dataclass(frozen=True, slots=True)
+class LabeledIncident:
+    """One interval that wants an alert. Delays count from its beginning; None: never told, or never confirmed."""
+
+    state: str
+    from_seconds: float
+    delay_seconds: float | None  # to the first alert of it, which may be a suspicion
+    confirmed_delay_seconds: float | None  # to the first that is none
+    confirmed: bool  # in the end
+
+
+@dataclass(frozen=True, slots=True)
+class FalseAlarm:
+    alert: str
+    severity: str
+    confirmed: bool
+    opened_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesResult:
+    name: str
+    seconds: float
+    rounds: int
+    incidents: tuple[LabeledIncident, ...]
+    false_alarms: tuple[FalseAlarm, ...]
+
+
+def run_series(series: LabeledSeries) -> SeriesResult:
+    """Raises LabelError where the file cannot be read, or its label tells of times beyond it."""
+    try:
+        source = read_input_file(series.path)
+        if isinstance(source, GpuLog) and not any(m.sample and m.sample.gpus for m in source.moments):
+            raise InputError(f"{series.path}: holds no GPU readings: {source.detail or source.status.value}")
+        result = replay(series.name, source)
+    except (InputError, RecordingError) as error:
+        raise LabelError(str(error)) from None
+    for interval in series.intervals:
+        if interval.from_seconds > result.seconds:
+            raise LabelError(
+                f"{series.path}: is {result.seconds:.0f} s long, and its label tells of {interval.state} from "
+                f"{interval.from_seconds:.0f} s on: from_seconds counts from the first sample"
+            )
+    told = [e for e in result.episodes if e.suppressed_by is None]
+    return SeriesResult(
+        name=series.name,
+        seconds=result.seconds,
+        rounds=result.rounds,
+        incidents=tuple(
+            _incident(each, told, result.alerts) for each in series.intervals if each.state in ALERTING_STATES
+        ),
+        false_alarms=tuple(
+            FalseAlarm(e.alert, e.severity, e.confirmed, round(e.opened_wall_seconds, 1))
+            for e in told
+            if e.severity != Severity.INFO and not any(_explains(e, each, result.seconds) for each in series.intervals)
+        ),
+    )
+
+
+def _explains(episode: EpisodeView, interval: LabeledInterval, end_seconds: float) -> bool:
+    """The alert is one of the state, and was open in its time."""
+    closed = end_seconds if episode.closed_wall_seconds is None else episode.closed_wall_seconds
+    overlaps = episode.opened_wall_seconds <= interval.to_seconds and closed >= interval.from_seconds
+    return episode.alert in ALERTS_BY_STATE.get(interval.state, frozenset()) and overlaps
+
+
+def _incident(
+    interval: LabeledInterval, told: Sequence[EpisodeView], changes: Sequence[AlertChange]
+) -> LabeledIncident:
+    within = [
+        e
+        for e in told
+        if e.alert in ALERTS_BY_STATE[interval.state]
+        and interval.from_seconds <= e.opened_wall_seconds <= interval.to_seconds
+    ]
+    of = {e.id for e in within}
+    first = min((e.opened_wall_seconds for e in within), default=None)
+    sure = min((c.at_seconds for c in changes if c.episode.id in of and c.episode.confirmed), default=None)
+    return LabeledIncident(
+        interval.state,
+        interval.from_seconds,
+        None if first is None else round(first - interval.from_seconds, 1),
+        None if sure is None else round(sure - interval.from_seconds, 1),
+        any(e.confirmed for e in within),
+    )
+
+
+# The whole back test: every labelled picture and log of a directory, judged and scored. Pure but for reading them.
 
 # A hang that the picture cannot tell must be said with no more than this, and named as what it may be instead.
-UNSURE: Final = 0.6
+MAX_UNSURE_CONFIDENCE: Final = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class PictureResult:
+class CaseResults:
     """The scored pictures under one knowledge of the steps."""
 
-    plain: Score
-    left_out: Share  # the same, each board judged without the profile of its own model
+    plain: CaseScore
+    left_out: Ratio  # the same, each board judged without the profile of its own model
     left_out_false_hangs: int
-    left_out_reliability: tuple[Bin, ...]
-    unfindable: tuple[Judged, ...]  # missed hangs, those that lack a reading among them
-    overconfident: tuple[Judged, ...]  # of those: said with too much confidence, or hang is not the alternative
+    left_out_reliability: tuple[ConfidenceBin, ...]
+    unfindable: tuple[JudgedCase, ...]  # missed hangs, those that lack a reading among them
+    overconfident: tuple[JudgedCase, ...]  # of those: said with too much confidence, or hang is not the alternative
 
 
 @dataclass(frozen=True, slots=True)
-class Unscored:
+class UnscoredCases:
     """Cases that are no question to a picture, by why."""
 
     state_unknown: Mapping[str, int]  # by what was said of them
@@ -40,10 +159,10 @@ class Unscored:
 
 
 @dataclass(frozen=True, slots=True)
-class AlertCount:
+class AlertStatistics:
     """One kind of alert over all logs."""
 
-    incidents: Share  # told of those that happened
+    incidents: Ratio  # told of those that happened
     delays_seconds: tuple[float, ...]  # to the first word of it
     confirmed_delays_seconds: tuple[float, ...]
     false: int
@@ -51,11 +170,11 @@ class AlertCount:
 
 
 @dataclass(frozen=True, slots=True)
-class BackTest:
+class BacktestResult:
     scored: int
-    unscored: Unscored
-    pictures: Mapping[Knowledge, PictureResult]
-    series: tuple[PlayedSeries, ...]
+    unscored: UnscoredCases
+    pictures: Mapping[ProgressKnowledge, CaseResults]
+    series: tuple[SeriesResult, ...]
     unlabelled: tuple[str, ...]
 
     @property
@@ -63,46 +182,48 @@ class BackTest:
         return sum(each.seconds for each in self.series) / DAY_SECONDS
 
 
-def back_test(directory: Path, knowledges: Sequence[Knowledge]) -> BackTest:
+def run_backtest(directory: Path, knowledges: Sequence[ProgressKnowledge]) -> BacktestResult:
     """Raises LabelError."""
-    labelled = read_labelled(directory)
+    labelled = read_labeled_data(directory)
     question = [case for case in labelled.cases if case.state is not None and case.readable]
     blind = [case for case in labelled.cases if case.state is not None and not case.readable]
-    return BackTest(
+    return BacktestResult(
         scored=len(question),
         unscored=_unscored(labelled.cases),
-        pictures={knowledge: _pictures(question, blind, knowledge) for knowledge in knowledges if question},
-        series=tuple(play(each) for each in labelled.series),
+        pictures={knowledge: _case_results(question, blind, knowledge) for knowledge in knowledges if question},
+        series=tuple(run_series(each) for each in labelled.series),
         unlabelled=labelled.unlabelled,
     )
 
 
-def _pictures(question: Sequence[Case], blind: Sequence[Case], knowledge: Knowledge) -> PictureResult:
-    plain = score(judge(question, knowledge))
-    left_out = judge(question, knowledge, leave_model_out=True)
+def _case_results(
+    question: Sequence[LabeledCase], blind: Sequence[LabeledCase], knowledge: ProgressKnowledge
+) -> CaseResults:
+    plain = score_cases(judge_cases(question, knowledge))
+    left_out = judge_cases(question, knowledge, leave_model_out=True)
     with_a_board = [case for case in blind if case.state is PowerState.HANG and case.samples["samples"]]
-    missed = [j for j in (*plain.missed, *judge(with_a_board, knowledge)) if j.case.state is PowerState.HANG]
+    missed = [j for j in (*plain.missed, *judge_cases(with_a_board, knowledge)) if j.case.state is PowerState.HANG]
     missed = [j for j in missed if not j.right]
-    return PictureResult(
+    return CaseResults(
         plain=plain,
-        left_out=share_of(left_out),
+        left_out=correct_ratio(left_out),
         left_out_false_hangs=sum(j.verdict.state is PowerState.HANG and not j.right for j in left_out),
-        left_out_reliability=reliability_of(left_out),
+        left_out_reliability=reliability(left_out),
         unfindable=tuple(missed),
-        overconfident=tuple(j for j in missed if not _doubts(j)),
+        overconfident=tuple(j for j in missed if not _is_unsure(j)),
     )
 
 
-def _doubts(judged: Judged) -> bool:
+def _is_unsure(judged: JudgedCase) -> bool:
     other = judged.verdict.alternative
-    return judged.verdict.confidence <= UNSURE and other is not None and other.state is PowerState.HANG
+    return judged.verdict.confidence <= MAX_UNSURE_CONFIDENCE and other is not None and other.state is PowerState.HANG
 
 
-def _unscored(cases: Sequence[Case]) -> Unscored:
+def _unscored(cases: Sequence[LabeledCase]) -> UnscoredCases:
     readable = [case for case in cases if case.readable]
     open_questions = [case for case in readable if case.label == PowerState.UNKNOWN]
-    return Unscored(
-        state_unknown=_counted(j.verdict.state.value for j in judge(open_questions, Knowledge.NONE)),
+    return UnscoredCases(
+        state_unknown=_counted(j.verdict.state.value for j in judge_cases(open_questions, ProgressKnowledge.NONE)),
         no_such_state=_counted(c.label for c in readable if c.state is None and c.label != PowerState.UNKNOWN),
         no_reading=_counted(case.label for case in cases if not case.readable),
     )
@@ -112,17 +233,17 @@ def _counted(words: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(words).items()))
 
 
-def alerts_of(series: Sequence[PlayedSeries]) -> dict[str, AlertCount]:
+def alert_statistics(series: Sequence[SeriesResult]) -> dict[str, AlertStatistics]:
     """By state for what happened, by alert for what was told without a reason."""
     days = sum(each.seconds for each in series) / DAY_SECONDS
     incidents = [incident for each in series for incident in each.incidents]
     false = Counter(alarm.alert for each in series for alarm in each.false_alarms)
-    rows: dict[str, AlertCount] = {}
+    rows: dict[str, AlertStatistics] = {}
     for state in sorted({incident.state for incident in incidents}):
         mine = [incident for incident in incidents if incident.state == state]
         delays = tuple(sorted(i.delay_seconds for i in mine if i.delay_seconds is not None))
         sure = tuple(sorted(i.confirmed_delay_seconds for i in mine if i.confirmed_delay_seconds is not None))
-        rows[state] = AlertCount(Share(len(delays), len(mine)), delays, sure, 0, 0.0)
+        rows[state] = AlertStatistics(Ratio(len(delays), len(mine)), delays, sure, 0, 0.0)
     for alert, count in sorted(false.items()):
-        rows[alert] = AlertCount(Share(0, 0), (), (), count, round(count / days, 2) if days else 0.0)
+        rows[alert] = AlertStatistics(Ratio(0, 0), (), (), count, round(count / days, 2) if days else 0.0)
     return rows

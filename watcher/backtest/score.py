@@ -1,21 +1,85 @@
-"""Verdicts against labels: how many are right, of which kind, how sure, on which boards."""
+"""Labelled pictures through triage, and once more as if nothing were known of their board."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
-from watcher.backtest.pictures import Judged
-from watcher.judge.verdict import PowerState
+import orjson
 
-BIN: Final = 0.1
+from wattwatch.collectors.samples import HostStatus
+from wattwatch.watcher.backtest.cases import LabeledCase, LabelError
+from wattwatch.watcher.detection.classifier.features import StepProgress
+from wattwatch.watcher.detection.model import PowerState, Verdict
+from wattwatch.watcher.recordings.inputs import GpuLog, InputError, read_input
+from wattwatch.watcher.recordings.triage import triage_source
+
+
+class ProgressKnowledge(StrEnum):
+    """What the judge is told of the steps."""
+
+    NONE = "none"  # one picture, nothing else
+    WORD = "word"  # what the reporter knew of them
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class JudgedCase:
+    case: LabeledCase
+    verdict: Verdict
+    told: bool  # a word on the steps was passed
+
+    @property
+    def right(self) -> bool:
+        return self.verdict.state is self.case.state
+
+
+def judge_cases(
+    cases: Iterable[LabeledCase], knowledge: ProgressKnowledge, *, leave_model_out: bool = False
+) -> tuple[JudgedCase, ...]:
+    """Each case as `wattwatch triage` judges its file.
+
+    `leave_model_out`: without the board's name, so that the profile made from reports of this very model does not
+    apply; only what holds for all boards, scaled by the limit, is left. That is all that is fitted to boards.
+    """
+    return tuple(
+        _judge_case(case, case.word if knowledge is ProgressKnowledge.WORD else None, leave_model_out=leave_model_out)
+        for case in cases
+    )
+
+
+def _judge_case(case: LabeledCase, word: StepProgress | None, *, leave_model_out: bool) -> JudgedCase:
+    samples = _without_board_names(case.samples) if leave_model_out else case.samples
+    try:
+        source = read_input(case.name, orjson.dumps(samples))
+    except InputError as error:
+        raise LabelError(f"case {case.name}: {error}") from None
+    if not isinstance(source, GpuLog) or len(source.specs) != 1:
+        raise LabelError(f"case {case.name}: is not one job's JSON samples")
+    if case.readable and source.status is not HostStatus.OK:
+        raise LabelError(f"case {case.name}: its samples cannot be read: each reading is a number or null")
+    (triage,) = triage_source(case.name, source, word, None)
+    return JudgedCase(case, triage.verdict, word is not None)
+
+
+def _without_board_names(samples: dict[str, Any]) -> dict[str, Any]:
+    rounds = [
+        {**each, "gpus": [{k: v for k, v in gpu.items() if k != "name"} for gpu in each.get("gpus", [])]}
+        for each in samples["samples"]
+    ]
+    return {**samples, "gpu_model": None, "samples": rounds}
+
+
+# Verdicts against labels: how many are right, of which kind, how sure, on which boards.
+
+BIN_WIDTH: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
     right: int
     of: int
 
@@ -25,21 +89,21 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class StateScore:
     """One state: how often it was found, and how often it was said of something else."""
 
-    found: Share
+    found: Ratio
     false: int
 
 
 @dataclass(frozen=True, slots=True)
-class Bin:
+class ConfidenceBin:
     """Verdicts said with a confidence in [low, high)."""
 
     low: float
     high: float
     confidence: float  # mean of what was said
-    right: Share
+    right: Ratio
 
     @property
     def off(self) -> float:
@@ -47,50 +111,50 @@ class Bin:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class CaseScore:
     """All judged cases have a known state."""
 
-    exact: Share
-    kinds: Mapping[PowerState, Kind]
+    exact: Ratio
+    kinds: Mapping[PowerState, StateScore]
     matrix: Mapping[PowerState, Mapping[PowerState, int]]  # label -> said -> how often
-    reliability: tuple[Bin, ...]
-    models: Mapping[str, Share]
-    missed: tuple[Judged, ...]
+    reliability: tuple[ConfidenceBin, ...]
+    models: Mapping[str, Ratio]
+    missed: tuple[JudgedCase, ...]
 
     @property
-    def hangs(self) -> Kind:
-        return self.kinds.get(PowerState.HANG, Kind(Share(0, 0), 0))
+    def hangs(self) -> StateScore:
+        return self.kinds.get(PowerState.HANG, StateScore(Ratio(0, 0), 0))
 
 
-def score(judged: Sequence[Judged]) -> Score:
+def score_cases(judged: Sequence[JudgedCase]) -> CaseScore:
     labels = [state for state in PowerState if any(j.case.state is state for j in judged)]
     said = [state for state in PowerState if any(j.verdict.state is state for j in judged)]
     matrix = {
         label: dict(Counter(j.verdict.state for j in judged if j.case.state is label).most_common()) for label in labels
     }
     kinds = {
-        state: Kind(
-            Share(matrix.get(state, {}).get(state, 0), sum(matrix.get(state, {}).values())),
+        state: StateScore(
+            Ratio(matrix.get(state, {}).get(state, 0), sum(matrix.get(state, {}).values())),
             sum(row.get(state, 0) for label, row in matrix.items() if label is not state),
         )
         for state in PowerState
         if state in labels or state in said
     }
-    return Score(
-        exact=share_of(judged),
+    return CaseScore(
+        exact=correct_ratio(judged),
         kinds=kinds,
         matrix=matrix,
-        reliability=reliability_of(judged),
+        reliability=reliability(judged),
         models=_models(judged),
         missed=tuple(j for j in judged if not j.right),
     )
 
 
-def share_of(judged: Sequence[Judged]) -> Share:
-    return Share(sum(j.right for j in judged), len(judged))
+def correct_ratio(judged: Sequence[JudgedCase]) -> Ratio:
+    return Ratio(sum(j.right for j in judged), len(judged))
 
 
-def reliability_of(judged: Sequence[Judged]) -> tuple[Bin, ...]:
+def reliability(judged: Sequence[JudgedCase]) -> tuple[ConfidenceBin, ...]:
     """Of verdicts said with 0.9, nine in ten should be right. `unknown` asserts nothing and is not counted; nor is,
     where the steps are known, a case of which nobody knew any: what it was told is what the other run was told."""
     with_word = any(j.told for j in judged)
@@ -99,14 +163,18 @@ def reliability_of(judged: Sequence[Judged]) -> tuple[Bin, ...]:
     for number, each in groupby(sorted(sure, key=_bin_of), key=_bin_of):
         rows = list(each)
         mean = sum(j.verdict.confidence for j in rows) / len(rows)
-        bins.append(Bin(round(number * BIN, 1), round((number + 1) * BIN, 1), round(mean, 3), share_of(rows)))
+        bins.append(
+            ConfidenceBin(
+                round(number * BIN_WIDTH, 1), round((number + 1) * BIN_WIDTH, 1), round(mean, 3), correct_ratio(rows)
+            )
+        )
     return tuple(bins)
 
 
-def _bin_of(judged: Judged) -> int:
-    return int(round(judged.verdict.confidence, 2) * 100) // round(BIN * 100)
+def _bin_of(judged: JudgedCase) -> int:
+    return int(round(judged.verdict.confidence, 2) * 100) // round(BIN_WIDTH * 100)
 
 
-def _models(judged: Sequence[Judged]) -> dict[str, Share]:
+def _models(judged: Sequence[JudgedCase]) -> dict[str, Ratio]:
     names = sorted({j.case.gpu_model for j in judged})
-    return {name: share_of([j for j in judged if j.case.gpu_model == name]) for name in names}
+    return {name: correct_ratio([j for j in judged if j.case.gpu_model == name]) for name in names}

@@ -9,9 +9,9 @@ from typing import Final
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 
-from collectors.simulated.cluster import SimulatedCluster, SimulatedJob
-from collectors.simulated.follow import FollowedJob
-from watcher.demo.receiver import SLACK_PATH, WEBHOOK_PATH
+from wattwatch.collectors.simulated.cluster import SimulatedCluster, SimulatedJob
+from wattwatch.collectors.simulated.real_job import FollowedJob
+from wattwatch.watcher.demo.receiver import SLACK_PATH, WEBHOOK_PATH
 
 INTERVAL_SECONDS: Final = 1.0
 

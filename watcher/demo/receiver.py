@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
-from collectors.clock import Clock
+from wattwatch.collectors.clock import Clock
 
 WEBHOOK_PATH: Final = "/webhook"
 SLACK_PATH: Final = "/slack"
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class ReceivedAlert:
     """One alert of one message, as it was received. `received_seconds`: wall clock of the demo's clock."""
 
     status: str  # "firing" or "resolved"
@@ -37,13 +37,13 @@ class Notice:
         return "\n".join([*self.labels.values(), *self.annotations.values()])
 
 
-class Receiver:
+class DemoReceiver:
     """Listens from construction until `stop`; `notices` and `slack_messages` grow as messages arrive."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._notices: list[Notice] = []
+        self._notices: list[ReceivedAlert] = []
         self._slack_messages = 0
         self._unreadable = 0
         receiver = self
@@ -77,7 +77,7 @@ class Receiver:
         """One message; False where it is not what this path takes."""
         try:
             content = json.loads(body)
-            notices = notices_of(content, received_seconds) if path == WEBHOOK_PATH else ()
+            notices = parse_webhook_payload(content, received_seconds) if path == WEBHOOK_PATH else ()
             known = path == WEBHOOK_PATH or (path == SLACK_PATH and bool(content.get("text") or content.get("blocks")))
         except (ValueError, KeyError, AttributeError, TypeError):
             notices, known = (), False
@@ -87,7 +87,7 @@ class Receiver:
             self._unreadable += not known
         return known
 
-    def notices(self) -> tuple[Notice, ...]:
+    def notices(self) -> tuple[ReceivedAlert, ...]:
         with self._lock:
             return tuple(self._notices)
 
@@ -108,10 +108,10 @@ class Receiver:
         self._thread.join()
 
 
-def notices_of(content: Mapping[str, Any], received_seconds: float) -> tuple[Notice, ...]:
+def parse_webhook_payload(content: Mapping[str, Any], received_seconds: float) -> tuple[ReceivedAlert, ...]:
     """The alerts of one Alertmanager payload. KeyError or TypeError where it is none."""
     return tuple(
-        Notice(
+        ReceivedAlert(
             status=alert["status"],
             alert=alert["labels"]["alertname"],
             job=alert["labels"].get("train_job", ""),

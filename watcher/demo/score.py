@@ -11,13 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from collectors.simulated.driver import PhaseBegan
-from collectors.simulated.scenario import Expected, Scenario
-from watcher.demo.receiver import Notice
+from wattwatch.collectors.simulated.driver import PhaseStarted
+from wattwatch.collectors.simulated.scenario import ExpectedAlert, Scenario
+from wattwatch.watcher.demo.receiver import ReceivedAlert
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ExpectedAlertResult:
     """One expected alert. Times are None where it was not said."""
 
     scenario: str
@@ -32,8 +32,8 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    rows: tuple[Row, ...]
+class DemoScore:
+    rows: tuple[ExpectedAlertResult, ...]
     problems: tuple[str, ...]  # everything: of the rows, notices too many, states that were never seen
 
     @property
@@ -43,12 +43,12 @@ class Score:
 
 def score_run(
     scenarios: Sequence[Scenario],
-    phases: Sequence[PhaseBegan],
-    notices: Sequence[Notice],
+    phases: Sequence[PhaseStarted],
+    notices: Sequence[ReceivedAlert],
     states: Mapping[str, Sequence[str]],
     interval_seconds: float,
     speed: float,
-) -> Score:
+) -> DemoScore:
     """`states`: by job, every state it went through after the warm-up."""
     began = {(phase.scenario, phase.phase): phase.wall_seconds for phase in phases}
     rows = [
@@ -57,24 +57,24 @@ def score_run(
         for expected in scenario.expected
     ]
     problems = [f"{row.scenario}: {problem}" for row in rows for problem in row.problems]
-    problems += [too_many for notice in notices if (too_many := one_too_many(scenarios, notice))]
+    problems += [too_many for notice in notices if (too_many := describe_unexpected(scenarios, notice))]
     problems += [
         f"{scenario.name}: was never seen as {state}; it was {', '.join(states.get(scenario.name, ())) or 'unseen'}"
         for scenario in scenarios
         for state in scenario.states
         if state not in states.get(scenario.name, ())
     ]
-    return Score(tuple(rows), tuple(dict.fromkeys(problems)))
+    return DemoScore(tuple(rows), tuple(dict.fromkeys(problems)))
 
 
 def score_expected(
     scenario: Scenario,
-    expected: Expected,
+    expected: ExpectedAlert,
     began: Mapping[tuple[str, int], float],
-    notices: Sequence[Notice],
+    notices: Sequence[ReceivedAlert],
     interval_seconds: float,
     speed: float,
-) -> Row:
+) -> ExpectedAlertResult:
     injected = began.get((scenario.name, expected.phase))
     mine = [notice for notice in notices if notice.job == scenario.name and notice.alert == expected.alert]
     early = [n for n in mine if n.status == "firing" and (injected is None or n.received_seconds < injected)]
@@ -89,9 +89,9 @@ def score_expected(
         problems.append(f"{expected.alert} was not said")
     else:
         late = firing[0].received_seconds - injected
-        after = 1000 * (firing[0].received_seconds - second_sample(injected, interval_seconds)) / speed
-        problems += faults_of(expected, mine, firing)
-    return Row(
+        after = 1000 * (firing[0].received_seconds - second_clear_sample(injected, interval_seconds)) / speed
+        problems += find_problems(expected, mine, firing)
+    return ExpectedAlertResult(
         scenario=scenario.name,
         injected=scenario.phases[expected.phase].injects,
         alert=expected.alert,
@@ -104,13 +104,13 @@ def score_expected(
     )
 
 
-def second_sample(injected_seconds: float, interval_seconds: float) -> float:
+def second_clear_sample(injected_seconds: float, interval_seconds: float) -> float:
     """Samples fall on multiples of the interval. The first one after the injection averages over before and after;
     the two after that show nothing but the fault."""
     return (math.ceil(injected_seconds / interval_seconds) + 2) * interval_seconds
 
 
-def faults_of(expected: Expected, mine: Sequence[Notice], firing: Sequence[Notice]) -> list[str]:
+def find_problems(expected: ExpectedAlert, mine: Sequence[ReceivedAlert], firing: Sequence[ReceivedAlert]) -> list[str]:
     """What is wrong with the notices that came after the injection."""
     problems = []
     if expected.severity not in [notice.severity for notice in firing]:
@@ -137,7 +137,7 @@ def faults_of(expected: Expected, mine: Sequence[Notice], firing: Sequence[Notic
     return problems
 
 
-def one_too_many(scenarios: Sequence[Scenario], notice: Notice) -> str | None:
+def describe_unexpected(scenarios: Sequence[Scenario], notice: ReceivedAlert) -> str | None:
     """The complaint about a notice that no scenario expects."""
     if notice.status != "firing":
         return None

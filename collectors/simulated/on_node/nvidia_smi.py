@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 Gpu = dict[str, Any]
-SECONDS_BETWEEN_LOOKS = 0.05
+POLL_SECONDS = 0.05
 MEBIBYTE = 1 << 20
 
 FAILURES = {
@@ -77,7 +77,7 @@ def wait_while_hung() -> dict[str, Any]:
     while state.get("smi") == "hang":
         if os.getppid() != parent:
             sys.exit(1)
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(POLL_SECONDS)
         state = read_state()
     return state
 
@@ -204,7 +204,7 @@ def table_text(state: dict[str, Any]) -> tuple[int, str]:
     return 0, "\n".join([*lines, TABLE_END]) + "\n"
 
 
-def answer(arguments: dict[str, str]) -> tuple[int, str]:
+def run_query(arguments: dict[str, str]) -> tuple[int, str]:
     """Exit code and standard output."""
     state = wait_while_hung()
     if state.get("smi", "ok") in FAILURES:
@@ -236,7 +236,7 @@ def main(words: list[str]) -> int:
     seconds = float(arguments.get("-l") or arguments.get("--loop") or 0)
     seconds = seconds or float(arguments.get("-lms") or arguments.get("--loop-ms") or 0) / 1000
     while True:
-        code, text = answer(arguments)
+        code, text = run_query(arguments)
         sys.stdout.write(text)
         sys.stdout.flush()
         if not seconds:

@@ -31,7 +31,7 @@ GPU_IS_LOST = 15
 UNKNOWN = 999
 
 FIRST_HANDLE = 0x5A000001
-SECONDS_BETWEEN_LOOKS = 0.2
+POLL_SECONDS = 0.2
 
 FIELD_ENERGY, FIELD_POWER_AVERAGE, FIELD_POWER_INSTANT = 83, 185, 186
 VALUE_TYPE_UNSIGNED_INT, VALUE_TYPE_UNSIGNED_LONG_LONG = 1, 3
@@ -64,7 +64,7 @@ class State:
         return self._content
 
 
-def load(state_file: str) -> Library:
+def load_library(state_file: str) -> Library:
     state = State(state_file)
     if state.now().get("nvml") == "absent":
         raise OSError("libnvidia-ml.so.1: cannot open shared object file: No such file or directory")
@@ -80,14 +80,14 @@ class Library:
     def __getattr__(self, name: str) -> functools.partial[int]:
         if name not in ENTRIES:
             raise AttributeError(f"undefined symbol: {name}")
-        return functools.partial(call, ENTRIES[name], self._state)
+        return functools.partial(call_driver, ENTRIES[name], self._state)
 
 
-def call(entry: Entry, state: State, *arguments: Any) -> int:
+def call_driver(entry: Entry, state: State, *arguments: Any) -> int:
     """One call into the driver: it does not return while the driver hangs."""
     content = state.now()
     while content.get("nvml") == "hang":
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(POLL_SECONDS)
         content = state.now()
     return entry(state, *arguments) if content else UNKNOWN
 
@@ -100,7 +100,7 @@ def entry(*names: str) -> Callable[[Entry], Entry]:
     return register
 
 
-def of_gpu(*names: str, dies_with_gpu: bool = True) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def gpu_entry(*names: str, dies_with_gpu: bool = True) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """An entry point whose first argument is a device handle."""
 
     def register(function: Callable[..., int]) -> Callable[..., int]:
@@ -204,22 +204,22 @@ def handle_by(state: State, key: str, wanted: Any, handle: Any) -> int:
 # What a lost GPU still answers
 
 
-@of_gpu("nvmlDeviceGetName", dies_with_gpu=False)
+@gpu_entry("nvmlDeviceGetName", dies_with_gpu=False)
 def nvml_name(gpu: Gpu, buffer: Any, _size: Any) -> int:
     return write_text(buffer, gpu["name"])
 
 
-@of_gpu("nvmlDeviceGetUUID", dies_with_gpu=False)
+@gpu_entry("nvmlDeviceGetUUID", dies_with_gpu=False)
 def nvml_uuid(gpu: Gpu, buffer: Any, _size: Any) -> int:
     return write_text(buffer, gpu["uuid"])
 
 
-@of_gpu("nvmlDeviceGetIndex", "nvmlDeviceGetMinorNumber", dies_with_gpu=False)
+@gpu_entry("nvmlDeviceGetIndex", "nvmlDeviceGetMinorNumber", dies_with_gpu=False)
 def nvml_index(gpu: Gpu, index: Any) -> int:
     return write(index, gpu["index"])
 
 
-@of_gpu("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2", dies_with_gpu=False)
+@gpu_entry("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2", dies_with_gpu=False)
 def nvml_pci_info(gpu: Gpu, argument: Any) -> int:
     info = pointee(argument)
     domain, bus, device = gpu["bus"].split(".")[0].split(":")
@@ -229,7 +229,7 @@ def nvml_pci_info(gpu: Gpu, argument: Any) -> int:
     return SUCCESS
 
 
-@of_gpu(
+@gpu_entry(
     "nvmlDeviceGetEnforcedPowerLimit",
     "nvmlDeviceGetPowerManagementLimit",
     "nvmlDeviceGetPowerManagementDefaultLimit",
@@ -242,12 +242,12 @@ def nvml_power_limit(gpu: Gpu, milliwatts: Any) -> int:
 # What moves
 
 
-@of_gpu("nvmlDeviceGetPowerUsage")
+@gpu_entry("nvmlDeviceGetPowerUsage")
 def nvml_power(gpu: Gpu, milliwatts: Any) -> int:
     return write(milliwatts, gpu["power_mw"])
 
 
-@of_gpu("nvmlDeviceGetTotalEnergyConsumption")
+@gpu_entry("nvmlDeviceGetTotalEnergyConsumption")
 def nvml_energy(gpu: Gpu, millijoules: Any) -> int:
     return write(millijoules, energy_now(gpu))
 
@@ -257,14 +257,14 @@ def energy_now(gpu: Gpu) -> int:
     return int(gpu["energy_mj"] + gpu["power_mw"] * max(0.0, time.time() - gpu["energy_at"]))
 
 
-@of_gpu("nvmlDeviceGetUtilizationRates")
+@gpu_entry("nvmlDeviceGetUtilizationRates")
 def nvml_utilization(gpu: Gpu, argument: Any) -> int:
     rates = pointee(argument)
     rates.gpu, rates.memory = gpu["util"], gpu["mem_util"]
     return SUCCESS
 
 
-@of_gpu("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2")
+@gpu_entry("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2")
 def nvml_memory(gpu: Gpu, argument: Any) -> int:
     memory = pointee(argument)
     memory.total, memory.used = gpu["mem_total"], gpu["mem_used"]
@@ -272,44 +272,44 @@ def nvml_memory(gpu: Gpu, argument: Any) -> int:
     return SUCCESS
 
 
-@of_gpu("nvmlDeviceGetTemperature")
+@gpu_entry("nvmlDeviceGetTemperature")
 def nvml_temperature(gpu: Gpu, _sensor: Any, celsius: Any) -> int:
     return write(celsius, gpu["temp"])
 
 
-@of_gpu("nvmlDeviceGetTemperatureV")
+@gpu_entry("nvmlDeviceGetTemperatureV")
 def nvml_temperature_v(gpu: Gpu, argument: Any) -> int:
     pointee(argument).temperature = gpu["temp"]
     return SUCCESS
 
 
-@of_gpu("nvmlDeviceGetClockInfo")
+@gpu_entry("nvmlDeviceGetClockInfo")
 def nvml_clock(gpu: Gpu, _kind: Any, megahertz: Any) -> int:
     return write(megahertz, gpu["sm_clock"])
 
 
-@of_gpu("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+@gpu_entry("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 def nvml_event_reasons(gpu: Gpu, mask: Any) -> int:
     return write(mask, gpu["throttle"])
 
 
-@of_gpu("nvmlDeviceGetPerformanceState", "nvmlDeviceGetPowerState")
+@gpu_entry("nvmlDeviceGetPerformanceState", "nvmlDeviceGetPowerState")
 def nvml_performance_state(gpu: Gpu, state: Any) -> int:
     return write(state, gpu["pstate"])
 
 
-@of_gpu("nvmlDeviceGetPersistenceMode")
+@gpu_entry("nvmlDeviceGetPersistenceMode")
 def nvml_persistence(_gpu: Gpu, mode: Any) -> int:
     return write(mode, 1)
 
 
-@of_gpu("nvmlDeviceGetMigMode")
+@gpu_entry("nvmlDeviceGetMigMode")
 def nvml_mig(_gpu: Gpu, current: Any, pending: Any) -> int:
     write(pending, 0)
     return write(current, 0)
 
 
-@of_gpu("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
+@gpu_entry("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
 def nvml_processes(gpu: Gpu, count: Any, rows: Any) -> int:
     pids: list[int] = gpu["pids"]
     room = pointee(count).value
@@ -322,12 +322,12 @@ def nvml_processes(gpu: Gpu, count: Any, rows: Any) -> int:
     return SUCCESS
 
 
-@of_gpu("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2")
+@gpu_entry("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2")
 def nvml_graphics_processes(_gpu: Gpu, count: Any, _rows: Any) -> int:
     return write(count, 0)
 
 
-@of_gpu("nvmlDeviceGetFieldValues", dies_with_gpu=False)
+@gpu_entry("nvmlDeviceGetFieldValues", dies_with_gpu=False)
 def nvml_field_values(gpu: Gpu, count: Any, argument: Any) -> int:
     for field in pointee(argument)[: number_of(count)]:
         field.timestamp = int(time.time() * 1e6)

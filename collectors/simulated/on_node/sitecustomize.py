@@ -21,7 +21,7 @@ from typing import Any, SupportsIndex
 LIBRARY = "libnvidia-ml.so.1"
 
 
-def call_host(name: str) -> None:
+def set_host_name(name: str) -> None:
     """A real rank on a simulated node: what it calls its host is what a watcher, or a gate, looks for there."""
     system, _, *others = os.uname()
     named = os.uname_result((system, name, *others))
@@ -76,7 +76,7 @@ def load_pynvml_from(path: str) -> None:
 
 
 if "WATTWATCH_NODE_HOSTNAME" in os.environ:
-    call_host(os.environ["WATTWATCH_NODE_HOSTNAME"])
+    set_host_name(os.environ["WATTWATCH_NODE_HOSTNAME"])
 
 if "WATTWATCH_NODE_STATE" in os.environ:
     if os.environ.get("WATTWATCH_NODE_SPEED", "1") != "1":

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.collectors.probe.running import Node
+from tests.collectors.probe.running_probe import Node
 
 
 @pytest.fixture

@@ -13,23 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from collectors.probe.node_probe import load_nvml
-from collectors.probe.payload import _pynvml_source, launch_command, payload
-from collectors.probe.request import LogSource, ProbeRequest
-from collectors.samples import HostStatus, PowerSource
-from tests.collectors.probe.running import Node, running, wait_until
+from tests.collectors.probe.running_probe import Node, running_probe, wait_until
+from wattwatch.collectors.probe.node_probe import load_nvml
+from wattwatch.collectors.probe.payload import _pynvml_source, probe_command, probe_payload
+from wattwatch.collectors.probe.request import LogSource, ProbeRequest
+from wattwatch.collectors.samples import HostStatus, PowerSource
 
 REQUEST = ProbeRequest(interval_seconds=0.2)
 F_SETPIPE_SZ = 1031
 
 
 def test_the_probe_is_python_3_8() -> None:
-    source = resources.files("collectors.probe").joinpath("node_probe.py").read_text("utf-8")
+    source = resources.files("wattwatch.collectors.probe").joinpath("node_probe.py").read_text("utf-8")
     ast.parse(source, feature_version=(3, 8))
 
 
 def test_the_command_passes_any_login_shell_and_any_limit() -> None:
-    command = launch_command(REQUEST)
+    command = probe_command(REQUEST)
     assert len(command) < 4096
     head, script, tail = command.split("'")
     assert (head, tail) == ("exec /bin/sh -c ", "")
@@ -37,13 +37,13 @@ def test_the_command_passes_any_login_shell_and_any_limit() -> None:
 
 
 def test_one_payload_serves_all_nodes_with_the_same_request() -> None:
-    assert payload(ProbeRequest(process_pattern="x")) is payload(ProbeRequest(process_pattern="x"))
+    assert probe_payload(ProbeRequest(process_pattern="x")) is probe_payload(ProbeRequest(process_pattern="x"))
 
 
 def test_nvidia_smi_is_read_where_there_is_no_nvml(node: Node) -> None:
     node.with_python()
     node.with_nvidia_smi()
-    with running(node, REQUEST) as probe:
+    with running_probe(node, REQUEST) as probe:
         sample = probe.sample(lambda s: s.gpus is not None)
         assert sample.status is HostStatus.OK
         assert sample.gpu_source == "nvidia-smi"
@@ -63,7 +63,7 @@ def test_a_field_that_an_old_driver_does_not_know_is_asked_no_more(node: Node) -
         """echo "Field \\"$field\\" is not a valid field to query."; exit 2;; esac; done\n"""
         f'echo "{answer}, 300, P8, Disabled, 27.00"',
     )
-    with running(node, REQUEST) as probe:
+    with running_probe(node, REQUEST) as probe:
         sample = probe.sample(lambda s: s.gpus is not None)
         (gpu,) = sample.gpus or ()
         assert (gpu.power_watts, gpu.performance_state, gpu.mig) == (27.0, "P8", False)
@@ -72,7 +72,7 @@ def test_a_field_that_an_old_driver_does_not_know_is_asked_no_more(node: Node) -
 def test_a_node_without_gpu_tools_says_so(node: Node) -> None:
     node.with_python()
     (node.root / "proc").rmdir()
-    with running(node, REQUEST) as probe:
+    with running_probe(node, REQUEST) as probe:
         sample = probe.sample(lambda s: True)
         assert sample.gpus is None
         assert sample.status is not HostStatus.OK
@@ -82,7 +82,7 @@ def test_a_node_without_gpu_tools_says_so(node: Node) -> None:
 def test_a_hanging_nvidia_smi_is_named_with_its_age_started_once_and_gone_at_the_end(node: Node) -> None:
     node.with_fast_python(10.0)
     node.script("nvidia-smi", f"echo started >>{node.root}/starts; exec sleep 1000")
-    with running(node, ProbeRequest(interval_seconds=1.0)) as probe:
+    with running_probe(node, ProbeRequest(interval_seconds=1.0)) as probe:
         sample = probe.sample(lambda s: s.status is HostStatus.SAMPLER_TIMEOUT and bool(s.hung_calls))
         assert sample.detail.startswith("nvidia-smi has not answered for ")
         assert sample.hung_calls[0].call == "nvidia-smi"
@@ -97,7 +97,7 @@ def test_a_hanging_nvidia_smi_is_named_with_its_age_started_once_and_gone_at_the
 def test_nothing_is_left_when_stdin_closes(node: Node) -> None:
     node.with_python()
     node.with_nvidia_smi()
-    with running(node, REQUEST) as probe:
+    with running_probe(node, REQUEST) as probe:
         probe.sample(lambda s: s.sequence >= 1)
         probe.close_stdin()
         probe.is_gone()
@@ -105,21 +105,21 @@ def test_nothing_is_left_when_stdin_closes(node: Node) -> None:
 
 def test_nothing_is_left_when_stdin_closes_within_the_payload(node: Node) -> None:
     node.with_python()
-    with running(node, REQUEST) as probe:
+    with running_probe(node, REQUEST) as probe:
         probe.close_stdin()
         probe.is_gone()
 
 
 def test_the_lease_ends_a_probe_that_nobody_renews(node: Node) -> None:
     node.with_fast_python(60.0)
-    with running(node, ProbeRequest(interval_seconds=5.0)) as probe:
+    with running_probe(node, ProbeRequest(interval_seconds=5.0)) as probe:
         probe.is_gone()
         assert probe.samples[-1].node_seconds - probe.samples[0].node_seconds >= 50.0
 
 
 def test_the_lease_ends_a_probe_whose_peer_is_frozen(node: Node) -> None:
     node.with_fast_python(60.0)
-    with running(node, ProbeRequest(interval_seconds=1.0), read_stdout=False) as probe:
+    with running_probe(node, ProbeRequest(interval_seconds=1.0), read_stdout=False) as probe:
         assert probe.process.stdout is not None
         fcntl.fcntl(probe.process.stdout, F_SETPIPE_SZ, 4096)
         probe.is_gone()
@@ -132,7 +132,7 @@ def test_processes_are_those_that_match_and_those_that_hold_a_gpu(node: Node) ->
     node.process(4100, "train (a) b")
     node.process(4101, "python3", "D")
     node.process(4102, "bash")
-    with running(node, ProbeRequest(0.2, process_pattern="^train")) as probe:
+    with running_probe(node, ProbeRequest(0.2, process_pattern="^train")) as probe:
         sample = probe.sample(lambda s: len(s.processes or ()) == 2)
         first, second = sample.processes or ()
         assert (first.pid, first.name, first.state, first.cpu_seconds) == (4100, "train (a) b", "R", 2.0)
@@ -153,7 +153,7 @@ def test_heartbeats_of_this_host_are_read_again_and_their_ranks_found_by_pid(nod
 
     beat(7, "gpu-01.cluster", 41)
     beat(8, "gpu-02.cluster", 40)
-    with running(node, ProbeRequest(0.2, run_directories=(str(run),))) as probe:
+    with running_probe(node, ProbeRequest(0.2, run_directories=(str(run),))) as probe:
         sample = probe.sample(lambda s: bool(s.progress) and bool(s.processes))
         assert [(p.rank, p.step) for p in sample.progress] == [(7, 41)]
         assert [(p.pid, p.rank) for p in sample.processes or ()] == [(4107, 7)]
@@ -167,7 +167,7 @@ def test_a_log_is_followed_through_growth_rotation_and_truncation(node: Node, tm
     log = tmp_path / "train.log"
     log.write_bytes(b"\xff\x00 binary\n" + b"noise\n" * 3000 + b"step=1 loss=9.0 tok_s=5\n")
     request = ProbeRequest(0.2, logs=(LogSource(str(tmp_path / "*.log")),))
-    with running(node, request) as probe:
+    with running_probe(node, request) as probe:
 
         def step(number: int) -> None:
             probe.sample(lambda s: bool(s.progress) and s.progress[0].step == number)
@@ -189,7 +189,7 @@ def test_a_growing_checkpoint_is_shipped_as_it_grows_and_judged(node: Node, tmp_
     save.mkdir(parents=True)
     (save / "__0_0.distcp").write_bytes(b"x" * 100)
     request = ProbeRequest(1.0, checkpoint_directories=(str(tmp_path / "ckpt"),))
-    with running(node, request) as probe:
+    with running_probe(node, request) as probe:
         sample = probe.sample(lambda s: bool(s.checkpoints) and bool(s.checkpoints[0].entries))
         (entry,) = sample.checkpoints[0].entries
         assert (entry.step, entry.complete, entry.bytes) == (500, False, 100)
@@ -202,7 +202,7 @@ def test_a_growing_checkpoint_is_shipped_as_it_grows_and_judged(node: Node, tmp_
 
 def test_new_kernel_faults_are_reported_once(node: Node) -> None:
     node.with_python()
-    with running(node, REQUEST) as probe:
+    with running_probe(node, REQUEST) as probe:
         probe.sample(lambda s: s.sequence >= 1)
         with (node.root / "dev/kmsg").open("a") as file:
             file.write("6,1,100,-;eth0: link up\n")
@@ -221,7 +221,7 @@ def test_load_and_pressure_come_with_each_line(node: Node) -> None:
     (node.root / "proc/loadavg").write_text("12.50 1.0 1.0 3/900 1\n")
     (node.root / "proc/pressure").mkdir()
     (node.root / "proc/pressure/io").write_text("some avg10=44.00 avg60=0.00 avg300=0.00 total=1\n")
-    with running(node, REQUEST) as probe:
+    with running_probe(node, REQUEST) as probe:
         load = probe.sample(lambda s: s.load.load_1m is not None).load
         assert (load.load_1m, load.io_pressure_percent, load.cpu_pressure_percent) == (12.5, 44.0, None)
 
@@ -237,7 +237,7 @@ def test_workers_of_ranks_come_with_what_they_sleep_in(node: Node) -> None:
     (node.root / "proc/meminfo").write_text(
         "MemTotal: 2000 kB\nMemAvailable: 500 kB\nSwapTotal: 90 kB\nSwapFree: 50 kB\n"
     )
-    with running(node, ProbeRequest(0.2, process_pattern="^train")) as probe:
+    with running_probe(node, ProbeRequest(0.2, process_pattern="^train")) as probe:
         sample = probe.sample(lambda s: len(s.workers) == 2)
         first, second = sample.workers
         assert (first.pid, first.parent_pid, first.name, first.state) == (4200, 4100, "pt_data_worker", "D")
@@ -256,13 +256,13 @@ def test_the_loaded_driver_is_named(node: Node) -> None:
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12.3.0\n"
     )
     (node.root / "proc/driver/nvidia/version").write_text(said)
-    with running(node, ProbeRequest(0.2)) as probe:
+    with running_probe(node, ProbeRequest(0.2)) as probe:
         assert probe.sample(lambda s: s.gpus is not None).driver_version == "550.54.15"
 
 
 def test_a_path_says_what_its_mount_is(node: Node, tmp_path: Path) -> None:
     node.with_python()
-    with running(node, ProbeRequest(0.2, run_directories=(str(tmp_path),))) as probe:
+    with running_probe(node, ProbeRequest(0.2, run_directories=(str(tmp_path),))) as probe:
         (known,) = probe.sample(lambda s: bool(s.filesystems)).filesystems
         assert known.kind
 
@@ -270,7 +270,7 @@ def test_a_path_says_what_its_mount_is(node: Node, tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_read_does_not_stop_the_line(node: Node, tmp_path: Path) -> None:
     node.with_python()
     missing = str(tmp_path / "not there")
-    with running(node, ProbeRequest(0.2, (missing,), checkpoint_directories=(missing,))) as probe:
+    with running_probe(node, ProbeRequest(0.2, (missing,), checkpoint_directories=(missing,))) as probe:
         sample = probe.sample(lambda s: s.sequence >= 2)
         assert sample.checkpoints[0].error == "No such file or directory"
         wait_until(lambda: len(probe.samples) > 4 or None)
@@ -278,7 +278,7 @@ def test_a_directory_that_cannot_be_read_does_not_stop_the_line(node: Node, tmp_
 
 def test_a_renewed_lease_keeps_the_probe(node: Node) -> None:
     node.with_fast_python(60.0)
-    with running(node, ProbeRequest(interval_seconds=5.0)) as probe:
+    with running_probe(node, ProbeRequest(interval_seconds=5.0)) as probe:
         first = probe.sample(lambda s: True)
 
         def long_after() -> bool | None:
@@ -311,7 +311,7 @@ def test_a_read_that_hangs_is_named_and_stops_nothing_else(node: Node, tmp_path:
     (tmp_path / "run/heartbeat").mkdir(parents=True)
     # Opening a FIFO waits for a writer: as a file on a file server that does not answer.
     os.mkfifo(tmp_path / "run/heartbeat/rank-00000.json")
-    with running(node, ProbeRequest(1.0, run_directories=(str(tmp_path / "run"),))) as probe:
+    with running_probe(node, ProbeRequest(1.0, run_directories=(str(tmp_path / "run"),))) as probe:
         sample = probe.sample(lambda s: bool(s.hung_calls))
         assert sample.hung_calls[0].call == f"read {tmp_path}/run/heartbeat"
         assert (sample.status, len(sample.gpus or ())) == (HostStatus.OK, 2)
@@ -322,7 +322,7 @@ def test_a_read_that_hangs_is_named_and_stops_nothing_else(node: Node, tmp_path:
 def test_a_fifo_beside_the_checkpoints_is_not_opened(node: Node, tmp_path: Path) -> None:
     node.with_python()
     os.mkfifo(tmp_path / "dump.pipe")
-    with running(node, ProbeRequest(0.2, checkpoint_directories=(str(tmp_path),))) as probe:
+    with running_probe(node, ProbeRequest(0.2, checkpoint_directories=(str(tmp_path),))) as probe:
         assert probe.sample(lambda s: bool(s.checkpoints)).checkpoints[0].error is None
 
 
@@ -340,7 +340,7 @@ def test_ranks_that_move_to_this_host_after_a_restart_are_found(node: Node, tmp_
 
     beat(0, "gpu-01", 5)
     beat(1, "gpu-02", 5)
-    with running(node, ProbeRequest(1.0, run_directories=(str(tmp_path),))) as probe:
+    with running_probe(node, ProbeRequest(1.0, run_directories=(str(tmp_path),))) as probe:
         probe.sample(lambda s: [p.rank for p in s.progress] == [0])
         beat(0, "gpu-02", 1)
         beat(1, "gpu-01", 1)

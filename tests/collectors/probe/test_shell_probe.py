@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collectors.probe.request import ProbeRequest
-from collectors.samples import HostStatus
-from tests.collectors.probe.running import Node, running
+from tests.collectors.probe.running_probe import Node, running_probe
+from wattwatch.collectors.probe.request import ProbeRequest
+from wattwatch.collectors.samples import HostStatus
 
 REQUEST = ProbeRequest(interval_seconds=1.0)
 
@@ -19,7 +19,7 @@ def test_a_node_without_python_is_read_by_the_shell(node: Node) -> None:
     (node.root / "proc/driver/nvidia/version").write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  555.42.02  Release Build  (root@x)\n"
     )
-    with running(node, REQUEST) as probe:
+    with running_probe(node, REQUEST) as probe:
         sample = probe.sample(lambda s: s.gpus is not None)
         assert (sample.status, sample.gpu_source, sample.node_seconds) == (HostStatus.OK, "shell", 1234.5)
         assert [gpu.utilization_percent for gpu in sample.gpus or ()] == [100.0, 0.0]
@@ -42,7 +42,7 @@ def test_an_old_driver_is_asked_for_less(node: Node) -> None:
         """echo 'Field "clocks_event_reasons.active" is not a valid field to query.'; exit 2;; esac\n"""
         f'echo "{answer}, 300, P8"',
     )
-    with running(node, REQUEST) as probe:
+    with running_probe(node, REQUEST) as probe:
         sample = probe.sample(lambda s: s.gpus is not None)
         assert [(gpu.power_watts, gpu.performance_state) for gpu in sample.gpus or ()] == [(27.0, "P8")]
 
@@ -51,7 +51,7 @@ def test_words_with_quotes_backslashes_and_control_characters_travel(node: Node)
     node.script(
         "nvidia-smi", r"""printf 'Failed "to" \\ initialize NVML: \001Driver/library version mismatch\n'; exit 18"""
     )
-    with running(node, REQUEST) as probe:
+    with running_probe(node, REQUEST) as probe:
         sample = probe.sample(lambda s: bool(s.gpu_source))
         assert sample.status is HostStatus.DRIVER_DOWN
         assert sample.gpus is None
@@ -59,7 +59,7 @@ def test_words_with_quotes_backslashes_and_control_characters_travel(node: Node)
 
 def test_a_hanging_nvidia_smi_is_started_once_and_gone_at_the_end(node: Node) -> None:
     node.script("nvidia-smi", f"echo started >>{node.root}/starts; exec sleep 1000")
-    with running(node, REQUEST) as probe:
+    with running_probe(node, REQUEST) as probe:
         sample = probe.sample(lambda s: s.sequence >= 3)
         assert sample.gpus is None
         assert "nvidia-smi has not answered" in sample.detail
@@ -74,6 +74,6 @@ def test_the_lease_ends_a_shell_probe_that_nobody_renews(node: Node) -> None:
     (node.bin / "sleep").unlink()
     # Its clock is `sleep`: here it runs twenty times as fast.
     node.script("sleep", f'case "$1" in 20) exec {real} 1;; *) exec {real} 0.05;; esac')
-    with running(node, REQUEST) as probe:
+    with running_probe(node, REQUEST) as probe:
         probe.sample(lambda s: s.sequence >= 2)
         probe.is_gone()

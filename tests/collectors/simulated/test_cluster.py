@@ -11,11 +11,11 @@ from typing import Any
 import paramiko
 import pytest
 
-from collectors.probe.payload import LEASE_LINE, launch_command, payload
-from collectors.probe.request import LogSource, ProbeRequest
-from collectors.simulated.cluster import SimulatedCluster, SimulatedJob
-from collectors.simulated.keys import new_private_key, read_key
-from collectors.simulated.scenario import named
+from wattwatch.collectors.probe.payload import LEASE_LINE, probe_command, probe_payload
+from wattwatch.collectors.probe.request import LogSource, ProbeRequest
+from wattwatch.collectors.simulated.cluster import SimulatedCluster, SimulatedJob
+from wattwatch.collectors.simulated.scenario import get_scenario
+from wattwatch.collectors.simulated.ssh_server import new_private_key, read_key
 
 DEADLINE_SECONDS = 30.0
 Line = dict[str, Any]
@@ -23,7 +23,7 @@ Line = dict[str, Any]
 
 @pytest.fixture
 def cluster() -> Iterator[SimulatedCluster]:
-    with SimulatedCluster([named("deadlock"), named("hang")], speed=5) as started:
+    with SimulatedCluster([get_scenario("deadlock"), get_scenario("hang")], speed=5) as started:
         yield started
     assert started.left_behind == ()
     assert not started.directory.exists()
@@ -61,8 +61,8 @@ def launch(client: paramiko.SSHClient, request: ProbeRequest) -> paramiko.Channe
     assert transport is not None
     channel = transport.open_session()
     channel.settimeout(DEADLINE_SECONDS)
-    channel.exec_command(launch_command(request))
-    channel.sendall(payload(request))
+    channel.exec_command(probe_command(request))
+    channel.sendall(probe_payload(request))
     return channel
 
 
@@ -143,7 +143,7 @@ def test_the_node_and_the_watcher_share_one_clock(cluster: SimulatedCluster) -> 
 
 
 def test_pynvml_that_travels_with_the_probe_serves_as_well() -> None:
-    with SimulatedCluster([named("healthy")], preload_pynvml=False) as cluster:
+    with SimulatedCluster([get_scenario("healthy")], preload_pynvml=False) as cluster:
         request = request_of(cluster.jobs[0])
         with login(cluster, "steady-1") as client, launch(client, request) as channel:
             lines = lines_until(lines_of(channel), lambda line: "gpu" in line)

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from collectors.clock import Clock
-from collectors.samples import HostStatus, Reason
-from collectors.simulated.driver import plays_of, show
-from collectors.simulated.node_directory import NodeDirectory
-from collectors.simulated.scenario import named
-from collectors.smi import QUERY_FIELDS, read_gpu_output
+from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.samples import HostStatus, ReadingStatus
+from wattwatch.collectors.simulated.driver import set_up_scenarios, write_job_state
+from wattwatch.collectors.simulated.node_directory import NodeDirectory
+from wattwatch.collectors.simulated.scenario import get_scenario
+from wattwatch.collectors.smi import QUERY_FIELDS, read_gpu_output
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> NodeDirectory:
     """A node of eight boards in a deadlock."""
-    plays, _ = plays_of([named("deadlock")], tmp_path / "live", tmp_path / "tools", Clock())
-    show(plays[0], 1, 3850, tick=1)
+    plays, _ = set_up_scenarios([get_scenario("deadlock")], tmp_path / "live", tmp_path / "tools", Clock())
+    write_job_state(plays[0], 1, 3850, tick=1)
     return plays[0].nodes[0]
 
 
@@ -68,7 +68,7 @@ def test_a_lost_board_is_lost_in_every_format(node: NodeDirectory) -> None:
     change(node, gpus=gpus)
     answer = run(node, f"--query-gpu={','.join(QUERY_FIELDS)}", "--format=csv")
     board = read_gpu_output(answer.stdout, answer.stderr, answer.returncode).snapshots[-1].gpus[5]
-    assert board.fault is Reason.LOST
+    assert board.fault is ReadingStatus.LOST
     assert board.power_watts is None
     assert board.name == "NVIDIA B300 SXM6 AC"
     table = run(node)

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from collectors.clock import Clock
-from collectors.simulated.driver import plays_of, show
-from collectors.simulated.on_node import nvml_stand_in
-from collectors.simulated.scenario import named
+from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.simulated.driver import set_up_scenarios, write_job_state
+from wattwatch.collectors.simulated.on_node import nvml_stand_in
+from wattwatch.collectors.simulated.scenario import get_scenario
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -24,8 +24,8 @@ Change = Callable[[dict[str, Any]], None]
 @pytest.fixture
 def node(tmp_path: Path) -> Path:
     """A node of eight boards in a deadlock; its directory."""
-    plays, _ = plays_of([named("deadlock")], tmp_path / "live", tmp_path / "tools", Clock())
-    show(plays[0], 1, 3850, tick=1)
+    plays, _ = set_up_scenarios([get_scenario("deadlock")], tmp_path / "live", tmp_path / "tools", Clock())
+    write_job_state(plays[0], 1, 3850, tick=1)
     return plays[0].nodes[0].directory
 
 
@@ -38,7 +38,7 @@ def pynvml(node: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "pynvml", module)
     spec.loader.exec_module(module)
-    module.CDLL = lambda _: nvml_stand_in.load(str(node / "state.json"))  # type: ignore[attr-defined]  # its seam
+    module.CDLL = lambda _: nvml_stand_in.load_library(str(node / "state.json"))  # type: ignore[attr-defined]  # its seam
     return module
 
 

@@ -9,24 +9,37 @@ from typing import Any
 
 import pytest
 
-from collectors.clock import Clock
-from collectors.simulated.driver import Driver, PhaseBegan, Play, plays_of, show
-from collectors.simulated.scenario import SCENARIOS, Scenario, UnknownScenario, named, phase_number_at, step_at
-from watcher.judge.finding import AlertName, JobState, Severity
+from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.simulated.driver import (
+    Driver,
+    PhaseStarted,
+    RunningScenario,
+    set_up_scenarios,
+    write_job_state,
+)
+from wattwatch.collectors.simulated.scenario import (
+    SCENARIOS,
+    Scenario,
+    UnknownScenario,
+    get_scenario,
+    phase_number_at,
+    step_at,
+)
+from wattwatch.watcher.detection.model import AlertName, JobState, Severity
 
 
-def play_of(name: str, directory: Path) -> Play:
-    plays, _ = plays_of([named(name)], directory / "live", directory / "tools", Clock())
+def play_of(name: str, directory: Path) -> RunningScenario:
+    plays, _ = set_up_scenarios([get_scenario(name)], directory / "live", directory / "tools", Clock())
     return plays[0]
 
 
-def boards(play: Play, node: int = 0) -> list[dict[str, Any]]:
+def boards(play: RunningScenario, node: int = 0) -> list[dict[str, Any]]:
     state = json.loads((play.nodes[node].directory / "state.json").read_text())
     found: list[dict[str, Any]] = state["gpus"]
     return found
 
 
-def heartbeats(play: Play) -> list[dict[str, Any]]:
+def heartbeats(play: RunningScenario) -> list[dict[str, Any]]:
     folder = play.job.directory / "heartbeat"
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
 
@@ -54,17 +67,17 @@ def test_all_scenarios_fit_one_cluster() -> None:
 
 def test_an_unknown_scenario_is_answered_with_those_that_exist() -> None:
     with pytest.raises(UnknownScenario, match="no scenario is named 'dedlock'; there are: healthy, deadlock"):
-        named("dedlock")
+        get_scenario("dedlock")
 
 
 def test_the_job_loads_until_the_cluster_is_told_to_begin() -> None:
-    deadlock = named("deadlock")
+    deadlock = get_scenario("deadlock")
     assert phase_number_at(deadlock, -1.0) is None
     assert step_at(deadlock, -100.0) == deadlock.first_step
 
 
 def test_the_deadlock_stops_at_step_3850_of_3857() -> None:
-    deadlock = named("deadlock")
+    deadlock = get_scenario("deadlock")
     assert step_at(deadlock, 44.9) == 3850
     assert step_at(deadlock, 500.0) == 3850
     assert deadlock.total_steps == 3857
@@ -72,7 +85,7 @@ def test_the_deadlock_stops_at_step_3850_of_3857() -> None:
 
 def test_in_the_deadlock_rank_3_is_low_and_fifteen_ranks_are_pinned_at_the_floor(tmp_path: Path) -> None:
     play = play_of("deadlock", tmp_path)
-    show(play, 1, 3850, tick=1)
+    write_job_state(play, 1, 3850, tick=1)
     first, second = boards(play, 0), boards(play, 1)
     assert [gpu["util"] for gpu in first] == [100, 100, 100, 0, 100, 100, 100, 100]
     assert [gpu["util"] for gpu in second] == [100] * 8
@@ -86,7 +99,7 @@ def test_starvation_scatters_over_the_ranks_around_575_watts(tmp_path: Path) -> 
     play = play_of("starvation", tmp_path)
     samples = []
     for tick in range(50):
-        show(play, 1, 511, tick)
+        write_job_state(play, 1, 511, tick)
         samples += boards(play)
     watts = [gpu["power_mw"] / 1000 for gpu in samples]
     assert sum(watts) / len(watts) == pytest.approx(575, abs=25)
@@ -95,7 +108,7 @@ def test_starvation_scatters_over_the_ranks_around_575_watts(tmp_path: Path) -> 
 
 def test_communication_is_evenly_busy_at_640_watts(tmp_path: Path) -> None:
     play = play_of("communication", tmp_path)
-    show(play, 1, 100, tick=1)
+    write_job_state(play, 1, 100, tick=1)
     assert all(gpu["util"] >= 98 and 620_000 <= gpu["power_mw"] <= 660_000 for gpu in boards(play))
 
 
@@ -124,7 +137,7 @@ def test_a_frozen_node_says_nothing_more(tmp_path: Path) -> None:
     frozen: list[str] = []
     play = driven("node-loss", tmp_path, to_phase=1, frozen=frozen)
     assert frozen == ["lost-2"]
-    show(play, 1, 9999, tick=3)
+    write_job_state(play, 1, 9999, tick=3)
     assert [beat["step"] == 9999 for beat in heartbeats(play)] == [True] * 4 + [False] * 4
 
 
@@ -135,7 +148,7 @@ def test_a_checkpoint_grows_beside_its_name_and_is_published_whole(tmp_path: Pat
     play.job.begin_save(3000, seconds=1e-9)
     staged = [path.name for path in folder.iterdir() if path.is_dir()]
     assert sorted(staged) == ["step-00002500", "step-00003000.tmp-5eed"]
-    show(play, 2, 3000, tick=1)
+    write_job_state(play, 2, 3000, tick=1)
     complete = json.loads((folder / "step-00003000" / "COMPLETE.json").read_text())
     assert complete["step"] == 3000
     assert sum(complete["files"].values()) == pytest.approx(62e9, rel=0.01)
@@ -154,7 +167,7 @@ def test_a_shard_states_its_own_length(tmp_path: Path) -> None:
 
 def test_after_completion_the_boards_are_bare_and_the_ranks_are_done(tmp_path: Path) -> None:
     play = play_of("completion", tmp_path)
-    show(play, 2, 3857, tick=1)
+    write_job_state(play, 2, 3857, tick=1)
     assert all(gpu["pids"] == [] and gpu["mem_used"] == 0 and gpu["power_mw"] < 150_000 for gpu in boards(play))
     assert {beat["phase"] for beat in heartbeats(play)} == {"done"}
     assert not list((play.nodes[0].directory / "proc").glob("4*"))
@@ -162,21 +175,21 @@ def test_after_completion_the_boards_are_bare_and_the_ranks_are_done(tmp_path: P
 
 def test_a_foreign_job_leaves_a_torchtitan_log_and_no_heartbeats(tmp_path: Path) -> None:
     play = play_of("hang", tmp_path)
-    show(play, 0, 815, tick=1)
+    write_job_state(play, 0, 815, tick=1)
     assert heartbeats(play) == []
     last = play.job.log.read_text().splitlines()[-1]
     assert "step: 814  loss:" in last
     assert "tps: 3,310" in last
 
 
-def driven(name: str, directory: Path, to_phase: int, frozen: list[str] | None = None) -> Play:
+def driven(name: str, directory: Path, to_phase: int, frozen: list[str] | None = None) -> RunningScenario:
     """The scenario as its driver leaves it once the given phase has begun; four hundred times as fast as life."""
     clock = Clock(speed=400.0)
-    plays, _ = plays_of([named(name)], directory / "live", directory / "tools", clock)
-    began: list[PhaseBegan] = []
+    plays, _ = set_up_scenarios([get_scenario(name)], directory / "live", directory / "tools", clock)
+    began: list[PhaseStarted] = []
     reached = threading.Event()
 
-    def hear(phase: PhaseBegan) -> None:
+    def hear(phase: PhaseStarted) -> None:
         began.append(phase)
         if phase.phase == to_phase:
             reached.set()

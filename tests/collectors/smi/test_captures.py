@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from collectors.samples import GpuSample, PowerSource, Reason
-from collectors.smi import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, read_gpu_output, read_query_csv
+from wattwatch.collectors.samples import GpuSample, PowerSource, ReadingStatus
+from wattwatch.collectors.smi import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, read_gpu_output, read_query_csv
 
 DATA = Path(__file__).parents[2] / "data" / "smi"
 
@@ -34,7 +34,7 @@ def test_h200_in_mig_mode_has_power_and_no_utilisation_in_csv_and_table() -> Non
     for kind in ("csv", "table"):
         gpu = board(f"captures/h200_mig.load.{kind}.txt")
         assert gpu.mig is True
-        assert gpu.reading("utilization_percent").reason is Reason.MIG
+        assert gpu.reading("utilization_percent").reason is ReadingStatus.MIG
         assert gpu.power_watts == pytest.approx(295.0, abs=1.0)
         assert gpu.fault is None
 
@@ -68,7 +68,7 @@ def test_xml_of_a_lost_board_keeps_its_name_and_loses_every_live_reading() -> No
     sound, lost = report.snapshots[0].gpus
     assert (sound.power_watts, sound.power_source, sound.fault) == (618.35, PowerSource.AVERAGE, None)
     assert (lost.index, lost.name, lost.power_limit_watts) == (1, "NVIDIA GB200", 1000.0)
-    assert lost.fault is Reason.LOST
+    assert lost.fault is ReadingStatus.LOST
     assert (lost.power_watts, lost.utilization_percent, lost.sm_clock_mhz) == (None, None, None)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collectors.samples import HostStatus
-from collectors.smi import read_gpu_output
+from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.smi import read_gpu_output
 
 HEADER = "timestamp, index, power.draw [W], utilization.gpu [%]\n"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectors.samples import GpuSample, HostStatus
-from collectors.smi import SmiReport, read_gpu_output, read_query_csv
+from wattwatch.collectors.samples import GpuSample, HostStatus
+from wattwatch.collectors.smi import SmiReport, read_gpu_output, read_query_csv
 
 DATA = Path(__file__).parents[2] / "data" / "smi"
 TEXTS = [case["text"] for case in tomllib.loads((DATA / "odd_outputs.toml").read_text("utf-8"))["case"]]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from collectors.samples import GpuSample, HostStatus
-from collectors.smi import SmiReport, read_gpu_output
+from wattwatch.collectors.samples import GpuSample, HostStatus
+from wattwatch.collectors.smi import SmiReport, read_gpu_output
 
 DATA = Path(__file__).parents[2] / "data" / "smi"
 CASES: list[dict[str, Any]] = tomllib.loads((DATA / "odd_outputs.toml").read_text("utf-8"))["case"]

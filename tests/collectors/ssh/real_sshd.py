@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from collectors.ssh.link import SshSettings
 from tests.tools import require_tool
+from wattwatch.collectors.ssh.model import SshSettings
 
 MARK: Final = "WATTWATCH_TEST_MARK"
 

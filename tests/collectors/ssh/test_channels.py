@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from collectors.samples import HostStatus
-from collectors.ssh.channels import MOST_WRITTEN_BYTES, Ran
 from tests.collectors.ssh.real_sshd import RealSshd, Site, free_port
-from tests.collectors.ssh.watching import Watching, watching
+from tests.collectors.ssh.running_fleet import RunningFleet, running_fleet
+from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.ssh.channels import MAX_STDIN_BYTES, CommandResult
 
 KEPT = 10_000_000
 
 
 def run(
-    watch: Watching, command: str, stdin: bytes = b"", seconds: float = 30.0, most: int = KEPT
-) -> tuple[Ran, bytes]:
+    watch: RunningFleet, command: str, stdin: bytes = b"", seconds: float = 30.0, most: int = KEPT
+) -> tuple[CommandResult, bytes]:
     output = bytearray()
     ran = watch.fleet.channels("node").run(command, stdin, output.extend, deadline_seconds=seconds, byte_limit=most)
     return ran, bytes(output)
@@ -31,8 +31,8 @@ def node(here: Site) -> RealSshd:
 
 
 @pytest.fixture
-def watch(here: Site, node: RealSshd) -> Iterator[Watching]:
-    with watching(here.settings()) as watch:
+def watch(here: Site, node: RealSshd) -> Iterator[RunningFleet]:
+    with running_fleet(here.settings()) as watch:
         watch.until_lines(1)
         yield watch
         watch.until_lines(2)  # the probe goes on, on the connection that it had
@@ -40,30 +40,30 @@ def watch(here: Site, node: RealSshd) -> Iterator[Watching]:
         assert watch.link().logins == 1
 
 
-def test_a_command_gets_its_stdin_and_its_end(watch: Watching) -> None:
-    ran, output = run(watch, "wc -c; echo so >&2; exit 3", b"x" * MOST_WRITTEN_BYTES)
-    assert output.split() == [str(MOST_WRITTEN_BYTES).encode()]
-    assert ran == Ran(3, "so")
+def test_a_command_gets_its_stdin_and_its_end(watch: RunningFleet) -> None:
+    ran, output = run(watch, "wc -c; echo so >&2; exit 3", b"x" * MAX_STDIN_BYTES)
+    assert output.split() == [str(MAX_STDIN_BYTES).encode()]
+    assert ran == CommandResult(3, "so")
 
 
-def test_a_command_that_ends_before_it_took_its_input_tells_how_it_ended(watch: Watching) -> None:
+def test_a_command_that_ends_before_it_took_its_input_tells_how_it_ended(watch: RunningFleet) -> None:
     for _ in range(20):  # its channel may be closed before, between or after the writes
-        assert run(watch, "exit 127", b"x" * MOST_WRITTEN_BYTES)[0] == Ran(127)
+        assert run(watch, "exit 127", b"x" * MAX_STDIN_BYTES)[0] == CommandResult(127)
 
 
-def test_a_command_that_floods_is_cut_off(watch: Watching) -> None:
+def test_a_command_that_floods_is_cut_off(watch: RunningFleet) -> None:
     ran, output = run(watch, "yes", most=300_000)
     assert len(output) == 300_000
     assert ran.trouble == "it sends more than 300,000 bytes"
 
 
-def test_a_command_that_does_not_end_is_left_at_the_deadline_with_what_it_said(watch: Watching) -> None:
+def test_a_command_that_does_not_end_is_left_at_the_deadline_with_what_it_said(watch: RunningFleet) -> None:
     ran, output = run(watch, "echo first; exec sleep 60", seconds=1.0)
     assert output == b"first\n"
     assert ran.trouble == "not done within 1 s"
 
 
-def test_many_at_once_have_a_channel_each(watch: Watching) -> None:
+def test_many_at_once_have_a_channel_each(watch: RunningFleet) -> None:
     answers: list[bytes] = []
     threads = [threading.Thread(target=lambda: answers.append(run(watch, "cat", b"x" * 1000)[1])) for _ in range(8)]
     for thread in threads:
@@ -73,7 +73,7 @@ def test_many_at_once_have_a_channel_each(watch: Watching) -> None:
     assert answers == [b"x" * 1000] * 8
 
 
-def test_a_port_of_the_node_is_reached_or_refused(watch: Watching) -> None:
+def test_a_port_of_the_node_is_reached_or_refused(watch: RunningFleet) -> None:
     channels = watch.fleet.channels("node")
     with socket.create_server(("127.0.0.1", 0)) as server:
         channel = channels.connect(server.getsockname()[1], 10.0)
@@ -97,17 +97,17 @@ def test_a_port_of_the_node_is_reached_or_refused(watch: Watching) -> None:
     ids=["MaxSessions", "AllowTcpForwarding"],
 )
 def test_what_a_node_does_not_allow_is_a_sentence(
-    here: Site, options: tuple[str, ...], action: Callable[[Watching], str], words: str
+    here: Site, options: tuple[str, ...], action: Callable[[RunningFleet], str], words: str
 ) -> None:
     here.server("node", *options)
-    with watching(here.settings()) as watch:
+    with running_fleet(here.settings()) as watch:
         watch.until_lines(1)
         assert words in action(watch)
         watch.until_lines(2)
         assert watch.link().logins == 1
 
 
-def refused(watch: Watching, port: int) -> str:
+def refused(watch: RunningFleet, port: int) -> str:
     with pytest.raises(PermissionError) as error:
         watch.fleet.channels("node").connect(port, 10.0)
     return str(error.value)
@@ -119,7 +119,7 @@ def test_the_key_in_deploy_may_run_commands_and_reach_the_port_of_nccl_alone(her
     options = next(line for line in example.splitlines() if line.startswith("restrict")).split(" ssh-ed25519")[0]
     key = Path(f"{here.key}.pub").read_text()
     node.authorized_keys.write_text(f"{options.replace('10.0.0.5', '127.0.0.1')} {key}")
-    with watching(here.settings()) as watch:
+    with running_fleet(here.settings()) as watch:
         watch.until_lines(1)
         assert run(watch, "cat", b"x")[1] == b"x"
         assert "permitopen" in refused(watch, 9)
@@ -129,7 +129,7 @@ def test_the_key_in_deploy_may_run_commands_and_reach_the_port_of_nccl_alone(her
 
 def test_a_connection_that_is_lost_leaves_what_had_come(here: Site) -> None:
     node = here.server()
-    with watching(here.settings()) as watch:
+    with running_fleet(here.settings()) as watch:
         watch.until_lines(1)
         output = bytearray()
 
@@ -148,13 +148,13 @@ def test_a_connection_that_is_lost_leaves_what_had_come(here: Site) -> None:
 def test_without_a_connection_the_link_says_why(here: Site) -> None:
     node = here.server()
     node.stop()
-    with watching(here.settings()) as watch:
+    with running_fleet(here.settings()) as watch:
         watch.until(lambda: "refused" in watch.link().detail, "a reason")
         assert "connection refused" in (run(watch, "true")[0].trouble or "")
         with pytest.raises(ConnectionError, match="connection refused"):
             watch.fleet.channels("node").connect(28028, 1.0)
 
 
-def test_more_stdin_than_may_wait_is_refused_before_it_is_sent(watch: Watching) -> None:
+def test_more_stdin_than_may_wait_is_refused_before_it_is_sent(watch: RunningFleet) -> None:
     with pytest.raises(ValueError, match="at most 32,768"):
-        run(watch, "cat", bytes(MOST_WRITTEN_BYTES + 1))
+        run(watch, "cat", bytes(MAX_STDIN_BYTES + 1))

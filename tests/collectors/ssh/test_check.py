@@ -6,12 +6,11 @@ import getpass
 import socket
 from pathlib import Path
 
-from collectors.probe.request import LogSource, ProbeRequest
-from collectors.samples import HostStatus
-from collectors.ssh.check import HostCheck, check_host
-from collectors.ssh.check_capture import CaptureLook, capture_notes
-from collectors.ssh.link import SshSettings
 from tests.collectors.ssh.real_sshd import Site, free_port
+from wattwatch.collectors.probe.request import LogSource, ProbeRequest
+from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.ssh.check import CaptureTarget, HostCheck, capture_notes, check_host
+from wattwatch.collectors.ssh.model import SshSettings
 
 
 def step(found: HostCheck, name: str) -> tuple[bool | None, str]:
@@ -58,9 +57,9 @@ def test_what_a_capture_would_meet_is_a_note(here: Site) -> None:
             each.bind(str(worker / f"rank-{rank:05d}.sock"))
         (worker / "other").touch()
         looks = [
-            CaptureLook("train", str(worker.parent), ras.getsockname()[1]),
-            CaptureLook("it's", "/absent/it's", free_port()),
-            CaptureLook("logs", None, free_port()),
+            CaptureTarget("train", str(worker.parent), ras.getsockname()[1]),
+            CaptureTarget("it's", "/absent/it's", free_port()),
+            CaptureTarget("logs", None, free_port()),
         ]
         found = check_host("node", here.settings(), looks=looks)
     for each in listening:
@@ -80,13 +79,13 @@ def test_what_a_capture_would_meet_is_a_note(here: Site) -> None:
 
 def test_a_way_to_ras_that_is_closed_says_what_opens_it(here: Site) -> None:
     here.server("node", "AllowTcpForwarding no")
-    ((_, words),) = check_host("node", here.settings(), looks=[CaptureLook("train", None, 28028)]).capture
+    ((_, words),) = check_host("node", here.settings(), looks=[CaptureTarget("train", None, 28028)]).capture
     assert 'it needs port-forwarding and permitopen="127.0.0.1:28028" in authorized_keys' in words
 
 
 def test_sockets_of_another_user_say_whom_to_log_in_as() -> None:
     answer = "capture user\tyes\t1001 wattwatch\ncapture 0\tno\ttrainer 0\n"
-    ((_, words),) = capture_notes(answer, [CaptureLook("train", "/run", 1)], {})
+    ((_, words),) = capture_notes(answer, [CaptureTarget("train", "/run", 1)], {})
     assert words.startswith(
         "worker sockets are open to trainer only, and we log in as wattwatch: log in as trainer, or"
     )

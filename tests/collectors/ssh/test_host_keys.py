@@ -8,21 +8,20 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from collectors.samples import HostStatus
-from collectors.ssh.host_keys import known_keys, verify
-from collectors.ssh.hosts import HostRoute, resolve
-from collectors.ssh.link import SshSettings
-from collectors.ssh.refusal import Refusal
 from tests.collectors.ssh.real_sshd import Site, new_key
-from tests.collectors.ssh.watching import watching
+from tests.collectors.ssh.running_fleet import running_fleet
 from tests.tools import require_tool
+from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.ssh.host_keys import known_host_keys, verify_host_key
+from wattwatch.collectors.ssh.model import ConnectionFailure, SshSettings
+from wattwatch.collectors.ssh.ssh_config import HostRoute, resolve_host
 
 
 def route_to(tmp_path: Path, lines: str, hostname: str = "gpu-01", port: int = 22) -> HostRoute:
     known, config = tmp_path / "known_hosts", tmp_path / "config"
     known.write_text(lines)
     config.write_text("")
-    return resolve(hostname, SshSettings(config_file=config, known_hosts_file=known, port=port)).route
+    return resolve_host(hostname, SshSettings(config_file=config, known_hosts_file=known, port=port)).route
 
 
 @pytest.fixture
@@ -37,8 +36,8 @@ def stranger(tmp_path: Path) -> paramiko.PKey:
 
 def accepts(route: HostRoute, key: paramiko.PKey) -> bool:
     try:
-        verify(route, key, known_keys(route))
-    except Refusal as refusal:
+        verify_host_key(route, key, known_host_keys(route))
+    except ConnectionFailure as refusal:
         return refusal.status is not HostStatus.HOST_KEY_CHANGED
     return True
 
@@ -76,8 +75,8 @@ def test_hashed_names_are_found(tmp_path: Path, key: paramiko.PKey) -> None:
 
 def test_an_unknown_key_says_where_it_looked_and_what_to_run(tmp_path: Path, key: paramiko.PKey) -> None:
     route = route_to(tmp_path, "")
-    with pytest.raises(Refusal) as found:
-        verify(route, key, known_keys(route))
+    with pytest.raises(ConnectionFailure) as found:
+        verify_host_key(route, key, known_host_keys(route))
     assert "unknown" in found.value.detail
     assert key.fingerprint in found.value.detail
     assert str(route.known_hosts_files[0]) in found.value.detail
@@ -88,8 +87,8 @@ def test_a_changed_key_shows_both_fingerprints_and_the_line(
     tmp_path: Path, key: paramiko.PKey, stranger: paramiko.PKey
 ) -> None:
     route = route_to(tmp_path, f"# a comment\n\ngpu-01 ssh-ed25519 {key.get_base64()}\n")
-    with pytest.raises(Refusal) as found:
-        verify(route, stranger, known_keys(route))
+    with pytest.raises(ConnectionFailure) as found:
+        verify_host_key(route, stranger, known_host_keys(route))
     assert "CHANGED" in found.value.detail
     assert stranger.fingerprint in found.value.detail
     assert f"{key.fingerprint} ({route.known_hosts_files[0]}:3)" in found.value.detail
@@ -129,7 +128,7 @@ def test_a_host_certificate_vouches_for_a_host_that_no_line_names(
     )
     node.stop()
     node.start()
-    with watching(here.settings()) as watch:
+    with running_fleet(here.settings()) as watch:
         if accepted:
             watch.until_lines(1)
         else:
@@ -147,5 +146,5 @@ def test_a_certificate_of_an_authority_that_is_not_ours_is_refused(here: Site) -
     )
     node.stop()
     node.start()
-    with watching(here.settings()) as watch:
+    with running_fleet(here.settings()) as watch:
         assert "its authority" in watch.until_status(HostStatus.HOST_KEY_CHANGED).detail

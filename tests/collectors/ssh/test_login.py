@@ -11,13 +11,13 @@ import paramiko
 import pytest
 from paramiko.common import AUTH_SUCCESSFUL, OPEN_SUCCEEDED
 
-from collectors.clock import Clock
-from collectors.samples import HostStatus
-from collectors.ssh.hosts import resolve
 from tests.collectors.ssh.real_sshd import Site, new_key
-from tests.collectors.ssh.test_pull_the_plug import until_nothing_is_left
-from tests.collectors.ssh.watching import watching
+from tests.collectors.ssh.running_fleet import running_fleet
+from tests.collectors.ssh.test_lost_connections import until_nothing_is_left
 from tests.tools import require_tool
+from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.ssh.ssh_config import resolve_host
 
 
 @pytest.mark.parametrize("kind", ["rsa", "ecdsa", "ed25519"])
@@ -25,11 +25,11 @@ def test_keys_with_a_passphrase(here: Site, kind: str) -> None:
     node = here.server()
     key = new_key(here.directory / "locked", "-t", kind, "-N", "open sesame", "-a", "1")
     node.authorize(key)
-    with watching(here.settings(identity_files=(key,), passphrase="open sesame")) as watch:
+    with running_fleet(here.settings(identity_files=(key,), passphrase="open sesame")) as watch:
         watch.until_lines(1)
-    with watching(here.settings(identity_files=(key,))) as watch:
+    with running_fleet(here.settings(identity_files=(key,))) as watch:
         assert "needs a passphrase: set [ssh] passphrase_file" in watch.until_status(HostStatus.AUTH_FAILED).detail
-    with watching(here.settings(identity_files=(key,), passphrase="wrong")) as watch:
+    with running_fleet(here.settings(identity_files=(key,), passphrase="wrong")) as watch:
         assert "cannot be opened with this passphrase" in watch.until_status(HostStatus.AUTH_FAILED).detail
 
 
@@ -38,13 +38,13 @@ def test_a_user_certificate_is_enough(here: Site, beside: bool) -> None:
     authority, key = new_key(here.directory / "authority"), new_key(here.directory / "certified")
     node = here.server("node", f"TrustedUserCAKeys {authority}.pub")
     node.authorized_keys.write_text("")
-    user = resolve("node", here.settings()).route.user
+    user = resolve_host("node", here.settings()).route.user
     command = [require_tool("ssh-keygen"), "-q", "-s", str(authority), "-I", "us", "-n", user, f"{key}.pub"]
     subprocess.run(command, check=True, capture_output=True)
     certificate = here.directory / "certified-cert.pub"
     if not beside:
         certificate = certificate.rename(here.directory / "elsewhere.pub")
-    with watching(here.settings(identity_files=(key,), certificate_file=None if beside else certificate)) as watch:
+    with running_fleet(here.settings(identity_files=(key,), certificate_file=None if beside else certificate)) as watch:
         watch.until_lines(1)
 
 
@@ -59,9 +59,9 @@ def test_a_key_that_only_the_agent_has(here: Site, monkeypatch: pytest.MonkeyPat
         add = [require_tool("ssh-add"), "-q", str(key)]
         while subprocess.run(add, capture_output=True, check=False).returncode == 2:  # it does not listen yet
             assert agent.poll() is None
-        with watching(here.settings()) as watch:
+        with running_fleet(here.settings()) as watch:
             assert watch.until_status(HostStatus.AUTH_FAILED)
-        with watching(here.settings(use_agent=True)) as watch:
+        with running_fleet(here.settings(use_agent=True)) as watch:
             watch.until_lines(1)
     finally:
         agent.terminate()
@@ -73,7 +73,7 @@ def test_missing_and_broken_keys_are_named(here: Site) -> None:
     broken = here.directory / "broken"
     broken.write_text("not a key\n")
     absent = here.directory / "absent"
-    with watching(here.settings(identity_files=(absent, broken))) as watch:
+    with running_fleet(here.settings(identity_files=(absent, broken))) as watch:
         detail = watch.until_status(HostStatus.AUTH_FAILED).detail
     assert f"{absent} does not exist" in detail
     assert f"{broken}: is no private key" in detail
@@ -85,7 +85,7 @@ def test_two_gateways_in_a_row_and_nodes_that_share_them(here: Site) -> None:
     text = here.config.read_text()
     here.config.write_text("".join(f"Host {node.name}\n  ProxyJump outer,inner\n" for node in nodes) + text)
     names = tuple(node.name for node in nodes)
-    with watching(here.settings(), nodes=names, clock=Clock(2)) as watch:
+    with running_fleet(here.settings(), nodes=names, clock=Clock(2)) as watch:
         for name in names:
             watch.until_lines(2, name)
         assert len(outer.sessions()) == 1, "one connection to each gateway, whatever is behind it"
@@ -103,10 +103,10 @@ def test_troubles_of_a_gateway_are_told_as_its_own(here: Site) -> None:
     here.server("node")
     text = here.config.read_text()
     here.config.write_text("Host node\n  ProxyJump gate\n" + text)
-    with watching(here.settings()) as watch:
+    with running_fleet(here.settings()) as watch:
         watch.until(lambda: "gateway gate does not forward" in watch.link().detail, "forbidden forwarding")
     gate.authorized_keys.write_text("")
-    with watching(here.settings()) as watch:
+    with running_fleet(here.settings()) as watch:
         detail = watch.until_status(HostStatus.AUTH_FAILED).detail
     assert detail.startswith("gateway gate: ")
 
@@ -128,7 +128,7 @@ def test_a_port_that_is_no_ssh_server_and_one_that_says_nothing_are_kept_apart(h
         here.config.write_text(
             "".join(f"Host {name}\n HostName 127.0.0.1\n Port {port}\n" for name, port in ports.items())
         )
-        with watching(here.settings(connect_timeout_seconds=1.0), nodes=("silent", "web")) as watch:
+        with running_fleet(here.settings(connect_timeout_seconds=1.0), nodes=("silent", "web")) as watch:
             watch.until(lambda: "sends no SSH banner" in watch.link("silent").detail, "no banner")
             watch.until(lambda: "not as an SSH server" in watch.link("web").detail, "not SSH")
         with socket.create_connection(web.getsockname()) as end:
@@ -140,7 +140,7 @@ def test_logins_are_bounded_and_every_node_gets_its_turn(here: Site) -> None:
     node = here.server("node", "MaxStartups 2:100:2")
     here.config.write_text(here.config.read_text().replace("Host node\n", "Host node*\n"))
     names = tuple(f"node{number}" for number in range(8))
-    with watching(here.settings(max_simultaneous_logins=2), nodes=names) as watch:
+    with running_fleet(here.settings(max_simultaneous_logins=2), nodes=names) as watch:
         for name in names:
             watch.until(lambda name=name: watch.link(name).lines > 0, f"a line of {name}")  # type: ignore[misc]  # a default argument binds the loop's value
     until_nothing_is_left(node)
@@ -186,7 +186,7 @@ def test_a_login_that_overruns_is_ended_by_its_socket(here: Site) -> None:
             f"Host node\n HostName 127.0.0.1\n Port {port}\n IdentityFile {here.key}\n"
             f" UserKnownHostsFile {here.known_hosts}\n"
         )
-        with watching(here.settings(connect_timeout_seconds=0.5)) as watch:
+        with running_fleet(here.settings(connect_timeout_seconds=0.5)) as watch:
             watch.until(server.asked.is_set, "the request to run the probe")
             watch.until(lambda: watch.link().failures == 1, "the end of the login")
             assert "starting the probe" in watch.link().detail or "start the probe" in watch.link().detail

@@ -18,12 +18,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as ShardOf
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from trainer.checkpoint.agreement import SaveFailed
-from trainer.checkpoint.gather import Gathering
-from trainer.checkpoint.optimizer import load_optimizer
-from trainer.checkpoint.save import Moment, Saver, SaveReport
-from trainer.refusal import Refusal
-from trainer.run_directory import RunDirectory
+from wattwatch.trainer.checkpoint.gather import TensorGatherer
+from wattwatch.trainer.checkpoint.optimizer import load_optimizer_state
+from wattwatch.trainer.checkpoint.save import CheckpointSaver, SaveError, SavePoint, SaveReport
+from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,8 @@ def sharded_model(world: int, tied: bool, seed: int = 0, hidden: int = 32) -> An
     return model
 
 
-def moment(step: int) -> Moment:
-    return Moment("made", step, 1000, 0, step * 64, "gate", "blocks")
+def moment(step: int) -> SavePoint:
+    return SavePoint("made", step, 1000, 0, step * 64, "gate", "blocks")
 
 
 def suffer(harm: Harm | None, rank: int) -> None:
@@ -88,8 +87,10 @@ def suffer(harm: Harm | None, rank: int) -> None:
     sys.addaudithook(hook)
 
 
-def saver_of(run: Path, model: Path, keep: int = 2, file_bytes: int = 20_000, timeout_seconds: float = 30.0) -> Saver:
-    return Saver(
+def saver_of(
+    run: Path, model: Path, keep: int = 2, file_bytes: int = 20_000, timeout_seconds: float = 30.0
+) -> CheckpointSaver:
+    return CheckpointSaver(
         RunDirectory(run),
         model,
         keep=keep,
@@ -124,7 +125,7 @@ def saves(
     for step in steps:
         try:
             answers.append(saver.save(sharded, adam, moment(step)))
-        except SaveFailed as error:
+        except SaveError as error:
             answers.append(str(error))
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     if harm and harm.pipe and harm.rank != rank:
@@ -135,7 +136,7 @@ def saves(
 def refused_saver(rank: int, world: int, run: Path, model: Path) -> str:
     try:
         saver_of(run, model)
-    except Refusal as error:
+    except UserError as error:
         return str(error)
     return "not refused"
 
@@ -144,7 +145,7 @@ def gathered_in_pieces(rank: int, world: int, scratch_bytes: int) -> list[str]:
     """Which shapes did not come out as they went in."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
-    gathering = Gathering(group, torch.device("cpu"), scratch_bytes)
+    gathering = TensorGatherer(group, torch.device("cpu"), scratch_bytes)
     mesh = init_device_mesh("cpu", (world,))
     wrong = []
     for shape in [(1,), (2,), (3,), (7,), (64,), (1, 5), (5, 3), (100, 7), (4, 2, 3), (0, 4)]:
@@ -191,7 +192,7 @@ def resumed_exactly(rank: int, world: int, run: Path, model: Path, tied: bool) -
 
     second = sharded_model(world, tied, seed=9)
     other = adamw(second)
-    load_optimizer(directory, second, other, rank, world)
+    load_optimizer_state(directory, second, other, rank, world)
     answer: dict[str, Any] = {"restored": local_bytes(second, other) == saved}
     for seed in (3, 4):
         train(second, other, seed, rank)
@@ -210,7 +211,7 @@ def resumed_exactly(rank: int, world: int, run: Path, model: Path, tied: bool) -
 
 def refusal(directory: Path, model: Any, optimizer: torch.optim.Optimizer, rank: int, world: int) -> str:
     try:
-        load_optimizer(directory, model, optimizer, rank, world)
-    except Refusal as error:
+        load_optimizer_state(directory, model, optimizer, rank, world)
+    except UserError as error:
         return str(error)
     return "not refused"

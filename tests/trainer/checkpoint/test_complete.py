@@ -15,9 +15,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.trainer.checkpoint.made import completion_of, contents, make_checkpoint, relist, tensors_file, write
-from trainer.checkpoint.complete import incomplete, newest_complete, read_completion
-from trainer.refusal import Refusal
+from tests.trainer.checkpoint.made_checkpoints import (
+    completion_of,
+    contents,
+    make_checkpoint,
+    relist,
+    tensors_file,
+    write,
+)
+from wattwatch.trainer.checkpoint.complete import find_newest_complete, read_completion, why_incomplete
+from wattwatch.trainer.errors import UserError
 
 SHARD = "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -130,7 +137,7 @@ def test_every_kind_of_harm_is_named(kind: str, tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path)
     harm, words = HARM[kind]
     harm(directory)
-    reason = incomplete(directory)
+    reason = why_incomplete(directory)
     assert reason is not None
     assert words in reason
     assert str(directory) in reason
@@ -138,31 +145,31 @@ def test_every_kind_of_harm_is_named(kind: str, tmp_path: Path) -> None:
 
 def test_a_whole_checkpoint_is_complete(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path)
-    assert incomplete(directory) is None
-    assert incomplete(directory, deep=True) is None
+    assert why_incomplete(directory) is None
+    assert why_incomplete(directory, deep=True) is None
     assert read_completion(directory) == completion_of(contents())
 
 
 def test_a_checkpoint_under_a_name_of_the_users_own_is_complete(tmp_path: Path) -> None:
-    assert incomplete(make_checkpoint(tmp_path).rename(tmp_path / "best")) is None
+    assert why_incomplete(make_checkpoint(tmp_path).rename(tmp_path / "best")) is None
 
 
 def test_one_weights_file_needs_no_index(tmp_path: Path) -> None:
     files = {"config.json": b"{}", "model.safetensors": tensors_file({"a": b"1"})}
-    assert incomplete(write(tmp_path / "step-00000500", files, completion_of(files, optimizer=False))) is None
+    assert why_incomplete(write(tmp_path / "step-00000500", files, completion_of(files, optimizer=False))) is None
 
 
 def test_a_staged_directory_is_not_complete_whatever_it_holds(tmp_path: Path) -> None:
     staged = make_checkpoint(tmp_path).rename(tmp_path / "step-00000500.tmp-0af3")
-    assert incomplete(staged) == f"{staged}: still staged, its save did not end"
+    assert why_incomplete(staged) == f"{staged}: still staged, its save did not end"
 
 
 def test_bytes_changed_in_place_are_found_by_the_deep_look_only(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path)
     data = (directory / SHARD).read_bytes()
     (directory / SHARD).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert incomplete(directory) is None
-    reason = incomplete(directory, deep=True)
+    assert why_incomplete(directory) is None
+    reason = why_incomplete(directory, deep=True)
     assert reason is not None
     assert f"{SHARD}: other bytes than were written" in reason
 
@@ -175,20 +182,20 @@ def test_any_file_cut_anywhere_is_incomplete(data: st.DataObject, tmp_path: Path
     make_checkpoint(tmp_path)
     path = data.draw(st.sampled_from(sorted(path for path in directory.rglob("*") if path.is_file())))
     cut(path, data.draw(st.integers(0, path.stat().st_size - 1)))
-    reason = incomplete(directory)
+    reason = why_incomplete(directory)
     assert reason is not None
     assert path.name in reason
 
 
 def test_reading_a_marker_that_is_not_there_refuses_with_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"no such directory; resume from another checkpoint$"):
+    with pytest.raises(UserError, match=r"no such directory; resume from another checkpoint$"):
         read_completion(tmp_path / "step-00000500")
 
 
 def test_the_newest_is_the_one_of_most_steps(tmp_path: Path) -> None:
     for step in (500, 1500, 1000):
         make_checkpoint(tmp_path, step)
-    newest = newest_complete(tmp_path)
+    newest = find_newest_complete(tmp_path)
     assert newest.directory == tmp_path / "step-00001500"
     assert newest.completion is not None
     assert newest.completion.step == 1500
@@ -199,31 +206,31 @@ def test_a_broken_one_is_skipped_with_its_reason_and_a_staged_one_never_counts(t
     make_checkpoint(tmp_path, 500)
     cut(make_checkpoint(tmp_path, 1000) / SHARD, 3)
     make_checkpoint(tmp_path, 1500).rename(tmp_path / "step-00001500.tmp-12ab")
-    newest = newest_complete(tmp_path)
+    newest = find_newest_complete(tmp_path)
     assert newest.directory == tmp_path / "step-00000500"
     (reason,) = newest.skipped
     assert f"step-00001000/{SHARD}: cut short" in reason
 
 
 def test_without_any_there_is_none(tmp_path: Path) -> None:
-    assert newest_complete(tmp_path / "checkpoints").directory is None
+    assert find_newest_complete(tmp_path / "checkpoints").directory is None
     (tmp_path / "step-00000001").mkdir()
-    newest = newest_complete(tmp_path)
+    newest = find_newest_complete(tmp_path)
     assert newest.directory is None
     assert len(newest.skipped) == 1
 
 
 def test_a_directory_that_cannot_be_read_is_refused_and_not_taken_for_empty(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(Refusal, match="Not a directory; checkpoints cannot be looked for"):
-        newest_complete(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match="Not a directory; checkpoints cannot be looked for"):
+        find_newest_complete(tmp_path / "checkpoints")
 
 
 def test_an_optimizer_is_needed_only_where_the_marker_promises_one(tmp_path: Path) -> None:
     files = contents(optimizer=False)
     completion = completion_of(files, optimizer=False)
-    assert incomplete(write(tmp_path / "a", files, completion)) is None
-    reason = incomplete(write(tmp_path / "b", files, replace(completion, optimizer=True)))
+    assert why_incomplete(write(tmp_path / "a", files, completion)) is None
+    reason = why_incomplete(write(tmp_path / "b", files, replace(completion, optimizer=True)))
     assert reason is not None
     assert "does not list optimizer/rank-00000.safetensors" in reason
 

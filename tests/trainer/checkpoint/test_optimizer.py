@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.checkpoint.ranks import run_ranks
+from tests.trainer.checkpoint.rank_processes import run_ranks
 from tests.trainer.checkpoint.scenarios import resumed_exactly
-from trainer.checkpoint.complete import incomplete
+from wattwatch.trainer.checkpoint.complete import why_incomplete
 
 
 @pytest.mark.parametrize(("world", "tied"), [(2, False), (3, True)])
@@ -26,6 +26,6 @@ def test_state_comes_back_bit_for_bit_or_is_refused(
         assert "saved without the optimizer; resume with weights only" in rank.value["weights only"]
         assert rank.value["untouched"], "what is refused changes nothing"
     directory = tmp_path / "checkpoints" / "step-00000002"
-    assert incomplete(directory, deep=True) is None
+    assert why_incomplete(directory, deep=True) is None
     (directory / "optimizer" / "rank-00001.safetensors").unlink()
-    assert str(incomplete(directory)).endswith("optimizer/rank-00001.safetensors: missing")
+    assert str(why_incomplete(directory)).endswith("optimizer/rank-00001.safetensors: missing")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.trainer.checkpoint.made import make_checkpoint
-from tests.trainer.checkpoint.ranks import run_ranks
+from tests.trainer.checkpoint.made_checkpoints import make_checkpoint
+from tests.trainer.checkpoint.rank_processes import run_ranks
 from tests.trainer.checkpoint.scenarios import gathered_in_pieces, refused_saver, saves, whole_model
-from trainer.checkpoint.complete import incomplete, read_completion
-from trainer.checkpoint.save import SaveReport
+from wattwatch.trainer.checkpoint.complete import read_completion, why_incomplete
+from wattwatch.trainer.checkpoint.save import SaveReport
 
 
 def saved(world: int, run: Path, model: Path, **arguments: object) -> SaveReport:
@@ -39,7 +39,7 @@ def assert_loads_as(directory: Path, tied: bool) -> None:
 @pytest.mark.parametrize(("world", "tied"), [(2, False), (3, True), (3, False), (1, False)])
 def test_transformers_loads_it_unchanged(world: int, tied: bool, tmp_path: Path, model: Path, tied_model: Path) -> None:
     report = saved(world, tmp_path, tied_model if tied else model, tied=tied)
-    assert incomplete(report.directory, deep=True) is None
+    assert why_incomplete(report.directory, deep=True) is None
     assert_loads_as(report.directory, tied)
     assert report.warnings == ()
     mapping = json.loads((report.directory / "model.safetensors.index.json").read_text())["weight_map"]

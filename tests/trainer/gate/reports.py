@@ -7,9 +7,17 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any, Final
 
-from trainer.gate.report import CheckpointLook, DevicesLook, GateSettings, Gpu, NodeReport, ShardLook
-from trainer.gate.verdict import GateVerdict, Level
-from trainer.pack.manifest import Manifest, Sample, dealt, sample_places
+from wattwatch.trainer.gate.model import (
+    CheckLevel,
+    CheckpointReport,
+    DevicesReport,
+    GateSettings,
+    GateVerdict,
+    GpuReport,
+    NodeReport,
+    ShardReport,
+)
+from wattwatch.trainer.pack.manifest import ByteSample, PackManifest, sample_ranges, shard_row_range
 
 SEQ_LEN: Final = 2048
 CORPUS_ROWS: Final = 160_003
@@ -18,24 +26,24 @@ PAPER_BLOCKS: Final = (30_849, 30_850, 30_860, 30_835, 30_866, 30_870, 30_851, 3
                        30_858, 30_861, 30_844, 30_888, 30_853, 30_847, 30_869, 30_856)  # fmt: skip
 
 
-def manifest(rank: int, world: int, blocks: int, **changes: Any) -> Manifest:
-    rows, first, last = dealt(CORPUS_ROWS, world, rank, True)
+def manifest(rank: int, world: int, blocks: int, **changes: Any) -> PackManifest:
+    rows, first, last = shard_row_range(CORPUS_ROWS, world, rank, True)
     size = blocks * SEQ_LEN * 4
-    said = Manifest(
+    said = PackManifest(
         v=1, world=world, rank=rank, contiguous=True, corpus_sha256="c" * 64, corpus_rows=CORPUS_ROWS, rows=rows,
         first_row=first, last_row=last, row_xor=reduce(lambda a, b: a ^ b, range(first or 0, (last or 0) + 1), 0),
         empty_rows=0, column="text", kind="text", seq_len=SEQ_LEN, blocks=blocks, tokens=blocks * SEQ_LEN + 9,
         dropped_tokens=9, min_token_id=0, max_token_id=151_642, vocab_size=151_669, tokenizer_sha256="a" * 64,
         tokenizer_file_sha256="f" * 64, tokenizer_meaning_sha256="e" * 64, template_sha256="b" * 64, eos_id=151_645,
         datasets_version="5.2.0", tokenizers_version="0.23.3", size_bytes=size, sha256=f"{rank:064x}",
-        samples=tuple(Sample(offset, length, "0" * 64) for offset, length in sample_places(size)),
+        samples=tuple(ByteSample(offset, length, "0" * 64) for offset, length in sample_ranges(size)),
         document_starts=None,
     )  # fmt: skip
     return replace(said, **changes)
 
 
-def shard(rank: int, said: Manifest, **changes: Any) -> ShardLook:
-    look = ShardLook(
+def shard(rank: int, said: PackManifest, **changes: Any) -> ShardReport:
+    look = ShardReport(
         rank, f"/local/rank-{rank:05d}.i32", manifest=said, size_bytes=said.size_bytes, min_id=3, max_id=151_000,
         filesystem="xfs",
     )  # fmt: skip
@@ -51,15 +59,15 @@ def node(name: str, ranks: range, blocks: Mapping[int, int], world: int = 16, **
         environment={"TORCH_FR_BUFFER_SIZE": "2000", "NCCL_DEBUG": "WARN"},
         code_sha256="d" * 64,
         shards=tuple(shard(rank, manifest(rank, world, blocks[rank])) for rank in ranks),
-        checkpoint=CheckpointLook("/nfs/run/checkpoints", free_bytes=10**12, filesystem="nfs4"),
-        devices=DevicesLook(gpus=tuple(gpu(index) for index in range(len(ranks)))),
+        checkpoint=CheckpointReport("/nfs/run/checkpoints", free_bytes=10**12, filesystem="nfs4"),
+        devices=DevicesReport(gpus=tuple(gpu(index) for index in range(len(ranks)))),
         skew_seconds=0.01,
     )
     return replace(report, **changes)
 
 
-def gpu(index: int, **changes: Any) -> Gpu:
-    return replace(Gpu(index, f"GPU-{index}", "NVIDIA B300 SXM6 AC", "580.82.07", 275_040.0, 4.0), **changes)
+def gpu(index: int, **changes: Any) -> GpuReport:
+    return replace(GpuReport(index, f"GPU-{index}", "NVIDIA B300 SXM6 AC", "580.82.07", 275_040.0, 4.0), **changes)
 
 
 def job(blocks: tuple[int, ...] = PAPER_BLOCKS) -> list[NodeReport]:
@@ -76,7 +84,7 @@ def with_shard(reports: list[NodeReport], rank: int, **changes: Any) -> list[Nod
     said = {key.removeprefix("manifest_"): value for key, value in changes.items() if key.startswith("manifest_")}
     own = {key: value for key, value in changes.items() if not key.startswith("manifest_")}
 
-    def changed(look: ShardLook) -> ShardLook:
+    def changed(look: ShardReport) -> ShardReport:
         if look.rank != rank:
             return look
         assert look.manifest is not None
@@ -90,7 +98,7 @@ def with_node(reports: list[NodeReport], index: int, **changes: Any) -> list[Nod
     return [replace(report, **changes) if place == index else report for place, report in enumerate(reports)]
 
 
-def said(verdict: GateVerdict, check: str) -> tuple[Level, str]:
+def said(verdict: GateVerdict, check: str) -> tuple[CheckLevel, str]:
     """(level, all problems) of one check."""
     (found,) = [one for one in verdict.checks if one.name == check]
     return found.level, "\n".join(problem.text for problem in found.problems)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.gate.devices import DevicesProbe, read_devices
+from wattwatch.trainer.gate.devices import NvidiaSmiProbe, parse_devices
 
 GPUS = [
     "0, GPU-aaaa-1, NVIDIA B300 SXM6 AC, 580.82.07, 275040, 4",
@@ -17,7 +17,7 @@ GPUS = [
 
 
 def test_boards_and_the_processes_on_them_are_read() -> None:
-    look = read_devices(GPUS, ["4711, GPU-bbbb-2", "", "12, GPU-elsewhere"], None)
+    look = parse_devices(GPUS, ["4711, GPU-bbbb-2", "", "12, GPU-elsewhere"], None)
     assert [(gpu.index, gpu.name, gpu.memory_used_mib) for gpu in look.gpus] == [
         (0, "NVIDIA B300 SXM6 AC", 4.0),
         (1, "NVIDIA B300 SXM6 AC", 81920.0),
@@ -29,14 +29,14 @@ def test_boards_and_the_processes_on_them_are_read() -> None:
     ("visible", "seen"), [("1", [1]), ("GPU-aaaa", [0]), ("0,1", [0, 1]), ("", []), (None, [0, 1])]
 )
 def test_only_boards_that_the_job_may_use_count(visible: str | None, seen: list[int]) -> None:
-    look = read_devices(GPUS, ["4711, GPU-bbbb-2"], visible)
+    look = parse_devices(GPUS, ["4711, GPU-bbbb-2"], visible)
     assert [gpu.index for gpu in look.gpus] == seen
     assert bool(look.processes) == (1 in seen)
 
 
 def test_what_a_board_says_of_its_health_is_read_and_what_it_does_not_say_is_unknown() -> None:
     lines = [f"{GPUS[0]}, 3, 31, 184.20, 1100.00, No", f"{GPUS[1]}, [N/A], [N/A], [Unknown Error], [N/A], [N/A]"]
-    well, unknown = read_devices(lines, [], None, ["GPU-aaaa-1, Yes", "GPU-bbbb-2, [N/A]"]).gpus
+    well, unknown = parse_devices(lines, [], None, ["GPU-aaaa-1, Yes", "GPU-bbbb-2, [N/A]"]).gpus
     assert (well.uncorrected_errors, well.temperature_celsius, well.power_watts) == (3, 31.0, 184.2)
     assert (well.pages_pending, well.rows_pending) == (False, True)
     assert (unknown.uncorrected_errors, unknown.power_watts, unknown.rows_pending) == (None, None, None)
@@ -53,7 +53,7 @@ def test_an_older_tool_that_knows_not_all_fields_is_asked_for_fewer(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    probe = DevicesProbe()
+    probe = NvidiaSmiProbe()
     try:
         look = probe.look(time.monotonic() + 30)
     finally:
@@ -62,7 +62,7 @@ def test_an_older_tool_that_knows_not_all_fields_is_asked_for_fewer(
 
 
 def test_an_answer_that_is_no_table_is_quoted() -> None:
-    assert read_devices(["No devices were found"], [], None).trouble == (
+    assert parse_devices(["No devices were found"], [], None).trouble == (
         "nvidia-smi said 'No devices were found' where a GPU was expected"
     )
 
@@ -81,7 +81,7 @@ def test_a_driver_that_hangs_or_fails_is_said_within_the_deadline(
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    probe = DevicesProbe()
+    probe = NvidiaSmiProbe()
     try:
         look = probe.look(time.monotonic() + (0.3 if "sleep" in script else 30))
     finally:
@@ -92,4 +92,4 @@ def test_a_driver_that_hangs_or_fails_is_said_within_the_deadline(
 
 def test_a_node_without_the_tool_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert DevicesProbe().look(0).skipped == "no nvidia-smi on this node"
+    assert NvidiaSmiProbe().look(0).skipped == "no nvidia-smi on this node"

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.gate.gating import Gates, change_manifest, said, write_job, write_shard
-from trainer.checkpoint.complete import MARKER, Completion, FileFact, completion_text
-from trainer.pack.manifest import blocks_sha256
+from tests.trainer.gate.gate_processes import Gates, change_manifest, said, write_job, write_shard
+from wattwatch.trainer.checkpoint.complete import MARKER, Completion, FileRecord, completion_text
+from wattwatch.trainer.pack.manifest import blocks_sha256
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_a_directory_that_cannot_be_written_refuses_the_job_and_the_record_is_mi
 
 def complete(step: Path) -> None:
     """Marks what lies there as a whole checkpoint of two ranks, after one step of 8 blocks of 16."""
-    files = {path.name: FileFact(path.stat().st_size, "") for path in step.iterdir() if path.name != MARKER}
+    files = {path.name: FileRecord(path.stat().st_size, "") for path in step.iterdir() if path.name != MARKER}
     hashes = {rank: sha256_of(step.parent / "data" / f"rank-{rank:05d}.i32") for rank in range(2)}
     done = Completion(1, "r", 1, 2, 1, 2 * 8 * 16, 2, "g", blocks_sha256(hashes), False, 0.0, files)
     (step / MARKER).write_text(completion_text(done))
@@ -352,5 +352,5 @@ def test_the_gate_imports_no_heavy_library(gates: Gates, tmp_path: Path) -> None
     data = write_job(tmp_path / "data", [16, 16])
     process = gates.start(data, "--world", 2, PYTHONPROFILEIMPORTTIME="1")
     loaded = {line.rpartition("|")[2].strip() for line in said(process).err.splitlines() if line.startswith("import ")}
-    assert "trainer.gate.judge" in loaded
+    assert "wattwatch.trainer.gate.checks" in loaded
     assert not loaded & {"torch", "numpy", "datasets", "transformers", "tokenizers", "rich", "pydantic", "pickle"}

@@ -12,13 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.trainer.gate.gating import write_job
+from tests.trainer.gate.gate_processes import write_job
 from tests.trainer.launch.rank_program import CONFIG, WEIGHTS, Plan
-from trainer.launch.interruptions import Interruptions
-from trainer.launch.loop import Launch, Wishes
-from trainer.launch.places import TORCHRUN
-from trainer.run_directory import RunDirectory
-from trainer.settings import JobFile, read_job
+from wattwatch.trainer.launch.attempt import InterruptCount
+from wattwatch.trainer.launch.launcher import JobLauncher, LaunchOptions
+from wattwatch.trainer.run_directory import RunDirectory
+from wattwatch.trainer.settings import JobFile, read_job_file
 
 ROOT = Path(__file__).parents[3]
 RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
@@ -75,18 +74,18 @@ class MadeJob:
         return self.file
 
     def start(
-        self, torchrun: str = QUICK, on_line: Callable[[str, Interruptions], None] | None = None, fresh: bool = False
+        self, torchrun: str = QUICK, on_line: Callable[[str, InterruptCount], None] | None = None, fresh: bool = False
     ) -> int:
         """The launch, here; `on_line` hears what is said, as it is said, and may interrupt."""
-        interruptions = Interruptions()
+        interruptions = InterruptCount()
 
         def say(line: str) -> None:
             self.said.append(line)
             if on_line is not None:
                 on_line(line, interruptions)
 
-        wishes = Wishes(None, fresh, rank_program, torchrun, grace_seconds=2.0)
-        return Launch(read_job(str(self.file)), wishes, interruptions, say).run()
+        wishes = LaunchOptions(None, fresh, rank_program, torchrun, grace_seconds=2.0)
+        return JobLauncher(read_job_file(str(self.file)), wishes, interruptions, say).run()
 
     def told(self, *parts: str) -> bool:
         """Is there a line with all of these?"""
@@ -107,4 +106,4 @@ def left_running(mark: str) -> list[str]:
     return found
 
 
-__all__ = ["QUICK", "TORCHRUN", "MadeJob", "Plan", "left_running"]
+__all__ = ["QUICK", "MadeJob", "Plan", "left_running"]

@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 
-from trainer.launch.processes import end_with_parent
-from trainer.launch.protocol import REPORT_VARIABLE
+from wattwatch.trainer.launch.processes import terminate_with_parent
+from wattwatch.trainer.launch.protocol import REPORT_VARIABLE
 
 
 def main() -> None:
-    end_with_parent()
+    terminate_with_parent()
     parser = argparse.ArgumentParser()
     for name in ("nnodes", "node-rank", "nproc-per-node", "max-restarts", "master-port"):
         parser.add_argument(f"--{name}", type=int, required=True)

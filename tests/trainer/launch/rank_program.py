@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.complete import Completion, FileFact, completion_text, read_completion
-from trainer.plain import from_plain
-from trainer.publish import publish_text
-from trainer.run_directory import Ending, RunDirectory, RunRecord, publish_run
-from trainer.settings import read_job
-from trainer.train.heartbeat import Beat, replace_file
+from wattwatch.trainer.atomic_files import atomic_write_text
+from wattwatch.trainer.checkpoint.complete import Completion, FileRecord, completion_text, read_completion
+from wattwatch.trainer.dataclass_json import parse_dataclass
+from wattwatch.trainer.run_directory import RankExit, RunDirectory, RunRecord, write_run_record
+from wattwatch.trainer.settings import read_job_file
+from wattwatch.trainer.train.heartbeat import HeartbeatRecord, replace_file
 
 WEIGHTS_HEADER = json.dumps({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
 WEIGHTS = len(WEIGHTS_HEADER).to_bytes(8, "little") + WEIGHTS_HEADER + b"1234"
@@ -45,8 +45,8 @@ class Plan:
 
 
 def main() -> None:
-    job, rank, world = read_job(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    attempt, plan = int(os.environ["WATTWATCH_ATTEMPT"]), from_plain(Plan, json.loads(os.environ["RANK_PLAN"]))
+    job, rank, world = read_job_file(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    attempt, plan = int(os.environ["WATTWATCH_ATTEMPT"]), parse_dataclass(Plan, json.loads(os.environ["RANK_PLAN"]))
     run = RunDirectory(Path(job.settings.run))
     log = os.open(run.rank_log(attempt, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -56,7 +56,7 @@ def main() -> None:
     state: dict[str, Any] = {"step": 0}
 
     def end(code: int, why: str) -> None:
-        publish_text(str(run.ending(attempt, rank)), json.dumps(asdict(Ending(code, why, state["step"]))))
+        atomic_write_text(str(run.ending(attempt, rank)), json.dumps(asdict(RankExit(code, why, state["step"]))))
         sys.exit(code)
 
     signal.signal(signal.SIGTERM, lambda *_: end(4, "SIGTERM"))
@@ -69,7 +69,9 @@ def main() -> None:
         subprocess.Popen([sys.executable, "-c", ignore], start_new_session=True)
     if rank == 0:
         gate_id, nodes = gate["gate_id"], tuple(os.environ["WATTWATCH_NODES"].split(","))
-        publish_run(run, RunRecord(1, "made", world, nodes, plan.steps, 1, 2, 16, gate_id, attempt, None, time.time()))
+        write_run_record(
+            run, RunRecord(1, "made", world, nodes, plan.steps, 1, 2, 16, gate_id, attempt, None, time.time())
+        )
     say(f"node {os.environ['WATTWATCH_NODE']} rank {rank} begins at step {state['step']}")
     while True:
         beat(run, rank, world, state["step"], plan)
@@ -141,7 +143,7 @@ def beaten_step(run: RunDirectory, rank: int) -> int:
 
 def beat(run: RunDirectory, rank: int, world: int, step: int, plan: Plan) -> None:
     attempt = int(os.environ["WATTWATCH_ATTEMPT"])
-    said = Beat(
+    said = HeartbeatRecord(
         1, "made", rank, world, socket.gethostname(), os.getpid(), attempt - 1, "train", step, plan.steps,
         0, 0, 1.0, 0.1, 1.0, time.time(), time.time(),
     )  # fmt: skip
@@ -159,7 +161,7 @@ def save(run: RunDirectory, rank: int, world: int, step: int, plan: Plan, gate: 
         files = {"config.json": CONFIG, "model.safetensors": WEIGHTS}
         for name, data in files.items():
             (staged / name).write_bytes(data)
-        facts = {name: FileFact(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
+        facts = {name: FileRecord(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
         blocks = gate.get("blocks_sha256") or ""
         tokens = (
             step * world * gate["settings"]["accumulation"] * gate["reports"][0]["shards"][0]["manifest"]["seq_len"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.tools import require_tool
-from trainer.launch.processes import below
+from wattwatch.trainer.launch.processes import descendants
 
 NAMES = ("node-a", "node-b")
 
@@ -29,7 +29,7 @@ class TwoNodes:
 
     def break_connections(self, name: str) -> None:
         """Kills what the server made for its connections; what they started lives on."""
-        for pid in below(self.servers[name].pid):
+        for pid in descendants(self.servers[name].pid):
             with contextlib.suppress(OSError):
                 if "sshd" in Path(f"/proc/{pid}/comm").read_text():
                     os.kill(pid, signal.SIGKILL)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.launch.environment import rank_environment, variables, version
-from trainer.launch.places import connections, gate_commands, places
-from trainer.settings import JobFile, JobSettings, LaunchSettings
+from wattwatch.trainer.launch.placement import (
+    environment_variables,
+    gate_commands,
+    node_connections,
+    parse_torch_version,
+    rank_environment,
+    resolve_placement,
+)
+from wattwatch.trainer.settings import JobFile, JobSettings, LaunchSettings
 
 OLD, NEW = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"
 
 
 def test_of_a_renamed_variable_the_name_is_set_that_this_torch_knows() -> None:
-    now = rank_environment({}, "/run/flight/attempt-01/nccl-", version("2.13.0+cpu"))
+    now = rank_environment({}, "/run/flight/attempt-01/nccl-", parse_torch_version("2.13.0+cpu"))
     assert now[NEW] == "2000"
     assert now["TORCH_FR_DUMP_TEMP_FILE"] == "/run/flight/attempt-01/nccl-"
     assert not {OLD, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"} & set(now), "torch warns of them at every start"
     assert now["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
     assert float(now["TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"]) > 0
-    before = rank_environment({}, "x", version("2.7.1"))
+    before = rank_environment({}, "x", parse_torch_version("2.7.1"))
     assert before[OLD] == "2000"
     assert NEW not in before
     assert {OLD, NEW} <= set(rank_environment({}, "x", None)), "a launcher's host without torch sets both"
@@ -36,7 +42,7 @@ def test_what_the_owner_sets_beyond_the_table_is_passed_on() -> None:
 
 
 def test_every_row_says_why_and_where_that_comes_from() -> None:
-    rows = variables()
+    rows = environment_variables()
     assert all(row.why and row.source and row.names for row in rows)
     names = [one.name for row in rows for one in row.names]
     assert len(names) == len(set(names))
@@ -49,30 +55,30 @@ def job(**launch: object) -> JobFile:
 
 def test_the_gate_is_asked_of_what_the_job_says() -> None:
     made = job(nodes="gpu-[1-2]", ranks_per_node=8, via="ssh", port=29500, python="/opt/python")
-    here = places(made.settings.launch, {})
+    here = resolve_placement(made.settings.launch, {})
     first, second = gate_commands(here, made, "/nfs/run", "/nfs/run/checkpoints/step-00000500")
     text = " ".join(first)
-    assert text.startswith("/opt/python -m trainer.commands gate --job /nfs/job.toml --run /nfs/run ")
+    assert text.startswith("/opt/python -m wattwatch.trainer.cli gate --job /nfs/job.toml --run /nfs/run ")
     assert "--rendezvous gpu-1:29501 --resume /nfs/run/checkpoints/step-00000500 --ranks 0-7 --node gpu-1" in text
     assert " ".join(second).endswith("--ranks 8-15 --node gpu-2")
 
 
 def test_nothing_is_resumed_unless_asked() -> None:
     made = job()
-    (command,) = gate_commands(places(made.settings.launch, {}), made, "/nfs/run", None)
+    (command,) = gate_commands(resolve_placement(made.settings.launch, {}), made, "/nfs/run", None)
     assert "--resume" not in command
 
 
 def test_the_gate_knows_every_option_that_it_is_given() -> None:
-    from trainer.gate_command import gate_command
+    from wattwatch.trainer.cli import gate_command
 
     known = {name for option in gate_command.params for name in option.opts}
     made = job(nodes="a,b", via="ssh")
-    for command in gate_commands(places(made.settings.launch, {}), made, "/run", "/run/x"):
+    for command in gate_commands(resolve_placement(made.settings.launch, {}), made, "/run", "/run/x"):
         assert {part for part in command if part.startswith("--")} <= known
 
 
 def test_every_connection_carries_the_interpreter_of_the_nodes() -> None:
     made = job(nodes="a,b", via="ssh", python="/opt/my python")
-    for connection in connections(places(made.settings.launch, {}), made.settings.launch):
-        assert connection.command[-1] == "exec '/opt/my python' -m trainer.launch.node"
+    for connection in node_connections(resolve_placement(made.settings.launch, {}), made.settings.launch):
+        assert connection.command[-1] == "exec '/opt/my python' -m wattwatch.trainer.launch.node"

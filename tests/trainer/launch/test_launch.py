@@ -13,22 +13,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.commanding import wattwatch_train
-from tests.trainer.gate.gating import write_shard
+from tests.trainer.command_line import wattwatch_train
+from tests.trainer.gate.gate_processes import write_shard
 from tests.trainer.launch.jobs import QUICK, ROOT, MadeJob, left_running, rank_program
 from tests.trainer.launch.rank_program import Plan
-from trainer.checkpoint.complete import newest_complete
-from trainer.launch.interruptions import Interruptions
-from trainer.launch.loop import Launch, Wishes
-from trainer.launch.processes import below
-from trainer.refusal import Refusal
-from trainer.settings import read_job
+from wattwatch.trainer.checkpoint.complete import find_newest_complete
+from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.launch.attempt import InterruptCount
+from wattwatch.trainer.launch.launcher import JobLauncher, LaunchOptions
+from wattwatch.trainer.launch.processes import descendants
+from wattwatch.trainer.settings import read_job_file
 
 DEADLINE_SECONDS = 30.0
 
 
 def newest_step(job: MadeJob) -> int | None:
-    completion = newest_complete(job.run.checkpoints).completion
+    completion = find_newest_complete(job.run.checkpoints).completion
     return completion.step if completion else None
 
 
@@ -135,7 +135,7 @@ def test_one_signal_saves_and_ends_with_4_and_the_next_launch_goes_on(tmp_path: 
     job = MadeJob(tmp_path, blocks=8 * 1000, plan=Plan(steps=10_000, save_every=10_000))
     job.write()
 
-    def stop_at_step_3(line: str, interruptions: Interruptions) -> None:
+    def stop_at_step_3(line: str, interruptions: InterruptCount) -> None:
         interruptions.count = 1 if line.startswith("step 3/") else interruptions.count
 
     assert job.start(on_line=stop_at_step_3) == 4
@@ -159,7 +159,7 @@ def test_two_signals_end_everything_now(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, plan=Plan(steps=10_000, save_every=10_000, children=True))
     job.write()
 
-    def insist(line: str, interruptions: Interruptions) -> None:
+    def insist(line: str, interruptions: InterruptCount) -> None:
         interruptions.count = 2 if line.startswith("step 3/") else interruptions.count
 
     assert job.start(on_line=insist) == 130
@@ -171,7 +171,7 @@ def test_a_signal_between_two_attempts_ends_the_launch(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, plan=Plan(rank=1, at=3, until_attempt=9, act="kill"), launch={"retry_wait_seconds": 600.0})
     job.write()
 
-    def stop_in_the_pause(line: str, interruptions: Interruptions) -> None:
+    def stop_in_the_pause(line: str, interruptions: InterruptCount) -> None:
         interruptions.count = 1 if line.startswith("launch: retry 1 of") else interruptions.count
 
     assert job.start(on_line=stop_in_the_pause) == 130
@@ -181,7 +181,7 @@ def test_a_job_file_that_changes_on_the_way_is_not_trained_with(tmp_path: Path) 
     job = MadeJob(tmp_path, plan=Plan(rank=1, at=3, until_attempt=9, act="kill"))
     job.write()
 
-    def edit(line: str, interruptions: Interruptions) -> None:
+    def edit(line: str, interruptions: InterruptCount) -> None:
         if line.startswith("launch: retry 1 of"):
             job.file.write_text(job.file.read_text() + "# edited\n")
 
@@ -193,7 +193,7 @@ def test_a_run_directory_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> 
     job = MadeJob(tmp_path)
     job.write()
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(Refusal, match=r"run.*nothing is started"):
+    with pytest.raises(UserError, match=r"run.*nothing is started"):
         job.start()
 
 
@@ -201,8 +201,8 @@ def test_a_run_directory_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> 
 def test_a_launcher_that_dies_takes_its_ranks_with_it(tmp_path: Path, number: signal.Signals) -> None:
     job = MadeJob(tmp_path, plan=Plan(steps=10_000, save_every=10_000, children=True))
     program = (
-        "import sys; from tests.trainer.launch.jobs import QUICK, rank_program; from trainer.launch.loop import *\n"
-        "from trainer.launch.interruptions import interruptions\n"
+        "import sys; from tests.trainer.launch.jobs import QUICK, rank_program; from wattwatch.trainer.launch.launcher import *\n"
+        "from wattwatch.trainer.launch.attempt import interruptions\n"
         "with interruptions() as counted:\n"
         "  wishes = Wishes(None, False, rank_program, QUICK)\n"
         "  sys.exit(Launch(read_job(sys.argv[1]), wishes, counted, lambda line: print(line, flush=True)).run())\n"
@@ -225,9 +225,9 @@ def test_a_node_program_that_is_killed_is_a_lost_node_and_takes_its_ranks_with_i
     job = MadeJob(tmp_path, plan=Plan(steps=10_000, save_every=10_000), launch={"retries": 0})
     job.write()
 
-    def kill_node_program(line: str, interruptions: Interruptions) -> None:
+    def kill_node_program(line: str, interruptions: InterruptCount) -> None:
         if line.startswith("step 3/"):
-            (pid,) = [pid for pid in below(os.getpid()) if b"trainer.launch.node" in command(pid)]
+            (pid,) = [pid for pid in descendants(os.getpid()) if b"wattwatch.trainer.launch.node" in command(pid)]
             os.kill(pid, signal.SIGKILL)
 
     assert job.start(on_line=kill_node_program) == 5
@@ -254,7 +254,7 @@ def test_print_shows_the_plan_and_starts_nothing(tmp_path: Path, capsys: pytest.
     assert "# gate on gpu-2" in answer.out
     assert "# ranks on gpu-1" in answer.out
     assert "--no-python" in answer.out
-    assert f"-m trainer.commands run {job.file}" in answer.out
+    assert f"-m wattwatch.trainer.cli run {job.file}" in answer.out
     assert not job.run.path.exists()
 
 
@@ -331,11 +331,11 @@ def test_what_a_living_smoke_test_has_written_stays_until_the_gate_finds_nobody(
     kept.mkdir(parents=True)
     (kept / "old").touch()
     somebody_alive(job, os.getpid())
-    wishes = Wishes("boundary", False, rank_program, QUICK, grace_seconds=2.0)
-    assert Launch(read_job(str(job.file)), wishes, Interruptions(), job.said.append).run() == 2
+    wishes = LaunchOptions("boundary", False, rank_program, QUICK, grace_seconds=2.0)
+    assert JobLauncher(read_job_file(str(job.file)), wishes, InterruptCount(), job.said.append).run() == 2
     assert (kept / "old").exists()
     somebody_alive(job, NOBODY)
-    assert Launch(read_job(str(job.file)), wishes, Interruptions(), job.said.append).run() == 0
+    assert JobLauncher(read_job_file(str(job.file)), wishes, InterruptCount(), job.said.append).run() == 0
     assert not kept.joinpath("old").exists()
 
 
@@ -346,7 +346,7 @@ def test_a_stop_that_comes_while_the_gate_looks_is_meant_for_this_launch(tmp_pat
     job.run.stop_file.touch()
     os.utime(job.run.stop_file, (1, 1))
 
-    def stop_at_the_gate(line: str, interruptions: Interruptions) -> None:
+    def stop_at_the_gate(line: str, interruptions: InterruptCount) -> None:
         if line.startswith("gate open"):
             job.run.stop_file.touch()
 

@@ -17,7 +17,7 @@ DEADLINE_SECONDS = 110.0
 
 def test_a_smoke_test_of_the_boundary_leaves_nothing_that_training_would_resume_from(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from tests.trainer.train.tiny import write_blocks, write_model
+    from tests.trainer.train.tiny_model import write_blocks, write_model
 
     write_model(tmp_path / "model")
     write_blocks(tmp_path / "data", [37, 34])
@@ -27,7 +27,7 @@ def test_a_smoke_test_of_the_boundary_leaves_nothing_that_training_would_resume_
     job = tmp_path / "job.toml"
     job.write_text("\n".join(lines))
     done = subprocess.run(
-        [sys.executable, "-m", "trainer.commands", "launch", str(job), "--smoke", "boundary"],
+        [sys.executable, "-m", "wattwatch.trainer.cli", "launch", str(job), "--smoke", "boundary"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -11,18 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.launch.jobs import QUICK, TORCHRUN, MadeJob
+from tests.trainer.launch.jobs import QUICK, MadeJob
 from tests.trainer.launch.rank_program import Plan
 from tests.trainer.launch.sshd import TwoNodes, two_nodes
 from tests.trainer.launch.test_launch import await_nothing_left
-from trainer.launch.interruptions import Interruptions
+from wattwatch.trainer.launch.attempt import InterruptCount
+from wattwatch.trainer.launch.placement import TORCHRUN_MODULE
 
 
 def test_torchruns_own_report_names_the_rank_and_the_signal(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     job = MadeJob(tmp_path, plan=Plan(rank=1, at=3, until_attempt=1, act="kill", children=True))
     job.write()
-    assert job.start(TORCHRUN) == 0
+    assert job.start(TORCHRUN_MODULE) == 0
     assert job.told("attempt 1: rank 1 on localhost was killed by SIGKILL after step 3; the others followed")
     assert "exitcode  : -9" in (job.run.logs(1) / "node-localhost.log").read_text()
     assert job.left_running() == [], "children of ranks too, in sessions of their own"
@@ -33,12 +34,14 @@ def test_torchrun_that_is_killed_leaves_no_rank(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, plan=Plan(steps=10_000, save_every=10_000), launch={"retries": 0})
     job.write()
 
-    def kill_torchrun(line: str, interruptions: Interruptions) -> None:
+    def kill_torchrun(line: str, interruptions: InterruptCount) -> None:
         if line.startswith("step 3/"):
-            (pid,) = [int(left.split()[0]) for left in job.left_running() if "trainer.launch.torchrun" in left]
+            (pid,) = [
+                int(left.split()[0]) for left in job.left_running() if "wattwatch.trainer.launch.torchrun" in left
+            ]
             os.kill(pid, signal.SIGKILL)
 
-    assert job.start(TORCHRUN, on_line=kill_torchrun) == 5
+    assert job.start(TORCHRUN_MODULE, on_line=kill_torchrun) == 5
     assert job.left_running() == []
 
 
@@ -58,7 +61,7 @@ def over_ssh(tmp_path: Path, nodes: TwoNodes, plan: Plan, **launch: object) -> M
 def test_two_nodes_over_ssh_under_torchrun(tmp_path: Path, nodes: TwoNodes) -> None:
     pytest.importorskip("torch")
     job = over_ssh(tmp_path, nodes, Plan(rank=3, at=3, until_attempt=1, act="kill"))
-    assert job.start(TORCHRUN) == 0
+    assert job.start(TORCHRUN_MODULE) == 0
     assert job.told("attempt 1: rank 3 on node-b was killed by SIGKILL after step 3; the others followed")
     assert job.told("launch: attempt 2, from", "step-00000002")
     assert {path.name for path in job.run.logs(2).glob("node-*.log")} == {"node-node-a.log", "node-node-b.log"}
@@ -69,7 +72,7 @@ def test_two_nodes_over_ssh_under_torchrun(tmp_path: Path, nodes: TwoNodes) -> N
 def test_a_connection_that_breaks_is_a_lost_node_and_ends_what_ran_there(tmp_path: Path, nodes: TwoNodes) -> None:
     job = over_ssh(tmp_path, nodes, Plan(steps=10_000, save_every=10_000), retries=0)
 
-    def break_one(line: str, interruptions: Interruptions) -> None:
+    def break_one(line: str, interruptions: InterruptCount) -> None:
         if line.startswith("step 3/"):
             nodes.break_connections("node-b")
 
@@ -92,26 +95,32 @@ def test_a_node_that_cannot_be_reached_is_named_and_nothing_is_started(tmp_path:
 
 def test_an_ended_lifeline_ends_a_program_that_ignores_sigterm() -> None:
     """The node program alone: order in, words out."""
-    from trainer.launch.protocol import VERSION, Kind, Order, order_line, read_word
+    from wattwatch.trainer.launch.protocol import (
+        PROTOCOL_VERSION,
+        MessageKind,
+        StartRequest,
+        encode_request,
+        parse_message,
+    )
 
     ignore = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
     )
-    order = Order(VERSION, ("n",), 0, ((sys.executable, "-c", ignore),), {})
-    patient = "import trainer.launch.node as node; node.ENDING_SECONDS = 0.5; node.main()"
+    order = StartRequest(PROTOCOL_VERSION, ("n",), 0, ((sys.executable, "-c", ignore),), {})
+    patient = "import wattwatch.trainer.launch.node as node; node.ENDING_SECONDS = 0.5; node.main()"
     with subprocess.Popen(
         [sys.executable, "-c", patient], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(order_line(order))
+        process.stdin.write(encode_request(order))
         words = []
         for line in process.stdout:
-            words.append(read_word(line))
-            if words[-1] and words[-1].kind == Kind.LINE:
+            words.append(parse_message(line))
+            if words[-1] and words[-1].kind == MessageKind.LINE:
                 process.stdin.close()
         assert process.wait(20) == 0
-    assert [word.kind for word in words if word] == [Kind.STARTED, Kind.LINE, Kind.ENDED]
+    assert [word.kind for word in words if word] == [MessageKind.STARTED, MessageKind.LINE, MessageKind.ENDED]
     assert words[-1]
     assert words[-1].code == -signal.SIGKILL
 
@@ -119,7 +128,7 @@ def test_an_ended_lifeline_ends_a_program_that_ignores_sigterm() -> None:
 @pytest.mark.parametrize("line", [b"", b"hello\n", b'{"v": 99, "nodes": [], "index": 0, "commands": []}\n'])
 def test_what_is_no_order_is_answered_and_nothing_runs(line: bytes) -> None:
     answer = subprocess.run(
-        [sys.executable, "-m", "trainer.launch.node"], input=line, capture_output=True, timeout=20, check=True
+        [sys.executable, "-m", "wattwatch.trainer.launch.node"], input=line, capture_output=True, timeout=20, check=True
     )
     assert (b'"trouble"' in answer.stdout) == bool(line)
 
@@ -127,7 +136,7 @@ def test_what_is_no_order_is_answered_and_nothing_runs(line: bytes) -> None:
 def test_a_program_that_is_not_there_is_a_trouble_with_its_name(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, launch={"python": "/nowhere/python"})
     job.write()
-    from trainer.refusal import Refusal
+    from wattwatch.trainer.errors import UserError
 
-    with pytest.raises(Refusal, match="/nowhere/python: No such file"):
+    with pytest.raises(UserError, match="/nowhere/python: No such file"):
         job.start(QUICK)

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.trainer.train.tiny import SEQ_LEN
-from trainer.settings import Evenness, TrainSettings
+from tests.trainer.train.tiny_model import SEQ_LEN
+from wattwatch.trainer.settings import Evenness, TrainSettings
 
 Arrays = dict[str, NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class LockstepResult:
     """By one rank."""
 
     gradients: Arrays  # whole, of the first step
@@ -28,38 +28,37 @@ class Told:
     plan: str
 
 
-def lockstep(model_directory: str, data: str, settings: TrainSettings, steps: int) -> Told:
+def lockstep(model_directory: str, data: str, settings: TrainSettings, steps: int) -> LockstepResult:
     """The gradients of step 0, and then `steps` steps from the start with the schedule and AdamW."""
     import torch
 
-    from trainer.pack.blocks import Blocks
-    from trainer.train.batches import Batches
-    from trainer.train.evenfix import agree_on_blocks
-    from trainer.train.model import empty_model
-    from trainer.train.process_groups import Place, joined
-    from trainer.train.schedule import learning_rate
-    from trainer.train.start import new_optimizer
-    from trainer.train.step import run_step
-    from trainer.train.stopping import Request
-    from trainer.train.weights import load_weights
+    from wattwatch.trainer.pack.blocks import PackedBlocks
+    from wattwatch.trainer.train.batches import BatchReader
+    from wattwatch.trainer.train.evenfix import agree_on_blocks
+    from wattwatch.trainer.train.loop import learning_rate
+    from wattwatch.trainer.train.model import empty_model, load_weights
+    from wattwatch.trainer.train.process_groups import RankInfo, process_group
+    from wattwatch.trainer.train.start import make_optimizer
+    from wattwatch.trainer.train.step import run_step
+    from wattwatch.trainer.train.stopping import StopRequest
 
     torch.set_num_threads(1)
-    place = Place.of_environment()
-    with joined(place, 60.0) as (mesh, device):
-        blocks = Blocks(Path(data), place.rank)
+    place = RankInfo.from_environment()
+    with process_group(place, 60.0) as (mesh, device):
+        blocks = PackedBlocks(Path(data), place.rank)
         evenness, a_step = Evenness(settings.evenness), settings.micro_batch * settings.accumulation
         plan = agree_on_blocks(blocks.count, a_step, settings.epochs, evenness, device)
-        batches = Batches(blocks, plan, settings.micro_batch, settings.document_mask)
+        batches = BatchReader(blocks, plan, settings.micro_batch, settings.document_mask)
         model = empty_model(Path(model_directory), settings, mesh, device)
         load_weights(model, Path(model_directory))
         keeper = keeping(model)
-        first = run_step(model, keeper, batches, 0, replace(settings, clip_norm=0.0), Request.NONE, device)
-        optimizer, losses = new_optimizer(model, settings), []
+        first = run_step(model, keeper, batches, 0, replace(settings, clip_norm=0.0), StopRequest.NONE, device)
+        optimizer, losses = make_optimizer(model, settings), []
         for step in range(min(steps, plan.steps)):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(settings, step, plan.steps)
-            losses.append(run_step(model, optimizer, batches, step, settings, Request.NONE, device).loss)
-        return Told(keeper.kept, first.grad_norm, first.tokens, losses, recorded_collectives(), str(plan))
+            losses.append(run_step(model, optimizer, batches, step, settings, StopRequest.NONE, device).loss)
+        return LockstepResult(keeper.kept, first.grad_norm, first.tokens, losses, recorded_collectives(), str(plan))
 
 
 def keeping(model: Any) -> Any:

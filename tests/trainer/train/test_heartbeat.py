@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from collectors.progress import read_heartbeat
-from trainer.run_directory import RunDirectory
-from trainer.train.heartbeat import Heartbeat, Phase, Write, replace_file
+from wattwatch.collectors.progress import read_heartbeat
+from wattwatch.trainer.run_directory import RunDirectory
+from wattwatch.trainer.train.heartbeat import HeartbeatWriter, RankPhase, WriteFile, replace_file
 
 FIELDS = (  # the order of the contract
     *("v", "run", "rank", "world", "host", "pid", "restart", "phase", "step", "steps", "micro", "blocks_left"),
@@ -27,8 +27,10 @@ AN_HOUR = 3600.0
 DEADLINE_SECONDS = 20.0
 
 
-def heartbeat(run: Path, interval_seconds: float = AN_HOUR, write: Write = replace_file, attempt: int = 1) -> Heartbeat:
-    return Heartbeat(
+def heartbeat(
+    run: Path, interval_seconds: float = AN_HOUR, write: WriteFile = replace_file, attempt: int = 1
+) -> HeartbeatWriter:
+    return HeartbeatWriter(
         RunDirectory(run),
         run="tiny",
         rank=3,
@@ -83,7 +85,7 @@ def test_the_file_has_the_fields_of_the_contract_in_its_order(tmp_path: Path) ->
     before = time.time()
     with heartbeat(tmp_path, attempt=2) as beat:
         beat.beat(
-            Phase.TRAIN, 7, micro=3, blocks_left=21, tokens_per_second=52e3, data_wait_ms=1.5, loss=1.25, steps=50
+            RankPhase.TRAIN, 7, micro=3, blocks_left=21, tokens_per_second=52e3, data_wait_ms=1.5, loss=1.25, steps=50
         )
     written = file_of(tmp_path)
     assert tuple(written) == FIELDS
@@ -110,7 +112,7 @@ def test_the_file_has_the_fields_of_the_contract_in_its_order(tmp_path: Path) ->
 
 def test_the_watcher_reads_it(tmp_path: Path) -> None:
     with heartbeat(tmp_path) as beat:
-        beat.beat(Phase.SAVE, 9, loss=0.5)
+        beat.beat(RankPhase.SAVE, 9, loss=0.5)
     path = tmp_path / "heartbeat" / "rank-00003.json"
     sample = read_heartbeat(path.read_text(), str(path))
     assert (sample.step, sample.total_steps, sample.phase, sample.rank, sample.world) == (9, 100, "save", 3, 4)
@@ -120,7 +122,7 @@ def test_the_watcher_reads_it(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_is_valid_json_and_the_watcher_sees_it(tmp_path: Path) -> None:
     for loss, text in ((math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity")):
         with heartbeat(tmp_path) as beat:
-            beat.beat(Phase.TRAIN, 1, loss=loss)
+            beat.beat(RankPhase.TRAIN, 1, loss=loss)
         assert file_of(tmp_path)["loss"] == text
         seen = read_heartbeat((tmp_path / "heartbeat" / "rank-00003.json").read_text(), "").loss
         assert seen is not None
@@ -136,7 +138,7 @@ def test_it_says_load_before_it_is_told_anything(tmp_path: Path) -> None:
 def test_a_change_of_phase_is_written_at_once_and_a_step_waits_for_the_interval(tmp_path: Path) -> None:
     recorder = Recorder()
     with heartbeat(tmp_path, AN_HOUR, recorder) as beat:
-        for phase in (Phase.TRAIN, Phase.BARRIER, Phase.SAVE):
+        for phase in (RankPhase.TRAIN, RankPhase.BARRIER, RankPhase.SAVE):
             beat.beat(phase, 5)
             until(partial(recorder.has, phase))
         beat.beat(step=6)
@@ -150,7 +152,7 @@ def test_steps_are_written_once_in_an_interval(tmp_path: Path) -> None:
     with heartbeat(tmp_path, 0.05, recorder) as beat:
         began = time.monotonic()
         for step in range(1, 2001):
-            beat.beat(Phase.TRAIN, step)
+            beat.beat(RankPhase.TRAIN, step)
             time.sleep(0.0001)
         lasted = time.monotonic() - began
     assert 2 <= len(recorder.beats) <= lasted / 0.05 + 4  # the first, a change of phase, and the last at close
@@ -160,9 +162,9 @@ def test_steps_are_written_once_in_an_interval(tmp_path: Path) -> None:
 def test_t_step_stands_while_the_step_stands(tmp_path: Path) -> None:
     recorder = Recorder()
     with heartbeat(tmp_path, AN_HOUR, recorder) as beat:
-        beat.beat(Phase.TRAIN, 5)
+        beat.beat(RankPhase.TRAIN, 5)
         until(partial(recorder.has, "train"))
-        beat.beat(Phase.BARRIER)
+        beat.beat(RankPhase.BARRIER)
         until(partial(recorder.has, "barrier"))
     train, barrier = (next(b for b in recorder.beats if b["phase"] == phase) for phase in ("train", "barrier"))
     assert barrier["step"] == 5
@@ -175,7 +177,7 @@ def test_a_file_system_that_hangs_holds_up_neither_the_loop_nor_the_end(tmp_path
     beat = heartbeat(tmp_path, 0.0, hanging)
     assert hanging.entered.wait(DEADLINE_SECONDS)
     for step in range(100_000):  # with a loop that waits for one write, this would not come to its end
-        beat.beat(Phase.TRAIN, step)
+        beat.beat(RankPhase.TRAIN, step)
     assert hanging.written == 0
     assert not beat.close(wait_seconds=0.05)
     hanging.let_go.set()
@@ -188,8 +190,8 @@ def test_a_process_ends_while_its_file_system_hangs(tmp_path: Path) -> None:
     (tmp_path / "heartbeat").mkdir()
     os.mkfifo(tmp_path / "heartbeat" / "rank-00003.json.tmp")
     program = (
-        "from pathlib import Path; from trainer.train.heartbeat import Heartbeat; "
-        "from trainer.run_directory import RunDirectory\n"
+        "from pathlib import Path; from wattwatch.trainer.train.heartbeat import Heartbeat; "
+        "from wattwatch.trainer.run_directory import RunDirectory\n"
         f"with Heartbeat(RunDirectory(Path({str(tmp_path)!r})), run='r', rank=3, world=4, attempt=1) as beat:\n"
         "    beat.beat('train', 1)\n"
         "print('trained')"
@@ -201,11 +203,11 @@ def test_a_process_ends_while_its_file_system_hangs(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_stops_nothing_and_is_told(tmp_path: Path) -> None:
     (tmp_path / "heartbeat").write_text("a file where the directory should be")
     with heartbeat(tmp_path) as beat:
-        beat.beat(Phase.TRAIN, 1)
+        beat.beat(RankPhase.TRAIN, 1)
         until(lambda: bool(beat.problem))
     assert "heartbeat" in beat.problem
 
 
 def test_no_torch_is_imported() -> None:
-    program = "import sys, trainer.train.heartbeat; sys.exit('torch' in sys.modules)"
+    program = "import sys, wattwatch.trainer.train.heartbeat; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

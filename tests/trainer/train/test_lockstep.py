@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 import pytest
 
-from tests.trainer.train.lockstep import Reference, Told, lockstep, single_process
-from tests.trainer.train.ranks import on_ranks
-from tests.trainer.train.tiny import write_blocks, write_model
-from trainer.settings import TrainSettings
+from tests.trainer.train.lockstep import LockstepResult, Reference, lockstep, single_process
+from tests.trainer.train.rank_processes import on_ranks
+from tests.trainer.train.tiny_model import write_blocks, write_model
+from wattwatch.trainer.settings import TrainSettings
 
 RAGGED: Final = TrainSettings(
     micro_batch=2, accumulation=2, precision="fp32", document_mask=True, learning_rate=3e-3, warmup_steps=10
@@ -22,7 +22,7 @@ STEPS: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    ranks: list[Told]
+    ranks: list[LockstepResult]
     alone: Reference
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.run_directory import RunDirectory
-from trainer.train.worker_socket import worker_socket
+from wattwatch.trainer.run_directory import RunDirectory
+from wattwatch.trainer.train.diagnostics import worker_socket
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'wattwatch[trainer]'")
 
@@ -27,9 +27,9 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from trainer.run_directory import RunDirectory
-from trainer.train.flight import write_flight_record
-from trainer.train.worker_socket import worker_socket
+from wattwatch.trainer.run_directory import RunDirectory
+from wattwatch.trainer.train.diagnostics import write_flight_record
+from wattwatch.trainer.train.diagnostics import worker_socket
 
 run, rank, timeout = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 store = f"file://{run}/store"
@@ -131,8 +131,8 @@ def test_a_collective_that_times_out_leaves_its_record(tmp_path: Path) -> None:
 
 def test_a_main_thread_that_sleeps_tells_its_stack_and_leaves_no_socket(tmp_path: Path) -> None:
     program = (
-        "import sys, threading; from pathlib import Path; from trainer.run_directory import RunDirectory\n"
-        "from trainer.train.worker_socket import worker_socket\n"
+        "import sys, threading; from pathlib import Path; from wattwatch.trainer.run_directory import RunDirectory\n"
+        "from wattwatch.trainer.train.diagnostics import worker_socket\n"
         "def waits_for_a_lock():\n    print('ready', flush=True); sys.stdin.read()\n"
         f"with worker_socket(RunDirectory(Path({str(tmp_path)!r})), 3, print): waits_for_a_lock()\n"
     )

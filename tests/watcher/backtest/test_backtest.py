@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.watcher.commanding import Shell
-from tests.watcher.pictures import PICTURES, json_sample
+from tests.watcher.command_shell import Shell
+from tests.watcher.power_examples import POWER_EXAMPLES, json_sample
 
 HEADER = "timestamp, index, name, power.draw [W], power.limit [W], utilization.gpu [%], memory.used [MiB]\n"
 H100 = "NVIDIA H100 80GB HBM3"
 
 
 def labelled(state: str, picture: str, **more: Any) -> dict[str, Any]:
-    sample: dict[str, Any] = json.loads(json_sample(next(p for p in PICTURES if p.name == picture)))
+    sample: dict[str, Any] = json.loads(json_sample(next(p for p in POWER_EXAMPLES if p.name == picture)))
     return {"reported_state": state, **sample, **more}
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import orjson
 import pytest
 
-from watcher.backtest.pictures import Knowledge
-from watcher.backtest.report import as_object
-from watcher.backtest.run import BackTest, back_test
+from wattwatch.watcher.backtest.report import backtest_object
+from wattwatch.watcher.backtest.run import BacktestResult, run_backtest
+from wattwatch.watcher.backtest.score import ProgressKnowledge
 
 DATA = Path(__file__).parents[2] / "data" / "backtest"
 CORPUS = Path(__file__).parents[4] / "shared" / "corpus" / "cases"
@@ -19,17 +19,19 @@ MOST_OFF = 0.15 + 1e-9
 
 
 @pytest.fixture(scope="module")
-def fresh() -> BackTest:
-    return back_test(DATA, tuple(Knowledge))
+def fresh() -> BacktestResult:
+    return run_backtest(DATA, tuple(ProgressKnowledge))
 
 
-def test_the_committed_result_is_what_a_fresh_run_gives(fresh: BackTest) -> None:
+def test_the_committed_result_is_what_a_fresh_run_gives(fresh: BacktestResult) -> None:
     committed: Any = orjson.loads((DATA / "result.json").read_bytes())
-    assert committed == orjson.loads(orjson.dumps(as_object(fresh))), "run `make backtest`, and look at what changed"
+    assert committed == orjson.loads(orjson.dumps(backtest_object(fresh))), (
+        "run `make backtest`, and look at what changed"
+    )
 
 
-def good_enough(test: BackTest) -> None:
-    none, word = test.pictures[Knowledge.NONE], test.pictures[Knowledge.WORD]
+def good_enough(test: BacktestResult) -> None:
+    none, word = test.pictures[ProgressKnowledge.NONE], test.pictures[ProgressKnowledge.WORD]
     assert (none.plain.exact.rate or 0) >= 0.78
     assert (word.plain.exact.rate or 0) >= 0.85
     assert none.plain.hangs.found.right >= 7
@@ -42,17 +44,17 @@ def good_enough(test: BackTest) -> None:
 
 
 def test_one_picture_finds_half_of_the_hangs_and_the_word_on_progress_all_and_never_a_false_one(
-    fresh: BackTest,
+    fresh: BacktestResult,
 ) -> None:
     good_enough(fresh)
 
 
-def test_without_the_profile_of_its_own_model_no_board_is_judged_much_worse(fresh: BackTest) -> None:
+def test_without_the_profile_of_its_own_model_no_board_is_judged_much_worse(fresh: BacktestResult) -> None:
     for result in fresh.pictures.values():
         assert (result.left_out.rate or 0) >= (result.plain.exact.rate or 0) - 0.05
 
 
-def test_every_incident_of_the_logs_is_told_and_nothing_else(fresh: BackTest) -> None:
+def test_every_incident_of_the_logs_is_told_and_nothing_else(fresh: BacktestResult) -> None:
     assert {i.state for each in fresh.series for i in each.incidents} == {"hang", "starvation", "gpu_fault"}
     for each in fresh.series:
         assert all(incident.delay_seconds is not None for incident in each.incidents), each.name
@@ -61,4 +63,4 @@ def test_every_incident_of_the_logs_is_told_and_nothing_else(fresh: BackTest) ->
 
 @pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus of public reports is not laid beside this checkout")
 def test_the_reports_themselves_give_the_same() -> None:
-    good_enough(back_test(CORPUS, tuple(Knowledge)))
+    good_enough(run_backtest(CORPUS, tuple(ProgressKnowledge)))

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-SEQUENCE: Final = 64
-WORDS: Final = 500
-MEAN_WORDS: Final = 64  # of a record
+SEQUENCE_LENGTH: Final = 64
+VOCABULARY_SIZE: Final = 500
+MEAN_RECORD_WORDS: Final = 64  # of a record
 SHORT_RANK: Final = 3
 EOS: Final = "<eos>"
 RANKS_PER_NODE: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class JobSize:
     """How large the job is. Steps are such that it trains for 10 to 25 s before it parts."""
 
     nodes: int = 2
@@ -76,7 +76,7 @@ class JobFiles:
         return self.directory / "job.toml"
 
 
-def write_inputs(files: JobFiles, shape: Shape) -> None:
+def write_inputs(files: JobFiles, shape: JobSize) -> None:
     """Corpus, tokenizer and model."""
     write_corpus(files.corpus, shape)
     files.model.mkdir()
@@ -84,24 +84,24 @@ def write_inputs(files: JobFiles, shape: Shape) -> None:
     write_model(files.model)
 
 
-def write_corpus(path: Path, shape: Shape) -> None:
+def write_corpus(path: Path, shape: JobSize) -> None:
     """Records of random length, in the order of ranks; those of one rank are shorter."""
     dice = random.Random(53)
     blocks = (shape.short_steps + shape.spread_steps) * shape.accumulation + shape.accumulation // 2
-    rows = blocks * SEQUENCE // (MEAN_WORDS + 1)
-    short = MEAN_WORDS * shape.short_steps / (shape.short_steps + shape.spread_steps)
+    rows = blocks * SEQUENCE_LENGTH // (MEAN_RECORD_WORDS + 1)
+    short = MEAN_RECORD_WORDS * shape.short_steps / (shape.short_steps + shape.spread_steps)
     with path.open("w", encoding="utf-8") as file:
         for rank in range(shape.world):
-            mean = short if rank == SHORT_RANK else MEAN_WORDS
+            mean = short if rank == SHORT_RANK else MEAN_RECORD_WORDS
             for _ in range(rows):
                 count = round(mean * dice.uniform(0.6, 1.4))
-                text = " ".join(f"w{dice.randrange(WORDS)}" for _ in range(count))
+                text = " ".join(f"w{dice.randrange(VOCABULARY_SIZE)}" for _ in range(count))
                 file.write(json.dumps({"text": text}) + "\n")
 
 
 def write_tokenizer(directory: Path) -> None:
     """Words apart at spaces, one id each: the format of the tokenizers library."""
-    vocabulary = {EOS: 0} | {f"w{number}": number + 1 for number in range(WORDS)}
+    vocabulary = {EOS: 0} | {f"w{number}": number + 1 for number in range(VOCABULARY_SIZE)}
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -147,7 +147,7 @@ def write_model(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config), "utf-8")
 
 
-def write_job(files: JobFiles, shape: Shape, name: str, evenness: str) -> Path:
+def write_job(files: JobFiles, shape: JobSize, name: str, evenness: str) -> Path:
     """job.toml, and its run directory, which is returned. Strings of TOML are written as JSON's."""
     run = files.run(evenness)
     run.mkdir()
@@ -174,7 +174,7 @@ save_every = 500
     return run
 
 
-def block_counts(files: JobFiles, shape: Shape) -> tuple[int, ...]:
+def block_counts(files: JobFiles, shape: JobSize) -> tuple[int, ...]:
     """Blocks of each rank, as packed. Raises OSError, ValueError or KeyError where pack has left no manifest."""
     manifests = [files.blocks / f"rank-{rank:05d}.json" for rank in range(shape.world)]
     return tuple(int(json.loads(path.read_text("utf-8"))["blocks"]) for path in manifests)

@@ -18,25 +18,25 @@ from importlib import util
 from pathlib import Path
 from typing import Any, Final
 
-from collectors.simulated.cluster import SimulatedNode
-from watcher.demo.play import DemoError
-from watcher.demo.real.data import SEQUENCE, JobFiles, Shape, block_counts, write_inputs, write_job
+from wattwatch.collectors.simulated.cluster import SimulatedNode
+from wattwatch.watcher.demo.real.data import SEQUENCE_LENGTH, JobFiles, JobSize, block_counts, write_inputs, write_job
+from wattwatch.watcher.demo.runner import DemoError
 
-NEEDED: Final = ("torch", "transformers", "datasets", "tokenizers", "safetensors")
+REQUIRED_PACKAGES: Final = ("torch", "transformers", "datasets", "tokenizers", "safetensors")
 PACK_SECONDS: Final = 120.0
 GATE_SECONDS: Final = 60.0
 END_SECONDS: Final = 30.0
 LOOPBACK: Final = "127.0.0.1"
-LINES_SHOWN: Final = 5  # of a program that failed
+MAX_LINES_SHOWN: Final = 5  # of a program that failed
 
 
 def missing_packages() -> tuple[str, ...]:
     """What of the trainer's extra is not installed. Imports nothing."""
-    return tuple(name for name in NEEDED if util.find_spec(name) is None)
+    return tuple(name for name in REQUIRED_PACKAGES if util.find_spec(name) is None)
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class GateOutput:
     """What the gate said and recorded."""
 
     lines: tuple[str, ...]
@@ -47,7 +47,7 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class DemoHeartbeat:
     """A rank's heartbeat, as far as the demo needs it."""
 
     rank: int
@@ -58,7 +58,7 @@ class Beat:
 class RealJob:
     """One job, started once or more, each time in a new run directory. A context manager: nothing outlives it."""
 
-    def __init__(self, name: str, shape: Shape, files: JobFiles, nodes: Sequence[SimulatedNode]) -> None:
+    def __init__(self, name: str, shape: JobSize, files: JobFiles, nodes: Sequence[SimulatedNode]) -> None:
         self.name = name
         self.shape = shape
         self.files = files
@@ -77,7 +77,7 @@ class RealJob:
         write_inputs(self.files, self.shape)
         arguments = ["pack", str(self.files.corpus), "-o", str(self.files.blocks)]
         arguments += ["--tokenizer", str(self.files.model), "--world", str(self.shape.world)]
-        arguments += ["--seq-len", str(SEQUENCE), "--workers", "1"]
+        arguments += ["--seq-len", str(SEQUENCE_LENGTH), "--workers", "1"]
         packed = subprocess.run(
             [*trainer_command(), *arguments], capture_output=True, text=True, timeout=PACK_SECONDS, check=False
         )
@@ -85,7 +85,7 @@ class RealJob:
             raise DemoError(f"wattwatch-train pack failed: {last_lines(packed.stderr or packed.stdout)}")
         return block_counts(self.files, self.shape)
 
-    def pass_gate(self, evenness: str) -> Gate:
+    def pass_gate(self, evenness: str) -> GateOutput:
         """Write job.toml and run the gate on both nodes at once. Raises DemoError where it refuses."""
         self._run = write_job(self.files, self.shape, self.name, evenness)
         arguments = ["gate", "--run", str(self._run), "--data", str(self.files.blocks)]
@@ -95,7 +95,7 @@ class RealJob:
         gates = [
             subprocess.Popen(
                 [*trainer_command(), *arguments, "--ranks", self._ranks(place)],
-                env={**os.environ, **RECORDER, **node.environment(with_boards=True)},
+                env={**os.environ, **FLIGHT_RECORDER_ENVIRONMENT, **node.environment(with_gpus=True)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -113,7 +113,7 @@ class RealJob:
         if any(gate.returncode not in (0, 1) for gate in gates):
             raise DemoError(f"the gate refused the job: {' / '.join(last_lines(out + err) for out, err in said)}")
         record = json.loads((self._run / "gate.json").read_text("utf-8"))
-        return Gate(
+        return GateOutput(
             lines=tuple(said[0][0].splitlines()),
             level=record["level"],
             spread=record.get("spread"),
@@ -121,7 +121,7 @@ class RealJob:
             gate_id=record["gate_id"],
         )
 
-    def start(self, gate: Gate) -> None:
+    def start(self, gate: GateOutput) -> None:
         """torchrun on each node, and the watcher's link to the new run directory."""
         staged = self.files.directory / "next"
         staged.symlink_to(self._run)
@@ -137,7 +137,7 @@ class RealJob:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        rank = ["trainer.commands", "run", str(self.files.job)]
+        rank = ["wattwatch.trainer.cli", "run", str(self.files.job)]
         for place, node in enumerate(self._nodes):
             arguments = ["--nnodes", str(len(self._nodes)), "--node-rank", str(place)]
             arguments += ["--nproc-per-node", str(self.shape.ranks_per_node)]
@@ -145,7 +145,13 @@ class RealJob:
             with self._launcher_log(place).open("wb") as log:
                 launcher = subprocess.Popen(
                     [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", *rank],
-                    env={**os.environ, **RECORDER, **job, **node.environment(), "WATTWATCH_NODE": node.name},
+                    env={
+                        **os.environ,
+                        **FLIGHT_RECORDER_ENVIRONMENT,
+                        **job,
+                        **node.environment(),
+                        "WATTWATCH_NODE": node.name,
+                    },
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
@@ -159,13 +165,13 @@ class RealJob:
         """Of the newest start's launchers; None: still running."""
         return tuple(launcher.poll() for launcher in self._launchers)
 
-    def beats(self) -> tuple[Beat, ...]:
+    def beats(self) -> tuple[DemoHeartbeat, ...]:
         """Heartbeats of the newest start, in order of ranks."""
         found = []
         for rank in range(self.shape.world):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 beat = json.loads((self._run / "heartbeat" / f"rank-{rank:05d}.json").read_text("utf-8"))
-                found.append(Beat(rank, beat["phase"], beat["step"]))
+                found.append(DemoHeartbeat(rank, beat["phase"], beat["step"]))
         return tuple(found)
 
     def socket_of(self, rank: int) -> Path:
@@ -182,7 +188,7 @@ class RealJob:
     def end(self) -> tuple[int, ...]:
         """Kill the ranks by pid, and wait for their launchers; the pids. Does nothing where nothing runs."""
         running = [launcher for launcher in self._launchers if launcher.poll() is None]
-        ranks = [pid for launcher in running for pid in children(launcher.pid)]
+        ranks = [pid for launcher in running for pid in child_pids(launcher.pid)]
         for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -220,14 +226,14 @@ class RealJob:
 
 
 # Kept small: 2,000 collectives of each rank. Both names, for torch before and after 2.9.
-RECORDER: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+FLIGHT_RECORDER_ENVIRONMENT: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
 
 
 def trainer_command() -> list[str]:
-    return [sys.executable, "-m", "trainer.commands"]
+    return [sys.executable, "-m", "wattwatch.trainer.cli"]
 
 
-def children(pid: int) -> tuple[int, ...]:
+def child_pids(pid: int) -> tuple[int, ...]:
     """Processes that this one started."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -242,4 +248,4 @@ def free_port() -> int:
 
 
 def last_lines(text: str) -> str:
-    return " / ".join(text.strip().splitlines()[-LINES_SHOWN:]) or "it said nothing"
+    return " / ".join(text.strip().splitlines()[-MAX_LINES_SHOWN:]) or "it said nothing"

@@ -1,0 +1,553 @@
+"""One line of a node's probe (bytes) -> one `NodeSample`. The line's fields are described in probe/README.md.
+
+The probe ships what is large only when it changes, so a reader belongs to one connection: it keeps the last state of
+each log, heartbeat and checkpoint directory, and each board's energy counter for the mean watts between two lines.
+Whatever the bytes are, nothing is raised: what is no line of ours is counted in `garbage_bytes` and skipped; a line
+of ours with a value of the wrong kind becomes a sample with status PARSE_ERROR.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import orjson
+
+from wattwatch.collectors.checkpoints import CheckpointListing, parse_folder, parse_root_files, read_checkpoints
+from wattwatch.collectors.nvml import HANDLE_ERROR, gpu_from_nvml, host_status_of, missing_from_nvml
+from wattwatch.collectors.probe.node_probe import TAIL_BYTES
+from wattwatch.collectors.probe.request import ProbeRequest
+from wattwatch.collectors.progress import find_external_stop, read_heartbeat, read_progress
+from wattwatch.collectors.samples import (
+    CheckpointSample,
+    FilesystemSample,
+    GpuSample,
+    HostLoad,
+    HostStatus,
+    HungCall,
+    KernelEvent,
+    MissingGpu,
+    NodeSample,
+    ProcessSample,
+    ProgressSample,
+    WorkerSample,
+)
+from wattwatch.collectors.smi import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, SmiReport, read_query_csv
+
+MAX_LINE_BYTES: Final = 64 * 1024
+GPU_CALLS: Final = frozenset({"nvml", "nvidia-smi"})
+PROCESS_LIST_MAX_AGE_SECONDS: Final = 10.0
+"""How long the last process list and load stand in for a line that came before the node had read them."""
+CHECKPOINT_REFRESH_SECONDS: Final = 5.0
+WRONG_VALUE_ERRORS: Final = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError)
+HEARTBEAT_HOST: Final = re.compile(r'"host":\s*"([^"]*)"')
+
+
+@dataclass(slots=True)
+class GpuQueryResult:
+    """The last answer about boards. `read_seconds`: the node's clock when it was asked for; None: never yet."""
+
+    status: HostStatus = HostStatus.SAMPLER_TIMEOUT
+    detail: str = "no GPU reading yet"
+    source: str = ""
+    boards: tuple[GpuSample, ...] | None = None
+    missing: tuple[MissingGpu, ...] = ()
+    warnings: tuple[str, ...] = ()
+    read_seconds: float | None = None
+
+
+@dataclass(slots=True)
+class ProgressSource:
+    """One log or heartbeat: its text, the sample read from it, and since when it is unchanged on the node's clock."""
+
+    sample: ProgressSample
+    changed_seconds: float
+    host: str = ""  # of a heartbeat
+    tail: str = ""  # of a log, with its end in the file, and whether it begins within a line
+    end: int = 0
+    cut: bool = False
+
+
+@dataclass(slots=True)
+class CheckpointDirectoryState:
+    """One checkpoint directory as the probe last listed it."""
+
+    listing: CheckpointListing = CheckpointListing({}, {})
+    changed_seconds: dict[str, float] = field(default_factory=dict)  # entry -> when seen to change, node's clock
+    listed_seconds: float = 0.0
+    judged_seconds: float | None = None
+    judged: CheckpointSample | None = None
+    initial: frozenset[str] | None = None  # names of the first listing
+
+
+class ProbeReader:
+    """Reads the lines of one connection, in their order."""
+
+    def __init__(self, node: str, request: ProbeRequest) -> None:
+        self.node = node
+        self.garbage_bytes = 0
+        self._request = request
+        # A call is hung after five intervals, but not before 5 s (nvidia-smi without persistence) nor after 10 s.
+        self._hung_seconds = min(10.0, max(5.0, 5 * request.interval_seconds))
+        self._gpus = GpuQueryResult()
+        self._energy: dict[str, tuple[float, float]] = {}
+        self._progress: dict[str, ProgressSource] = {}
+        self._heartbeats: dict[str, ProgressSource] = {}
+        self._directories: dict[str, CheckpointDirectoryState] = {}
+        self._filesystems: dict[str, FilesystemSample] = {}
+        self._processes: tuple[ProcessSample, ...] | None = None
+        self._processes_seconds = 0.0
+        self._workers: tuple[WorkerSample, ...] = ()
+        self._shares = CpuShareTracker()
+        self._driver: str | None = None
+        self._load = HostLoad()
+        self._host = ""
+        self._node_warnings: tuple[str, ...] = ()
+        self._kernel_warning: tuple[str, ...] = ()
+
+    def read(self, line: bytes, received_seconds: float) -> NodeSample | None:
+        """The sample of this line; None where it is none of ours. `received_seconds`: control host's monotonic."""
+        message = self._message(line)
+        if message is None:
+            return None
+        try:
+            sequence, now, wall = _to_int(message["seq"]), _to_float(message["t"]), _to_float(message["w"])
+        except WRONG_VALUE_ERRORS:
+            return self._unreadable("seq, t or w is missing or no number", 0, 0.0, 0.0, received_seconds)
+        try:
+            return self._sample(message, sequence, now, wall, received_seconds)
+        except WRONG_VALUE_ERRORS as error:
+            detail = f"line {sequence} has a value of the wrong kind: {type(error).__name__}: {error}"
+            return self._unreadable(detail, sequence, now, wall, received_seconds)
+
+    def _message(self, line: bytes) -> dict[str, Any] | None:
+        message = None
+        if line.startswith(b'{"v":1,') and len(line) <= MAX_LINE_BYTES:
+            try:
+                message = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                message = None
+        if isinstance(message, dict):
+            return message
+        self.garbage_bytes += len(line.strip())
+        return None
+
+    def _unreadable(self, detail: str, sequence: int, now: float, wall: float, received: float) -> NodeSample:
+        return NodeSample(self.node, HostStatus.PARSE_ERROR, detail, sequence, now, wall, received)
+
+    def _sample(
+        self, message: Mapping[str, Any], sequence: int, now: float, wall: float, received: float
+    ) -> NodeSample:
+        hello = message.get("hello")
+        if hello is not None:
+            self._host = short_host_name(str(hello["host"]))
+        if "gpu" in message:
+            self._read_gpus(message["gpu"], now)
+        for path, changed, text in message.get("beat", ()):
+            self._take_heartbeat(str(path), changed, text, now, wall)
+        for row in message.get("log", ()):
+            self._take_log(row, now, wall)
+        for news in message.get("ckpt", ()):
+            self._take_listing(news)
+        for directory, listed in message.get("listed", ()):
+            self._directories.setdefault(str(directory), CheckpointDirectoryState()).listed_seconds = float(listed)
+        for path, free, total, error, *kind in message.get("fs", ()):
+            mount = _to_optional_text(kind[0]) if kind else None
+            self._filesystems[str(path)] = FilesystemSample(
+                str(path), _to_optional_int(free), _to_optional_int(total), _to_optional_text(error), mount
+            )
+        if "load" in message:
+            load, cpus, cpu, io, memory, *sizes = message["load"]
+            pressures = _to_optional_float(cpu), _to_optional_float(io), _to_optional_float(memory)
+            self._load = HostLoad(
+                _to_optional_float(load), _to_optional_int(cpus), *pressures, *map(_to_optional_int, sizes[:3])
+            )
+        if "work" in message:
+            self._workers = self._read_workers(message["work"], now)
+        if "proc" in message:
+            self._processes, self._processes_seconds = self._read_processes(message["proc"], now), now
+        elif now - self._processes_seconds > PROCESS_LIST_MAX_AGE_SECONDS:
+            self._processes = None
+        if "warn" in message:
+            self._node_warnings = tuple(str(text) for text in message["warn"])
+        if "kmsg_error" in message:
+            self._kernel_warning = (str(message["kmsg_error"]),)
+
+        gpus = self._gpus
+        status, detail, boards = gpus.status, gpus.detail, gpus.boards
+        hung: tuple[HungCall, ...] = ()
+        for call, age in message.get("busy", ()):
+            seconds = _to_float(age)
+            if seconds >= self._hung_seconds:
+                hung += (HungCall(str(call), seconds),)
+            if call in GPU_CALLS:
+                if seconds >= self._hung_seconds:
+                    status, boards = HostStatus.SAMPLER_TIMEOUT, None
+                    detail = f"{call} has not answered for {seconds:.0f} s"
+                elif gpus.read_seconds is None:
+                    detail = f"{call} has not answered yet, after {seconds:.1f} s"
+        return NodeSample(
+            self.node,
+            status,
+            detail,
+            sequence,
+            now,
+            wall,
+            received,
+            gpus.source,
+            boards,
+            gpus.missing,
+            gpus.warnings + self._node_warnings + self._kernel_warning,
+            self._processes,
+            self._progress_samples(now),
+            self._checkpoint_samples(now),
+            self._kernel_events(message),
+            hung,
+            tuple(self._filesystems.values()),
+            self._load,
+            max(0.0, now - gpus.read_seconds) if gpus.read_seconds is not None else 0.0,
+            self._workers,
+            self._driver,
+        )
+
+    # GPUs
+
+    def _read_gpus(self, answer: Mapping[str, Any], now: float) -> None:
+        asked = _to_float(answer.get("t", now))
+        self._driver = _to_optional_text(answer.get("driver"))
+        if answer["src"] == "nvml":
+            self._gpus = self._read_nvml(answer["rows"], asked)
+            return
+        report = self._read_smi(answer)
+        boards = report.snapshots[-1].gpus if report.snapshots else None
+        detail = report.detail
+        if "nvml" in answer:
+            detail = "; ".join(filter(None, (detail, host_status_of(int(answer["nvml"]))[1])))
+        failed = report.status is not HostStatus.OK
+        source = "shell" if answer["src"] == "shell" else "nvidia-smi"
+        self._gpus = GpuQueryResult(
+            report.status, detail if failed else "", source, boards, report.missing_gpus, report.warnings, asked
+        )
+
+    def _read_smi(self, answer: Mapping[str, Any]) -> SmiReport:
+        fields: Sequence[str] = QUERY_FIELDS
+        if answer.get("few"):
+            fields = FALLBACK_QUERY_FIELDS
+        elif "fields" in answer:
+            fields = tuple(str(name) for name in answer["fields"])
+        out, err = str(answer["out"]).encode(), str(answer.get("err", "")).encode()
+        return read_query_csv(out, err, int(answer["rc"]), fields)
+
+    def _read_nvml(self, rows: Sequence[Sequence[Any]], asked: float) -> GpuQueryResult:
+        boards: list[GpuSample] = []
+        missing: list[MissingGpu] = []
+        energy: dict[str, tuple[float, float]] = {}
+        for entry in rows:
+            row, errors = entry[0], entry[1] if len(entry) > 1 else None
+            if errors and HANDLE_ERROR in errors:
+                lost = missing_from_nvml(row, errors)
+                if lost is not None:
+                    missing.append(lost)
+                    continue
+            board = gpu_from_nvml(row, errors, self._energy.get(row[1]), asked)
+            if board.energy_joules is not None and board.uuid is not None:
+                energy[board.uuid] = (asked, board.energy_joules)
+            boards.append(board)
+        self._energy = energy
+        if boards:
+            return GpuQueryResult(HostStatus.OK, "", "nvml", tuple(boards), tuple(missing), (), asked)
+        if missing:
+            status, detail = host_status_of(int(rows[0][1][HANDLE_ERROR]))
+            return GpuQueryResult(status, f"no board gave a handle: {detail}", "nvml", None, tuple(missing), (), asked)
+        return GpuQueryResult(HostStatus.NO_DEVICES, "NVML counts no board", "nvml", None, (), (), asked)
+
+    # Processes
+
+    def _read_processes(self, rows: Sequence[Sequence[Any]] | None, now: float) -> tuple[ProcessSample, ...] | None:
+        if rows is None:
+            return None
+        index_of = {board.uuid: board.index for board in self._gpus.boards or () if board.index is not None}
+        rank_of = {beat.sample.pid: beat.sample.rank for beat in self._heartbeats.values() if beat.host == self._host}
+        samples = []
+        for pid, started, state, name, cpu_seconds, held, *waits_in in rows:
+            indexes = tuple(
+                index for index in (one if type(one) is int else index_of.get(one) for one in held) if index is not None
+            )
+            samples.append(
+                ProcessSample(
+                    _to_int(pid), str(name), str(state), _to_float(started), _to_optional_float(cpu_seconds), indexes,
+                    rank_of.get(pid), self._shares.of((pid, started), _to_optional_float(cpu_seconds), now),
+                    _to_optional_text(waits_in[0]) if waits_in else None,
+                )
+            )  # fmt: skip
+        self._shares.forget(now)
+        return tuple(samples)
+
+    def _read_workers(self, rows: Sequence[Sequence[Any]], now: float) -> tuple[WorkerSample, ...]:
+        return tuple(
+            WorkerSample(
+                _to_int(pid), _to_int(parent), str(name), str(state),
+                self._shares.of((pid, _to_float(started)), _to_optional_float(cpu_seconds), now), _to_optional_text(waits_in),
+            )
+            for parent, pid, started, state, name, cpu_seconds, waits_in in rows
+        )  # fmt: skip
+
+    # Progress
+
+    def _take_heartbeat(self, path: str, changed: Any, text: Any, now: float, wall: float) -> None:
+        if text is None:
+            self._heartbeats.pop(path, None)
+            return
+        sample = read_heartbeat(str(text), path)
+        since = _change_time(self._heartbeats.get(path), _to_float(changed), now, wall)
+        self._heartbeats[path] = ProgressSource(sample, since, host=heartbeat_host(str(text)))
+
+    def _take_log(self, row: Sequence[Any], now: float, wall: float) -> None:
+        place, path, start, end, changed, text = row
+        if start is None:
+            self._progress.pop(path, None)
+            return
+        known = self._progress.get(path)
+        if known is not None and known.end == start:
+            tail, cut = known.tail + str(text), known.cut
+        else:
+            tail, cut = str(text), start > 0
+        if len(tail) > TAIL_BYTES:
+            tail, cut = tail[-TAIL_BYTES:], True
+        pattern = self._request.logs[place].pattern if 0 <= place < len(self._request.logs) else None
+        world = next((beat.sample.world for beat in self._heartbeats.values() if beat.sample.world), None)
+        sample = read_progress(tail, str(path), pattern, world, cut)
+        if sample.step is None and known is not None and known.sample.step is not None and known.end == start:
+            sample = known.sample  # 8 KB of other output have pushed the last step line out: it still stands
+        sample = _with_stop(sample, tail, pattern)
+        since = _change_time(known, _to_float(changed), now, wall)
+        self._progress[str(path)] = ProgressSource(sample, since, "", tail, _to_int(end), cut)
+
+    def _progress_samples(self, now: float) -> tuple[ProgressSample, ...]:
+        return tuple(
+            _with_age(source.sample, max(0.0, now - source.changed_seconds))
+            for sources in (self._heartbeats, self._progress)
+            for source in sources.values()
+        )
+
+    # Checkpoints
+
+    def _take_listing(self, news: Mapping[str, Any]) -> None:
+        listed, wall = _to_float(news["t"]), _to_float(news["w"])
+        known = self._directories.setdefault(str(news["dir"]), CheckpointDirectoryState())
+        folders = dict(known.listing.folders)
+        root, error = known.listing.root, known.listing.error
+        if "names" in news:
+            names, error = frozenset(map(str, news["names"])), news["error"]
+            folders = {name: facts for name, facts in folders.items() if name in names}
+            if known.initial is None:
+                known.initial = names | frozenset(news.get("root", ()))
+        initial = known.initial or frozenset()
+
+        def seen_change(name: str, stamp: float) -> None:
+            """First sight: the file's own stamp is all there is. Later the change itself was seen, which needs no
+            agreement with the clock of a file server."""
+            first = name in initial and name not in known.changed_seconds
+            known.changed_seconds[name] = listed - max(0.0, wall - stamp) if first else listed
+
+        if "root" in news:
+            before, root = root, parse_root_files(news["root"])
+            for name, file in root.items():
+                if before.get(name) != file:
+                    seen_change(name, file.changed_seconds)
+        for name, raw in news.get("entries", {}).items():
+            facts = folders[str(name)] = parse_folder(raw)
+            seen_change(str(name), facts.changed_seconds)
+        known.listing = CheckpointListing(root, folders, _to_optional_text(error))
+        known.listed_seconds = listed
+        known.judged_seconds = None
+
+    def _checkpoint_samples(self, now: float) -> tuple[CheckpointSample, ...]:
+        samples = []
+        for path, known in self._directories.items():
+            due = (
+                known.judged_seconds is None or known.listed_seconds - known.judged_seconds > CHECKPOINT_REFRESH_SECONDS
+            )
+            if known.judged is None or due:
+                ages = {name: max(0.0, known.listed_seconds - at) for name, at in known.changed_seconds.items()}
+                known.judged = read_checkpoints(path, known.listing, ages)
+                known.judged_seconds = known.listed_seconds
+            age = max(0.0, now - known.listed_seconds)
+            samples.append(CheckpointSample(path, known.judged.entries, age, known.judged.error))
+        return tuple(samples)
+
+    # Kernel log
+
+    def _kernel_events(self, message: Mapping[str, Any]) -> tuple[KernelEvent, ...]:
+        events = (parse_kernel_line(str(text), _to_float(age)) for age, text in message.get("kmsg", ()))
+        return tuple(event for event in events if event is not None)
+
+
+def short_host_name(host: str) -> str:
+    return host.split(".")[0]
+
+
+def heartbeat_host(text: str) -> str:
+    """Which host wrote it, for matching pids: the same pid means another process elsewhere."""
+    found = HEARTBEAT_HOST.search(text)
+    return "" if found is None else short_host_name(found[1])
+
+
+def _change_time(known: ProgressSource | None, stamp: float, now: float, wall: float) -> float:
+    """When the source last changed, on the node's monotonic clock: as seen, or by its stamp at first sight."""
+    return now if known is not None else now - max(0.0, wall - stamp)
+
+
+def _with_age(sample: ProgressSample, age_seconds: float) -> ProgressSample:
+    """The same with its age of now. Spelled out: `dataclasses.replace` costs four times as much, for each rank."""
+    return ProgressSample(
+        sample.source,
+        sample.format,
+        sample.step,
+        sample.total_steps,
+        sample.loss,
+        sample.tokens_per_second,
+        sample.line_interval_seconds,
+        age_seconds,
+        sample.rank,
+        sample.world,
+        sample.pid,
+        sample.restart,
+        sample.phase,
+        sample.data_wait_ms,
+        sample.why,
+        sample.stopped,
+    )
+
+
+def _with_stop(sample: ProgressSample, tail: str, pattern: str | None) -> ProgressSample:
+    """With what the log says of a stop; steps behind that line are of the run after it."""
+    stop = find_external_stop(tail)
+    if stop is None and sample.stopped is None:
+        return sample
+    ended = stop is not None and read_progress(stop.after, pattern=pattern, cut=True).step is None
+    return replace(sample, stopped=stop.words if stop is not None and ended else None)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is float or type(value) is int
+
+
+def _to_float(value: Any) -> float:
+    if not _is_number(value):
+        raise TypeError(f"expected a number, got {value!r:.60}")
+    return float(value)
+
+
+def _to_optional_float(value: Any) -> float | None:
+    return None if value is None else _to_float(value)
+
+
+def _to_int(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"expected a whole number, got {value!r:.60}")
+    return value
+
+
+def _to_optional_int(value: Any) -> int | None:
+    return None if value is None else _to_int(value)
+
+
+def _to_optional_text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+# CPU seconds of processes, line after line -> per cent of one core over the last seconds.
+
+# Shorter than this a share says more about the moment than about the process; workers are looked at each 5 s.
+WINDOW_SECONDS: Final = 10.0
+MIN_SPAN_SECONDS: Final = 4.0
+FORGET_SECONDS: Final = 60.0
+
+ProcessKey = tuple[int, float]  # pid and start: a pid is given out again
+
+
+@dataclass(slots=True)
+class CpuUsage:
+    """CPU seconds at two moments some while ago, and when the process was last seen."""
+
+    before: tuple[float, float]  # node's monotonic seconds, CPU seconds
+    since: tuple[float, float]
+    seen: float
+
+
+class CpuShareTracker:
+    """Follows the processes of one node over one connection."""
+
+    def __init__(self) -> None:
+        self._ran: dict[ProcessKey, CpuUsage] = {}
+        self._forget_from = 0.0
+
+    def of(self, process: ProcessKey, cpu_seconds: float | None, now: float) -> float | None:
+        """Per cent of one core over the last one or two windows; None until it was seen for LEAST_SECONDS."""
+        if cpu_seconds is None:
+            return None
+        known = self._ran.get(process)
+        if known is None or cpu_seconds < known.since[1] or now < known.since[0]:
+            self._ran[process] = CpuUsage((now, cpu_seconds), (now, cpu_seconds), now)
+            return None
+        known.seen = now
+        start, used = known.before
+        share = 100.0 * (cpu_seconds - used) / (now - start) if now - start >= MIN_SPAN_SECONDS else None
+        if now - known.since[0] >= WINDOW_SECONDS:
+            known.before, known.since = known.since, (now, cpu_seconds)
+        return share
+
+    def forget(self, now: float) -> None:
+        """Drops processes that were not seen for a while."""
+        if now < self._forget_from:
+            return
+        self._forget_from = now + FORGET_SECONDS
+        self._ran = {process: ran for process, ran in self._ran.items() if now - ran.seen <= FORGET_SECONDS}
+
+
+# A line of the kernel log -> `KernelEvent`, where it names a fault: Xid, out of memory, segmentation fault.
+#
+# Sources: NVIDIA's Xid messages ("NVRM: Xid (PCI:0000:9b:00): 119, pid=2024380, name=nvidia-smi, ..."; pid and name
+# since driver 510, "pid='<unknown>'" too); Linux mm/oom_kill.c; arch/x86/mm/fault.c. Which Xid means what is judged
+# elsewhere.
+
+XID: Final = re.compile(
+    r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<xid>\d+)"
+    r"(?:, pid='?(?P<pid>\d+|<unknown>)'?)?(?:, name='?(?P<process>[^,']*)'?)?"
+)
+OOM_KILLED: Final = re.compile(r"(?:Killed|Kill) process (?P<pid>\d+)(?:,)? \((?P<process>[^)]*)\)")
+OOM_CHOICE: Final = re.compile(r"oom-kill:.*\btask=(?P<process>[^,]+),pid=(?P<pid>\d+)")
+SEGFAULT: Final = re.compile(r"(?P<process>[^\s\[\]]+)\[(?P<pid>\d+)\]:? (?:segfault at|general protection fault)")
+
+
+def parse_kernel_line(text: str, age_seconds: float | None = None) -> KernelEvent | None:
+    """The fault that this line names; None for any other line."""
+    found = XID.search(text)
+    if found is not None:
+        pid = found["pid"]
+        return KernelEvent(
+            "xid",
+            text,
+            age_seconds,
+            xid=int(found["xid"]),
+            pci_bus_id=full_bus_id(found["bus"]),
+            pid=int(pid) if pid is not None and pid.isdigit() else None,
+            process=found["process"] or None,
+        )
+    for kind, pattern in (("oom", OOM_KILLED), ("oom", OOM_CHOICE), ("segfault", SEGFAULT)):
+        found = pattern.search(text)
+        if found is not None:
+            return KernelEvent(kind, text, age_seconds, pid=int(found["pid"]), process=found["process"])
+    return None
+
+
+def full_bus_id(bus: str) -> str:
+    """ "0000:9b:00" -> "00000000:9B:00.0", as nvidia-smi and NVML print it, so that the two can be compared."""
+    parts = bus.split(":")
+    if len(parts) != 3:
+        return bus
+    domain, number, device = parts
+    return f"{domain.zfill(8)}:{number}:{device if '.' in device else device + '.0'}".upper()

@@ -1,0 +1,339 @@
+"""`nvidia-smi --query-gpu=... --format=csv[,noheader][,nounits]` and logs made of it, by whatever hand."""
+
+from __future__ import annotations
+
+import csv
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import resources
+from typing import Final
+
+from wattwatch.collectors.samples import ReadingStatus
+from wattwatch.collectors.smi.columns import (
+    DEFAULT_UNITS,
+    IDENTITY_FIELDS,
+    READING_FIELDS,
+    REQUIRED_COLUMNS,
+    Column,
+    is_timestamp,
+    parse_timestamps,
+    read_header,
+    status_of_text,
+    unit_of_cell,
+)
+from wattwatch.collectors.smi.gpu_cells import gpu_from_cells, is_blank_row
+from wattwatch.collectors.smi.messages import MessageLog
+from wattwatch.collectors.smi.report import ParsedRows
+from wattwatch.collectors.smi.snapshots import GpuRow, group_into_snapshots
+
+_MAX_LINE_CHARS: Final = 20_000  # all 241 fields of driver 610 take 8,000
+_HOST_PREFIX: Final = re.compile(r"[A-Za-z][\w.\-]*: (?=\S)")  # what pdsh and clush put before each line
+_PROCESS_COLUMNS: Final = frozenset({"pid", "process_name", "used_gpu_memory [MiB]"})
+_NODE_COLUMNS: Final = frozenset({"node", "host", "hostname", "server", "rack", "pdu", "chassis"})
+
+
+@dataclass(slots=True)
+class _CsvRows:
+    """Rows as cells, before they are boards. `columns` is None for rows that came before any header."""
+
+    rows: list[tuple[int, int, tuple[Column, ...] | None, list[str]]] = field(default_factory=list)
+    headers: list[tuple[Column, ...]] = field(default_factory=list)
+    unreadable: int = 0
+
+
+def split_cells(line: str) -> list[str]:
+    """Cells of one line, trimmed; comma first, else tab, else semicolon. Quotes as in CSV."""
+    mark = next((mark for mark in ",\t;" if mark in line), ",")
+    if '"' in line and "\0" not in line:
+        try:
+            return [cell.strip() for cell in next(csv.reader([line], delimiter=mark, skipinitialspace=True))]
+        except (csv.Error, StopIteration):
+            pass
+    return [cell.strip() for cell in line.split(mark)]
+
+
+def parse_csv(lines: Sequence[str], cut: bool, said: MessageLog, told: tuple[Column, ...] | None = None) -> ParsedRows:
+    """All boards of all samples. `cut`: the last line has no end. `told`: columns for rows without a header."""
+    found = _collect(lines, cut, said, told)
+    usable, trouble = [], ""
+    for number, block, columns, cells in _with_columns(found, said):
+        if all(status_of_text(cell) is ReadingStatus.UNSUPPORTED for cell in cells):
+            found.unreadable += 1  # not even an index: nobody knows which board this is
+        elif trouble_of := _why_not_gpus(columns):
+            trouble = trouble_of
+        else:
+            usable.append((number, block, columns, cells))
+    if not usable and not trouble and not found.unreadable and found.headers:
+        trouble = _why_not_gpus(found.headers[-1]) or "a header and no rows below it"
+    rows, last = _boards(usable, found)
+    snapshots = group_into_snapshots(rows, number_bursts=True)
+    return ParsedRows(snapshots, (), found.unreadable, trouble, last)
+
+
+def _collect(lines: Sequence[str], cut: bool, said: MessageLog, told: tuple[Column, ...] | None) -> _CsvRows:
+    found = _CsvRows()
+    columns, block = told, 0
+    for number, line in enumerate(lines):
+        if not line or line.isspace():
+            continue
+        if len(line) > _MAX_LINE_CHARS:
+            said.warn(f"line {number + 1} has {len(line)} characters: no query prints that")
+            continue
+        if "," in line and (host := _HOST_PREFIX.match(line)):
+            line = line[host.end() :]
+        cells = split_cells(line)
+        if cells[-1] == "" and len(cells) > 1 and (columns is None or len(cells) == len(columns) + 1):
+            cells.pop()
+        is_last = cut and number == len(lines) - 1
+        if columns and len(cells) == len(columns) > 1 and (columns is told or cells[0] != columns[0].printed):
+            if (header := read_header(cells)) is None:
+                found.rows.append((number, block, columns, cells))
+                continue
+            columns, block = header, block + 1
+            found.headers.append(header)
+        elif said.listen(line, number):
+            continue
+        elif (header := read_header(cells)) is not None:
+            columns, block = header, block + 1
+            found.headers.append(header)
+        elif columns is None and looks_like_row(cells):
+            found.rows.append((number, block, None, cells))
+        elif columns is not None and len(cells) == len(columns):
+            found.rows.append((number, block, columns, cells))
+        else:
+            if columns is not None and (is_last or looks_like_row(cells) or len(cells) > 1):
+                found.unreadable += 1
+                said.warn(f"line {number + 1}: {len(cells)} cells where {len(columns)} belong: {line.strip()!r}")
+            elif not line.lstrip().startswith("#"):
+                said.warn(f"not understood: {line.strip()!r}")
+    if cut and found.rows and found.rows[-1][0] == len(lines) - 1:
+        _drop_cut_row(found)
+    return found
+
+
+def _drop_cut_row(found: _CsvRows) -> None:
+    """The last line has no end: if its last cell lost the unit that the cell above has, the number is cut as well."""
+    last = found.rows[-1]
+    above = found.rows[-2] if len(found.rows) > 1 else None
+    cut_within = above is not None and len(last[3]) < len(above[3])
+    cut_unit = (
+        above is not None and len(last[3]) == len(above[3]) and unit_of_cell(above[3][-1]) != unit_of_cell(last[3][-1])
+    )
+    if cut_within or (cut_unit and not last[3][-1].startswith("[")):
+        found.rows.pop()
+        found.unreadable += 1
+
+
+def _with_columns(found: _CsvRows, said: MessageLog) -> list[tuple[int, int, tuple[Column, ...], list[str]]]:
+    """Rows with their columns: printed, told, taken from a header further down, or inferred from the shape of cells."""
+    bare = [row for row in found.rows if row[2] is None]
+    inferred: tuple[Column, ...] = ()
+    if bare:
+        width = Counter(len(cells) for _, _, _, cells in bare).most_common(1)[0][0]
+        later = next((header for header in found.headers if len(header) == width), None)
+        inferred = later or infer_columns([cells for _, _, _, cells in bare if len(cells) == width])
+        if later is None and any(column.field for column in inferred):
+            names = ", ".join(column.field or "?" for column in inferred)
+            said.warn(
+                f"no header: columns inferred by the shape of their cells as {names}; tell the columns to read all"
+            )
+    result = []
+    for number, block, columns, cells in found.rows:
+        if columns is None and len(cells) != len(inferred):
+            found.unreadable += 1
+            said.warn(f"line {number + 1}: {len(cells)} cells where {len(inferred)} belong: {', '.join(cells)!r}")
+        else:
+            result.append((number, block, columns if columns is not None else inferred, cells))
+    return result
+
+
+@lru_cache
+def _why_not_gpus(columns: tuple[Column, ...]) -> str:
+    """Why rows of these columns are no boards; "" if they are. Names what was found and what is needed."""
+    fields = {column.field for column in columns} - {""}
+    printed = {column.printed for column in columns}
+    names = ", ".join(column.printed or "?" for column in columns)
+    if printed & _PROCESS_COLUMNS:
+        return f"this is a list of processes, not of GPUs (columns: {names}); needed: {REQUIRED_COLUMNS}"
+    node_level = not fields & IDENTITY_FIELDS and {name.casefold() for name in printed} & _NODE_COLUMNS
+    if fields & {"uuid", "pci_bus_id"} or {"index", "name"} <= fields or (fields & READING_FIELDS and not node_level):
+        return ""
+    if fields & IDENTITY_FIELDS and any(column.printed == column.field for column in columns) and "?" in printed:
+        return ""  # inferred: a name or an index alone is all that these rows say
+    if printed == {"?"} or not printed - {"?", "timestamp"}:
+        return f"rows without a header whose columns cannot be told from their shape: tell the columns, e.g. {REQUIRED_COLUMNS}"
+    return f"no GPU readings in these columns: {names}; needed: {REQUIRED_COLUMNS}"
+
+
+def _boards(
+    usable: Sequence[tuple[int, int, tuple[Column, ...], list[str]]], found: _CsvRows
+) -> tuple[list[GpuRow], int]:
+    stamps = parse_timestamps([_stamp(columns, cells) for _, _, columns, cells in usable])
+    rows, last = [], -1
+    for (number, block, columns, cells), seconds in zip(usable, stamps, strict=True):
+        named: dict[str, tuple[str, str]] = {}
+        for column, cell in zip(columns, cells, strict=True):
+            if column.field and column.field != "timestamp":
+                named.setdefault(column.field, (cell, column.unit))
+        if is_blank_row(named):
+            found.unreadable += 1
+            continue
+        rows.append(GpuRow(gpu_from_cells(named), seconds, block))
+        last = number
+    return rows, last
+
+
+def _stamp(columns: Sequence[Column], cells: Sequence[str]) -> str:
+    for column, cell in zip(columns, cells, strict=True):
+        if column.field == "timestamp":
+            return cell
+    return ""
+
+
+# Rows without a header: columns by a known layout, else by the shape of their cells where only one reading fits.
+#
+# Bare integers are left alone: 64 may be a temperature, a load or a fan. Whoever needs them tells the columns.
+
+_UUID: Final = re.compile(r"GPU-[0-9a-zA-Z\-]+$")
+_BUS: Final = re.compile(r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]$")
+_STATE: Final = re.compile(r"P\d{1,2}$")
+_INTEGER: Final = re.compile(r"\d{1,7}$")
+_DECIMALS: Final = re.compile(r"\d+\.\d\d$")  # without units nvidia-smi prints two decimals for watts alone
+_NAME: Final = re.compile(
+    r"(NVIDIA|GeForce|Tesla|Quadro|TITAN|GRID|Orin|Xavier|Thor|Jetson|RTX|GTX|GB?\d{2,3}0?\b|[ABHLVTP]\d{1,3}\b|DGX)",
+    re.IGNORECASE,
+)
+_LAYOUTS: Final = tomllib.loads((resources.files(__package__) / "layouts.toml").read_text("utf-8"))["layout"]
+_SHAPES: Final[dict[str, Callable[[str], bool]]] = {
+    "absent": lambda _: False,  # a token of absence always fits; nothing else does here
+    "index": lambda cell: bool(_INTEGER.match(cell)) and int(cell) < 64,
+    "integer": lambda cell: bool(_INTEGER.match(cell)),
+    "uuid": lambda cell: bool(_UUID.match(cell)),
+    "name": lambda cell: bool(_NAME.search(cell)) and not _UUID.match(cell),
+    "pstate": lambda cell: bool(_STATE.match(cell)),
+    "percent": lambda cell: unit_of_cell(cell) == "%",
+    "watts": lambda cell: unit_of_cell(cell) == "W",
+    "mhz": lambda cell: unit_of_cell(cell) == "MHz",
+}
+
+
+def looks_like_row(cells: Sequence[str]) -> bool:
+    """Could this headerless line be a row of a query? At least one cell must be of a kind that only rows have."""
+    filled = [cell for cell in cells if cell]
+    if len(cells) == 1:
+        return bool(filled) and bool(_UUID.match(filled[0]) or _BUS.match(filled[0]))
+    return len(filled) * 2 > len(cells) and any(
+        is_timestamp(cell)
+        or _UUID.match(cell)
+        or _BUS.match(cell)
+        or status_of_text(cell) is not None
+        or _INTEGER.match(cell)
+        or unit_of_cell(cell) in {"W", "%", "MiB", "MHz"}
+        for cell in filled
+    )
+
+
+def infer_columns(rows: Sequence[Sequence[str]]) -> tuple[Column, ...]:
+    """The columns of rows of equal length; an empty field where more than one reading fits."""
+    for layout in _LAYOUTS:
+        if len(layout["columns"]) == len(rows[0]) and all(_fits(row, layout["shapes"]) for row in rows):
+            return tuple(_column(name) for name in layout["columns"])
+    kinds = [_kind([row[place] for row in rows]) for place in range(len(rows[0]))]
+    fields = [
+        kind if kind in {"timestamp", "uuid", "pci_bus_id", "name", "performance_state"} else "" for kind in kinds
+    ]
+    _infer_index(rows, kinds, fields)
+    _first(rows, kinds, fields, "watts", ("power_draw", "power_limit"))
+    _first(rows, kinds, fields, "percent", ("utilization", "memory_utilization"))
+    _memory(rows, kinds, fields)
+    if "watts" not in kinds and kinds.count("decimals") == 1:
+        fields[kinds.index("decimals")] = "power_draw"
+    return tuple(_column(name) for name in fields)
+
+
+def _column(name: str) -> Column:
+    field = "" if name.startswith("-") else name
+    return Column(field, DEFAULT_UNITS.get(field, ""), field or "?")
+
+
+def _fits(row: Sequence[str], shapes: Sequence[str]) -> bool:
+    return all(
+        status_of_text(cell) is not None or _SHAPES[shape](cell) for cell, shape in zip(row, shapes, strict=True)
+    )
+
+
+def _kind(cells: Sequence[str]) -> str:
+    """What all cells of a column are, absent ones left out; "" for a mixture or nothing but absence."""
+    kinds = {_kind_of_cell(cell) for cell in cells if status_of_text(cell) is None}
+    if kinds == {"integer", "decimals"}:
+        kinds = {"number"}
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
+def _kind_of_cell(cell: str) -> str:
+    if is_timestamp(cell):
+        return "timestamp"
+    if _UUID.match(cell):
+        return "uuid"
+    if _BUS.match(cell):
+        return "pci_bus_id"
+    if _STATE.match(cell):
+        return "performance_state"
+    if _INTEGER.match(cell):
+        return "integer"
+    if _DECIMALS.match(cell):
+        return "decimals"
+    by_unit = {"W": "watts", "%": "percent", "MiB": "memory", "MHz": "mhz"}
+    if unit := by_unit.get(unit_of_cell(cell)):
+        return unit
+    return "name" if _NAME.search(cell) else ""
+
+
+def _infer_index(rows: Sequence[Sequence[str]], kinds: Sequence[str], fields: list[str]) -> None:
+    """The first column, or the one after the stamp, if it counts boards: small numbers from 0, or a name beside it."""
+    place = 1 if kinds and kinds[0] == "timestamp" else 0
+    if place >= len(kinds) or kinds[place] != "integer":
+        return
+    values = {int(row[place]) for row in rows if _INTEGER.match(row[place])}
+    beside_identity = any(kind in {"name", "uuid", "pci_bus_id"} for kind in kinds[place + 1 : place + 2])
+    if max(values) < 64 and (beside_identity or (0 in values and max(values) < 2 * len(values) + 8)):
+        fields[place] = "index"
+
+
+def _first(
+    rows: Sequence[Sequence[str]], kinds: Sequence[str], fields: list[str], kind: str, names: Sequence[str]
+) -> None:
+    """Draw stands before limit and board load before memory load in every query that we have seen.
+
+    A lone percentage just before or after the performance state is a fan, not a load.
+    """
+    places = [place for place, found in enumerate(kinds) if found == kind]
+    state = kinds.index("performance_state") if "performance_state" in kinds else -2
+    if kind == "percent" and len(places) == 1 and abs(state - places[0]) == 1:
+        return
+    if kind == "percent" and len(places) > 1 and places[1] != places[0] + 1:
+        places = places[:1]
+    if kind == "watts" and len(places) == 2:
+        first, second = ({row[place] for row in rows} for place in places)
+        if len(first) == 1 < len(second):
+            places.reverse()  # of two, the one that stands still while the other moves is the limit
+    for place, name in zip(places, names, strict=False):
+        fields[place] = name
+
+
+def _memory(rows: Sequence[Sequence[str]], kinds: Sequence[str], fields: list[str]) -> None:
+    """One amount is the used one. Of two, the total is the one that stands still while the other moves."""
+    places = [place for place, kind in enumerate(kinds) if kind == "memory"]
+    if len(places) == 1:
+        fields[places[0]] = "memory_used"
+    if len(places) != 2:
+        return
+    first, second = ({row[place] for row in rows} for place in places)
+    if len(first) > 1 and len(second) == 1:
+        fields[places[0]], fields[places[1]] = "memory_used", "memory_total"
+    elif len(second) > 1 and len(first) == 1:
+        fields[places[0]], fields[places[1]] = "memory_total", "memory_used"

@@ -1,0 +1,199 @@
+"""Any output of a GPU tool -> `SmiReport`: find the format, read the rows, then judge what the whole of it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.smi import nvidia_smi_formats as dmon
+from wattwatch.collectors.smi.columns import REQUIRED_COLUMNS, columns_from_names
+from wattwatch.collectors.smi.csv_format import parse_csv
+from wattwatch.collectors.smi.gpu_cells import gpu_from_cells
+from wattwatch.collectors.smi.messages import MessageLog, explain_exit_code
+from wattwatch.collectors.smi.nvidia_smi_formats import (
+    looks_like_listing,
+    looks_like_table,
+    parse_listing,
+    parse_table,
+    parse_xml,
+)
+from wattwatch.collectors.smi.report import GpuSnapshot, ParsedRows, SmiReport
+from wattwatch.collectors.smi.rocm_smi import looks_like_rocm, parse_rocm
+
+_MAX_PROBED_WIDTH: Final = 4000  # rocm-smi --json writes all boards of a node in one line
+_INFOROM: Final = 14  # "infoROM is corrupted": harmless beside rows
+
+
+def read_gpu_output(
+    data: bytes, stderr: bytes = b"", exit_code: int | None = None, columns: Sequence[str] | None = None
+) -> SmiReport:
+    """Read what a tool printed, or what a person pasted of it. Never raises.
+
+    `columns`: names for rows without a header (nvidia-smi's or ours). `exit_code`: a witness where nothing was
+    printed (124 and 137 mean that the query hung); rows are believed whatever it is. The last word counts: a log that
+    ends with "Failed to initialize NVML" has rows and the status driver_down.
+    """
+    lines, cut = decode_lines(data)
+    said, heard = MessageLog(), MessageLog()
+    for line in decode_lines(stderr)[0]:
+        if line.strip() and not heard.listen(line):
+            heard.warn(f"stderr: {line.strip()!r}")
+    source, rows = _parse_any(lines, cut, said, columns)
+    if not rows.snapshots and said.status is None:
+        said.status, said.detail = heard.status, heard.detail
+    elif heard.status:
+        heard.warn(heard.detail)
+    said.missing.extend(board for board in heard.missing if board not in said.missing)
+    said.invalid_fields.extend(heard.invalid_fields)
+    for warning in (*rows.warnings, *heard.warnings):
+        said.warn(warning)
+    empty = not any(line.strip() for line in lines) and not stderr.strip()
+    return _build_report(source, rows, said, exit_code, empty)
+
+
+def _parse_any(lines: list[str], cut: bool, said: MessageLog, columns: Sequence[str] | None) -> tuple[str, ParsedRows]:
+    text = "\n".join(lines)
+    if "<nvidia_smi_log" in text:
+        return "xml", parse_xml(text, said)
+    short = [
+        line[:_MAX_PROBED_WIDTH] for line in lines
+    ]  # garbage without line ends must not make a pattern search for minutes
+    if looks_like_rocm(short):
+        return "rocm", parse_rocm(lines, said)
+    if any(dmon.DMON_HEADER.match(line) for line in short):
+        return "dmon", dmon.parse_dmon(short, said)
+    if looks_like_table(short):
+        return "table", parse_table(short, said)
+    if looks_like_listing(short):
+        return "list", parse_listing(short, said)
+    if looks_like_wandb(text):
+        return "wandb", parse_wandb(lines)
+    rows = parse_csv(lines, cut, said, columns_from_names(columns) if columns else None)
+    return ("csv" if rows.snapshots or rows.trouble else ""), rows
+
+
+def _build_report(source: str, rows: ParsedRows, said: MessageLog, exit_code: int | None, empty: bool) -> SmiReport:
+    ended = explain_exit_code(exit_code)
+    status, detail = HostStatus.OK, ""
+    if rows.snapshots:
+        if said.status and said.status_line > rows.last_row_line >= 0:
+            status, detail = said.status, f"after the last row: {said.detail}"
+        elif said.status:
+            said.warn(said.detail)
+        if ended:
+            said.warn(f"nvidia-smi ended with {exit_code} beside readable rows: {ended.text}")
+    elif said.invalid_fields:
+        names = ", ".join(repr(name) for name in said.invalid_fields)
+        status, detail = HostStatus.PARSE_ERROR, f"this driver does not know the field {names}: ask for fewer fields"
+    elif said.status:
+        status, detail = said.status, said.detail
+    elif said.missing:
+        named = "; ".join(board.text for board in said.missing[:4])
+        status, detail = (
+            HostStatus.DRIVER_DOWN,
+            f"nvidia-smi stopped at a board it cannot open, and lists none: {named}",
+        )
+    elif ended and (empty or exit_code != _INFOROM):
+        status, detail = ended.status, f"nvidia-smi ended with {exit_code} and no rows: {ended.text}"
+    else:
+        status, detail = HostStatus.PARSE_ERROR, _why_nothing(rows, said, empty)
+    return SmiReport(
+        source if rows.snapshots or source else "",
+        status,
+        detail,
+        rows.snapshots,
+        tuple(said.missing),
+        tuple(said.warnings),
+        tuple(said.invalid_fields),
+        rows.unreadable_rows,
+    )
+
+
+def _why_nothing(rows: ParsedRows, said: MessageLog, empty: bool) -> str:
+    if empty:
+        return "no output at all: the query printed nothing, or never returned"
+    if rows.trouble:
+        return rows.trouble
+    if rows.unreadable_rows:
+        return f"{rows.unreadable_rows} rows and no board in them: every cell is absent, or cells are missing"
+    first = f"; it begins with {said.warnings[0]}" if said.warnings else ""
+    return f"not one GPU row in it{first}. Needed: nvidia-smi --query-gpu={REQUIRED_COLUMNS.replace(', ', ',')} --format=csv"
+
+
+# Bytes of any tool, shell or logger -> lines.
+
+_ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[()][0-9A-B]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+_BOMS: Final = ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"), (b"\xef\xbb\xbf", "utf-8"))
+
+
+def decode_lines(data: bytes) -> tuple[list[str], bool]:
+    """The lines, and whether the last one was cut off (no line end). Bytes that are no text become U+FFFD.
+
+    Understands UTF-8 and UTF-16 (PowerShell redirects with and without a byte-order mark), CRLF, terminal colours. A
+    logger that was killed leaves NUL padding: it ends a line.
+    """
+    text = _decode(data)
+    text = _ESCAPES.sub("", text) if "\x1b" in text else text
+    text = text.replace("\ufeff", "").replace("\r\n", "\n").replace("\r", "\n")
+    filled = text.rstrip("\0")
+    cut = bool(filled) and not filled.endswith("\n")
+    if "\0" in filled:
+        filled = re.sub("\0+", "\n", filled)
+    lines = filled.split("\n")
+    return (lines if cut else lines[:-1]), cut
+
+
+def _decode(data: bytes) -> str:
+    for bom, encoding in _BOMS:
+        if data.startswith(bom):
+            return _even_length(data[len(bom) :], encoding).decode(encoding, "replace")
+    head = data[:4000]
+    # ASCII in UTF-16 has a NUL in every other byte; padding has them side by side.
+    odd, even = head[1::2].count(0), head[::2].count(0)
+    if len(head) >= 8 and odd * 10 > len(head) * 4 and even * 10 < odd:
+        return _even_length(data, "utf-16-le").decode("utf-16-le", "replace")
+    if len(head) >= 8 and even * 10 > len(head) * 4 and odd * 10 < even:
+        return _even_length(data, "utf-16-be").decode("utf-16-be", "replace")
+    return data.decode("utf-8", "replace")
+
+
+def _even_length(data: bytes, encoding: str) -> bytes:
+    """Without the half of a character that a cut left at the end of UTF-16."""
+    return data[: len(data) // 2 * 2] if encoding.startswith("utf-16") else data
+
+
+# Run-logger keys, `system.gpu.0.powerWatts=123`, also as JSON: read what is there, name what is not.
+
+_WANDB_KEY: Final = re.compile(r"system[./]gpu\.(\d{1,3})\.(\w+)[\"']?\s*[=:,\s]\s*(-?[\d.]+(?:[eE][+-]?\d+)?)")
+_WANDB_FIELDS: Final = {
+    "gpu": ("utilization", "%"),
+    "memory": ("memory_utilization", "%"),
+    "memoryAllocatedBytes": ("memory_used", "B"),
+    "temp": ("temperature", "C"),
+    "powerWatts": ("power_draw", "W"),
+    "enforcedPowerLimitWatts": ("power_limit_enforced", "W"),
+    "smClock": ("sm_clock", "MHz"),
+}
+
+
+def looks_like_wandb(text: str) -> bool:
+    return bool(_WANDB_KEY.search(text))
+
+
+def parse_wandb(lines: Sequence[str]) -> ParsedRows:
+    """The last value of each key, as one snapshot; error counters alone are no reading of a board."""
+    boards: dict[int, dict[str, tuple[str, str]]] = {}
+    others: set[str] = set()
+    for line in lines:
+        for index, key, value in _WANDB_KEY.findall(line):
+            if key in _WANDB_FIELDS:
+                field, unit = _WANDB_FIELDS[key]
+                boards.setdefault(int(index), {"index": (index, "")})[field] = (value, unit)
+            else:
+                others.add(key)
+    if not boards:
+        found = ", ".join(sorted(others)[:10])
+        return ParsedRows(trouble=f"no GPU readings: this logger recorded only {found}; needed: powerWatts, gpu, temp")
+    return ParsedRows((GpuSnapshot(None, tuple(gpu_from_cells(boards[index]) for index in sorted(boards))),))

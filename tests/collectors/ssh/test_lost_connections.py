@@ -1,0 +1,251 @@
+"""A real sshd is killed, frozen, garbled and re-keyed under a watching fleet: right state, recovery, nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import paramiko
+import pytest
+
+from tests.collectors.ssh.real_sshd import RealSshd, Site, new_key
+from tests.collectors.ssh.running_fleet import RunningFleet, running_fleet
+from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.samples import HostStatus
+
+
+def until_nothing_is_left(server: RealSshd) -> None:
+    ends = time.monotonic() + 10
+    while server.left_behind():
+        assert time.monotonic() < ends, f"left on the node: {server.left_behind()}"
+        time.sleep(0.05)
+
+
+def test_a_session_killed_mid_line_is_replaced_and_leaves_no_process(here: Site) -> None:
+    node = here.server()
+    with running_fleet(here.settings()) as watch:
+        watch.until_lines(2)
+        assert len(node.left_behind()) == 1
+        node.kill_sessions()
+        watch.until(lambda: watch.link().logins == 2, "a second login")
+        watch.until_lines(2)
+        assert watch.link().status is HostStatus.OK
+        assert len(node.left_behind()) == 1, "the first probe has ended, the second runs"
+    until_nothing_is_left(node)
+
+
+def test_a_server_that_is_down_is_refused_in_words_and_found_again(here: Site) -> None:
+    node = here.server()
+    with running_fleet(here.settings(), clock=Clock(4)) as watch:
+        watch.until_lines(1)
+        node.stop()
+        link = watch.until_status(HostStatus.UNREACHABLE)
+        watch.until(lambda: "connection refused" in watch.link().detail, "the reason in words")
+        assert "is sshd running?" in watch.link().detail
+        assert link.last_line_age_seconds is not None
+        until_nothing_is_left(node)
+        node.start()
+        watch.until_status(HostStatus.OK)
+
+
+def test_a_frozen_sshd_is_unreachable_in_time_and_its_probe_ends_when_it_thaws(here: Site) -> None:
+    node = here.server()
+    with running_fleet(here.settings(connect_timeout_seconds=9.0), clock=Clock(3)) as watch:
+        watch.until_lines(2)
+        node.signal_all(signal.SIGSTOP)
+        link = watch.until_status(HostStatus.UNREACHABLE)
+        assert link.last_line_age_seconds is not None
+        assert link.last_line_age_seconds < 9.0
+        assert "no line for" in link.detail
+        watch.until(lambda: "no line for" not in watch.link().detail, "the connection is given up")
+        watch.until(lambda: "next login" in watch.link().detail or "trying" in watch.link().detail, "another login")
+        node.signal_all(signal.SIGCONT)
+        watch.until_status(HostStatus.OK)
+        watch.until_lines(2)
+        assert len(node.left_behind()) == 1
+    until_nothing_is_left(node)
+
+
+def test_a_changed_host_key_is_its_own_state_and_ends_when_the_old_key_is_back(here: Site) -> None:
+    node = here.server()
+    old = node.host_key
+    with running_fleet(here.settings(connect_timeout_seconds=300.0), clock=Clock(30)) as watch:
+        watch.until_lines(1)
+        node.stop()
+        node.host_key = new_key(here.directory / "another_host_key")
+        node.start()
+        detail = watch.until_status(HostStatus.HOST_KEY_CHANGED).detail
+        shown = paramiko.Ed25519Key(filename=str(node.host_key)).fingerprint
+        expected = paramiko.Ed25519Key(filename=str(old)).fingerprint
+        assert "CHANGED" in detail
+        assert shown in detail.split("expected")[0]
+        assert expected in detail.split("expected")[1]
+        assert "ssh-keyscan" in detail
+        node.stop()
+        node.host_key = old
+        node.start()
+        watch.until(lambda: watch.link().logins == 2, "a second login")
+
+
+def test_refused_authentication_is_kept_apart_and_not_repeated_soon(here: Site) -> None:
+    node = here.server()
+    node.authorized_keys.write_text("")
+    with running_fleet(here.settings()) as watch:
+        link = watch.until_status(HostStatus.AUTH_FAILED)
+        assert str(here.key) in link.detail
+        assert "authorized_keys" in link.detail
+        waits = [int(word) for word in link.detail.split() if word.isdecimal()]
+        assert max(waits) >= 59
+        assert link.failures == 1
+        assert watch.samples == []
+
+
+NO_LINE = "none was a line of the probe"
+GARBAGE = {
+    "10 MB of text": ("yes 'Welcome to the cluster.' | head -c 10000000; cat >/dev/null", "Welcome"),
+    "10 MB of noise": ("head -c 10000000 /dev/urandom; cat >/dev/null", NO_LINE),
+    "10 MB without a line end": ("head -c 10000000 /dev/zero; cat >/dev/null", NO_LINE),
+    "invalid UTF-8": ("printf '\\377\\376\\300\\n'; cat >/dev/null", NO_LINE),
+    "ends at once": ("echo no; exit 3", "exit status 3"),
+}
+
+
+@pytest.mark.parametrize(("command", "says"), GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_is_a_parse_error_in_bounded_memory_and_recovers_without_a_restart(
+    here: Site, command: str, says: str
+) -> None:
+    script = here.directory / "garbage.sh"
+    script.write_text(command)
+    flag = here.directory / "garble"
+    flag.touch()
+    node = here.server("node", f'ForceCommand if [ -e {flag} ]; then . {script}; else eval "$SSH_ORIGINAL_COMMAND"; fi')
+    with running_fleet(here.settings(), clock=Clock(3)) as watch:
+        watch.until(lambda: watch.link().status is HostStatus.PARSE_ERROR, "a parse error")
+        link = watch.link()
+        assert says in link.detail
+        watch.until(lambda: watch.link().garbage_bytes > 0, "garbage counted")
+        assert watch.samples == []
+        flag.unlink()
+        node.kill_sessions()
+        watch.until_status(HostStatus.OK)
+    until_nothing_is_left(node)
+
+
+def test_a_greeting_before_the_first_line_and_a_line_cut_in_the_middle_do_no_harm(here: Site) -> None:
+    here.server("node", 'ForceCommand echo hello; eval "$SSH_ORIGINAL_COMMAND"')
+    with running_fleet(here.settings()) as watch:
+        watch.until_lines(2)
+        assert watch.link().status is HostStatus.OK
+        assert watch.link().garbage_bytes == len("hello")
+
+
+def test_one_session_per_connection_is_enough(here: Site) -> None:
+    here.server("node", "MaxSessions 1")
+    with running_fleet(here.settings(renew_after_seconds=2.0)) as watch:
+        watch.until(lambda: watch.link().logins >= 2, "a renewal")
+        watch.until_lines(2)
+        assert watch.link().failures == 0
+
+
+def test_no_session_at_all_is_said_in_words(here: Site) -> None:
+    here.server("node", "MaxSessions 0")
+    with running_fleet(here.settings()) as watch:
+        watch.until(lambda: "refused a session" in watch.link().detail, "the reason")
+        assert "MaxSessions" in watch.link().detail
+        assert watch.link().status is HostStatus.UNREACHABLE
+
+
+def test_keys_exchanged_every_100_kilobytes_by_both_sides_lose_no_line(
+    here: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paramiko.packet.Packetizer, "REKEY_BYTES", 100_000)
+    padding = here.directory / "padding.sh"
+    padding.write_text("while read -r line; do printf '%s\\n%050000d\\n%050000d\\n' \"$line\" 0 0; done\n")
+    here.server("node", "RekeyLimit 100K", f'ForceCommand eval "$SSH_ORIGINAL_COMMAND" | sh {padding}')
+    with running_fleet(here.settings(), interval_seconds=0.2) as watch:
+        watch.until_lines(12)
+        sequences = [sample.sequence for sample in watch.samples]
+        assert sequences == list(range(len(sequences)))
+        assert watch.link().logins == 1
+        assert watch.link().garbage_bytes > 1_000_000
+
+
+def test_renewal_makes_before_it_breaks_and_neither_loses_nor_repeats_a_round(here: Site) -> None:
+    node = here.server()
+    with running_fleet(here.settings(renew_after_seconds=1.5), interval_seconds=0.5) as watch:
+        watch.until(lambda: watch.link().logins >= 3, "two renewals")
+        watch.until_lines(4)
+        rounds = [round(sample.wall_seconds / 0.5) for sample in watch.samples[1:]]
+        assert rounds == list(range(rounds[0], rounds[0] + len(rounds)))
+        assert watch.link().failures == 0
+    until_nothing_is_left(node)
+
+
+def test_many_reconnections_leave_no_thread_no_descriptor_and_no_process(here: Site) -> None:
+    node = here.server()
+    with running_fleet(here.settings(), interval_seconds=0.2) as watch:
+        watch.until_lines(2)
+        before = steady_state(watch)
+        for logins in range(2, 8):
+            node.kill_sessions()
+            # Each loss of a young stream doubles the longest wait, which is not the subject here.
+            watch.fleet._nodes["node"].failures_in_a_row = 0
+            watch.until(lambda wanted=logins: watch.link().logins >= wanted, f"{logins} logins")  # type: ignore[misc]  # a default argument binds the loop's value
+            watch.until_lines(1)
+        assert steady_state(watch) == before
+        assert len(node.left_behind()) == 1
+    until_nothing_is_left(node)
+
+
+def steady_state(watch: RunningFleet) -> tuple[int, int]:
+    """Threads and descriptors once nothing changes any more."""
+    seen: list[tuple[int, int]] = []
+    ends = time.monotonic() + 20
+    while len(seen) < 5 or len(set(seen[-5:])) > 1:
+        assert time.monotonic() < ends, f"never steady: {seen[-5:]}"
+        watch.until_lines(1)
+        seen.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+    return seen[-1]
+
+
+def test_stopping_ends_every_probe_and_thread(here: Site) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    nodes = [here.server(f"node{number}") for number in range(3)]
+    names = tuple(node.name for node in nodes)
+    with running_fleet(here.settings(), nodes=names) as watch:
+        for name in names:
+            watch.until_lines(1, name)
+    for node in nodes:
+        until_nothing_is_left(node)
+    ends = time.monotonic() + 5
+    while {thread.name for thread in threading.enumerate()} - before:
+        assert time.monotonic() < ends, threading.enumerate()
+        time.sleep(0.02)
+
+
+def test_transports_wake_once_in_seconds_not_ten_times_a_second(here: Site) -> None:
+    """paramiko polls its socket each 0.1 s; a release that sets the timeout again would cost two thirds more CPU."""
+    here.server()
+    with running_fleet(here.settings()) as watch:
+        watch.until_lines(1)
+        stream = watch.fleet._nodes["node"].stream
+        assert stream is not None
+        assert stream.connection.transport.sock.gettimeout() == 5.0
+
+
+def test_every_accepted_line_is_handed_on_as_it_came(here: Site) -> None:
+    here.server()
+    lines: list[tuple[str, bytes]] = []
+    with running_fleet(here.settings(), on_line=lambda node, _, line: lines.append((node, line))) as watch:
+        watch.until_lines(2)
+        assert [node for node, _ in lines[:2]] == ["node", "node"]
+        assert all(line.startswith(b'{"v":1,') for _, line in lines)
+
+
+def test_a_missing_name_is_kept_apart_from_a_silent_host(here: Site, tmp_path: Path) -> None:
+    here.config.write_text("Host *\n  IdentityFile none\n")
+    with running_fleet(here.settings(), nodes=("no-such-host.invalid",)) as watch:
+        watch.until(lambda: "does not resolve" in watch.link("no-such-host.invalid").detail, "the reason")

@@ -1,0 +1,315 @@
+"""Given reports, then the verdict: what refuses a job, what warns, and in which words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from tests.trainer.gate.reports import PAPER_BLOCKS, SEQ_LEN, gpu, job, manifest, said, with_node, with_shard
+from wattwatch.trainer.gate.checks import run_checks
+from wattwatch.trainer.gate.model import (
+    CheckLevel,
+    CheckpointReport,
+    DevicesReport,
+    FoundHeartbeat,
+    ModelReport,
+    NodeReport,
+    ResumeReport,
+)
+from wattwatch.trainer.gate.run import parse_shard_report
+from wattwatch.trainer.pack.manifest import PackManifest, blocks_sha256, manifest_text
+
+LOOK = CheckpointReport("/nfs/run/checkpoints", free_bytes=10**12, sees_rank_0=True)
+
+
+def others_pass(reports: list[NodeReport], *but: str) -> bool:
+    verdict = run_checks(reports)
+    return all(check.level is CheckLevel.PASS for check in verdict.checks if check.name not in but)
+
+
+def test_an_even_job_passes_all_six() -> None:
+    verdict = run_checks(job((30_848,) * 16))
+    assert [check.level for check in verdict.checks] == [CheckLevel.PASS] * 6
+    assert verdict.exit_code(strict=True) == 0
+    assert verdict.lines()[3] == "gate 4/6 evenness   PASS  spread=0 min=30,848 steps=3,856 lost=0.000%"
+
+
+def test_the_papers_job_is_warned_of_its_spread_and_the_minimum_is_recorded() -> None:
+    verdict = run_checks(job())
+    assert others_pass(job(), "evenness")
+    even = verdict.evenness
+    assert even is not None
+    assert (even.global_min_blocks, even.spread, even.steps) == (30_835, 53, 3_854)
+    assert (even.shortest_rank, even.longest_rank) == (3, 11)
+    assert even.lost_share == pytest.approx(1 - 3_854 * 8 * 16 / sum(PAPER_BLOCKS))
+    assert said(verdict, "evenness") == (
+        CheckLevel.WARN,
+        "spread 53: rank 3 has 30,835 blocks, rank 11 has 30,888; all ranks must stop at the minimum",
+    )
+    assert (verdict.exit_code(strict=False), verdict.exit_code(strict=True)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "level", "words"),
+    [
+        ({"trouble": "no such file", "manifest": None, "size_bytes": None}, "blocks", "FAIL",
+         "rank 5: /local/rank-00005.i32: no such file"),
+        ({"size_bytes": 30_870 * SEQ_LEN * 4 - 4}, "blocks", "FAIL", "not a whole number of blocks of 2048"),
+        ({"size_bytes": 30_860 * SEQ_LEN * 4}, "blocks", "FAIL", "its manifest says 252,887,040 in 30,870 blocks"),
+        ({"differing_offsets": (4096,)}, "blocks", "FAIL", "the bytes at 4,096 are not those that were packed"),
+        ({"manifest_samples": ()}, "blocks", "FAIL", "no hashes to compare with"),
+        ({"manifest_rank": 6}, "blocks", "FAIL", "its manifest is that of rank 6"),
+        ({"manifest_document_starts": 7}, "blocks", "FAIL", "document starts is missing or torn"),
+        ({"filesystem": "nfs4"}, "blocks", "WARN", "rank 5: blocks lie on nfs4, not on the node's own disk"),
+        ({"manifest_world": 8}, "shards", "FAIL", "rank 5: packed for a world of 8, the job has 16: pack again"),
+        ({"manifest_rows": 0}, "shards", "FAIL", "rank 5: an empty shard"),
+        ({"manifest_first_row": 50_004}, "shards", "FAIL", "its shard is 10,000 from 50003 to 60002"),
+        ({"manifest_row_xor": 1}, "shards", "FAIL", "or not each of them once"),
+        ({"manifest_contiguous": False}, "shards", "FAIL", "contiguous sharding differs: True on rank 0, rank 1, "),
+        ({"manifest_datasets_version": "2.9.0"}, "shards", "FAIL", "datasets version differs: 5.2.0 on"),
+        ({"manifest_tokenizer_sha256": "9" * 64}, "shards", "FAIL", "tokenizer differs: aaaaaaaaaaaa on"),
+        ({"manifest_template_sha256": "9" * 64}, "shards", "FAIL", "chat template differs: bbbbbbbbbbbb on"),
+        ({"manifest_eos_id": 1}, "shards", "FAIL", "EOS id differs"),
+        ({"manifest_corpus_sha256": "9" * 64}, "shards", "FAIL", "corpus differs"),
+        ({"manifest_tokenizers_version": "0.1"}, "shards", "WARN", "tokenizers version differs"),
+        ({"manifest_empty_rows": 500}, "shards", "WARN", "500 of 160,003 rows gave no token"),
+        ({"max_id": 151_669}, "evenness", "FAIL", "token id 151,669 is outside the vocabulary of 151,669"),
+        ({"manifest_max_token_id": 151_700}, "evenness", "FAIL", "token id 151,700 is outside the vocabulary"),
+        ({"min_id": -1}, "evenness", "FAIL", "token id -1 is negative"),
+        ({"min_id": 7, "max_id": 7}, "evenness", "FAIL", "every id looked at is 7"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_one_ranks_data_is_said_with_the_rank(
+    changes: dict[str, Any], check: str, level: str, words: str
+) -> None:
+    found, text = said(run_checks(with_shard(job(), 5, **changes)), check)
+    assert found == level
+    assert words in text
+
+
+def test_a_rank_with_less_than_a_step_refuses_the_job() -> None:
+    level, text = said(run_checks(job((40, 40, 7, 40))), "evenness")
+    assert (level, text) == (
+        CheckLevel.FAIL,
+        "rank 2 has 7 blocks, a step takes 8: no step at all; pack more data, or set a smaller accumulation",
+    )
+
+
+def test_much_lost_is_a_warning_of_its_own() -> None:
+    _, text = said(run_checks(job((100, 100, 100, 90))), "evenness")
+    assert "9.74% of all blocks are in no step" in text
+
+
+def test_ranks_that_never_came_are_named_and_their_counts_are_not_guessed() -> None:
+    verdict = run_checks(job()[:1], "waited 60 s")
+    assert said(verdict, "world") == (CheckLevel.FAIL, "ranks 8-15 never came: waited 60 s")
+    assert said(verdict, "evenness") == (CheckLevel.FAIL, "block counts are not known of ranks 8-15")
+    assert verdict.evenness is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "words"),
+    [
+        ({"ranks": tuple(range(7, 16))}, "FAIL", "rank 7 came 2 times, from node-a, node-b"),
+        ({"ranks": tuple(range(8, 17))}, "FAIL", "rank 16 came, and the world is 16"),
+        ({"troubles": ("shards: KeyError: 'x'",)}, "FAIL", "node-b: shards: KeyError: 'x'"),
+        ({"versions": {"python": "3.12.3", "torch": "2.12.0", "datasets": "5.2.0"}}, "FAIL",
+         "torch differs: 2.13.0 on node-a; 2.12.0 on node-b"),
+        ({"environment": {"TORCH_FR_BUFFER_SIZE": "2000"}}, "FAIL",
+         "NCCL_DEBUG differs: WARN on node-a; not set on node-b"),
+        ({"environment": {"TORCH_FR_BUFFER_SIZE": "2000", "NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "eth1"}}, "WARN",
+         "NCCL_SOCKET_IFNAME differs"),
+        ({"code_sha256": "9" * 64}, "FAIL", "the trainer's code differs"),
+        ({"model": ModelReport(config_sha256="9" * 64)}, "FAIL", "the configuration file differs"),
+        ({"skew_seconds": -3.2}, "WARN", "node-b: its clock is -3.2 s off rank 0's node"),
+        ({"settings": replace(job()[0].settings, accumulation=4)}, "FAIL", "setting accumulation differs: 8 on node-a"),
+    ],
+)  # fmt: skip
+def test_a_node_that_is_not_like_the_other_is_named(changes: dict[str, Any], level: str, words: str) -> None:
+    found, text = said(run_checks(with_node(job(), 1, **changes)), "world")
+    assert (found, words in text) == (level, True), text
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "words"),
+    [
+        ({"checkpoint": None}, "FAIL", "node-b: the checkpoint directory was not looked at"),
+        ({"checkpoint": replace(LOOK, trouble="Read-only file system")}, "FAIL", "cannot be written: Read-only"),
+        ({"checkpoint": replace(LOOK, sees_rank_0=False)}, "FAIL",
+         "node-b: /nfs/run/checkpoints: not the directory that node-a writes to: not shared"),
+        ({"checkpoint": replace(LOOK, free_bytes=100 * 10**9)}, "FAIL",
+         "100.0 GB free, too little for 2 checkpoints of 62.0 GB"),
+        ({"checkpoint": replace(LOOK, free_bytes=150 * 10**9)}, "WARN", "62.0 GB and one being written"),
+        ({"model": ModelReport(resume=ResumeReport("x", trouble="x: no COMPLETE.json"))}, "FAIL", "cannot resume: x: no"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_directory_that_cannot_take_a_save_is_named(
+    changes: dict[str, Any], level: str, words: str
+) -> None:
+    found, text = said(run_checks(with_node(job(), 1, **changes)), "checkpoint")
+    assert (found, words in text) == (level, True), text
+
+
+@pytest.mark.parametrize(
+    ("devices", "level", "words"),
+    [
+        (None, "FAIL", "node-b: the GPUs were not looked at"),
+        (DevicesReport(skipped="no nvidia-smi on this node"), "FAIL", "no nvidia-smi on node-b, and GPUs on node-a"),
+        (DevicesReport(trouble="nvidia-smi gave no answer in 10.0 s"), "FAIL", "gave no answer"),
+        (DevicesReport(gpus=tuple(gpu(n) for n in range(7))), "FAIL", "node-b: 7 GPUs for 8 ranks"),
+        (DevicesReport(gpus=tuple(gpu(n, driver="570.1") for n in range(8))), "FAIL", "driver differs"),
+        (DevicesReport(gpus=tuple(gpu(n, name="NVIDIA H200") for n in range(8))), "FAIL", "GPU model differs"),
+        (DevicesReport(gpus=tuple(gpu(n) for n in range(8)), processes=("pid 77 on GPU 3",)), "FAIL",
+         "node-b: somebody computes there: pid 77 on GPU 3"),
+        (DevicesReport(gpus=(*(gpu(n) for n in range(7)), gpu(7, memory_used_mib=90_000.0))), "WARN",
+         "node-b: GPU 7 has 90,000 MiB in use by nobody that is seen"),
+    ],
+)  # fmt: skip
+def test_boards_that_are_missing_other_or_taken_are_named(
+    devices: DevicesReport | None, level: str, words: str
+) -> None:
+    found, text = said(run_checks(with_node(job(), 1, devices=devices)), "devices")
+    assert (found, words in text) == (level, True), text
+
+
+def test_a_recorder_that_is_off_is_a_warning_where_there_are_gpus() -> None:
+    reports = [replace(report, environment={}) for report in job((8, 8))]
+    assert said(run_checks(reports), "devices")[0] is CheckLevel.WARN
+    without = [replace(report, devices=DevicesReport(skipped="no nvidia-smi on this node")) for report in reports]
+    assert said(run_checks(without), "devices") == (CheckLevel.PASS, "")
+
+
+def test_ids_are_measured_by_the_models_vocabulary_where_it_is_known() -> None:
+    model = ModelReport(vocab_size=150_000, tokenizer_file_sha256="f" * 64, tokenizer_meaning_sha256="e" * 64)
+    reports = [replace(report, model=model) for report in job()]
+    assert "outside the vocabulary of 150,000" in said(run_checks(reports), "evenness")[1]
+    assert said(run_checks(reports), "shards")[0] is CheckLevel.PASS
+    other = [replace(r, model=replace(model, tokenizer_file_sha256="1", tokenizer_meaning_sha256="2")) for r in job()]
+    level, text = said(run_checks(other), "shards")
+    assert level is CheckLevel.FAIL
+    assert "node-b: ranks 8-15 packed with another tokenizer than the model's" in text
+
+
+RESUME = ResumeReport(
+    "/nfs/step-00000500", step=500, tokens=500 * 8 * 16 * SEQ_LEN, world=16, optimizer=True,
+    blocks_sha256=blocks_sha256({rank: f"{rank:064x}" for rank in range(16)}),
+)  # fmt: skip
+
+
+def resuming(settings: dict[str, Any], **changes: Any) -> list[NodeReport]:
+    model = ModelReport(resume=replace(RESUME, **changes))
+    return [replace(report, model=model, settings=replace(report.settings, **settings)) for report in job()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "level", "words"),
+    [
+        ({"optimizer": True}, {}, "PASS", ""),
+        ({}, {"world": 8}, "PASS", ""),
+        ({"optimizer": True}, {"world": 8}, "FAIL", "its optimizer state is of 8 ranks, the job has 16; use as many"),
+        ({"optimizer": True}, {"optimizer": False}, "WARN", "holds no optimizer state"),
+        ({}, {"blocks_sha256": "9" * 64}, "FAIL", "it was trained on other blocks than these"),
+        ({}, {"tokens": 7}, "FAIL", "it took 7 tokens in 500 steps, this job takes 262,144 a step"),
+        ({}, {"step": 3_854, "tokens": None}, "WARN", "all 3,854 steps are done"),
+        ({}, {"step": 3_855, "tokens": None}, "FAIL", "it has done 3,855 steps, the job has 3,854"),
+        ({"epochs": 2}, {"step": 3_855, "tokens": None}, "PASS", ""),
+        ({}, {"other_shape": "a.weight is [2] there and [3] in the model"}, "FAIL", "a.weight is [2] there and [3]"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_other_data_shapes_or_ranks_is_not_resumed_from(
+    settings: dict[str, Any], changes: dict[str, Any], level: str, words: str
+) -> None:
+    found, text = said(run_checks(resuming(settings, **changes)), "checkpoint")
+    assert (found, words in text) == (level, True), text
+    if level == "FAIL":
+        assert text.startswith("node-a, node-b: cannot resume: /nfs/step-00000500: ")
+
+
+def living(alive: tuple[bool | None, bool | None]) -> list[NodeReport]:
+    beats = [(FoundHeartbeat("other", 3, "host-b", 77, 4.0, one),) for one in alive]
+    return [replace(r, checkpoint=replace(LOOK, beats=beat)) for r, beat in zip(job(), beats, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("alive", "level"),
+    [((None, None), "FAIL"), ((None, True), "FAIL"), ((None, False), "PASS"), ((False, None), "PASS")],
+)
+def test_a_rank_that_still_lives_in_the_run_directory_refuses_the_job(
+    alive: tuple[bool | None, bool | None], level: str
+) -> None:
+    found, text = said(run_checks(living(alive)), "checkpoint")
+    assert found == level
+    assert ("rank 3 of run 'other' still lives in this run directory: pid 77 on host-b, heartbeat 4 s old" in text) == (
+        level == "FAIL"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rate", "level", "seconds"), [(2e9, "PASS", ""), (1e7, "WARN", "about 3,100 s of the 3,600 s")]
+)
+def test_a_directory_too_slow_for_a_save_is_a_warning(rate: float, level: str, seconds: str) -> None:
+    reports = [
+        replace(
+            report,
+            checkpoint=replace(LOOK, write_bytes_per_second=rate),
+            settings=replace(report.settings, save_timeout_seconds=3600.0),
+        )
+        for report in job()
+    ]
+    found, text = said(run_checks(reports), "checkpoint")
+    assert (found, seconds in text) == (level, True), text
+
+
+@pytest.mark.parametrize(
+    ("health", "words"),
+    [
+        ({"uncorrected_errors": 2}, "GPU 7 has had 2 uncorrected ECC errors"),
+        ({"rows_pending": True}, "GPU 7 has memory rows to remap"),
+        ({"pages_pending": True}, "GPU 7 has memory pages to retire"),
+        ({"temperature_celsius": 71.0}, "GPU 7 has 71 C with nobody on it"),
+        ({"power_watts": 600.0, "power_limit_watts": 1100.0}, "GPU 7 draws 600 W of 1100 W"),
+    ],
+)
+def test_a_board_that_is_not_well_is_a_warning(health: dict[str, Any], words: str) -> None:
+    devices = DevicesReport(gpus=(*(gpu(n) for n in range(7)), gpu(7, **health)))
+    found, text = said(run_checks(with_node(job(), 1, devices=devices)), "devices")
+    assert (found, f"node-b: {words}" in text) == (CheckLevel.WARN, True), text
+
+
+@pytest.mark.parametrize(
+    ("evenness", "steps", "words"),
+    [("pad", 3_861, "the shorter ones repeat their first blocks"), ("off", 3_854, "the job will hang")],
+)
+def test_the_steps_are_those_that_the_ranks_will_agree_on(evenness: str, steps: int, words: str) -> None:
+    verdict = run_checks([replace(r, settings=replace(r.settings, evenness=evenness)) for r in job()])
+    assert verdict.evenness is not None
+    assert verdict.evenness.steps == steps
+    assert words in said(verdict, "evenness")[1]
+
+
+def test_sixteen_lines_of_a_check_are_enough_for_a_terminal() -> None:
+    reports = job((8,) * 64)
+    for rank in range(64):
+        reports = with_shard(reports, rank, manifest_world=32)
+    lines = run_checks(reports).lines()
+    assert sum("packed for a world of 32" in line for line in lines) == 16
+    assert "         and 48 more, all of them in gate.json" in lines
+
+
+PIECE = {"offset": -1, "bytes": 9, "sha256": ""}
+JUNK: tuple[Any, ...] = (None, -1, 0, 10**30, "x", "", 1.5, True, [], [1], {}, {"a": 1}, [PIECE])
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(PackManifest)])
+def test_whatever_a_manifest_says_the_gate_says_something_and_never_falls(field: str) -> None:
+    whole = job()
+    text = manifest_text(manifest(5, 16, PAPER_BLOCKS[5]))
+    for junk in JUNK:
+        data = json.loads(text) | {field: junk}
+        answer = {"rank": 5, "size_bytes": 30_870 * SEQ_LEN * 4, "min_id": 3, "max_id": 9}
+        look = parse_shard_report("/local/rank-00005.i32", answer | {"manifest_text": json.dumps(data)})
+        shards = tuple(look if old.rank == 5 else old for old in whole[0].shards)
+        run_checks(with_node(whole, 0, shards=shards)).lines()

@@ -1,0 +1,105 @@
+"""What a rank refuses or ends on, without a group of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.trainer.train.tiny_model import write_blocks, write_model
+from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.pack.blocks import PackedBlocks
+from wattwatch.trainer.run_directory import RankExit, read_rank_exit
+from wattwatch.trainer.settings import parse_job_settings
+from wattwatch.trainer.train.model import build_model, load_weights
+from wattwatch.trainer.train.rank import EXIT_FAILED, describe_failure, reserve_exit_file, write_exit_file
+
+MINIMUM = {"run": "r", "data": "d", "model": "m"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), tied=False)
+
+
+def spoiled(model: Path, directory: Path, name: str, tensor: torch.Tensor | None) -> Path:
+    """A copy of the model's files with one tensor replaced or left out."""
+    tensors = load_file(model / "model.safetensors")
+    tensors.pop(name)
+    if tensor is not None:
+        tensors[name] = tensor
+    directory.mkdir()
+    (directory / "config.json").write_bytes((model / "config.json").read_bytes())
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [
+        (None, "no weights for model.norm.weight"),
+        (torch.ones(32, dtype=torch.int8), "model.norm.weight is I8, not one of F64, F32, BF16, F16"),
+        (torch.ones(31), "model.norm.weight is (31,), the model's is (32,)"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(tensor: torch.Tensor | None, says: str, model: Path, tmp_path: Path) -> None:
+    empty = build_model(model).to_empty(device="cpu")
+    with pytest.raises(UserError, match=says.replace("(", r"\(").replace(")", r"\)")):
+        load_weights(empty, spoiled(model, tmp_path / "spoiled", "model.norm.weight", tensor))
+
+
+def test_a_quantised_model_is_refused(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="a quantised model"):
+        build_model(tmp_path)
+
+
+def test_document_starts_that_are_another_files_are_refused(tmp_path: Path) -> None:
+    data = write_blocks(tmp_path, [4])
+    starts = data / "rank-00000.starts.i64"
+    starts.write_bytes(bytes(reversed(starts.read_bytes())))
+    with pytest.raises(UserError, match="not the places where records begin"):
+        PackedBlocks(data, 0)
+
+
+def test_last_words_fit_into_the_room_reserved_for_them(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00003.ending.json"
+    reserve_exit_file(path)
+    room = next(tmp_path.iterdir())
+    assert read_rank_exit(path) is None
+    before = room.stat().st_ino
+    write_exit_file(path, RankExit(EXIT_FAILED, "No space left on device", 21))
+    assert read_rank_exit(path) == RankExit(EXIT_FAILED, "No space left on device", 21)
+    assert path.stat().st_ino == before  # no new file, no new block
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lost_peer_is_a_consequence_and_is_said_without_good_luck(capsys: pytest.CaptureFixture[str]) -> None:
+    said = describe_failure(
+        RuntimeError("[gloo/tcp/pair.cc:554] Connection closed by peer. This may indicate a crash. GLHF!")
+    )
+    assert (said.code, said.follows) == (EXIT_FAILED, True)
+    assert said.why.endswith("Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"train": {"beta1": 1.0}}, "train.beta1: expected from 0 to less than 1, found 1.0"),
+        ({"train": {"learning_rate": 1e39}}, "train.learning_rate: expected more than 0, at most 1"),
+        ({"train": {"epsilon": 1e-300}}, "train.epsilon: expected from 1e-30 to 1"),
+        ({"train": {"step_timeout_seconds": 1e15}}, "at most 30 days"),
+        ({"launch": {"environment": {"A=B": "1"}}}, "launch.environment.'A=B': not a variable"),
+        ({"launch": {"environment": {"A": "\0"}}}, "launch.environment.'A': not a variable"),
+        ({"launch": {"environment": {"RANK": "1"}}}, "launch.environment.RANK: the launcher's own to set"),
+        ({"train": {"warmup_stps": 1}}, "train.warmup_stps: unknown key, did you mean warmup_steps?"),
+    ],
+)
+def test_settings_that_cannot_work_are_named_with_what_would(table: dict[str, object], says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse_job_settings(MINIMUM | table, "job.toml")
+    assert says in str(refused.value)

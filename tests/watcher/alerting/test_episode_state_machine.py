@@ -1,0 +1,131 @@
+"""Random histories of findings, gaps, judgements and restarts: what receivers hear always adds up."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import orjson
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tests.watcher.alerting.fakes import ManualClock, finding, receiver, witness
+from wattwatch.watcher.alerting.alert_manager import AlertManager
+from wattwatch.watcher.common.state_store import StateStore
+from wattwatch.watcher.detection.model import AlertName, Finding
+
+POSSIBLE = [
+    finding(alert, scope, job, confirmed=confirmed)
+    for job in ("llama", "qwen")
+    for alert, scope in (
+        (AlertName.JOB_HUNG, ""),
+        (AlertName.JOB_SLOW, ""),
+        (AlertName.NODE_UNREACHABLE, "node-02"),
+        (AlertName.JOB_COMPLETED, ""),
+    )
+    for confirmed in (True, False)
+]
+
+
+class History(RuleBasedStateMachine):
+    """The outbox is never started: its queue on disk is what would be said, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        self.clock = ManualClock()
+        self.receivers = [receiver(Path(self.directory.name), 1)]
+        self.not_seen_since_restart: set[tuple[str, str, str]] = set()
+        self.looked_seconds = 0.0
+        self.open_store()
+
+    def open_store(self) -> None:
+        self.store = StateStore(Path(self.directory.name) / "state.db")
+        self.teller = AlertManager(self.store, self.receivers, (), self.clock)
+
+    @rule(
+        true=st.lists(st.sampled_from(POSSIBLE), max_size=5),
+        judged=st.sets(st.sampled_from(["llama", "qwen"])),
+        seconds=st.sampled_from([0.3, 1.0, 5.0, 100.0, 4000.0]),
+        times=st.integers(1, 4),
+        running=st.sets(st.sampled_from(["llama", "qwen"])),
+        nodes_ok=st.sampled_from([(), ("node-01",), ("node-01", "node-02")]),
+    )
+    def watch(
+        self,
+        true: list[Finding],
+        judged: set[str],
+        seconds: float,
+        times: int,
+        running: set[str],
+        nodes_ok: tuple[str, ...],
+    ) -> None:
+        findings = [each for each in true if each.job in judged]
+        witnesses = {job: witness(*nodes_ok, advancing=job in running, job=job) for job in judged}
+        self.not_seen_since_restart -= {each.key for each in findings}
+        for _ in range(times):
+            self.clock.advance(seconds)
+            before = {view.id for view in self.teller.episodes() if view.closed_wall_seconds is None}
+            kept = {view.id for view in self.teller.episodes() if view.job not in judged} & before
+            looked_before = self.looked_seconds
+            self.looked_seconds += seconds
+            self.teller.observe(
+                findings, frozenset({"", *judged}), self.clock.monotonic(), self.clock.wall(), witnesses
+            )
+            after = {view.id for view in self.teller.episodes() if view.closed_wall_seconds is None}
+            assert kept <= after, "an episode of a job that was not judged was closed"
+            if any(each.alert is AlertName.JOB_COMPLETED for each in true) or looked_before + seconds >= 1800:
+                continue
+            for view in self.teller.episodes():
+                if view.id in before - after and (view.job, view.alert, view.scope) in self.not_seen_since_restart:
+                    hung = any(f.job == view.job and f.alert is AlertName.JOB_HUNG and f.confirmed for f in findings)
+                    ended = view.job in running or view.scope in nodes_ok or hung
+                    ended = ended or (view.job, "JobCompleted", "") in self.not_seen_since_restart
+                    assert ended, "closed after a restart although nothing was seen to end"
+
+    @rule(kind=st.sampled_from(["stop", "kill"]))
+    def restart(self, kind: str) -> None:
+        waiting = [delivery.key for delivery in self.store.waiting_deliveries()]
+        if kind == "stop":
+            self.teller.stop()
+        self.store.close()
+        self.clock.seconds = 5.0
+        self.open_store()
+        self.looked_seconds = 0.0
+        self.not_seen_since_restart = {
+            (view.job, view.alert, view.scope) for view in self.teller.episodes() if view.closed_wall_seconds is None
+        }
+        assert [delivery.key for delivery in self.store.waiting_deliveries()] == waiting
+
+    @invariant()
+    def what_is_said_adds_up(self) -> None:
+        said: dict[str, list[str]] = defaultdict(list)
+        numbers: dict[str, list[int]] = defaultdict(list)
+        for delivery in self.store.waiting_deliveries():
+            said[delivery.episode_id].append(orjson.loads(delivery.payload)["status"])
+            numbers[delivery.episode_id].append(int(delivery.key.rpartition("-")[2]))
+        for episode, statuses in said.items():
+            assert statuses[0] == "firing"
+            assert "resolved" not in statuses[:-1], "something was said after the end"
+            assert len(statuses) <= 4, "opened, confirmed, graver, over: more is chatter"
+            assert numbers[episode] == list(range(1, len(statuses) + 1))
+        views = self.teller.episodes()
+        for view in views:
+            told_of_end = said[view.id][-1:] == ["resolved"]
+            assert told_of_end == (view.closed_wall_seconds is not None and bool(said[view.id]))
+            assert view.gpu_hours_lost >= 0
+        still = [(view.job, view.alert, view.scope) for view in views if view.closed_wall_seconds is None]
+        assert len(still) == len(set(still)), "one finding has two open episodes"
+        for view in views:
+            if view.closed_wall_seconds is None and view.suppressed_by is None and not said[view.id]:
+                assert view.alert != AlertName.JOB_COMPLETED.value, "nothing explains this one, and nobody knows of it"
+
+    def teardown(self) -> None:
+        self.store.close()
+        self.directory.cleanup()
+
+
+TestHistory = History.TestCase
+TestHistory.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)

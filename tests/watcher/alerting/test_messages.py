@@ -1,0 +1,355 @@
+"""What people read, and how Slack and webhooks lay it out."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.watcher.alerting.fakes import WALL, finding
+from wattwatch.watcher.alerting.episode import (
+    EpisodeDiagnosis,
+    EpisodeUpdate,
+    NoticeKind,
+    NotifyDecision,
+    NotifyReason,
+    advance_episode,
+    open_episode,
+)
+from wattwatch.watcher.alerting.message import AlertMessage, compose_message
+from wattwatch.watcher.alerting.notify_policy import decide_notification
+from wattwatch.watcher.alerting.receivers.base import (
+    Delivered,
+    DeliveryFailure,
+    GiveUp,
+    RetryLater,
+    classify_status,
+    parse_retry_after,
+)
+from wattwatch.watcher.alerting.receivers.slack import (
+    MAX_CHARACTERS,
+    MAX_HEADER_CHARACTERS,
+    MAX_SECTION_CHARACTERS,
+    classify_slack_response,
+    is_layout_error,
+    plain_text_payload,
+    slack_payload,
+)
+from wattwatch.watcher.alerting.receivers.webhook import webhook_payload
+from wattwatch.watcher.common.formatting import duration, format_hours
+from wattwatch.watcher.detection.model import AlertName, Finding, Suspect
+
+CAPTURED = Path(__file__).parents[2] / "data" / "tell" / "alertmanager_0_25_webhook.json"
+RANK_3 = (Suspect("node-01", gpu=3, rank=3),)
+
+
+def message(found: Finding | None = None, link: str | None = "http://watcher.example:9560") -> AlertMessage:
+    """The opening message of a finding that began 95 s ago."""
+    found = finding(suspects=RANK_3) if found is None else found
+    look = EpisodeUpdate(found, now=95.0, wall=WALL)
+    decision = decide_notification(None, look)
+    episode = advance_episode(open_episode("e1", look, found), look, decision, ("webhook",))
+    return compose_message(episode, NoticeKind.OPENED, decision.reason, 95.0, WALL, link)
+
+
+def closing_message() -> AlertMessage:
+    look = EpisodeUpdate(finding(suspects=RANK_3), now=95.0, wall=WALL)
+    episode = advance_episode(
+        open_episode("e1", look, finding(suspects=RANK_3)), look, decide_notification(None, look), ("webhook",)
+    )
+    gone = EpisodeUpdate(None, now=120.0, wall=WALL + 25)
+    closed = advance_episode(
+        episode, gone, NotifyDecision(NotifyReason.CLEARED, NoticeKind.CLOSED, closes=True), ("webhook",)
+    )
+    return compose_message(closed, NoticeKind.CLOSED, NotifyReason.CLEARED, 120.0, WALL + 25, None)
+
+
+def test_a_message_says_what_who_how_much_since_when_and_what_to_do() -> None:
+    assert message().text.splitlines() == [
+        "CRITICAL JobHung llama",
+        "No step for 95 s; the usual pace is one in 9 s.",
+        "Suspect: rank 3 on node-01 GPU 3",
+        "- 15 boards at 190 W and 100 %",
+        "- rank 3 at 0 %",
+        "0.42 GPU-hours lost so far (16 GPUs without useful work).",
+        "It began 1 min 35 s ago.",
+        "It is new.",
+        "What to do: Take stacks of rank 3 before you end the job.",
+        "http://watcher.example:9560",
+    ]
+
+
+def test_a_suspicion_is_a_warning_and_says_so() -> None:
+    suspicion = message(finding(confirmed=False))
+    assert suspicion.title == "WARNING JobHung llama"
+    assert suspicion.summary.endswith("(not confirmed yet)")
+
+
+def test_the_closing_message_says_that_it_is_over_how_long_it_was_and_what_it_cost() -> None:
+    closed = closing_message()
+    assert closed.title == "OVER JobHung llama"
+    assert "It lasted 2 min." in closed.text
+    assert "0.42 GPU-hours lost." in closed.text
+    assert "What to do" not in closed.text
+
+
+def test_an_alert_without_a_job_is_about_the_watcher() -> None:
+    assert message(finding(AlertName.WATCHER_DEGRADED, job="")).title == "WARNING WatcherDegraded the watcher"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0 s"), (59.6, "1 min"), (95, "1 min 35 s"), (7200, "2 h"), (12_000, "3 h 20 min"), (187_000, "2 d 3 h")],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_amounts_have_three_digits() -> None:
+    assert [format_hours(hours) for hours in (0.4222, 42.22, 4222.2)] == ["0.42", "42.2", "4222"]
+
+
+def shape_of(value: object) -> object:
+    """Keys and types; the inner keys of labels and annotations are everybody's own."""
+    if isinstance(value, dict):
+        free = all(isinstance(inner, str) for inner in value.values())
+        return "strings" if free else {key: shape_of(inner) for key, inner in value.items()}
+    return [shape_of(inner) for inner in value] if isinstance(value, list) else type(value).__name__
+
+
+def test_webhook_messages_have_the_shape_of_alertmanagers() -> None:
+    firing, resolved = json.loads(CAPTURED.read_text("utf-8"))
+    assert shape_of(json.loads(webhook_payload(message(), "all"))) == shape_of(firing)
+    assert shape_of(json.loads(webhook_payload(closing_message(), "all"))) == shape_of(resolved)
+
+
+def test_webhook_firing_and_resolved_are_the_same_alert() -> None:
+    (firing,) = content_of(message())["alerts"]
+    (resolved,) = content_of(closing_message())["alerts"]
+    assert firing["endsAt"] == "0001-01-01T00:00:00Z"
+    assert (firing["status"], resolved["status"]) == ("firing", "resolved")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", resolved["endsAt"])
+    for same in ("labels", "fingerprint", "startsAt"):
+        assert firing[same] == resolved[same]
+    assert re.fullmatch("[0-9a-f]{16}", firing["fingerprint"])
+    assert firing["labels"] == {
+        "alertname": "JobHung",
+        "severity": "critical",
+        "train_job": "llama",
+        "node": "node-01",
+        "gpu": "3",
+        "rank": "3",
+    }
+
+
+def test_webhook_group_key_is_alertmanagers() -> None:
+    content = content_of(message(finding(job='a"b')))
+    assert content["groupKey"] == '{}:{alertname="JobHung", train_job="a\\"b"}'
+    assert content["groupLabels"] == {"alertname": "JobHung", "train_job": 'a"b'}
+
+
+def test_webhook_labels_are_never_empty_and_name_nobody_where_several_are_suspected() -> None:
+    labels = content_of(message(finding(suspects=(*RANK_3, Suspect("node-02", 1, 9)))))["commonLabels"]
+    assert labels == {"alertname": "JobHung", "severity": "critical", "train_job": "llama"}
+    labels = content_of(message(finding(AlertName.NODE_UNREACHABLE, "node-02")))["commonLabels"]
+    assert labels["node"] == "node-02"
+
+
+def content_of(told: AlertMessage) -> Any:
+    return json.loads(webhook_payload(told, "all"))
+
+
+def texts_of(block: dict[str, Any]) -> list[str]:
+    return [block["text"]["text"]] if "text" in block else [element["text"] for element in block["elements"]]
+
+
+def check_slack(payload: bytes) -> dict[str, Any]:
+    """Every limit of Slack that we know of."""
+    assert len(payload.decode()) <= MAX_CHARACTERS
+    content: dict[str, Any] = orjson.loads(payload)
+    assert content["text"]
+    assert len(content["blocks"]) <= 50
+    for block in content["blocks"]:
+        for text in texts_of(block):
+            assert 0 < len(text) <= (MAX_HEADER_CHARACTERS if block["type"] == "header" else MAX_SECTION_CHARACTERS)
+            assert not re.search(r"&(?!amp;|lt;|gt;)|[<>]", text), "something is not escaped, or cut inside an entity"
+            assert text.count("```") % 2 == 0
+    return content
+
+
+def test_slack_message_says_the_same() -> None:
+    content = check_slack(slack_payload(message()))
+    blocks = "\n".join(text for block in content["blocks"] for text in texts_of(block))
+    for words in ("CRITICAL JobHung llama", "rank 3 on node-01 GPU 3", "• rank 3 at 0 %", "0.42 GPU-hours", "stacks"):
+        assert words in blocks
+    assert content["text"].startswith("CRITICAL JobHung llama\n")
+
+
+def test_slack_never_pages_everybody_because_a_log_line_said_so() -> None:
+    payload = slack_payload(message(finding(summary="<!channel> a & b")))
+    check_slack(payload)
+    assert b"<!channel>" not in payload
+    assert b"&lt;!channel&gt; a &amp; b" in payload
+
+
+def test_slack_many_suspects_are_a_table_cut_between_rows() -> None:
+    suspects = tuple(Suspect(f"node-{rank // 8:03}", rank % 8, rank) for rank in range(512))
+    content = check_slack(slack_payload(message(finding(suspects=suspects))))
+    (table,) = [text for block in content["blocks"] for text in texts_of(block) if text.startswith("```")]
+    *rows, last = table.strip("`").splitlines()
+    assert rows[0] == " rank  GPU node"
+    assert all(re.fullmatch(r" +\d+ +\d node-\d{3}", row) for row in rows[1:])
+    assert last == f"… and {512 - (len(rows) - 1)} more"
+
+
+@given(
+    text=st.text(max_size=300),
+    lines=st.lists(st.text(max_size=3000), max_size=60),
+    multiple=st.sampled_from((1, 50)),
+    count=st.integers(0, 40),
+)
+def test_slack_limits_hold_whatever_is_said(text: str, lines: list[str], multiple: int, count: int) -> None:
+    suspects = tuple(Suspect(text or "n", None, rank) for rank in range(count))
+    odd = replace(
+        finding(suspects=suspects, job=text, scope=text, summary=text * multiple),
+        evidence=tuple(lines),
+        advice=text * multiple,
+    )
+    payload = slack_payload(message(odd))
+    assert orjson.loads(plain_text_payload(payload)) == {"text": check_slack(payload)["text"]}
+    webhook_payload(message(odd), "all")
+
+
+def test_slack_worst_case_of_json_escapes_still_fits() -> None:
+    nasty = replace(finding(summary='"\\' * 5000), evidence=('"' * 4000,) * 100, advice="\\" * 9000)
+    check_slack(slack_payload(message(nasty)))
+
+
+def test_text_that_is_no_unicode_still_goes_out() -> None:
+    broken = finding(summary="log says \udcff\x00\x1b[31m", job="\udcff")
+    check_slack(slack_payload(message(broken)))
+    assert content_of(message(broken))["status"] == "firing"
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "meaning"),
+    [
+        (200, {}, Delivered()),
+        (202, {}, Delivered()),
+        (429, {"retry-after": "7"}, RetryLater(DeliveryFailure.RATE_LIMITED, "HTTP 429", 7.0)),
+        (503, {"retry-after": "120"}, RetryLater(DeliveryFailure.SERVER_ERROR, "HTTP 503", 120.0)),
+        (500, {"retry-after": "120"}, RetryLater(DeliveryFailure.SERVER_ERROR, "HTTP 500")),
+        (408, {}, RetryLater(DeliveryFailure.SERVER_ERROR, "HTTP 408")),
+    ],
+)
+def test_answers(status: int, headers: dict[str, str], meaning: object) -> None:
+    assert classify_status(status, headers, WALL) == meaning
+
+
+@pytest.mark.parametrize(
+    ("status", "failure"),
+    [
+        (301, DeliveryFailure.REDIRECTED),
+        (400, DeliveryFailure.REFUSED),
+        (401, DeliveryFailure.UNAUTHORISED),
+        (403, DeliveryFailure.UNAUTHORISED),
+        (404, DeliveryFailure.GONE),
+        (410, DeliveryFailure.GONE),
+        (413, DeliveryFailure.REFUSED),
+    ],
+)
+def test_answers_that_no_repetition_changes(status: int, failure: DeliveryFailure) -> None:
+    answer = classify_status(status, {}, WALL)
+    assert isinstance(answer, GiveUp)
+    assert answer.failure is failure
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (None, None),
+        ("soon", None),
+        ("nan", None),
+        ("", None),
+        ("-5", 0.0),
+        ("1.5", 1.5),
+        ("inf", 3600.0),
+        ("999999999", 3600.0),
+        ("Fri, 15 Jan 2027 08:00:30 GMT", 30.0),
+        ("Fri, 15 Jan 1999 08:00:30 GMT", 0.0),
+    ],
+)
+def test_retry_after(value: str | None, seconds: float | None) -> None:
+    assert parse_retry_after(value, WALL) == seconds
+
+
+def test_slack_answers() -> None:
+    assert classify_slack_response(200, {}, "ok", WALL) == Delivered()
+    assert isinstance(classify_slack_response(200, {}, "<html>please log in</html>", WALL), RetryLater)
+    assert classify_slack_response(400, {}, "invalid_token", WALL) == GiveUp(
+        DeliveryFailure.UNAUTHORISED, "Slack: invalid_token"
+    )
+    assert classify_slack_response(404, {}, "no_service", WALL) == GiveUp(DeliveryFailure.GONE, "Slack: no_service")
+    throttled = classify_slack_response(429, {}, '{"retry_after":3,"ok":false,"error":"rate_limited"}', WALL)
+    assert throttled == RetryLater(DeliveryFailure.RATE_LIMITED, "HTTP 429", 3.0)
+    assert is_layout_error(400, "invalid_blocks")
+    assert not is_layout_error(400, "invalid_token")
+
+
+def test_the_energy_that_was_seen_to_be_wasted_is_told_beside_the_hours() -> None:
+    found = finding(suspects=RANK_3)
+    look = EpisodeUpdate(replace(found, idle_joules=7.2e6), now=95.0, wall=WALL)
+    decision = decide_notification(None, look)
+    episode = advance_episode(open_episode("e1", look, found), look, decision, ("webhook",))
+    told = compose_message(episode, NoticeKind.OPENED, decision.reason, 95.0, WALL, None)
+    assert told.cost == "0.42 GPU-hours and 2.00 kWh lost so far (16 GPUs without useful work)."
+    (alert,) = orjson.loads(webhook_payload(told, "webhook"))["alerts"]
+    assert alert["annotations"]["kilowatt_hours_lost"] == "2.000"
+    after_a_gap = advance_episode(
+        episode, replace(look, finding=found, now=400.0), NotifyDecision(NotifyReason.UNCHANGED)
+    )
+    assert after_a_gap.joules_lost == 7.2e6
+
+
+def test_a_diagnosis_stands_right_below_the_verdict() -> None:
+    found = finding(suspects=RANK_3)
+    proof = EpisodeDiagnosis("Rank 3 on node-01 is in barrier, 15 ranks wait in all_reduce.", conclusive=True)
+    at = EpisodeUpdate(found, now=95.0, wall=WALL)
+    episode = advance_episode(open_episode("e1", at, found), at, decide_notification(None, at), ("webhook",))
+    later = replace(at, now=99.0, diagnosis=proof)
+    decision = decide_notification(episode, later)
+    assert decision.notice is NoticeKind.DIAGNOSED
+    told = compose_message(
+        advance_episode(episode, later, decision, ("webhook",)), NoticeKind.DIAGNOSED, decision.reason, 99.0, WALL, None
+    )
+    words = "Rank 3 on node-01 is in barrier, 15 ranks wait in all_reduce (conclusive)"
+    assert told.title == "DIAGNOSED JobHung llama"
+    assert told.text.splitlines()[2] == f"Diagnosis: {words}"
+    slack = orjson.loads(slack_payload(told))
+    assert slack["blocks"][2]["text"]["text"] == f"*Diagnosis:* {words}"
+    (alert,) = orjson.loads(webhook_payload(told, "webhook"))["alerts"]
+    assert alert["annotations"]["diagnosis"] == words
+
+
+def test_what_to_do_is_the_next_step_of_the_diagnosis_once_there_is_one() -> None:
+    found = finding(suspects=RANK_3)
+    at = EpisodeUpdate(found, now=95.0, wall=WALL)
+    episode = advance_episode(open_episode("e1", at, found), at, decide_notification(None, at), ("webhook",))
+    before = compose_message(episode, NoticeKind.OPENED, NotifyReason.OPENED, 95.0, WALL, None)
+    assert before.advice == found.advice
+    later = replace(
+        at, now=99.0, diagnosis=EpisodeDiagnosis("Rank 3 is in barrier.", True, "Compare the two lines of code.")
+    )
+    after = advance_episode(episode, later, decide_notification(episode, later), ("webhook",))
+    told = compose_message(after, NoticeKind.DIAGNOSED, NotifyReason.DIAGNOSED, 99.0, WALL, None)
+    assert after.advice == told.advice == "Compare the two lines of code."
+    assert "*What to do:* Compare the two lines of code." in slack_payload(told).decode()
+    (alert,) = orjson.loads(webhook_payload(told, "webhook"))["alerts"]
+    assert alert["annotations"]["advice"] == "Compare the two lines of code."

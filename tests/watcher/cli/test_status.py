@@ -1,0 +1,169 @@
+"""`wattwatch status` against the real API over a loopback port."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+
+from tests.collectors.ssh.real_sshd import free_port
+from tests.watcher.command_shell import Shell
+from tests.watcher.web import sample_snapshots as handmade
+from tests.watcher.web.served_app import make_app, served
+from wattwatch.watcher.detection.model import AlertName, Severity
+from wattwatch.watcher.engine.snapshot import Snapshot
+
+TOKEN = "s3cret-täken"
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with watching(handmade.cluster()) as address:
+        yield address
+
+
+@contextmanager
+def watching(snapshot: Snapshot, token: str | None = None) -> Iterator[str]:
+    with served(make_app(snapshot, token).app) as address:
+        yield address
+
+
+def test_all_jobs_with_step_rate_and_reason_and_what_is_open(address: str, shell: Shell) -> None:
+    answer = shell.run("status", "--url", address)
+    assert answer.exit_code == 2
+    healthy = next(line for line in answer.out.splitlines() if line.startswith("pretrain-32b"))
+    assert healthy.split()[1:4] == ["computing", "1,923/3,854", "52,980"]
+    assert "Step 1,923 came" in healthy
+    assert "CRITICAL JobHung finetune-evenfix: Hung at step 3,854: rank 3 waits apart from the other 15." in answer.out
+    assert "WARNING NodeUnreachable eval-nightly: gpu-07 does not answer." in answer.out
+    assert "(quiet: GpuFault gpu-06/5)" in answer.out
+    assert "JobSlow" not in answer.out  # closed
+
+
+def test_the_recording_of_the_newest_incident_is_named(shell: Shell) -> None:
+    desk = make_app(handmade.cluster(), None)
+    desk.latest.recordings = {"finetune-evenfix": "/state/incidents/x.wattwatch.gz"}
+    with served(desk.app) as address:
+        out = shell.run("status", "--url", address).out
+    assert "newest incident of finetune-evenfix: wattwatch replay /state/incidents/x.wattwatch.gz" in out
+    assert out.count("newest incident") == 1
+
+
+def test_names_and_reasons_are_text_and_no_markup(shell: Shell) -> None:
+    job = replace(handmade.healthy(), name="[bold]a[/nonsense]", reason="[link=x]y[/]")
+    with watching(replace(handmade.cluster(), jobs={job.name: job}, episodes=())) as address:
+        answer = shell.run("status", "--url", address)
+    assert answer.exit_code == 0
+    assert "[bold]a[/nonsense]" in answer.out
+    assert "[link=x]y[/]" in answer.out
+    assert "no open alerts" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("job", "code"),
+    [("pretrain-32b", 0), ("finetune-evenfix", 2), ("ablation-loader", 1), ("eval-nightly", 1)],
+)
+def test_one_jobs_exit_code_is_its_own(job: str, code: int, address: str, shell: Shell) -> None:
+    answer = shell.run("status", job, "--url", f"{address}/", "--json")
+    assert answer.exit_code == code
+    assert [view["name"] for view in answer.json["jobs"]] == [job]
+    assert {alert["job"] for alert in answer.json["alerts"]} <= {job}
+
+
+def test_an_odd_name_reaches_the_api_whole(shell: Shell) -> None:
+    job = replace(handmade.healthy(), name='50% "x" & <ü>? #1')
+    with watching(replace(handmade.cluster(), jobs={job.name: job})) as address:
+        answer = shell.run("status", job.name, "--url", address, "--json")
+    assert answer.json["jobs"][0]["name"] == job.name
+    assert answer.exit_code == 0
+
+
+def test_a_blind_watcher_says_so_whatever_job_is_asked_for(shell: Shell) -> None:
+    blind = handmade.episode(AlertName.WATCHER_DEGRADED, Severity.WARNING, "", "The watcher is blind.", 5.0)
+    with watching(replace(handmade.cluster(), episodes=(blind,))) as address:
+        answer = shell.run("status", "pretrain-32b", "--url", address)
+    assert answer.exit_code == 1
+    assert "WARNING WatcherDegraded the watcher: The watcher is blind." in answer.out
+
+
+def test_a_quiet_alert_does_not_decide(shell: Shell) -> None:
+    quiet = replace(handmade.episodes()[0], suppressed_by="NodeUnreachable gpu-03")
+    with watching(replace(handmade.cluster(), episodes=(quiet,))) as address:
+        assert shell.run("status", "--url", address).exit_code == 0
+
+
+def test_a_watcher_that_stands_still_is_unknown(shell: Shell) -> None:
+    desk = make_app(replace(handmade.cluster(), episodes=()))
+    desk.time.seconds = 600.0
+    with served(desk.app) as address:
+        answer = shell.run("status", "--url", address)
+    assert answer.exit_code == 3
+    assert "600 s ago" in answer.err
+    assert "pretrain-32b" in answer.out
+
+
+def test_an_unknown_job_is_said_with_those_that_are_known(shell: Shell) -> None:
+    job = handmade.healthy()
+    with watching(replace(handmade.cluster(), jobs={job.name: job})) as address:
+        answer = shell.run("status", "pretrain", "--url", address)
+    assert answer.exit_code == 3
+    assert "known jobs: pretrain-32b" in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+def test_the_token_is_read_from_its_file(shell: Shell, tmp_path: Path) -> None:
+    good, bad, empty = (tmp_path / name for name in ("good", "bad", "empty"))
+    good.write_text(f"{TOKEN}\n")
+    bad.write_text("another\n")
+    empty.write_text("\n")
+    with watching(handmade.cluster(), TOKEN) as address:
+        assert shell.run("status", "--url", address, "--token-file", good).exit_code == 2
+        for arguments, words in (
+            ([], "401 this watcher asks for its token"),
+            (["--token-file", bad], "401 this watcher asks for its token"),
+            (["--token-file", empty], "is empty"),
+            (["--token-file", tmp_path / "none"], "No such file"),
+        ):
+            answer = shell.run("status", "--url", address, *arguments)
+            assert (answer.exit_code, answer.out) == (3, "")
+            assert words in answer.err
+
+
+@pytest.mark.parametrize("url", ["", "nonsense", "http://", "http://[::1", "http://127.0.0.1:99999", "ftp://127.0.0.1"])
+def test_an_address_that_is_none_is_one_sentence(url: str, shell: Shell) -> None:
+    answer = shell.run("status", "--url", url)
+    assert (answer.exit_code, answer.out) == (3, "")
+    assert len(answer.err.splitlines()) == 1
+
+
+def test_nobody_there_is_one_sentence_with_what_to_do(shell: Shell) -> None:
+    answer = shell.run("status", "--url", f"http://127.0.0.1:{free_port()}")
+    assert answer.exit_code == 3
+    assert "is `wattwatch serve` running?" in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("content", [[], {}, [{}], ["x"], None, [{"name": "x"}]])
+def test_another_service_at_that_address_is_not_taken_for_a_watcher(content: object, shell: Shell) -> None:
+    app = FastAPI()
+
+    @app.get("/{path:path}")
+    def answer_anything(path: str) -> object:
+        return content if path.startswith("api") else {"path": path}
+
+    with served(app) as address:
+        answer = shell.run("status", "--url", address)
+    # An empty list of jobs is what a watcher says that has not judged one yet.
+    assert answer.exit_code == (0 if content == [] else 3)
+    assert len(answer.err.splitlines()) == (0 if content == [] else 1)
+
+
+def test_a_page_in_place_of_the_api_is_said(shell: Shell) -> None:
+    with served(FastAPI(docs_url="/api/v1/jobs")) as address:
+        answer = shell.run("status", "--url", address)
+    assert answer.exit_code == 3
+    assert "not a wattwatch API" in answer.err

@@ -1,0 +1,148 @@
+"""Processes that are gone: whose, why, and when that is no crash."""
+
+from __future__ import annotations
+
+from tests.watcher.detection.simulated_seconds import COMPUTE, KILLED, LOAD, SPIN, Job
+from wattwatch.collectors.samples import HostStatus, KernelEvent
+from wattwatch.collectors.ssh.model import NodeLink
+from wattwatch.watcher.detection.model import AlertName, JobState
+
+CRASHED = AlertName.JOB_CRASHED
+
+
+def warmed_up(**settings: object) -> Job:
+    job = Job(**{"nodes": 2, "gpus": 4, **settings})  # type: ignore[arg-type]  # handed through
+    job.play(40, COMPUTE)
+    assert not job.alerts
+    return job
+
+
+def test_a_process_missing_on_two_samples_is_a_crash_that_names_the_rank_and_the_oom_killer() -> None:
+    job = warmed_up()
+    oom = KernelEvent("oom", "Out of memory: Killed process 4005 (python3)", 1.0, pid=4005, process="python3")
+    job.kernel["node-2"] = [oom]
+    job.play(1, SPIN, {5: KILLED})
+    assert job.findings == ()
+    job.play(1, SPIN, {5: KILLED})
+    crash = job.finding(CRASHED)
+    assert job.state is JobState.CRASHED
+    assert [str(s) for s in crash.suspects] == ["rank 5 on node-2 GPU 1"]
+    assert any("out of memory" in line for line in crash.evidence)
+    assert crash.gpus_idle == 8
+    job.play(60, SPIN, {5: KILLED})
+    assert job.alerts == {"JobCrashed"}
+
+
+def test_a_crash_without_a_word_of_the_kernel_says_so() -> None:
+    job = warmed_up()
+    job.play(3, SPIN, {5: KILLED})
+    assert any("says nothing" in line for line in job.finding(CRASHED).evidence)
+
+
+def test_all_processes_gone_in_the_middle_of_the_run_is_a_crash() -> None:
+    job = warmed_up()
+    job.play(5, KILLED)
+    assert any("none is left" in line for line in job.finding(CRASHED).evidence)
+
+
+def test_ranks_that_end_between_two_samples_name_nobody_as_the_first() -> None:
+    job = warmed_up(nodes=1, gpus=2)
+    job.play(5, KILLED)
+    crash = job.finding(CRASHED)
+    assert crash.summary == "pretrain crashed: ranks 0, 1 ended together; the first is not known from outside."
+    assert crash.suspects == ()
+
+
+def test_who_is_gone_a_sample_before_the_others_is_named_also_of_two() -> None:
+    job = warmed_up(nodes=1, gpus=2)
+    job.play(1, SPIN, {1: KILLED})
+    job.play(10, KILLED)
+    crash = job.finding(CRASHED)
+    assert [s.rank for s in crash.suspects] == [1]
+    assert crash.summary == "pretrain crashed: rank 1 on node-1 GPU 1."
+
+
+def test_a_sample_looked_at_again_does_not_make_a_node_the_later_one() -> None:
+    job = warmed_up(nodes=2, gpus=1)
+    job.play(1, KILLED, silent=["node-2"])  # its line of that second comes late
+    job.play(5, KILLED)
+    crash = job.finding(CRASHED)
+    assert crash.suspects == ()
+    assert "ranks 0, 1 ended together" in crash.summary
+
+
+def test_all_ranks_of_one_node_point_to_the_node() -> None:
+    job = warmed_up()
+    job.play(5, SPIN, dict.fromkeys(range(4, 8), KILLED))
+    job.play(60, KILLED)
+    crash = job.finding(CRASHED)
+    assert [str(s) for s in crash.suspects] == ["node-2"]
+    assert "ranks 4, 5, 6, 7 on node-2 ended together" in crash.summary
+
+
+def test_processes_without_ranks_that_end_together_are_named_by_their_boards() -> None:
+    job = warmed_up(nodes=1, gpus=2, progress="log")
+    job.play(5, KILLED)
+    assert "node-1 GPU 0, node-1 GPU 1 ended together" in job.finding(CRASHED).summary
+
+
+def test_the_kernel_names_one_of_those_that_ended_together() -> None:
+    job = warmed_up(nodes=1, gpus=2)
+    job.kernel["node-1"] = [KernelEvent("oom", "Killed process 4001 (python3)", 1.0, pid=4001, process="python3")]
+    job.play(5, KILLED)
+    assert [s.rank for s in job.finding(CRASHED).suspects] == [1]
+
+
+def test_a_silent_node_is_never_a_crash() -> None:
+    job = warmed_up()
+    job.links["node-2"] = NodeLink("node-2", HostStatus.UNREACHABLE, "no line for 5 s", 5.0)
+    job.play(60, SPIN, silent=["node-2"])
+    assert "JobCrashed" not in job.alerts
+
+
+def test_boards_that_cannot_be_asked_hide_no_process_of_a_foreign_job() -> None:
+    job = warmed_up(progress="log")
+    job.status["node-2"] = (HostStatus.DRIVER_DOWN, "NVML: driver/library version mismatch")
+    job.play(30, COMPUTE, dict.fromkeys(range(4, 8), KILLED))
+    assert "JobCrashed" not in job.alerts
+
+
+def test_a_job_started_again_between_two_samples_is_no_crash() -> None:
+    for progress in ("heartbeat", "log"):
+        job = warmed_up(progress=progress)
+        job.first_pid, job.started, job.step, job.restart = 9000, 900.0, 900, 1
+        job.play(30, LOAD)
+        assert job.alerts == set(), progress
+
+
+def test_one_rank_started_again_is_no_crash() -> None:
+    job = warmed_up()
+    job.play(1, SPIN, {5: KILLED})
+    job.first_pid, job.started = 9000, 900.0
+    job.play(30, COMPUTE)
+    assert job.alerts == set()
+
+
+def test_a_restart_after_the_crash_closes_it() -> None:
+    job = warmed_up()
+    job.play(30, SPIN, {5: KILLED})
+    job.first_pid, job.started, job.step, job.restart = 9000, 900.0, 900, 1
+    job.play(60, COMPUTE)
+    assert job.findings == ()
+    assert job.state is JobState.COMPUTING
+
+
+def test_a_restarted_job_can_crash_again() -> None:
+    job = warmed_up()
+    job.play(30, SPIN, {5: KILLED})
+    job.first_pid, job.started, job.step, job.restart = 9000, 900.0, 900, 1
+    job.play(60, COMPUTE)
+    job.play(3, SPIN, {1: KILLED})
+    assert [s.rank for s in job.finding(CRASHED).suspects] == [1]
+
+
+def test_a_rank_that_dies_in_the_last_save_is_a_crash_in_the_end() -> None:
+    job = warmed_up(step=990, total_steps=998)
+    assert job.step == 998
+    job.play(200, SPIN, {5: KILLED})
+    assert [s.rank for s in job.finding(CRASHED).suspects] == [5]

@@ -1,0 +1,152 @@
+"""Blind is not broken: what is said of nodes that cannot be seen, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.watcher.detection.simulated_seconds import COMPUTE, SPIN, Job
+from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.ssh.model import NodeLink
+from wattwatch.watcher.detection.model import AlertName, JobState, Severity
+
+UNREACHABLE = AlertName.NODE_UNREACHABLE
+BLIND = AlertName.PROBE_BLIND
+
+
+def training(**settings: object) -> Job:
+    job = Job(**{"nodes": 2, "gpus": 4, **settings})  # type: ignore[arg-type]  # handed through
+    job.play(40, COMPUTE)
+    return job
+
+
+def cut_off(job: Job, node: str = "node-2") -> None:
+    job.links[node] = NodeLink(node, HostStatus.UNREACHABLE, "no line for 5 s; next attempt in 2 s", 5.0)
+
+
+def test_a_node_that_stays_silent_is_a_warning_while_the_job_goes_on() -> None:
+    job = training()
+    cut_off(job)
+    job.play(60, COMPUTE, silent=["node-2"])
+    finding = job.finding(UNREACHABLE)
+    assert (finding.severity, finding.scope) == (Severity.WARNING, "node-2")
+    assert job.alerts == {"NodeUnreachable"}
+    assert job.state is JobState.COMPUTING
+
+
+def test_and_critical_once_the_steps_stand_with_it() -> None:
+    job = training()
+    cut_off(job)
+    job.play(60, SPIN, silent=["node-2"])
+    finding = job.finding(UNREACHABLE)
+    assert finding.severity is Severity.CRITICAL
+    assert finding.gpus_idle == 8
+
+
+def test_a_short_silence_is_nothing() -> None:
+    job = training()
+    cut_off(job)
+    job.play(6, COMPUTE, silent=["node-2"])
+    job.links["node-2"] = NodeLink("node-2", HostStatus.OK, "", 0.0)
+    job.play(20, COMPUTE)
+    assert job.alerts == set()
+
+
+@pytest.mark.parametrize(
+    "status", [HostStatus.DRIVER_DOWN, HostStatus.SAMPLER_TIMEOUT, HostStatus.PARSE_ERROR, HostStatus.AUTH_FAILED]
+)
+def test_a_blind_node_is_a_warning_and_the_job_computes(status: HostStatus) -> None:
+    job = training()
+    job.status["node-2"] = (status, "as seen")
+    job.play(60, COMPUTE)
+    assert job.finding(BLIND).severity is Severity.WARNING
+    assert [s.node for s in job.finding(BLIND).suspects] == ["node-2"]
+    assert job.alerts == {"ProbeBlind"}
+    assert job.state is JobState.COMPUTING
+
+
+def test_a_node_without_nvidia_smi_says_what_is_read_there_all_the_same() -> None:
+    missing = "nvidia-smi is not installed or not in PATH; the NVML library is not visible here"
+    for progress, still in (("heartbeat", "; its heartbeats are read"), ("log", "; its log is read"), (None, "")):
+        job = training(nodes=1, progress=progress)
+        job.status["node-1"] = (HostStatus.DRIVER_DOWN, missing)
+        job.play(60, COMPUTE)
+        said = job.finding(BLIND)
+        assert said.summary == f"GPUs of node-1 cannot be seen: nvidia-smi is not installed or not in PATH{still}."
+        assert missing in said.evidence[0]
+        assert job.detector.reason.count("nvidia-smi") == 1
+        assert job.told[-1].verdict.why == f"No board could be read. node-1: {missing}"
+
+
+def test_the_log_of_one_node_is_not_said_to_be_read_on_another() -> None:
+    job = training(progress="log")
+    job.status["node-2"] = (HostStatus.SAMPLER_TIMEOUT, "nvidia-smi has not returned for 12 s")
+    job.play(20, COMPUTE)
+    assert job.finding(BLIND).summary == "GPUs of node-2 cannot be seen: the GPU query does not return."
+
+
+def test_a_blind_node_does_not_hide_steps_that_stand() -> None:
+    job = training()
+    job.status["node-2"] = (HostStatus.DRIVER_DOWN, "NVML: driver/library version mismatch")
+    job.play(60, SPIN)
+    assert job.finding(AlertName.JOB_HUNG).confirmed
+
+
+def test_a_driver_that_sees_no_board_is_a_fault() -> None:
+    job = training()
+    job.status["node-2"] = (HostStatus.NO_DEVICES, "No devices were found")
+    job.play(20, SPIN)
+    assert job.finding(AlertName.GPU_FAULT).scope == "node-2"
+
+
+def test_all_nodes_blind_is_no_verdict_on_the_job() -> None:
+    job = training(progress=None)
+    for node in job.nodes:
+        job.status[node] = (HostStatus.DRIVER_DOWN, "NVML: driver/library version mismatch")
+    job.play(60, COMPUTE)
+    assert job.state is JobState.UNKNOWN
+    assert job.alerts == {"ProbeBlind"}
+
+
+def test_a_hang_of_a_job_without_a_counter_ends_when_its_boards_work_again() -> None:
+    job = Job(nodes=2, progress=None)
+    job.play(40, COMPUTE)
+    job.play(400, SPIN)
+    assert job.finding(AlertName.JOB_HUNG).confirmed
+    job.play(10, COMPUTE)
+    assert job.findings == ()
+
+
+def test_a_node_that_reboots_stays_one_finding_until_it_is_seen_again() -> None:
+    job = training()
+    cut_off(job)
+    job.play(20, COMPUTE, silent=["node-2"])
+    for _ in range(4):
+        job.links["node-2"] = NodeLink("node-2", HostStatus.AUTH_FAILED, "login refused while it boots", 30.0)
+        job.play(4, COMPUTE, silent=["node-2"])
+        assert job.finding(UNREACHABLE).scope == "node-2"
+        cut_off(job)
+        job.play(8, COMPUTE, silent=["node-2"])
+        assert job.finding(UNREACHABLE).scope == "node-2"
+    job.links["node-2"] = NodeLink("node-2", HostStatus.OK, "", 0.0)
+    job.play(5, COMPUTE)
+    assert job.findings == ()
+
+
+def test_a_blind_node_that_falls_silent_is_still_blind() -> None:
+    job = training()
+    job.status["node-2"] = (HostStatus.SAMPLER_TIMEOUT, "nvml has not answered for 12 s")
+    job.play(20, COMPUTE)
+    assert job.alerts == {"ProbeBlind"}
+    cut_off(job)
+    job.play(4, COMPUTE, silent=["node-2"])
+    assert job.finding(BLIND).scope == "node-2"
+
+
+def test_a_job_of_which_no_node_answers_for_a_minute_is_critical() -> None:
+    job = training(progress=None)
+    for node in job.nodes:
+        cut_off(job, node)
+    job.play(30, COMPUTE, silent=list(job.nodes))
+    assert {f.severity for f in job.findings if f.alert is UNREACHABLE} == {Severity.WARNING}
+    job.play(50, COMPUTE, silent=list(job.nodes))
+    assert {f.severity for f in job.findings if f.alert is UNREACHABLE} == {Severity.CRITICAL}

@@ -1,0 +1,96 @@
+"""The job's own pace, learned from its counter; and from when on it stands too long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.watcher.detection.simulated_seconds import COMPUTE, SPIN, Activity, Job
+from wattwatch.collectors.samples import HostStatus, ReadingStatus
+from wattwatch.watcher.detection.model import AlertName
+
+HUNG = AlertName.JOB_HUNG
+AT_WORK_WITHOUT_STEPS = Activity(985, 99)
+
+
+def hang_seconds(job: Job, seconds: int) -> float:
+    """How long after the last step the hang was confirmed."""
+    stood = job.now - job.since_step
+    job.play(seconds, SPIN)
+    return job.seconds_of(HUNG, confirmed=True)[0] - stood
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "limit"),
+    [(1, 30), (5, 30), (10, 60), (50, 300), (400, 900)],
+)
+def test_the_limit_is_six_usual_intervals_within_a_floor_and_a_ceiling(step_seconds: int, limit: int) -> None:
+    job = Job(progress="log")
+    job.step_seconds = step_seconds
+    job.play(step_seconds * 5 + 20, COMPUTE)
+    assert limit < hang_seconds(job, limit + 40) <= limit + 5
+
+
+def test_a_watcher_that_slept_learns_no_slow_step() -> None:
+    job = Job()
+    job.play(40, COMPUTE)
+    for _ in range(4):
+        job.skip(600)
+        job.step += 100
+        job.play(20, COMPUTE)
+    assert hang_seconds(job, 80) <= 40
+
+
+def test_a_source_that_disappears_and_comes_back_is_neither_a_hang_nor_a_restart() -> None:
+    job = Job(nodes=2, progress="log")
+    job.play(40, COMPUTE)
+    job.status["node-1"] = (HostStatus.OK, "")
+    job.progress = None
+    job.play(200, COMPUTE)
+    job.progress = "log"
+    job.play(40, COMPUTE)
+    assert job.alerts == set()
+    assert hang_seconds(job, 80) <= 40
+
+
+def test_a_step_that_goes_back_is_a_restart_and_the_first_step_after_it_has_time() -> None:
+    job = Job(progress="log")
+    job.play(60, COMPUTE)
+    job.step = 500
+    job.play(300, AT_WORK_WITHOUT_STEPS)
+    assert job.alerts == set()
+
+
+def test_a_slower_job_gets_a_longer_limit_once_it_is_seen_to_be_slower() -> None:
+    job = Job()
+    job.play(60, COMPUTE)
+    job.step_seconds = 20
+    job.play(200, COMPUTE)
+    assert job.alerts == set()
+    assert hang_seconds(job, 200) > 100
+
+
+def test_a_log_line_each_tenth_step_is_no_loss_of_pace() -> None:
+    job = Job(progress="log")
+    for _ in range(12):
+        job.play(49, AT_WORK_WITHOUT_STEPS)
+        job.step += 10
+        job.since_step = 0
+        job.play(1, AT_WORK_WITHOUT_STEPS)
+    assert job.detector._pace.lost_share < 0.05
+
+
+def test_boards_whose_watts_or_utilisation_say_nothing_have_the_time_of_an_evaluation() -> None:
+    """A T4 has no room between rest and work; a sliced board tells no utilisation."""
+    sliced = Activity(900, None, steps=True, reasons={"utilization_percent": ReadingStatus.MIG})
+    for name, works in (("Tesla T4", Activity(45, 100, steps=True)), ("NVIDIA B300 SXM6 AC", sliced)):
+        job = Job(progress="log", name=name)
+        job.play(60, works)
+        job.play(100, replace(works, steps=False))
+        job.play(120, works)  # until the long pause is no recent step any more
+        assert job.alerts == set(), name
+        job = Job(progress="log", name=name)
+        job.play(60, works)
+        job.play(700, replace(works, steps=False))
+        assert job.finding(HUNG).confirmed, name

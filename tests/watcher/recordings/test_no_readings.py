@@ -1,0 +1,116 @@
+"""Files that hold no readings of one host's boards: what they are is said, and what reads them."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from tests.watcher.command_shell import Shell
+from wattwatch.watcher.recordings.inputs import GpuLog, read_input
+
+LOGS = Path(__file__).parents[2] / "data" / "logs"
+HEADER = "index, name, power.draw [W], power.limit [W], utilization.gpu [%], memory.used [MiB]\n"
+
+
+def rows(watts: float = 640.0, count: int = 4) -> list[str]:
+    return [f"{i}, NVIDIA H100 80GB HBM3, {watts:.2f} W, 700.00 W, 100 %, 71000 MiB\n" for i in range(count)]
+
+
+def table(name: str, bus: int) -> str:
+    return (
+        "| NVIDIA-SMI 535.1   Driver Version: 535.1   CUDA Version: 12.2 |\n"
+        f"|   0  {name}          On  |   00000000:{bus:02X}:00.0 Off |           0 |\n"
+        "| N/A   34C    P0             640W /  700W |   71000MiB /  81559MiB |    100%      Default |\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "log", [path for path in sorted(LOGS.iterdir()) if path.suffix == ".log"], ids=lambda p: p.name
+)
+def test_a_training_log_is_called_one_and_sent_to_progress(log: Path, shell: Shell) -> None:
+    triage, replay = shell.run("triage", "--json", log), shell.run("replay", log)
+    (said,) = triage.json
+    assert (triage.exit_code, replay.exit_code, said["state"]) == (3, 3, "unknown")
+    for words in (said["why"] + said["advice"], replay.err):
+        assert "a log of training steps" in words
+        assert "`wattwatch progress FILE` reads it" in words
+        assert "--progress stalled or --progress advancing" in words
+    assert "node" not in said["advice"]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "it is empty"),
+        (b" \n\n", "it is empty"),
+        (bytes(range(256)) * 99, "binary"),
+        (b"hello\n", "not one GPU row"),
+    ],
+)
+def test_a_file_without_boards_is_at_fault_and_not_the_node(data: bytes, words: str, shell: Shell) -> None:
+    (said,) = shell.run("triage", "--json", "-", stdin=data).json
+    assert words in said["why"]
+    assert said["advice"].startswith("Give what nvidia-smi prints")
+
+
+def test_a_recording_without_its_header_is_refused(shell: Shell, tmp_path: Path) -> None:
+    record = b'{"n":"a","t":1.5,"line":"{\\"v\\":1}"}\n'
+    torn = b'ne":"x"}\n' + record * 3
+    for data in (record * 3, torn, gzip.compress(record * 3)):
+        path = tmp_path / "r.gz"
+        path.write_bytes(data)
+        for command in ("triage", "replay"):
+            answer = shell.run(command, path)
+            assert (answer.exit_code, answer.out) == (3, "")
+            assert "a wattwatch recording without its beginning" in answer.err
+
+
+@pytest.mark.parametrize("cut", [0, 5])
+def test_a_log_in_gzip_is_read(cut: int, shell: Shell, tmp_path: Path) -> None:
+    data = gzip.compress((HEADER + "".join(rows() * 3)).encode())
+    (tmp_path / "log.csv.gz").write_bytes(data[: len(data) - cut])
+    (said,) = shell.run("triage", "--json", tmp_path / "log.csv.gz").json
+    assert (said["state"], len(said["gpus"])) == ("compute", 4)
+    assert shell.run("replay", tmp_path / "log.csv.gz").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        table("NVIDIA H100 80GB HBM3", 27) + table("NVIDIA H200", 27),
+        table("NVIDIA H100 80GB HBM3", 27) + table("NVIDIA H100 80GB HBM3", 59),
+        HEADER + "".join(rows()) + HEADER + "".join(rows()).replace("H100 80GB HBM3", "H200"),
+    ],
+)
+def test_outputs_of_two_hosts_in_one_paste_are_refused(text: str, shell: Shell) -> None:
+    answer = shell.run("triage", "-", stdin=text.encode())
+    assert (answer.exit_code, answer.out) == (3, "")
+    assert "-: these are boards of several hosts: GPU 0 is NVIDIA H100 80GB HBM3 at" in answer.err
+    assert "wattwatch triage HOST" in answer.err
+
+
+def test_two_tables_of_one_host_are_two_looks(shell: Shell) -> None:
+    text = table("NVIDIA H100 80GB HBM3", 27) * 2
+    assert shell.run("triage", "--json", "-", stdin=text.encode()).json[0]["state"] == "compute"
+
+
+def test_lines_that_name_their_host_are_a_job_each(shell: Shell) -> None:
+    """As pdsh and clush print them, in any order."""
+    lines = [f"{host}: {line}" for line in (HEADER, *rows()) for host in ("gpu-02", "gpu-01")]
+    answer = shell.run("triage", "--json", "-", stdin="".join(lines).encode())
+    assert [(said["source"], said["state"], len(said["gpus"])) for said in answer.json] == [
+        ("-: gpu-02", "compute", 4), ("-: gpu-01", "compute", 4),
+    ]  # fmt: skip
+    log = read_input("f", "".join(f"gpu-01: {line}" for line in (HEADER, *rows())).encode())
+    assert isinstance(log, GpuLog)
+    assert [spec.name for spec in log.specs] == ["f"]
+
+
+def test_what_settles_it_is_named_by_its_option(shell: Shell) -> None:
+    text = HEADER + "".join(rows(300.0)).replace("100 %", "[N/A]")
+    (said,) = shell.run("triage", "--json", "-", stdin=text.encode()).json
+    assert said["state"] == "unknown"
+    assert "--progress" in said["advice"] + (said["settle"] or "")
+    assert "a log or a run directory" not in said["advice"]

@@ -1,0 +1,199 @@
+"""The page: what it says without a script, what it never lets through, and what large jobs cost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import httpx
+import pytest
+
+from tests.watcher.web import sample_snapshots as handmade
+from tests.watcher.web.served_app import make_app, served
+from wattwatch.watcher.common import formatting as words
+from wattwatch.watcher.detection.model import JobState
+from wattwatch.watcher.engine.snapshot import Snapshot
+from wattwatch.watcher.web.page import STRIP_HEIGHT, PageRenderer, power_history, power_strip
+
+
+class Words(HTMLParser):
+    """What a reader sees, and every tag with its attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def page(snapshot: Snapshot, seconds: float = 0.0) -> Words:
+    desk = make_app(snapshot)
+    desk.time.seconds = seconds
+    return Words(PageRenderer(desk.latest).page())
+
+
+def test_each_job_tells_its_state_since_when_how_sure_and_why() -> None:
+    said = page(handmade.cluster()).text
+    assert "finetune-evenfix hung for 3 min 40 s No step for 3 min 40 s" in said
+    assert "Suspect: rank 3 on gpu-03 GPU 3" in said
+    assert "94 % sure · seen 0.4 s ago" in said
+    assert "step 1,923 of 3,854" in said
+    assert "GPU-hours lost 1.0 187 Wh" in said
+    assert "tokens/s 52,980" in said
+    assert "power by rank 184–194 W of 1,100 W" in said
+
+
+def test_what_is_not_known_is_never_shown_as_a_number() -> None:
+    said = page(replace(handmade.cluster(), jobs={"eval-nightly": handmade.unseen()})).text
+    assert "step – step age – tokens/s – checkpoint age – GPUs 0" in said
+    assert "no verdict" in said
+    assert "No board of this job can be seen now." in said
+
+
+def test_a_lost_board_says_why_it_has_no_reading() -> None:
+    said = page(replace(handmade.cluster(), jobs={"a": handmade.lost_board()})).text
+    assert "5 gpu-06 5 lost lost" in said
+
+
+def test_hostile_names_stay_text() -> None:
+    found = page(handmade.cluster())
+    assert handmade.HOSTILE.split("\n")[0].strip() in found.text
+    assert [attrs.get("src") for tag, attrs in found.tags if tag == "script"] == ["/assets/page.js"]
+    assert "49" not in found.text  # {{7*7}} was not evaluated
+
+
+def test_nothing_in_it_needs_what_the_policy_forbids() -> None:
+    with served(make_app(handmade.cluster()).app) as address:
+        answer = httpx.get(address)
+        assets = [httpx.get(f"{address}/assets/{name}") for name in ("page.css", "page.js", "favicon.svg")]
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    for _, attrs in Words(answer.text).tags:
+        assert "style" not in attrs
+        assert not [name for name in attrs if name.startswith("on")]
+        assert not [v for v in attrs.values() if v and re.match("(https?:)?//|javascript:", v)]
+    assert "<style" not in answer.text
+    assert [asset.status_code for asset in assets] == [200, 200, 200]
+    assert [asset.headers["x-content-type-options"] for asset in assets] == ["nosniff"] * 3
+
+
+def test_it_is_whole_without_scripts() -> None:
+    found = page(handmade.cluster())
+    assert ("meta", {"http-equiv": "refresh", "content": "5"}) in found.tags
+    assert "Open alerts" in found.text
+
+
+@pytest.mark.parametrize(
+    ("change", "seconds", "says"),
+    [
+        (lambda s: replace(s, blind=True), 0.0, "The watcher is blind"),
+        (lambda s: s, 61.0, "The watcher stands still: it last looked 1 min 01 s ago"),
+        (
+            lambda s: replace(s, deliveries=replace(s.deliveries, oldest_waiting_seconds=340.0)),
+            0.0,
+            "messages wait to be delivered (1), the oldest for 5 min 40 s. Deliveries that failed so far: ops.",
+        ),
+    ],
+)
+def test_trouble_of_the_watcher_itself_stands_above_everything(
+    change: Callable[[Snapshot], Snapshot], seconds: float, says: str
+) -> None:
+    said = page(change(handmade.cluster()), seconds).text
+    assert says in said
+    assert said.index(says) < said.index("Open alerts")
+
+
+def test_a_sound_watcher_shows_no_banner() -> None:
+    live = PageRenderer(make_app(handmade.cluster()).latest).live()
+    assert "banner" not in live
+
+
+def test_ages_count_up_to_the_moment_of_the_answer() -> None:
+    said = page(handmade.cluster(), 5.0).text
+    assert "seen 5.4 s ago" in said
+    assert "gpu-01 5.4 s old" in said
+
+
+def test_every_state_has_a_word_a_colour_and_a_shape() -> None:
+    with served(make_app(handmade.cluster()).app) as address:
+        text = httpx.get(address).text
+        css = httpx.get(f"{address}/assets/page.css").text
+    for state in JobState:
+        assert f'<symbol id="state-{state.value}"' in text
+        assert f".state-{state.value} {{" in css
+
+
+def test_an_empty_watcher_has_a_page() -> None:
+    said = page(handmade.empty()).text
+    assert "0 jobs · no open alerts · 0 of 0 nodes well" in said
+    assert "No job has been looked at yet." in said
+
+
+def test_a_thousand_boards_are_one_picture_and_no_table() -> None:
+    text = PageRenderer(make_app(handmade.large(128)).latest).live()
+    assert "1024 boards that do not stand out are not listed" in text
+    assert len(text) < 250_000
+
+
+def test_the_same_snapshot_is_drawn_once_for_all_who_ask() -> None:
+    desk = make_app(handmade.cluster())
+    renderer = PageRenderer(desk.latest)
+    assert renderer.live() is renderer.live()
+    desk.time.seconds = 1.0
+    assert "seen 1.4 s ago" in Words(renderer.live()).text
+
+
+def test_bars_stand_for_readings_and_marks_for_their_absence() -> None:
+    lost = handmade.lost_board()
+    strip = power_strip(lost.sample.gpus, lost.verdict.suspects)
+    assert strip.bars.count("z") == 7
+    assert strip.absent.count("z") == 1
+    assert strip.marked == ""
+    hung = handmade.hung()
+    strip = power_strip(hung.sample.gpus, hung.verdict.suspects)
+    assert (strip.bars.count("z"), strip.marked.count("z")) == (15, 1)
+    heights = [float(h) for h in re.findall(r"v-([0-9.]+)h", strip.bars)]
+    assert max(heights) <= STRIP_HEIGHT
+
+
+def test_history_breaks_where_there_is_no_data() -> None:
+    points = list(handmade.healthy().timeline)
+    for i in range(200, 300):
+        points[i] = replace(points[i], power_watts_median=None, power_watts_low=None, power_watts_high=None)
+    drawn = power_history(points, handmade.healthy().sample.gpus, handmade.NOW)
+    assert drawn is not None
+    assert drawn.median.count("M") == 2
+    assert [ribbon.state for ribbon in drawn.ribbons] == ["computing", "checkpointing", "computing"]
+    assert power_history(points[:1], (), handmade.NOW) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (None, "–"),
+        (float("inf"), "–"),
+        (-1.0, "0.0 s"),
+        (0.44, "0.4 s"),
+        (9.96, "10 s"),
+        (59.6, "1 min 00 s"),
+        (200.0, "3 min 20 s"),
+        (1_200.0, "20 min"),
+        (7_500.0, "2 h 05 min"),
+        (273_600.0, "3 d 4 h"),
+    ],
+)
+def test_durations_are_said_as_people_say_them(seconds: float | None, said: str) -> None:
+    assert words.page_duration(seconds) == said

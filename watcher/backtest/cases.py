@@ -1,0 +1,183 @@
+"""What is known to be true: pictures with a reported state, logs and recordings with the intervals of their states.
+
+A picture is JSON samples with a label beside them (`reported_state`, `expected_state` or `state`), alone in a file, in
+a collection (`samples` of samples) or in a list `cases`. A log or recording has its label in a sidecar: for run.csv the
+file run.csv.label.json.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, Self, get_args
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from wattwatch.watcher.detection.classifier.features import StepProgress
+from wattwatch.watcher.detection.model import PowerState
+
+SIDECAR_SUFFIX: Final = ".label.json"
+LABEL_KEYS: Final = ("reported_state", "expected_state", "state")
+UNKNOWN_MODEL: Final = "unknown"
+LabelState = Literal[
+    "compute", "communication", "starvation", "checkpoint", "hang", "crash", "gpu_fault", "straggler", "throttle",
+    "completed", "unreachable", "idle",
+]  # fmt: skip
+# What may be reported of a picture: not each is a state that one can have, nor known.
+KNOWN_STATES: Final = frozenset({*get_args(LabelState), *(state.value for state in PowerState)})
+# What the person who reported the state knew of the steps. An idle or broken board has no steps to tell of.
+REPORTED_PROGRESS: Final = {
+    PowerState.HANG: StepProgress.STALLED,
+    PowerState.COMPUTE: StepProgress.ADVANCING,
+    PowerState.COMMUNICATION: StepProgress.ADVANCING,
+    PowerState.STARVATION: StepProgress.ADVANCING,
+    PowerState.CHECKPOINT: StepProgress.ADVANCING,
+    PowerState.STRAGGLER: StepProgress.ADVANCING,
+    PowerState.THROTTLE: StepProgress.ADVANCING,
+}
+
+
+class LabelError(Exception):
+    """A file cannot be used: which, why, what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabeledCase:
+    """One picture. `label` is as reported: not every reported state is one that a picture can have ("crash")."""
+
+    name: str
+    label: str
+    gpu_model: str
+    samples: dict[str, Any]  # as `wattwatch.watcher.recordings.inputs` reads them
+
+    @property
+    def state(self) -> PowerState | None:
+        """None where a picture cannot have the state, or nobody knows it."""
+        return next((s for s in PowerState if s.value == self.label and s is not PowerState.UNKNOWN), None)
+
+    @property
+    def word(self) -> StepProgress | None:
+        return None if self.state is None else REPORTED_PROGRESS.get(self.state)
+
+    @property
+    def readable(self) -> bool:
+        """Some board of the last sample tells watts and utilisation: without both there is no picture."""
+        samples = self.samples["samples"]
+        gpus = samples[-1].get("gpus", []) if samples else []
+        return any(g.get("power_w") is not None and g.get("util_pct") is not None for g in gpus)
+
+
+class LabeledInterval(BaseModel):
+    """The job was in `state` from and to these seconds since the log's first sample."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    state: LabelState
+    from_seconds: float = Field(default=0.0, ge=0)
+    to_seconds: float = Field(default=math.inf, gt=0)
+
+    @model_validator(mode="after")
+    def _ends_after_it_began(self) -> Self:
+        if self.to_seconds <= self.from_seconds:
+            raise ValueError(f"to_seconds {self.to_seconds:g} is not after from_seconds {self.from_seconds:g}")
+        return self
+
+
+class SidecarLabel(BaseModel):
+    """The sidecar: {"state": "compute"} for all of it, or {"intervals": [{"state", "from_seconds", "to_seconds"}]}."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    state: LabelState | None = None
+    intervals: tuple[LabeledInterval, ...] = Field((), strict=False)
+    gpu_model: str = UNKNOWN_MODEL
+    source: str | None = None  # where it is from, and under which licence
+    licence: str | None = None
+    notes: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LabeledSeries:
+    """A log or a recording and what happened in it. Where nothing is said of a time, nothing was wrong."""
+
+    name: str
+    path: Path
+    intervals: tuple[LabeledInterval, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LabeledData:
+    cases: tuple[LabeledCase, ...]
+    series: tuple[LabeledSeries, ...]
+    unlabelled: tuple[str, ...]  # files that nothing is known of
+
+
+def read_labeled_data(directory: Path) -> LabeledData:
+    """Everything labelled below a directory, in order of names. Raises LabelError."""
+    if not directory.is_dir():
+        raise LabelError(f"{directory}: is no directory: name the one that holds the labelled cases and logs")
+    cases: list[LabeledCase] = []
+    series: list[LabeledSeries] = []
+    unlabelled: list[str] = []
+    paths = sorted(path for path in directory.rglob("*") if path.is_file() and not path.name.startswith("."))
+    described = {
+        path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)) for path in paths if path.name.endswith(SIDECAR_SUFFIX)
+    }
+    for path in paths:
+        name = path.relative_to(directory).as_posix()
+        if path.name.endswith(SIDECAR_SUFFIX):
+            series.append(_series(name.removesuffix(SIDECAR_SUFFIX), path))
+        elif path in described:
+            continue
+        elif path.suffix == ".json" and (found := tuple(_cases(path))):
+            cases += found
+        else:
+            unlabelled.append(name)
+    if not cases and not series:
+        raise LabelError(
+            f"{directory}: nothing labelled in it: cases are JSON samples with a `reported_state`, a log run.csv has "
+            f"its label in run.csv{SIDECAR_SUFFIX}"
+        )
+    return LabeledData(tuple(cases), tuple(series), tuple(unlabelled))
+
+
+def _series(name: str, sidecar: Path) -> LabeledSeries:
+    path = sidecar.with_name(sidecar.name.removesuffix(SIDECAR_SUFFIX))
+    if not path.is_file():
+        raise LabelError(f"{sidecar}: {path.name}, which it is the label of, is not beside it")
+    try:
+        label = SidecarLabel.model_validate_json(sidecar.read_bytes())
+        whole = () if label.state is None else (LabeledInterval.model_validate({"state": label.state}),)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise LabelError(f"{sidecar}: {place + ': ' if place else ''}{first['msg']}") from None
+    if whole and label.intervals:
+        raise LabelError(f'{sidecar}: has a "state", which is for all of the log, and "intervals": keep one of them')
+    if not whole and not label.intervals:
+        raise LabelError(f'{sidecar}: needs a "state", or "intervals" of {{"state", "from_seconds", "to_seconds"}}')
+    return LabeledSeries(name, path, (*whole, *label.intervals))
+
+
+def _cases(path: Path) -> Iterator[LabeledCase]:
+    """The labelled pictures of a JSON file; none where it is something else. Raises LabelError."""
+    try:
+        content: Any = orjson.loads(path.read_bytes())
+    except (orjson.JSONDecodeError, OSError):
+        return
+    rows = content if isinstance(content, list) else [content]
+    for row in rows:
+        if not isinstance(row, dict):
+            continue
+        inner = row.get("cases", row.get("samples"))
+        nested = [each for each in inner if isinstance(each, dict)] if isinstance(inner, list) else []
+        for i, each in enumerate(nested if any("samples" in n for n in nested) else [row]):
+            label: Any = next((each[key] for key in LABEL_KEYS if each.get(key) is not None), None)
+            if label is not None and isinstance(each.get("samples"), list):
+                name = str(each.get("id") or each.get("name") or (path.stem if each is row else f"{path.stem} {i + 1}"))
+                if not isinstance(label, str) or label not in KNOWN_STATES:
+                    raise LabelError(
+                        f"{path}: case {name}: {label!r} is no state of a job; known: {', '.join(sorted(KNOWN_STATES))}"
+                    )
+                yield LabeledCase(name, label, str(each.get("gpu_model") or UNKNOWN_MODEL), each)

@@ -1,0 +1,249 @@
+"""`wattwatch diagnose DIR|JOB`: who holds a hung job up, where, and how sure: from dumps, or from a running watcher."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import click
+import orjson
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from wattwatch.watcher.cli.api_client import DEFAULT_URL, UNKNOWN, exit_unknown, get_json, open_api_client
+from wattwatch.watcher.common.formatting import (
+    MEMBER_STATE_TEXT,
+    agree_with_count,
+    format_ranks,
+    group_by_rank,
+    single_line,
+)
+from wattwatch.watcher.diagnosis.model import Diagnosis, Evidence
+from wattwatch.watcher.diagnosis.serialization import culprits_first
+
+OK: Final = 0
+WARNING: Final = 1
+CRITICAL: Final = 2
+REQUIRED_KEYS: Final = ("verdict", "conclusive", "culprits", "confidence", "step", "groups", "why", "evidence")
+
+
+class DiagnoseUsageError(click.UsageError):
+    """Code 2 means a proof here, so wrong use is 3: it cannot be told."""
+
+    exit_code = UNKNOWN
+
+
+class DiagnoseCommand(click.Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            raise DiagnoseUsageError(error.format_message(), ctx) from error
+
+
+@click.command("diagnose", cls=DiagnoseCommand)
+@click.argument("source", metavar="DIR|JOB")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--html", "page", type=click.Path(path_type=Path), help="Of a DIR: write the incident as one page.")
+@click.option("--url", default=DEFAULT_URL, show_default=True, help="Of a JOB: address of the watcher.")
+@click.option("--token-file", type=click.Path(path_type=Path), help="Of a JOB: file with a bearer token.")
+def diagnose_command(source: str, as_json: bool, page: Path | None, url: str, token_file: Path | None) -> None:
+    """Who holds a hung job up, in which collective, and how sure that is.
+
+    DIR is a capture of the watcher, a run directory of wattwatch-train, or any directory with flight-recorder dumps of
+    torch (pickle or JSON, NCCL or gloo), Python stacks (faulthandler, py-spy dump) or reports of NCCL RAS: whatever
+    there is. Dumps of other origin are safe: no code in them is run. JOB asks a running watcher what it concluded.
+
+    \b
+    Exit code: 0 whole records, and no rank waits in a collective
+               1 something is found and not proven
+               2 the records prove who it is
+               3 it cannot be told, or wrong use
+    """
+    if page is not None and not is_path(source):
+        exit_unknown(f"--html needs a DIR; the page of a job is {url}/api/v1/jobs/{source}/diagnosis/report")
+    document = diagnose_directory(Path(source), page) if is_path(source) else fetch_diagnosis(source, url, token_file)
+    try:
+        if not isinstance(document, dict) or any(key not in document for key in REQUIRED_KEYS):
+            raise TypeError("no diagnosis")
+        code = diagnosis_exit_code(document)
+        if as_json:
+            click.echo(escape_unprintable(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()))
+        else:
+            print_diagnosis(source, document, code)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        exit_unknown(f"{source}: the answer of {url} is no diagnosis, or one of another version")
+    sys.exit(code)
+
+
+def escape_unprintable(document: str) -> str:
+    """The same JSON without a character that a terminal obeys, or that turns what is read around."""
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in document)
+
+
+def is_path(source: str) -> bool:
+    """A job's name may be anything: what is there, or can only be a path, is a path."""
+    return "/" in source or source in (".", "..") or Path(source).exists()
+
+
+def diagnose_directory(directory: Path, page: Path | None) -> dict[str, Any]:
+    """Writes the incident's page where one is asked for."""
+    from wattwatch.watcher.diagnosis.diagnose import diagnose
+    from wattwatch.watcher.diagnosis.loading.evidence import NoEvidenceError, load_evidence
+    from wattwatch.watcher.diagnosis.serialization import diagnosis_document
+
+    try:
+        evidence = load_evidence(directory)
+    except NoEvidenceError as error:
+        if directory.name == str(directory):  # it could be meant as the name of a job
+            exit_unknown(f"{error}. (To ask the watcher for a job of that name: run this where no {directory} lies.)")
+        exit_unknown(str(error))
+    diagnosis = diagnose(evidence)
+    if page is not None:
+        write_report(page, directory, evidence, diagnosis)
+    return diagnosis_document(diagnosis)
+
+
+def write_report(page: Path, directory: Path, evidence: Evidence, diagnosis: Diagnosis) -> None:
+    from wattwatch.watcher.diagnosis.loading.directory import list_evidence_files
+    from wattwatch.watcher.diagnosis.report.page import EvidenceFile, IncidentReport, render_incident_report
+
+    try:
+        files = []
+        # A name that people are shown is not always the one on the disk.
+        paths = {found.name: found.path for found in list_evidence_files(directory).files}
+        for name in diagnosis.evidence:
+            data = paths.get(name, directory / name).read_bytes()
+            files.append(EvidenceFile(name, len(data), hashlib.sha256(data).hexdigest()))
+        job = evidence.seen.job if evidence.seen is not None else directory.resolve().name
+        incident = IncidentReport(
+            job, diagnosis, evidence.seen, stacks=evidence.stacks, files=tuple(files), directory=str(directory)
+        )
+        page.write_text(render_incident_report(incident), "utf-8")
+        click.echo(f"the incident's page is in {page}", err=True)
+    except OSError as error:
+        exit_unknown(f"{error.filename or page}: the page cannot be written: {error.strerror or error}")
+
+
+def fetch_diagnosis(job: str, url: str, token_file: Path | None) -> Any:
+    with open_api_client(url, token_file) as client:
+        return get_json(client, f"/api/v1/jobs/{quote(job, safe='')}/diagnosis")
+
+
+def diagnosis_exit_code(document: Mapping[str, Any]) -> int:
+    """Of the monitoring-plugin convention."""
+    if document.get("nothing_open"):
+        return OK
+    if document["culprits"]:
+        return CRITICAL if document["conclusive"] else WARNING
+    return UNKNOWN if document["verdict"] == "unknown" else WARNING
+
+
+# A diagnosis for people at a terminal, from its document. Names in it come from dumps of any origin.
+
+COLORS: Final = {0: "green", 1: "yellow", 2: "red", 3: "magenta"}
+MAX_GROUPS: Final = 3
+MAX_ROWS: Final = 12
+MAX_WAITS: Final = 6
+MAX_MISSING: Final = 8
+
+
+def print_diagnosis(source: str, document: Mapping[str, Any], code: int) -> None:
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
+    proven = "proven by the records" if document["conclusive"] else f"confidence {document['confidence']:.2f}"
+    cause = safe_markup(document.get("cause") or "unknown")
+    sure = "" if document.get("nothing_open") else f" ({proven}; cause: {cause})"
+    console.print(f"[bold]{safe_markup(source)}[/]: [bold {COLORS[code]}]{safe_markup(headline(document))}[/]{sure}")
+    console.print(f"  who       {safe_markup(document.get('summary') or '')}")
+    console.print(f"  why       {safe_markup(document['why'])}")
+    for side, words in (("agrees", True), ("against", False)):
+        sources = [each["source"] for each in document.get("testimonies", ()) if each["agrees"] is words]
+        if sources:
+            console.print(f"  {side:<9} {safe_markup(', '.join(sources))}")
+    console.print(f"  next      {safe_markup(document.get('advice') or '')}")
+    for group in document["groups"][:MAX_GROUPS]:
+        _group(console, group)
+    _waits(console, document.get("waits", ()), document["culprits"])
+    _stacks(console, document.get("stacks", ()))
+    _logs(console, document.get("logs", ()))
+    _missing(console, document)
+
+
+def headline(document: Mapping[str, Any]) -> str:
+    """The verdict in capitals; that it is unknown is no word for a job that moves, nor where somebody is named."""
+    if document.get("nothing_open"):
+        return "NO HANG"
+    verdict = str(document["verdict"])
+    return "SUSPECTED" if verdict == "unknown" and document["culprits"] else verdict.replace("_", " ").upper()
+
+
+def safe_markup(words: object) -> str:
+    """Without what a terminal would obey, and without markup."""
+    return escape(single_line(str(words)))
+
+
+def _group(console: Console, group: Mapping[str, Any]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("  WHERE", "COLLECTIVE", "RANKS", "LINE"):
+        table.add_column(title, overflow="fold")  # a path is told whole, however narrow the terminal
+    for row in group["members"][:MAX_ROWS]:
+        cells = (
+            MEMBER_STATE_TEXT.get(row["place"], row["place"]),
+            row["operation"] or "-",
+            format_ranks(row["ranks"]),
+            row["line"] or "-",
+        )
+        first, *rest = map(safe_markup, cells)
+        table.add_row(f"  {first}", *rest)
+    console.print(f"\n{safe_markup(group['group'])} ({group['size']:,} ranks), slot {group['slot']:,}")
+    console.print(table)
+    if len(group["members"]) > MAX_ROWS:
+        console.print(f"  {len(group['members']) - MAX_ROWS:,} more rows: see --json")
+
+
+def _waits(console: Console, waits: Sequence[Mapping[str, Any]], culprits: Sequence[int]) -> None:
+    """Those that wait for a culprit first."""
+    if not waits:
+        return
+    waits = culprits_first(waits, culprits)
+    console.print("\nwho waits for whom")
+    for wait in waits[:MAX_WAITS]:
+        waiting, awaited = format_ranks(wait["ranks"]), format_ranks(wait["awaited"])
+        verb = "waits" if len(wait["ranks"]) == 1 else "wait"
+        why = agree_with_count(str(wait["why"]), len(wait["awaited"]))
+        what = f"{wait['operation']} at slot {wait['slot']:,} of {wait['group']}"
+        console.print(f"  {waiting} {verb} in {safe_markup(what)} for {awaited}, which {safe_markup(why)}")
+    if len(waits) > MAX_WAITS:
+        console.print(f"  {len(waits) - MAX_WAITS:,} more: see --json")
+
+
+def _stacks(console: Console, stacks: Iterable[Mapping[str, Any]]) -> None:
+    for each in stacks:
+        console.print(f"\nrank {each['rank']} stands at ({safe_markup(each['source'])}, innermost first)")
+        for frame in each["frames"]:
+            line = "" if frame["line"] is None else f":{frame['line']}"
+            console.print(f"  {safe_markup(frame['function'])} ({safe_markup(frame['file'])}{line})")
+
+
+def _logs(console: Console, logs: Iterable[Mapping[str, Any]]) -> None:
+    for each in logs:
+        console.print(f"\nrank {each['rank']} printed last ({safe_markup(each['source'])})")
+        for line in each["lines"]:
+            console.print(f"  {safe_markup(line)}")
+
+
+def _missing(console: Console, document: Mapping[str, Any]) -> None:
+    unread = [f"{each['source']}: {each['why']}" for each in document.get("unread", ())]
+    lines = [*group_by_rank(map(str, document.get("missing", ()))), *unread]
+    if lines:
+        console.print("\nmissing")
+    for line in lines[:MAX_MISSING]:
+        console.print(f"  {safe_markup(line)}")
+    if len(lines) > MAX_MISSING:
+        console.print(f"  {len(lines) - MAX_MISSING:,} more: see --json")

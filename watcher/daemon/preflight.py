@@ -1,0 +1,96 @@
+"""From settings to what the parts take; and all that keeps the service from starting, found before it does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from wattwatch.collectors.ssh.model import SshSettings
+from wattwatch.watcher.alerting.delivery_queue import ReceiverUrlError, read_receiver_url
+from wattwatch.watcher.config.settings import Config, ProfileSection, SshSection, WatcherSection, read_secret
+from wattwatch.watcher.detection.baselines.profiles import UserProfile
+from wattwatch.watcher.web.app import is_loopback
+
+
+def ssh_settings(section: SshSection) -> SshSettings:
+    """Raises OSError or ValueError where the passphrase cannot be read."""
+    return SshSettings(
+        user=section.user,
+        port=section.port,
+        config_file=section.config_file.expanduser(),
+        known_hosts_file=None if section.known_hosts_file is None else section.known_hosts_file.expanduser(),
+        identity_files=tuple(path.expanduser() for path in section.identity_files),
+        certificate_file=None if section.certificate_file is None else section.certificate_file.expanduser(),
+        passphrase=None if section.passphrase_file is None else read_secret(section.passphrase_file),
+        use_agent=section.use_agent,
+        connect_timeout_seconds=section.connect_timeout,
+        max_simultaneous_logins=section.max_simultaneous_logins,
+        renew_after_seconds=section.renew_after,
+    )
+
+
+def to_user_profile(section: ProfileSection) -> UserProfile:
+    return UserProfile(**section.model_dump())
+
+
+def read_token(section: WatcherSection) -> str | None:
+    """Raises OSError or ValueError where the file cannot be read or is empty."""
+    return None if section.token_file is None else read_secret(section.token_file)
+
+
+def preflight_problems(config: Config) -> list[str]:
+    """Why the service must not start, each with its place. The configuration itself has been found well-formed."""
+    return [*listen_problems(config.watcher), *file_problems(config), *profile_problems(config)]
+
+
+def listen_problems(section: WatcherSection) -> Iterator[str]:
+    if section.token_file is None and not section.allow_unauthenticated and not is_loopback(section.listen_host):
+        yield (
+            f"watcher.listen: {section.listen} can be reached from other machines and there is no token: set "
+            "watcher.token_file, or allow_unauthenticated = true if everybody there may read"
+        )
+
+
+def file_problems(config: Config) -> Iterator[str]:
+    """Files that are named and cannot be read."""
+    for place, secret in (
+        ("watcher.token_file", config.watcher.token_file),
+        ("ssh.passphrase_file", config.ssh.passphrase_file),
+    ):
+        if secret is not None:
+            try:
+                read_secret(secret)
+            except OSError as error:
+                yield f"{place}: {secret} cannot be read: {error.strerror}"
+            except ValueError as error:  # also text that is not UTF-8
+                yield f"{place}: {error}"
+    files = [
+        ("ssh.known_hosts_file", config.ssh.known_hosts_file),
+        ("ssh.certificate_file", config.ssh.certificate_file),
+    ]
+    files += [(f"ssh.identity_files[{i}]", path) for i, path in enumerate(config.ssh.identity_files)]
+    for place, path in files:
+        if path is not None and (trouble := read_error(path.expanduser())):
+            yield f"{place}: {path} cannot be read: {trouble}"
+    for i, receiver in enumerate(config.receivers):
+        try:
+            read_receiver_url(receiver)
+        except ReceiverUrlError as error:
+            yield f"receivers[{i}].{error}"
+
+
+def read_error(path: Path) -> str | None:
+    try:
+        with path.open("rb"):
+            return None
+    except OSError as error:
+        return error.strerror
+
+
+def profile_problems(config: Config) -> Iterator[str]:
+    for i, profile in enumerate(config.profiles):
+        try:
+            re.compile(profile.match)
+        except re.error as error:
+            yield f"profiles[{i}].match: not a regular expression: {error}"

@@ -1,0 +1,449 @@
+"""Which rank waits in what: each rank's flight recorder and stack, from its worker socket, put side by side.
+
+Torch's worker server answers while the rank's main thread hangs. Different collectives at one slot of one group are
+conclusive (arXiv 2608.05944, section 3). A gloo entry that is not `retired` is the one that the rank is in; its `state`
+stays "scheduled".
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import httpx
+import orjson
+from rich.console import Console
+from rich.markup import escape
+
+from wattwatch.collectors.simulated.cluster import SimulatedCluster
+from wattwatch.collectors.simulated.real_job import FollowedJob
+from wattwatch.watcher.config.settings import load_config
+from wattwatch.watcher.daemon.service import Service, ServiceStartError
+from wattwatch.watcher.demo.configuration import write_configuration
+from wattwatch.watcher.demo.real.data import JobFiles, JobSize
+from wattwatch.watcher.demo.real.job import GateOutput, RealJob
+from wattwatch.watcher.demo.receiver import DemoReceiver, ReceivedAlert
+from wattwatch.watcher.demo.runner import DemoError
+from wattwatch.watcher.demo.terminal import SEVERITY_COLORS
+
+QUERY_TIMEOUT_SECONDS: Final = 10.0
+TRAINER_FRAME_PATTERN: Final = re.compile(r'File "[^"]*?(trainer/[^"]+)", line (\d+) in (\w+)')
+
+
+@dataclass(frozen=True, slots=True)
+class RankWait:
+    """The collective that one rank is in."""
+
+    rank: int
+    group: str
+    slot: int  # the count of collectives in the group, the same for all ranks that agree
+    collective: str  # as "gloo:barrier"
+    place: str  # innermost lines of the trainer on its stack; "" where it gave none
+
+
+def query_worker(socket_path: Path, handler: str) -> bytes:
+    """One answer of a worker server. Raises httpx.HTTPError or OSError where there is none."""
+    transport = httpx.HTTPTransport(uds=str(socket_path.resolve()))  # it may be a link to a shorter name
+    with httpx.Client(transport=transport, timeout=QUERY_TIMEOUT_SECONDS) as client:
+        return client.post(f"http://rank/handler/{handler}").raise_for_status().content
+
+
+def find_current_wait(rank: int, record: Mapping[str, Any], stacks: str) -> RankWait | None:
+    """None where the record has nothing under way."""
+    for entry in record.get("entries", ()):
+        if not entry["retired"] and entry["state"] != "completed":
+            group = entry["process_group"][1] or entry["process_group"][0]
+            return RankWait(rank, group, entry["collective_seq_id"], entry["profiling_name"], trainer_location(stacks))
+    return None
+
+
+def trainer_location(stacks: str) -> str:
+    """The trainer's own frames of the main thread, which stands last, innermost first."""
+    frames = TRAINER_FRAME_PATTERN.findall(stacks.rpartition("Thread 0x")[2])[:2]
+    return " in ".join(f"{function} ({file}:{line})" for file, line, function in frames)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSplit:
+    """Ranks by what they wait in, at one slot of one group."""
+
+    group: str
+    slot: int
+    ranks: Mapping[str, tuple[int, ...]]  # by collective
+
+
+def find_split(waits: Sequence[RankWait]) -> CollectiveSplit | None:
+    """Where the ranks have parted: one slot of one group, different collectives. None where they have not."""
+    slots = {(wait.group, wait.slot) for wait in waits}
+    names = sorted({wait.collective for wait in waits})
+    if len(slots) != 1 or len(names) < 2:
+        return None
+    ((group, slot),) = slots
+    by_name = {name: tuple(wait.rank for wait in waits if wait.collective == name) for name in names}
+    return CollectiveSplit(group, slot, by_name)
+
+
+# The paper's deadlock for real, under the real watcher, and the same data once more behind the gate and evenfix.
+#
+#     evenness = "off":  train ──► one rank in the save's barrier, the others in the next step ──► JobHung ──► killed
+#     evenness = "min":  gate warns, all stop at the shortest rank's count ──► saved ──► JobCompleted
+#
+# The job and its deadlock are real, so are SSH, probe, judgement and messages. Boards are not: they follow the ranks.
+
+JOB_NAME: Final = "epoch-end-deadlock"
+NODE_NAMES: Final = ("epoch-1", "epoch-2")
+POLL_SECONDS: Final = 0.1
+START_TIMEOUT_SECONDS: Final = 90.0  # until all ranks train; more where more ranks share the cores
+TRAINING_TIMEOUT_SECONDS: Final = 120.0  # of training, until the ranks part or are done
+ALERT_TIMEOUT_SECONDS: Final = 60.0  # from what happened to what is said of it
+SETTLE_SECONDS: Final = 5.0  # after the end, for what should not be said
+
+
+class RealDemoScreen(Protocol):
+    """Where the story is shown while it happens; `seconds` since its beginning."""
+
+    def line(self, seconds: float, text: str, style: str = "") -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DemoEvent:
+    """Something that happened, in the order in which it did."""
+
+    seconds: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class HangCost:
+    """What the hang cost here."""
+
+    gpus: int
+    hung_seconds: float  # from the last step to the end of the job
+    told_after_seconds: float  # from the last step to the first JobHung
+
+
+@dataclass(slots=True)
+class RealDemoOutcome:
+    """What was found; `problems`: expectations that failed, each with what was expected."""
+
+    events: list[DemoEvent] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    waits: tuple[RankWait, ...] = ()
+    parting: CollectiveSplit | None = None
+    gate: GateOutput | None = None
+    blocks: tuple[int, ...] = ()
+    cost: HangCost | None = None
+    notices: tuple[ReceivedAlert, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        return not self.problems
+
+
+class ExpectationFailed(Exception):
+    """The story cannot go on; the text says what was expected."""
+
+
+def run_real_demo(shape: JobSize, listen: str, screen: RealDemoScreen) -> RealDemoOutcome:
+    """Raises DemoError where the demo itself could not be played."""
+    with tempfile.TemporaryDirectory(prefix="wattwatch-real-") as directory:
+        files = JobFiles(Path(directory))
+        followed = FollowedJob(JOB_NAME, str(files.current), NODE_NAMES[: shape.nodes], shape.ranks_per_node)
+        with SimulatedCluster((), followed=(followed,)) as cluster:
+            receiver = DemoReceiver(cluster.clock)
+            try:
+                with RealJob(JOB_NAME, shape, files, cluster.nodes) as job:
+                    configuration = write_configuration(cluster, receiver.address, listen)
+                    service = Service(load_config(configuration), cluster.clock)
+                    story = RealDemoRun(job, service, receiver, screen)
+                    try:
+                        service.start()
+                    except ServiceStartError as error:
+                        raise DemoError(str(error)) from None
+                    try:
+                        story.tell()
+                    finally:
+                        service.stop()
+            finally:
+                receiver.stop()
+        return story.outcome
+
+
+class RealDemoRun:
+    """The order of events, and what is expected of each."""
+
+    def __init__(self, job: RealJob, service: Service, receiver: DemoReceiver, screen: RealDemoScreen) -> None:
+        self.outcome = RealDemoOutcome()
+        self._job = job
+        self._service = service
+        self._receiver = receiver
+        self._screen = screen
+        self._began = time.monotonic()
+        self._shown = 0
+        self._parted_at = 0.0
+
+    def tell(self) -> None:
+        try:
+            self._prepare()
+            self._deadlock()
+            self._fixed()
+        except ExpectationFailed as failure:
+            self.outcome.problems.append(str(failure))
+        self.outcome.notices = self._receiver.notices()
+        self.outcome.seconds = self._now()
+
+    def _prepare(self) -> None:
+        self._note("watching", f"live page while it runs: {self._service.address}/")
+        blocks = self.outcome.blocks = self._job.prepare()
+        steps = [count // self._job.shape.accumulation for count in blocks]
+        shortest = min(range(len(steps)), key=steps.__getitem__)
+        self._note(
+            "packed",
+            f"blocks of each rank: {', '.join(map(str, blocks))}; at {self._job.shape.accumulation} a step rank "
+            f"{shortest} has {steps[shortest]} steps, the others {sorted(steps)[1]} or more",
+        )
+        if steps.count(steps[shortest]) > 1:
+            raise ExpectationFailed(f"expected one rank with the fewest steps, packed were {steps}")
+
+    @property
+    def _shortest(self) -> int:
+        return min(range(len(self.outcome.blocks)), key=self.outcome.blocks.__getitem__)
+
+    # The failure
+
+    def _deadlock(self) -> None:
+        self._start('evenness = "off"', self._job.pass_gate("off"))
+        self._until(
+            self._parted,
+            TRAINING_TIMEOUT_SECONDS,
+            f"rank {self._shortest} in the save's barrier and the others in a step",
+        )
+        self._parted_at = self._now()
+        steps = sorted({beat.step for beat in self._job.beats()})
+        self._note("parted", f"heartbeats: rank {self._shortest} in barrier, the others in train; steps {steps}")
+        hung = self._until_told("JobHung", ALERT_TIMEOUT_SECONDS)
+        told_at = self._now()
+        self._expect_suspect(hung)
+        self._ask_recorders()
+        if hung.severity != "critical":
+            confirmed = self._until_told("JobHung", ALERT_TIMEOUT_SECONDS, severity="critical")
+            self._expect_suspect(confirmed)
+        self._until(self._diagnosed, ALERT_TIMEOUT_SECONDS, f"a message that says who holds {JOB_NAME} up")
+        pids = self._job.end()
+        ended_at = self._now()
+        self._note("killed", f"the ranks, by pid: {', '.join(map(str, pids))}")
+        self.outcome.cost = HangCost(
+            self._job.shape.world, ended_at - self._parted_at, max(0.0, told_at - self._parted_at)
+        )
+
+    def _parted(self) -> bool:
+        phases = {beat.rank: beat.phase for beat in self._job.beats()}
+        others = [phase for rank, phase in phases.items() if rank != self._shortest]
+        return (
+            len(phases) == self._job.shape.world
+            and phases[self._shortest] == "barrier"
+            and all(phase == "train" for phase in others)
+        )
+
+    def _expect_suspect(self, notice: ReceivedAlert) -> None:
+        named = notice.annotations.get("suspects", "")
+        if f"rank {self._shortest}" not in named or named.count("rank ") != 1:
+            self.outcome.problems.append(
+                f"expected JobHung to name rank {self._shortest} alone, it names {named or 'nobody'}"
+            )
+
+    def _ask_recorders(self) -> None:
+        waits = [wait for rank in range(self._job.shape.world) if (wait := self._wait_of(rank)) is not None]
+        self.outcome.waits = tuple(waits)
+        parting = self.outcome.parting = find_split(waits)
+        if parting is None or len(waits) != self._job.shape.world:
+            raise ExpectationFailed(
+                f"expected different collectives at one slot of one group on {self._job.shape.world} ranks, "
+                f"the flight recorders say {waits}"
+            )
+        self._note("recorded", f"flight recorders, group {parting.group}, collective {parting.slot:,}:")
+        for collective, ranks in parting.ranks.items():
+            place = next(wait.place for wait in waits if wait.rank == ranks[0])
+            self._note("recorded", f"  {collective:<16} {name_ranks(ranks)}" + (f"   {place}" if place else ""))
+        alone = [ranks for collective, ranks in parting.ranks.items() if "barrier" in collective]
+        if alone != [(self._shortest,)]:
+            self.outcome.problems.append(
+                f"expected rank {self._shortest} alone in a barrier, the flight recorders say {dict(parting.ranks)}"
+            )
+
+    def _wait_of(self, rank: int) -> RankWait | None:
+        try:
+            record: Mapping[str, Any] = orjson.loads(query_worker(self._job.socket_of(rank), "fr_trace_json"))
+            stacks = query_worker(self._job.socket_of(rank), "dump_traceback").decode("utf-8", "replace")
+        except (OSError, httpx.HTTPError, ValueError) as error:
+            raise ExpectationFailed(f"expected an answer at rank {rank}'s worker socket: {error}") from None
+        return find_current_wait(rank, record, stacks)
+
+    # The remedy
+
+    def _fixed(self) -> None:
+        gate = self.outcome.gate = self._job.pass_gate("min")
+        for line in gate.lines:
+            self._note("gate", line)
+        fewest, most = min(self.outcome.blocks), max(self.outcome.blocks)
+        if (gate.level, gate.spread, gate.shortest_blocks) != ("WARN", most - fewest, fewest):
+            self.outcome.problems.append(
+                f"expected the gate to warn of a spread of {most - fewest} and to record a minimum of {fewest}, "
+                f"found {gate.level}, {gate.spread} and {gate.shortest_blocks}"
+            )
+        self._start('evenness = "min"', gate)
+        self._until(
+            lambda: None not in self._job.exit_codes(), TRAINING_TIMEOUT_SECONDS, "the run with evenness = min to end"
+        )
+        codes = self._job.exit_codes()
+        if any(codes):
+            raise ExpectationFailed(f"expected exit code 0 of both launchers, found {codes}: {self._job.last_words()}")
+        checkpoint = self._job.checkpoint()
+        if not checkpoint:
+            raise ExpectationFailed("expected a complete checkpoint at the end of the epoch, there is none")
+        self._note("completed", f"all ranks ended with exit code 0; checkpoint {checkpoint} is complete")
+        self._until_told("JobCompleted", ALERT_TIMEOUT_SECONDS)
+
+    # What both need
+
+    def _start(self, how: str, gate: GateOutput) -> None:
+        self._job.start(gate)
+        self._note("started", f"torchrun on {' and '.join(NODE_NAMES)}, {self._job.shape.world} ranks, {how}")
+        self._until(
+            lambda: len(beats := self._job.beats()) == self._job.shape.world and all(b.phase != "load" for b in beats),
+            START_TIMEOUT_SECONDS + 10 * self._job.shape.world,
+            "all ranks to train",
+        )
+        self._note("training", "all ranks train")
+
+    def _until(self, true: Callable[[], bool], seconds: float, expected: str) -> None:
+        """Look on until it is true. Raises ExpectationFailed after so many seconds, or when the job ends before."""
+        deadline = self._now() + seconds
+        while not true():
+            self._look()
+            if self._now() > deadline:
+                raise ExpectationFailed(f"expected {expected} within {seconds:.0f} s")
+            if any(self._job.exit_codes()):
+                raise ExpectationFailed(f"expected {expected}, but the job ended: {self._job.last_words()}")
+            time.sleep(POLL_SECONDS)
+        self._look()
+
+    def _until_told(self, alert: str, seconds: float, severity: str = "") -> ReceivedAlert:
+        found: list[ReceivedAlert] = []
+
+        def told() -> bool:
+            found[:] = [
+                notice
+                for notice in self._receiver.notices()
+                if (notice.alert, notice.job, notice.status) == (alert, JOB_NAME, "firing")
+                and severity in ("", notice.severity)
+            ]
+            return bool(found)
+
+        self._until(told, seconds, f"{severity} {alert} of {JOB_NAME}".strip())
+        return found[-1]
+
+    def _diagnosed(self) -> bool:
+        """Told in a message, and shown."""
+        return any(event.kind == "diagnosed" for event in self.outcome.events)
+
+    def _look(self) -> None:
+        """Show what the watcher has said since."""
+        notices = self._receiver.notices()
+        for notice in notices[self._shown :]:
+            severity = f" {notice.severity}" if notice.status == "firing" else ""
+            summary = notice.annotations.get("summary", "")
+            self._note("told", f"{notice.status}{severity} {notice.alert}: {summary}", notice.severity)
+            diagnosis = notice.annotations.get("diagnosis", "")
+            if diagnosis and not self._diagnosed():
+                self._note("diagnosed", f"diagnosis: {diagnosis}", notice.severity)
+        self._shown = len(notices)
+
+    def _note(self, kind: str, text: str, style: str = "") -> None:
+        self.outcome.events.append(DemoEvent(round(self._now(), 1), kind, text))
+        self._screen.line(self._now(), text, style)
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+
+def name_ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# How the real demo looks in a terminal, and as JSON. What the hang cost, here and at the paper's size.
+
+# arXiv 2608.05944, sections 5 and 6. That 130 is the hang and an epoch to be trained again is our reading: 48 + 84.
+PAPER_GPUS: Final = 16
+PAPER_HANG_HOURS: Final = 3.0
+PAPER_EPOCH_GPU_HOURS: Final = 84.0
+PAPER_COST_GPU_HOURS: Final = 130.0
+REAL_AND_SIMULATED: Final = (
+    "Real: the data, the ranks, their deadlock, SSH, the watcher, its messages. Simulated: the boards (they follow the "
+    "ranks' heartbeats with the paper's watts), and the second host."
+)
+
+
+class RealTerminalScreen:
+    """Prints the story as it happens."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def line(self, seconds: float, text: str, style: str = "") -> None:
+        colour = SEVERITY_COLORS.get(style)
+        words = escape(text)
+        self._console.print(f"{seconds:6.1f} s  " + (f"[{colour}]{words}[/]" if colour else words))
+
+    def sum_up(self, outcome: RealDemoOutcome) -> None:
+        self._console.print(f"\n{REAL_AND_SIMULATED}", style="dim")
+        for problem in outcome.problems:
+            self._console.print(f"[red]✗ {escape(problem)}[/]")
+        if outcome.good:
+            self._console.print("[bold green]✓ The deadlock was named, proved and, with evenness = min, gone.[/]")
+        if outcome.cost is not None:
+            self._console.print(real_cost_line(outcome.cost))
+
+
+def real_cost_line(cost: HangCost) -> str:
+    here = cost.gpus * cost.hung_seconds / 3600
+    hang = PAPER_GPUS * PAPER_HANG_HOURS
+    told = PAPER_GPUS * cost.told_after_seconds / 3600
+    return (
+        f"Cost: {cost.gpus} GPUs hung for {cost.hung_seconds:.0f} s = {here:.3f} GPU-hours. The paper's {PAPER_GPUS} "
+        f"GPUs hung for {PAPER_HANG_HOURS:.0f} h = {hang:.0f} GPU-hours, and with the epoch that was not saved "
+        f"({PAPER_EPOCH_GPU_HOURS:.0f}) it puts one deadlock at about {PAPER_COST_GPU_HOURS:.0f}. Told after "
+        f"{cost.told_after_seconds:.0f} s, as here, its hang would have cost {told:.2f}."
+    )
+
+
+def real_demo_summary(outcome: RealDemoOutcome) -> dict[str, Any]:
+    """The same as JSON."""
+    cost = outcome.cost
+    return {
+        "ok": outcome.good,
+        "problems": list(outcome.problems),
+        "seconds": round(outcome.seconds, 1),
+        "events": [asdict(event) for event in outcome.events],
+        "blocks": list(outcome.blocks),
+        "waits": [asdict(wait) for wait in outcome.waits],
+        "gate": None if outcome.gate is None else asdict(outcome.gate),
+        "notices": [
+            {
+                "status": notice.status,
+                "alert": notice.alert,
+                "severity": notice.severity,
+                "suspects": notice.annotations.get("suspects", ""),
+                "summary": notice.annotations.get("summary", ""),
+            }
+            for notice in outcome.notices
+        ],
+        "cost": None if cost is None else asdict(cost) | {"gpu_hours": cost.gpus * cost.hung_seconds / 3600},
+    }

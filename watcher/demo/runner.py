@@ -1,0 +1,215 @@
+"""One run of the demo: the simulated cluster, the real service on it, its messages received, and the score.
+
+Nothing here knows a scenario by name, and nothing is told twice: what was injected comes from the cluster's own
+report, what was said from the messages as they arrived over HTTP.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.simulated.cluster import SimulatedCluster
+from wattwatch.collectors.simulated.driver import PhaseStarted
+from wattwatch.collectors.simulated.scenario import Scenario
+from wattwatch.watcher.config.settings import load_config
+from wattwatch.watcher.daemon.service import Service, ServiceStartError
+from wattwatch.watcher.demo.configuration import INTERVAL_SECONDS, write_configuration
+from wattwatch.watcher.demo.receiver import DemoReceiver, ReceivedAlert
+from wattwatch.watcher.demo.score import DemoScore, score_run
+from wattwatch.watcher.engine.snapshot import Snapshot
+
+FIRST_SAMPLE_TIMEOUT_SECONDS: Final = 25.0  # real: from the start of the service until every node has been seen
+FINAL_DELIVERY_SECONDS: Final = 3.0  # real: for messages under way at the end
+POLL_SECONDS: Final = 0.02  # real
+
+
+class DemoError(Exception):
+    """The demo could not be played; the text says why and what to do."""
+
+
+class DemoScreen(Protocol):
+    """Where a run is shown while it lasts. Seconds count from the beginning of the scenarios, on their clock."""
+
+    def watching(self, page: str, nodes: int) -> None: ...
+
+    def injected(self, scenario: Scenario, phase: int, seconds: float) -> None: ...
+
+    def told(self, notice: ReceivedAlert, since_injection_seconds: float | None, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DemoCost:
+    """What the watcher used, the demo's own work included and the simulated nodes not; and what the faults cost."""
+
+    nodes: int
+    seconds: float  # real, of watching
+    first_alert_seconds: float | None  # real, from the start of the service to the first alert on the screen
+    cpu_seconds: float
+    memory_bytes: int
+    wasted_gpu_seconds: float  # scenario time
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOutcome:
+    score: DemoScore
+    cost: DemoCost
+    slack_messages: int
+    notices: tuple[ReceivedAlert, ...]
+    states: Mapping[str, Sequence[str]]
+    too_slow: str  # "" where the machine held the clock; else what it missed
+    left_behind: tuple[int, ...]  # commands on nodes that outlived the watcher
+
+    @property
+    def good(self) -> bool:
+        return self.score.good and not self.left_behind
+
+
+def run_demo(scenarios: Sequence[Scenario], speed: float, listen: str, screen: DemoScreen) -> DemoOutcome:
+    """Play the scenarios side by side, each on its own nodes, under one watcher. Raises DemoError."""
+    cluster = SimulatedCluster(scenarios, speed)
+    with cluster:
+        receiver = DemoReceiver(cluster.clock)
+        try:
+            service = Service(load_config(write_configuration(cluster, receiver.address, listen)), cluster.clock)
+            run = DemoRun(cluster, service, receiver, screen)
+            try:
+                service.start()
+            except ServiceStartError as error:
+                raise DemoError(str(error)) from None
+            try:
+                screen.watching(f"{service.address}/", len(cluster.nodes))
+                run.wait_for_first_sight()
+                run.watch()
+            finally:
+                service.stop()
+        finally:
+            receiver.stop()
+    return run.outcome()
+
+
+class DemoRun:
+    """What is noted while the scenarios play."""
+
+    def __init__(self, cluster: SimulatedCluster, service: Service, receiver: DemoReceiver, screen: DemoScreen) -> None:
+        self._cluster = cluster
+        self._clock = cluster.clock
+        self._service = service
+        self._receiver = receiver
+        self._screen = screen
+        self._scenarios = {scenario.name: scenario for scenario in cluster.scenarios}
+        self._states: dict[str, list[str]] = {name: [] for name in self._scenarios}
+        self._began_seconds = 0.0
+        self._shown_phases = 0
+        self._shown_notices = 0
+        self._latest_look_seconds = 0.0
+        self._started = time.monotonic()
+        self._cpu_seconds = time.process_time()
+        self._seconds = 0.0
+        self._first_alert_seconds: float | None = None
+        self._last: Snapshot | None = None
+
+    def wait_for_first_sight(self) -> None:
+        """Until every node has said something and every job was looked at."""
+        deadline = time.monotonic() + FIRST_SAMPLE_TIMEOUT_SECONDS
+        while True:
+            snapshot = self._service.snapshot
+            unseen = [n for n, view in snapshot.nodes.items() if view.link.status is not HostStatus.OK]
+            if not unseen and set(snapshot.jobs) >= set(self._scenarios):
+                return
+            if time.monotonic() > deadline:
+                why = "; ".join(f"{name}: {snapshot.nodes[name].link.detail}" for name in unseen[:3])
+                raise DemoError(
+                    f"after {FIRST_SAMPLE_TIMEOUT_SECONDS:.0f} s {len(unseen)} of {len(self._cluster.nodes)} simulated nodes "
+                    f"have not been seen ({why or 'no job was judged'}). This machine may be too slow or too busy: "
+                    "try one scenario (--scenario deadlock) or a lower --speed."
+                )
+            time.sleep(POLL_SECONDS)
+
+    def watch(self) -> None:
+        """Begin, and look until the last scenario is over and its messages are out."""
+        self._cluster.begin()
+        self._began_seconds = self._clock.wall()
+        end = self._began_seconds + max(scenario.duration_seconds for scenario in self._scenarios.values())
+        while (now := self._clock.wall()) < end:
+            self._look(now)
+            time.sleep(POLL_SECONDS)
+        deadline = time.monotonic() + FINAL_DELIVERY_SECONDS
+        while self._service.snapshot.deliveries.waiting and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        self._look(self._clock.wall())
+        self._seconds = time.monotonic() - self._started
+        self._cpu_seconds = time.process_time() - self._cpu_seconds
+
+    def _look(self, now: float) -> None:
+        snapshot = self._last = self._service.snapshot
+        self._latest_look_seconds = max(self._latest_look_seconds, snapshot.late_seconds)
+        for name, view in snapshot.jobs.items():
+            seen = self._states.get(name)
+            warm = self._began_seconds + warm_up_seconds(self._scenarios[name])
+            if seen is not None and now >= warm and view.state.value not in seen:
+                seen.append(view.state.value)
+        phases = self._cluster.phases()
+        for began in phases[self._shown_phases :]:
+            self._screen.injected(
+                self._scenarios[began.scenario], began.phase, began.wall_seconds - self._began_seconds
+            )
+        self._shown_phases = len(phases)
+        notices = self._receiver.notices()
+        for notice in notices[self._shown_notices :]:
+            since = self._since_injection(notice, phases)
+            self._screen.told(notice, since, notice.received_seconds - self._began_seconds)
+            if self._first_alert_seconds is None:
+                self._first_alert_seconds = time.monotonic() - self._started
+        self._shown_notices = len(notices)
+
+    def _since_injection(self, notice: ReceivedAlert, phases: Sequence[PhaseStarted]) -> float | None:
+        """Seconds since the fault that this notice is expected for; None where none is."""
+        scenario = self._scenarios.get(notice.job)
+        wanted = () if scenario is None else [e.phase for e in scenario.expected if e.alert == notice.alert]
+        starts = [p.wall_seconds for p in phases if p.scenario == notice.job and p.phase in wanted]
+        return notice.received_seconds - starts[0] if starts else None
+
+    def outcome(self) -> DemoOutcome:
+        """Everything, once the cluster has ended."""
+        phases = self._cluster.phases()
+        notices = self._receiver.notices()
+        jobs = {} if self._last is None else self._last.jobs
+        score = score_run(
+            tuple(self._scenarios.values()), phases, notices, self._states, INTERVAL_SECONDS, self._clock.speed
+        )
+        return DemoOutcome(
+            score=score,
+            cost=DemoCost(
+                nodes=len(self._cluster.nodes),
+                seconds=self._seconds,
+                first_alert_seconds=self._first_alert_seconds,
+                cpu_seconds=self._cpu_seconds,
+                memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                wasted_gpu_seconds=sum(sum(view.wasted_gpu_seconds.values()) for view in jobs.values()),
+            ),
+            slack_messages=self._receiver.slack_messages,
+            notices=notices,
+            states=self._states,
+            too_slow=self._lateness(phases),
+            left_behind=self._cluster.left_behind,
+        )
+
+    def _lateness(self, phases: Sequence[PhaseStarted]) -> str:
+        """Where the clock was not held by an interval or more, the figures of this run mean little."""
+        simulation = max([self._cluster.latest_seconds, *(phase.late_seconds for phase in phases)])
+        late = [
+            f"{who} was up to {seconds:.1f} s late"
+            for who, seconds in (("the simulated cluster", simulation), ("the watcher", self._latest_look_seconds))
+            if seconds > INTERVAL_SECONDS
+        ]
+        return " and ".join(late)
+
+
+def warm_up_seconds(scenario: Scenario) -> float:
+    """When a scenario's own events begin; one that has none is warm when others are."""
+    return scenario.phases[1].at_seconds if len(scenario.phases) > 1 else 40.0

@@ -1,0 +1,192 @@
+"""The job from outside, as evidence: what the watcher has seen of each rank and node when a capture begins. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from wattwatch.collectors.samples import HostStatus, KernelEvent, ProgressSample, ReadingStatus
+from wattwatch.watcher.detection.classifier.classifier import SLOWDOWN_REASONS
+from wattwatch.watcher.detection.model import (
+    AlertName,
+    Finding,
+    JobSample,
+    JobState,
+    NodeState,
+    RankGpu,
+    Suspect,
+    Verdict,
+)
+from wattwatch.watcher.detection.trackers.gpu_health import degrading_xids, fatal_xids
+from wattwatch.watcher.diagnosis.model import LiveEvidence, NodeFault, RankReadings
+
+DRIVER_STATUSES: Final = frozenset({HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES, HostStatus.SAMPLER_TIMEOUT})
+DRIVER_CALLS: Final = ("nvml", "nvidia-smi")
+KERNEL_CALLS: Final = frozenset({"read /proc"})  # no file system of the job
+STOPPED_STATES: Final = {
+    "T": "is stopped by a signal",
+    "t": "is stopped by a debugger",
+    "Z": "has ended and was not reaped",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKernelEvent:
+    """A line of a node's kernel log, and how long ago it was written. The kernel says it once; keep it for a while."""
+
+    node: str
+    event: KernelEvent
+    age_seconds: float | None  # None: the node does not tell
+
+
+def collect_live_evidence(
+    sample: JobSample,
+    verdict: Verdict,
+    findings: Sequence[Finding],
+    state: JobState,
+    events: Sequence[NodeKernelEvent] = (),
+) -> LiveEvidence:
+    """`events`: kernel lines of the last minutes, those of the sample among them or not."""
+    suspects = [*verdict.suspects, *(suspect for finding in findings for suspect in finding.suspects)]
+    return LiveEvidence(
+        job=sample.job,
+        wall_seconds=sample.wall_seconds,
+        state=state.value,
+        shape=verdict.shape.value,
+        step=sample.progress.step,
+        ranks=tuple(sorted(rank_readings(sample), key=lambda each: each.rank)),
+        suspects=tuple(sorted({rank for each in suspects if (rank := suspect_rank(each, sample.gpus)) is not None})),
+        at_floor=verdict.at_floor,
+        faults=tuple(dict.fromkeys(collect_node_faults(sample, findings, events))),
+    )
+
+
+def rank_readings(sample: JobSample) -> Iterator[RankReadings]:
+    """Each rank that has a board, a process or a heartbeat."""
+    boards = {board.rank: board for board in sample.gpus if board.rank is not None}
+    sources = newest_progress_by_rank(sample.progress.sources)
+    homes = {p.rank: n.node for n in sample.nodes for p in n.processes or () if p.rank is not None}
+    listed = {node.node for node in sample.nodes if node.processes is not None}
+    for rank in {*boards, *sources, *homes}:
+        board, source = boards.get(rank), sources.get(rank)
+        node = board.node if board is not None else homes.get(rank, "")
+        alive: bool | None = True if rank in homes else None
+        if alive is None and source is not None and source.pid is not None and node in listed:
+            alive = False  # its heartbeat names a process that the node does not list
+        throttle = None if board is None else board.gpu.throttle_reasons
+        yield RankReadings(
+            rank=rank,
+            node=node,
+            gpu=None if board is None else board.gpu.index,
+            power_watts=None if board is None else board.gpu.power_watts,
+            utilization_percent=None if board is None else board.gpu.utilization_percent,
+            step=None if source is None else source.step,
+            phase=None if source is None else source.phase,
+            alive=alive,
+            data_wait_ms=None if source is None else source.data_wait_ms,
+            throttled=None if throttle is None else bool(throttle & SLOWDOWN_REASONS),
+        )
+
+
+def newest_progress_by_rank(sources: Iterable[ProgressSample]) -> Mapping[int, ProgressSample]:
+    """By rank, of the latest start of the job; a rank may have left words of an earlier one."""
+    newest: dict[int, ProgressSample] = {}
+    for source in sources:
+        if source.rank is None:
+            continue
+        before = newest.get(source.rank)
+        if before is None or (source.restart or 0, source.step or 0) >= (before.restart or 0, before.step or 0):
+            newest[source.rank] = source
+    return newest
+
+
+def suspect_rank(suspect: Suspect, boards: Sequence[RankGpu]) -> int | None:
+    """A suspect without a rank may have a board that has one."""
+    if suspect.rank is not None or suspect.gpu is None:
+        return suspect.rank
+    return next((b.rank for b in boards if (b.node, b.gpu.index) == (suspect.node, suspect.gpu)), None)
+
+
+def collect_node_faults(
+    sample: JobSample, findings: Sequence[Finding], events: Sequence[NodeKernelEvent]
+) -> Iterator[NodeFault]:
+    yield from gpu_faults(sample, findings)
+    yield from throttled_gpus(sample)
+    for told in events:
+        yield kernel_fault(told.node, told.event, told.age_seconds)
+    kept = {(told.node, told.event.text) for told in events}
+    for node in sample.nodes:
+        for event in node.kernel_events:
+            if (node.node, event.text) not in kept:
+                yield kernel_fault(node.node, event, event.age_seconds)
+        yield from node_faults(node)
+    for listing in sample.checkpoints:
+        if listing.error is not None:
+            yield NodeFault("storage", "", f"{listing.directory} cannot be listed: {listing.error}")
+
+
+def gpu_faults(sample: JobSample, findings: Sequence[Finding]) -> Iterator[NodeFault]:
+    """By the detector, which remembers what the kernel said minutes ago; else by the board's own words."""
+    told: set[tuple[str, int | None]] = set()
+    for finding in findings:
+        if finding.alert is AlertName.GPU_FAULT:
+            suspect = finding.suspects[0] if finding.suspects else Suspect(finding.scope.partition("/")[0])
+            told.add((suspect.node, suspect.gpu))
+            words = "; ".join(finding.evidence) or finding.summary
+            yield NodeFault("gpu", suspect.node, words, suspect_rank(suspect, sample.gpus), suspect.gpu)
+    for board in sample.gpus:
+        fault = board.gpu.fault
+        # Unreadable once is no fault yet: the detector says when it is.
+        if fault not in (None, ReadingStatus.UNREADABLE) and (board.node, board.gpu.index) not in told:
+            words = f"GPU {board.gpu.index} {fault.value.replace('_', ' ')}" if fault is not None else ""
+            yield NodeFault("gpu", board.node, words, board.rank, board.gpu.index)
+    for node in sample.nodes:
+        for missing in node.missing_gpus:
+            if (node.node, missing.index) not in told:
+                yield NodeFault("gpu", node.node, missing.text, None, missing.index)
+
+
+def throttled_gpus(sample: JobSample) -> Iterator[NodeFault]:
+    for board in sample.gpus:
+        slowed = (board.gpu.throttle_reasons or frozenset()) & SLOWDOWN_REASONS
+        if slowed:
+            clock, heat = board.gpu.sm_clock_mhz, board.gpu.temperature_celsius
+            numbers = [] if clock is None else [f"{clock:.0f} MHz"]
+            numbers += [] if heat is None else [f"{heat:.0f} °C"]
+            words = f"GPU {board.gpu.index} slows itself: {', '.join([*sorted(slowed), *numbers])}"
+            yield NodeFault("throttle", board.node, words, board.rank, board.gpu.index)
+
+
+def kernel_fault(node: str, event: KernelEvent, age_seconds: float | None) -> NodeFault:
+    """An out-of-memory kill, a crash, or an Xid: of the board, or of the program that ran on it."""
+    ago = "" if age_seconds is None else f" ({age_seconds:.0f} s ago)"
+    if event.kind == "oom":
+        return NodeFault("oom", node, f"out-of-memory kill: {event.text}{ago}")
+    if event.xid is not None:
+        meaning = fatal_xids().get(event.xid) or degrading_xids().get(event.xid)
+        named = f"Xid {event.xid}" + (f" ({meaning})" if meaning else "")
+        return NodeFault("gpu" if meaning else "process", node, f"{named}: {event.text}{ago}")
+    return NodeFault("process", node, f"{event.text}{ago}")
+
+
+def node_faults(node: NodeState) -> Iterator[NodeFault]:
+    """What does not answer there: the node itself, its driver, its file systems, its processes."""
+    if node.status is HostStatus.UNREACHABLE:
+        yield NodeFault("host", node.node, f"the node does not answer: {node.detail}")
+    elif node.status in DRIVER_STATUSES:
+        yield NodeFault("gpu", node.node, f"the GPU driver does not answer as it should: {node.detail}")
+    for call in node.hung_calls:
+        driver = call.call.startswith(DRIVER_CALLS)
+        if driver or ("/" in call.call and call.call not in KERNEL_CALLS):
+            words = f"`{call.call}` has not returned for {call.age_seconds:.0f} s"
+            yield NodeFault("gpu" if driver else "storage", node.node, words)
+    for place in node.filesystems:
+        if place.error is not None:
+            yield NodeFault("storage", node.node, f"{place.path}: {place.error}")
+        elif place.free_bytes == 0:
+            yield NodeFault("storage", node.node, f"{place.path} is full")
+    for process in node.processes or ():
+        if process.rank is not None and process.state in STOPPED_STATES:
+            words = f"rank {process.rank} (pid {process.pid}, {process.name}) {STOPPED_STATES[process.state]}"
+            yield NodeFault("process", node.node, words, process.rank)

@@ -1,0 +1,105 @@
+"""What RAS's MONITOR prints (NCCL 2.29.2 on), as text or JSON -> events. For files that somebody kept of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+
+@dataclass(frozen=True, slots=True)
+class RasEvent:
+    """A peer came, went, or fell silent. None: not told."""
+
+    local_time: str  # "2025-12-19 13:07:07", by the clock and the zone of the node
+    event: str  # PEER_NEW, PEER_DEAD, PEER_UNRESPONSIVE, PEER_RECOVERED, ...
+    host: str | None
+    pid: int | None
+    gpus: tuple[int, ...]  # NVML indices
+    details: str
+
+
+MAX_EVENTS_DESCRIBED: Final = 4
+# Of those that say that a peer is in trouble; PEER_NEW, PEER_CONNECTED and the like say that it is not.
+FAILURE_EVENTS: Final = ("DEAD", "UNRESPONSIVE", "STUCK", "TIMEOUT")
+
+_LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\] (\w{1,40}): (.*)")
+_PEER = re.compile(
+    r"Process (\d{1,18}) on node (\S+)(?: managing GPUs? (\d{1,4}(?:,\d{1,4})*)(?: \(NVML (\d{1,4}(?:,\d{1,4})*)\))?)?"
+)
+
+
+def parse_monitor_events(text: str) -> tuple[RasEvent, ...]:
+    """In order; what is no event is skipped. Never raises."""
+    return tuple(_from_json(text) if text.lstrip().startswith("{") else _from_text(text))
+
+
+def describe_monitor_events(events: Sequence[RasEvent]) -> str:
+    """For the report that such a file is not: which peers it says are in trouble, the newest of each last."""
+    grave = [each for each in events if any(word in each.event for word in FAILURE_EVENTS)]
+    told = [
+        f"{each.event} {_describe_peer(each)} at {each.local_time}".strip() for each in grave[-MAX_EVENTS_DESCRIBED:]
+    ]
+    said = f": {'; '.join(told)}" if told else f", {len(events)} events of it, and none of trouble"
+    return f"it is what RAS's monitor prints, not a status report{said}"
+
+
+def _describe_peer(event: RasEvent) -> str:
+    who = "a peer" if event.pid is None else f"process {event.pid}"
+    where = "" if event.host is None else f" on {event.host}"
+    gpus = f" (GPU {', '.join(map(str, event.gpus))})" if event.gpus else ""
+    return f"{who}{where}{gpus}"
+
+
+def _from_text(text: str) -> Iterator[RasEvent]:
+    for line in text.splitlines():
+        found = _LINE.match(line.strip())
+        if not found:
+            continue
+        peer = _PEER.match(found[3])
+        gpus = tuple(int(gpu) for gpu in (peer[4] or peer[3] or "").split(",") if gpu) if peer else ()
+        yield RasEvent(
+            local_time=found[1],
+            event=found[2],
+            host=peer[2] if peer else None,
+            pid=int(peer[1]) if peer else None,
+            gpus=gpus,
+            details=(found[3][peer.end() :] if peer else found[3]).strip(),
+        )
+
+
+def _from_json(text: str) -> Iterator[RasEvent]:
+    """Objects one after another with nothing between them, each from a line "{" to a line "}", or on one line."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("{"):
+            lines = []  # what began before is broken
+        lines.append(line)
+        if line.startswith("}") or (line.startswith("{") and line.rstrip().endswith("}")):
+            try:
+                entry = orjson.loads("\n".join(lines))
+            except orjson.JSONDecodeError:
+                entry = None
+            lines = []
+            if isinstance(entry, dict) and isinstance(entry.get("event"), str):
+                yield _event(entry)
+
+
+def _event(entry: dict[str, Any]) -> RasEvent:
+    peer = entry["peer"] if isinstance(entry.get("peer"), dict) else {}
+    host, pid, gpus = peer.get("host", peer.get("addr")), peer.get("pid"), peer.get("nvml_devs")
+    return RasEvent(
+        local_time=_text(entry.get("timestamp")),
+        event=entry["event"],
+        host=host.split("<")[0] if isinstance(host, str) else None,
+        pid=pid if isinstance(pid, int) and not isinstance(pid, bool) and pid >= 0 else None,
+        gpus=tuple(gpu for gpu in gpus if type(gpu) is int) if isinstance(gpus, list) else (),
+        details=_text(entry.get("details")),
+    )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,128 @@
+"""A recording or a log through the real engine: the same ticks, at the source's own times."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from wattwatch.collectors.clock import Clock
+from wattwatch.watcher.alerting.alert_manager import AlertManager
+from wattwatch.watcher.common.state_store import StateStore
+from wattwatch.watcher.detection.baselines.profiles import UserProfile
+from wattwatch.watcher.detection.model import JobState
+from wattwatch.watcher.engine.engine import Engine
+from wattwatch.watcher.engine.snapshot import EpisodeView, Snapshot
+from wattwatch.watcher.recordings.format import Recording
+from wattwatch.watcher.recordings.inputs import GpuLog, SourcePlayer
+
+ROUND_WINDOW_FRACTION: Final = 0.25  # what comes within this share of an interval is one round
+
+
+@dataclass(frozen=True, slots=True)
+class StateChange:
+    at_seconds: float  # since the start of the source
+    job: str
+    state: JobState
+    reason: str
+
+
+class AlertTransition(StrEnum):
+    OPENED = "opened"
+    ESCALATED = "escalated"  # to a graver severity
+    CONFIRMED = "confirmed"  # at the same severity: no suspicion any more
+    RESOLVED = "resolved"
+
+
+@dataclass(frozen=True, slots=True)
+class AlertChange:
+    """What became of an episode, with the severity and the words of that moment."""
+
+    at_seconds: float  # since the start of the source
+    step: AlertTransition
+    episode: EpisodeView
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """What the watcher would have said of a source."""
+
+    source: str
+    seconds: float
+    rounds: int
+    changes: tuple[StateChange, ...]
+    episodes: tuple[EpisodeView, ...]  # as they were last, in the order in which they opened; seconds since the start
+    alerts: tuple[AlertChange, ...]  # in order of time
+
+
+class SourceClock(Clock):
+    """Stands where the source stands: `monotonic` is the clock that its samples are stamped with, and wall seconds
+    count from its start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start: float | None = None
+        self.now = 0.0
+
+    def set(self, seconds: float) -> None:
+        self.start = seconds if self.start is None else self.start
+        self.now = seconds
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return 0.0 if self.start is None else self.now - self.start
+
+
+def replay(name: str, source: GpuLog | Recording, profiles: Sequence[UserProfile] = ()) -> ReplayResult:
+    """Judge everything in `source`, in order, as if it came in live. `profiles`: the user's own."""
+    clock = SourceClock()
+    played = SourcePlayer(source.specs, iter(source.moments))
+    interval = min((spec.interval_seconds for spec in source.specs), default=1.0)
+    changes: list[StateChange] = []
+    episodes: dict[str, EpisodeView] = {}
+    alerts: list[AlertChange] = []
+    rounds = 0
+    with tempfile.TemporaryDirectory(prefix="wattwatch-replay-") as directory:
+        store = StateStore(Path(directory) / "replay.db")
+        try:
+            teller = AlertManager(store, (), (), clock)
+            known = source.known if isinstance(source, Recording) else None
+            engine = Engine(source.specs, played, teller, clock, profiles, known=known)
+            # A log that pauses says nothing of its node; nodes that fall silent in a recording are watched being so.
+            look_every = interval if isinstance(source, Recording) else None
+            for seconds in played.play(interval * ROUND_WINDOW_FRACTION, look_every):
+                clock.set(seconds)
+                snapshot = engine.tick()
+                rounds += 1
+                changes += _state_changes(snapshot, changes, clock.wall())
+                for episode in snapshot.episodes:
+                    step = _transition(episodes.get(episode.id), episode)
+                    if step is not None:
+                        alerts.append(AlertChange(clock.wall(), step, episode))
+                    episodes[episode.id] = episode
+        finally:
+            store.close()
+    return ReplayResult(name, clock.wall(), rounds, tuple(changes), tuple(episodes.values()), tuple(alerts))
+
+
+def _transition(before: EpisodeView | None, now: EpisodeView) -> AlertTransition | None:
+    """Severity and certainty only ever rise while an episode is open."""
+    if before is None:
+        return AlertTransition.OPENED
+    if now.closed_wall_seconds is not None:
+        return AlertTransition.RESOLVED if before.closed_wall_seconds is None else None
+    if now.severity is not before.severity:
+        return AlertTransition.ESCALATED
+    return AlertTransition.CONFIRMED if now.confirmed and not before.confirmed else None
+
+
+def _state_changes(snapshot: Snapshot, before: list[StateChange], now: float) -> Iterator[StateChange]:
+    for job, view in snapshot.jobs.items():
+        last = next((change for change in reversed(before) if change.job == job), None)
+        if last is None or last.state is not view.state:
+            yield StateChange(now, job, view.state, view.reason)

@@ -1,0 +1,336 @@
+"""The one table of metrics (metrics.toml), typed. Exporter, dashboards, rules and tests read names from here."""
+
+from __future__ import annotations
+
+import collections
+import math
+import platform
+import threading
+import tomllib
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from importlib.metadata import version
+from typing import Final, Literal
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from wattwatch.collectors.samples import CheckpointEntry, GpuSample, HostStatus
+from wattwatch.watcher.detection.model import JobSample, JobState
+from wattwatch.watcher.engine.latest import LatestSnapshot
+from wattwatch.watcher.engine.snapshot import EpisodeView, JobView, NodeView, Snapshot
+
+MetricGroup = Literal["gpu", "snapshot", "own"]
+MetricType = Literal["gauge", "counter", "histogram"]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricFamily:
+    """One family of series, as in metrics.toml."""
+
+    name: str
+    group: MetricGroup
+    type: MetricType
+    unit: str
+    labels: tuple[str, ...]
+    help: str
+    reads: str = ""  # field of GpuSample, for group "gpu"
+    divide_by: float = 1.0
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def header(self) -> str:
+        """The two comment lines before its series in the text format."""
+        return f"# HELP {self.name} {self.help}\n# TYPE {self.name} {self.type}\n"
+
+
+def read_metric_table() -> dict[str, MetricFamily]:
+    text = (resources.files("wattwatch.watcher.web") / "metrics.toml").read_text("utf-8")
+    return {
+        name: MetricFamily(
+            name=name,
+            group=row["group"],
+            type=row["type"],
+            unit=row["unit"],
+            labels=tuple(row["labels"]),
+            help=row["help"],
+            reads=row.get("reads", ""),
+            divide_by=float(row.get("divide_by", 1.0)),
+            buckets=tuple(float(edge) for edge in row.get("buckets", ())),
+        )
+        for name, row in tomllib.loads(text).items()
+    }
+
+
+METRICS: Final = read_metric_table()
+
+
+# One Snapshot as the body of /metrics.
+#
+# The text is written by hand: prometheus_client takes 0.8 s of held interpreter lock for 96,000 series, and a scrape
+# must not stall the watcher. What costs is naming the series, so each board's label text is made once and kept.
+
+GPU_METRICS: Final = tuple(metric for metric in METRICS.values() if metric.group == "gpu")
+GPU_INFO: Final = "wattwatch_gpu_info"
+GPU_LABELS: Final = GPU_METRICS[0].labels
+
+GpuSeriesKey = tuple[str, str, str, int | None]  # train_job, node, gpu, rank
+SeriesLines = dict[str, list[str]]  # metric -> lines
+
+
+class SnapshotMetrics:
+    """Renders snapshots. Keeps the label text of the boards it saw last; not for two threads at once."""
+
+    def __init__(self, stale_after_seconds: float) -> None:
+        """Boards of a job that was last judged longer ago than `stale_after_seconds` have no series."""
+        self._stale_after = stale_after_seconds
+        self._labels: dict[GpuSeriesKey, str] = {}
+
+    def render(self, snapshot: Snapshot) -> bytes:
+        """All families of groups "gpu" and "snapshot" in the text format 0.0.4."""
+        lines: SeriesLines = {name: [] for name, metric in METRICS.items() if metric.group != "own"}
+        fresh = [
+            j for j in snapshot.jobs.values() if snapshot.wall_seconds - j.sample.wall_seconds <= self._stale_after
+        ]
+        self._boards(fresh, lines)
+        for job in snapshot.jobs.values():
+            add_job_series(job, snapshot.wall_seconds, lines)
+        add_alert_series(snapshot.episodes, lines)
+        for node in snapshot.nodes.values():
+            add_node_series(node, lines)
+        add_watcher_series(snapshot, lines)
+        return "".join(METRICS[name].header + "".join(rows) for name, rows in lines.items() if rows).encode()
+
+    def _boards(self, jobs: Sequence[JobView], lines: SeriesLines) -> None:
+        known, self._labels = self._labels, {}
+        boards: list[tuple[str, GpuSample]] = []
+        for job in jobs:
+            for board in job.sample.gpus:
+                key = (job.name, board.node, gpu_label(board.gpu), board.rank)
+                if key in self._labels:
+                    continue  # two boards with nothing to tell them apart: one series, never two of one name
+                text = known.get(key) or format_labels(zip(GPU_LABELS, map(label_value, key), strict=True))
+                self._labels[key] = text
+                boards.append((text, board.gpu))
+        lines[GPU_INFO] = [f"{GPU_INFO}{text[:-1]}{gpu_info_labels(gpu)} 1\n" for text, gpu in boards]
+        for metric in GPU_METRICS:
+            name, reads, divisor = metric.name, metric.reads, metric.divide_by
+            values = [(text, getattr(gpu, reads)) for text, gpu in boards]
+            if divisor == 1.0:
+                lines[name] = [f"{name}{text} {value}\n" for text, value in values if value is not None]
+            else:
+                lines[name] = [f"{name}{text} {value / divisor}\n" for text, value in values if value is not None]
+
+
+def gpu_label(gpu: GpuSample) -> str:
+    """The driver's index, gaps and all; a board that never told one goes by its UUID or PCI id."""
+    return gpu.key if gpu.index is None else str(gpu.index)
+
+
+def gpu_info_labels(gpu: GpuSample) -> str:
+    return f',uuid="{escape_label_value(gpu.uuid or "")}",name="{escape_label_value(gpu.name or "")}"}}'
+
+
+def add_job_series(job: JobView, wall_seconds: float, lines: SeriesLines) -> None:
+    label = format_labels([("train_job", job.name)])
+    for state in JobState:
+        add_series(
+            lines, "wattwatch_job_state", [("train_job", job.name), ("state", state.value)], float(job.state is state)
+        )
+    checkpoint = newest_complete_checkpoint(job.sample)
+    progress = job.sample.progress
+    for name, value in (
+        ("wattwatch_job_state_since_timestamp_seconds", job.state_since_wall_seconds),
+        ("wattwatch_job_confidence_ratio", job.verdict.confidence),
+        ("wattwatch_job_sample_age_seconds", max(0.0, wall_seconds - job.sample.wall_seconds)),
+        ("wattwatch_job_step", progress.step),
+        ("wattwatch_job_steps_planned", progress.total_steps),
+        ("wattwatch_job_tokens_per_second", progress.tokens_per_second),
+        ("wattwatch_job_loss", progress.loss),
+        ("wattwatch_job_progress_age_seconds", progress.age_seconds),
+        ("wattwatch_job_checkpoint_step", None if checkpoint is None else checkpoint.step),
+        ("wattwatch_job_checkpoint_age_seconds", None if checkpoint is None else checkpoint.age_seconds),
+        ("wattwatch_job_gpus", len(job.sample.gpus)),
+        ("wattwatch_job_gpus_expected", job.sample.expected_gpus),
+    ):
+        if value is not None:
+            lines[name].append(f"{name}{label} {format_metric_value(value)}\n")
+    for alert, seconds in job.wasted_gpu_seconds.items():
+        add_series(
+            lines, "wattwatch_job_wasted_gpu_seconds_total", [("train_job", job.name), ("alert", alert)], seconds
+        )
+    for alert, joules in job.wasted_joules.items():
+        add_series(
+            lines, "wattwatch_job_wasted_energy_joules_total", [("train_job", job.name), ("alert", alert)], joules
+        )
+
+
+def newest_complete_checkpoint(sample: JobSample) -> CheckpointEntry | None:
+    """The newest complete checkpoint over the job's directories."""
+    whole = [entry for listing in sample.checkpoints for entry in listing.entries if entry.complete]
+    return max(whole, key=lambda e: (-1 if e.step is None else e.step, -(e.age_seconds or 0.0)), default=None)
+
+
+def add_alert_series(episodes: Iterable[EpisodeView], lines: SeriesLines) -> None:
+    counts: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
+    for episode in episodes:
+        if episode.closed_wall_seconds is None:
+            name = "wattwatch_alerts_suppressed" if episode.suppressed_by else "wattwatch_alerts_firing"
+            counts[name, episode.alert, episode.severity.value, episode.job] += 1
+    for (name, *values), count in counts.items():
+        add_series(lines, name, zip(METRICS[name].labels, values, strict=True), count)
+
+
+def add_node_series(view: NodeView, lines: SeriesLines) -> None:
+    label = format_labels([("node", view.node)])
+    now = node_status(view)
+    lines["wattwatch_node_status"] += [
+        f'wattwatch_node_status{label[:-1]},status="{status.value}"}} {int(status is now)}\n' for status in HostStatus
+    ]
+    hung = [call.age_seconds for call in view.sample.hung_calls] if view.sample is not None else []
+    answers = view.link.status is HostStatus.OK
+    for name, value in (
+        ("wattwatch_node_up", float(answers)),
+        ("wattwatch_probe_age_seconds", view.link.last_line_age_seconds),
+        ("wattwatch_node_hung_call_seconds", max(hung) if hung and answers else None),
+        ("wattwatch_node_clock_skew_seconds", view.link.clock_skew_seconds),
+        ("wattwatch_node_logins_total", view.link.logins),
+        ("wattwatch_node_login_failures_total", view.link.failures),
+        ("wattwatch_node_garbage_bytes_total", view.link.garbage_bytes),
+    ):
+        if value is not None:
+            lines[name].append(f"{name}{label} {format_metric_value(value)}\n")
+
+
+def node_status(view: NodeView) -> HostStatus:
+    """The link's trouble first; of a node that answers, what its last line said."""
+    if view.link.status is not HostStatus.OK or view.sample is None:
+        return view.link.status
+    return view.sample.status
+
+
+def add_watcher_series(snapshot: Snapshot, lines: SeriesLines) -> None:
+    for receiver, count in snapshot.deliveries.sent.items():
+        add_series(lines, "wattwatch_notifications_total", [("receiver", receiver)], count)
+    for (receiver, reason), count in snapshot.deliveries.failed.items():
+        labels = [("receiver", receiver), ("reason", reason)]
+        add_series(lines, "wattwatch_notification_failures_total", labels, count)
+    for name, value in (
+        ("wattwatch_outbox_messages", snapshot.deliveries.waiting),
+        ("wattwatch_outbox_oldest_seconds", snapshot.deliveries.oldest_waiting_seconds),
+        ("wattwatch_blind", float(snapshot.blind)),
+        ("wattwatch_ticks_overrun_total", snapshot.ticks_overrun),
+        ("wattwatch_tick_late_seconds", snapshot.late_seconds),
+    ):
+        add_series(lines, name, (), value)
+
+
+def add_series(lines: SeriesLines, name: str, labels: Iterable[tuple[str, str]], value: float) -> None:
+    lines[name].append(f"{name}{format_labels(labels)} {format_metric_value(value)}\n")
+
+
+def format_labels(labels: Iterable[tuple[str, str]]) -> str:
+    """`{a="x",b="y"}`, or nothing where there are no labels."""
+    pairs = ",".join(f'{name}="{escape_label_value(value)}"' for name, value in labels)
+    return "{" + pairs + "}" if pairs else ""
+
+
+def escape_label_value(value: str) -> str:
+    """A label's value as the text format wants it. A name that is no Unicode text loses what cannot be written."""
+    if value.isascii() and value.isprintable() and '"' not in value and "\\" not in value:
+        return value
+    clean = value.encode("utf-8", "replace").decode("utf-8")
+    return clean.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def label_value(value: str | int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def format_metric_value(value: float) -> str:
+    """As Go reads it."""
+    if math.isfinite(value):
+        return str(value)
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+
+
+# The watcher's counters of itself, kept by prometheus_client, and the whole body of /metrics.
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+GZIP_LEVEL: Final = 1  # 9 takes ten times as long and saves a tenth
+GZIP_WINDOW_BITS: Final = 31  # zlib's way to say: the gzip format
+
+
+class WatcherMetrics:
+    """Families of group "own". Counters may be raised from any thread."""
+
+    def __init__(self) -> None:
+        # A series that says when another was made tells nothing here and doubles the list.
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # the library left this one untyped
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # process_*: memory, CPU, descriptors
+        self.detection_delay = self._histogram("wattwatch_detection_delay_seconds")
+        self.tick_duration = self._histogram("wattwatch_tick_duration_seconds")
+        self.snapshot_age = self._gauge("wattwatch_snapshot_age_seconds")
+        self.engine_failures = self._counter("wattwatch_engine_failures_total")
+        self.slow_task_runs = self._counter("wattwatch_slow_task_runs_total")
+        self.slow_task_failures = self._counter("wattwatch_slow_task_failures_total")
+        self.event_streams = self._gauge("wattwatch_event_streams")
+        self._gauge("wattwatch_threads").set_function(threading.active_count)
+        self._gauge("wattwatch_build_info").labels(version("wattwatch"), platform.python_version()).set(1)
+
+    def note(self, snapshot: Snapshot) -> None:
+        """Count what this one tick says. Called once for each snapshot, by the engine's thread."""
+        self.tick_duration.observe(snapshot.tick_seconds)
+        for delay in snapshot.detection_delays_seconds:
+            self.detection_delay.observe(delay)
+
+    def _histogram(self, name: str) -> Histogram:
+        return Histogram(name, METRICS[name].help, registry=self.registry, buckets=METRICS[name].buckets)
+
+    def _gauge(self, name: str) -> Gauge:
+        return Gauge(name, METRICS[name].help, METRICS[name].labels, registry=self.registry)
+
+    def _counter(self, name: str) -> Counter:
+        return Counter(name, METRICS[name].help, METRICS[name].labels, registry=self.registry)
+
+
+class MetricsExporter:
+    """The body of /metrics: a snapshot's part is written once, by the first who asks; the watcher's own each time."""
+
+    def __init__(self, latest: LatestSnapshot, own: WatcherMetrics, stale_after_seconds: float) -> None:
+        self._latest = latest
+        self._own = own
+        self._text = SnapshotMetrics(stale_after_seconds)
+        self._lock = threading.Lock()
+        self._written: Snapshot | None = None
+        self._plain = b""
+        self._packed = b""
+        self._packer = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, GZIP_WINDOW_BITS)
+
+    def render(self, packed: bool) -> bytes:
+        """The text, or the same as gzip. From any thread; two scrapes at once share the work."""
+        self._own.snapshot_age.set(self._latest.age_seconds)
+        own = generate_latest(self._own.registry)
+        with self._lock:
+            snapshot = self._latest.snapshot
+            if snapshot is not self._written:
+                self._plain, self._packed, self._written = self._text.render(snapshot), b"", snapshot
+            return self._pack(own) if packed else self._plain + own
+
+    def _pack(self, own: bytes) -> bytes:
+        """One gzip stream, as not every client reads a second one; the packer stands where the snapshot's part ends."""
+        if not self._packed:
+            self._packer = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, GZIP_WINDOW_BITS)
+            self._packed = self._packer.compress(self._plain) + self._packer.flush(zlib.Z_SYNC_FLUSH)
+        packer = self._packer.copy()
+        return self._packed + packer.compress(own) + packer.flush()

@@ -1,0 +1,520 @@
+"""What the API answers, as documented models, each made from the frozen snapshot.
+
+Times are RFC 3339 in UTC. What is not known is null. Ages are counted up to the moment of the answer, so an answer of
+a watcher that stands still grows old where everybody can see it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from urllib.parse import quote
+
+from pydantic import BaseModel, Field
+
+from wattwatch.watcher.detection.model import (
+    Finding,
+    JobProgress,
+    JobState,
+    NodeState,
+    PowerState,
+    RankGpu,
+    Severity,
+    Suspect,
+    UtilizationPattern,
+    Verdict,
+)
+from wattwatch.watcher.diagnosis.model import Diagnosis, DiagnosisVerdict, HangCause, MemberState
+from wattwatch.watcher.diagnosis.serialization import diagnosis_document
+from wattwatch.watcher.engine.snapshot import (
+    DiagnosisStage,
+    DiagnosisView,
+    EpisodeView,
+    JobView,
+    NodeView,
+    TimelinePoint,
+)
+from wattwatch.watcher.web.metrics import newest_complete_checkpoint, node_status
+
+
+class SuspectAnswer(BaseModel):
+    node: str
+    gpu: int | None = Field(description="index as the driver numbers it")
+    rank: int | None
+
+
+class AlternativeAnswer(BaseModel):
+    state: PowerState
+    confidence: float = Field(ge=0, le=1)
+
+
+class VerdictAnswer(BaseModel):
+    """What one picture of the job's boards says."""
+
+    state: PowerState
+    shape: UtilizationPattern = Field(description="how utilisation lies over the ranks")
+    confidence: float = Field(ge=0, le=1)
+    why: str = Field(description="what decided, with its numbers")
+    advice: str
+    power_fraction: float | None = Field(description="median board power as a share of the limit")
+    suspects: list[SuspectAnswer]
+    alternative: AlternativeAnswer | None
+    settle: str | None = Field(description="the one observation that decides against the alternative")
+
+
+class ProgressAnswer(BaseModel):
+    """How far the job says it is."""
+
+    step: int | None = Field(description="furthest step of any source; null: progress cannot be read")
+    slowest_step: int | None
+    total_steps: int | None
+    tokens_per_second: float | None
+    loss: float | None = Field(description="null also where it is not finite: see loss_finite")
+    loss_finite: bool | None = Field(description="false: the job reported NaN or Inf")
+    age_seconds: float | None = Field(description="since the step last changed")
+    restart: int | None = Field(description="how often the launcher has restarted the job")
+
+
+class CheckpointAnswer(BaseModel):
+    """The newest complete checkpoint."""
+
+    name: str
+    step: int | None
+    bytes: int
+    age_seconds: float | None = Field(description="since it last changed")
+
+
+class JobNodeAnswer(BaseModel):
+    node: str
+    status: str
+    detail: str = Field(description="empty where all is well")
+    age_seconds: float | None = Field(description="of its last line; null: it never answered")
+    gpus: int = Field(description="boards in the last picture")
+    expected_gpus: int | None
+
+
+class FindingAnswer(BaseModel):
+    """Something that is true of the job now."""
+
+    alert: str
+    severity: Severity
+    scope: str
+    confirmed: bool
+    summary: str
+    evidence: list[str]
+    advice: str
+    suspects: list[SuspectAnswer]
+
+
+class JobAnswer(BaseModel):
+    name: str
+    state: JobState
+    since: datetime = Field(description="when it came into this state")
+    reason: str = Field(description="why it is in this state, with numbers")
+    judged: datetime = Field(description="when the job was last looked at")
+    age_seconds: float = Field(description="since then")
+    verdict: VerdictAnswer
+    progress: ProgressAnswer
+    checkpoint: CheckpointAnswer | None = Field(description="null: none is complete, or none can be seen")
+    gpus: int = Field(description="boards in the last picture")
+    expected_gpus: int | None
+    nodes: list[JobNodeAnswer]
+    findings: list[FindingAnswer]
+    wasted_gpu_seconds: dict[str, float] = Field(description="by the alert that says why, since the watcher began")
+    wasted_energy_joules: dict[str, float] = Field(
+        description="what those boards drew meanwhile; of those that were read"
+    )
+    incident: str | None = Field(
+        description="the recording of its newest incident, on the watcher's host, for `wattwatch replay`; null: none"
+    )
+
+
+class GpuAnswer(BaseModel):
+    """One board of the job as last read."""
+
+    node: str
+    rank: int | None
+    gpu: int | None = Field(description="index as the driver numbers it")
+    uuid: str | None
+    pci_bus_id: str | None
+    name: str | None
+    power_watts: float | None
+    power_source: str | None = Field(description="which reading the watts are")
+    power_limit_watts: float | None
+    utilization_percent: float | None
+    memory_utilization_percent: float | None
+    memory_used_bytes: float | None
+    memory_total_bytes: float | None
+    temperature_celsius: float | None
+    energy_joules: float | None
+    throttle_reasons: list[str] | None
+    reasons: dict[str, str] = Field(description="field -> why it is null: unsupported, unreadable, lost, ...")
+
+
+class TimelineAnswer(BaseModel):
+    """One moment of the job's history."""
+
+    time: datetime
+    state: JobState
+    step: int | None
+    tokens_per_second: float | None
+    power_watts_median: float | None
+    power_watts_low: float | None
+    power_watts_high: float | None
+    utilization_percent_mean: float | None
+
+
+class NodeAnswer(BaseModel):
+    node: str
+    status: str = Field(description="ok, unreachable, auth_failed, host_key_changed, sampler_timeout, driver_down, ...")
+    detail: str = Field(description="empty where all is well; else what was seen")
+    age_seconds: float | None = Field(description="of its last line; null: it never answered")
+    jobs: list[str]
+    gpus: int | None = Field(description="boards in its last line; null: they could not be read")
+    gpu_source: str | None = Field(description="nvml, nvidia-smi, shell")
+    hung_calls: dict[str, float] = Field(description="calls that have not returned, with their age in seconds")
+    clock_skew_seconds: float | None = Field(description="its wall clock minus the watcher's")
+    logins: int
+    login_failures: int
+    lines: int
+    garbage_bytes: int
+
+
+class AlertAnswer(BaseModel):
+    """One alert episode, open or lately closed."""
+
+    id: str = Field(description="the same over restarts, another for each episode")
+    job: str = Field(description="empty: about the watcher itself")
+    alert: str
+    scope: str
+    severity: Severity
+    confirmed: bool = Field(description="false: only power and utilisation say so yet")
+    summary: str
+    evidence: list[str]
+    advice: str
+    suspects: list[SuspectAnswer]
+    opened: datetime
+    closed: datetime | None = Field(description="null: open")
+    gpu_hours_lost: float
+    kilowatt_hours_lost: float = Field(description="what boards drew meanwhile for nothing; of those read")
+    suppressed_by: str | None = Field(description="root cause that keeps this one quiet")
+    diagnosis: str | None = Field(description="who holds the job up, in a sentence, once that is known")
+
+
+def utc_datetime(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def job_answer(view: JobView, late_seconds: float, now: float, incident: str | None = None) -> JobAnswer:
+    """`late_seconds`: how old the snapshot is, added to every age in it. `incident`: path of the newest recording."""
+    sample = view.sample
+    boards: dict[str, int] = {}
+    for board in sample.gpus:
+        boards[board.node] = boards.get(board.node, 0) + 1
+    newest = newest_complete_checkpoint(sample)
+    return JobAnswer(
+        name=view.name,
+        state=view.state,
+        since=utc_datetime(view.state_since_wall_seconds),
+        reason=view.reason,
+        judged=utc_datetime(sample.wall_seconds),
+        age_seconds=max(0.0, now - sample.wall_seconds),
+        verdict=verdict_answer(view.verdict),
+        progress=progress_answer(sample.progress, late_seconds),
+        checkpoint=None
+        if newest is None
+        else CheckpointAnswer(
+            name=newest.name,
+            step=newest.step,
+            bytes=newest.bytes,
+            age_seconds=add_snapshot_age(newest.age_seconds, late_seconds),
+        ),
+        gpus=len(sample.gpus),
+        expected_gpus=sample.expected_gpus,
+        nodes=[job_node_answer(node, boards.get(node.node, 0), late_seconds) for node in sample.nodes],
+        findings=[finding_answer(finding) for finding in view.findings],
+        wasted_gpu_seconds=dict(view.wasted_gpu_seconds),
+        wasted_energy_joules=dict(view.wasted_joules),
+        incident=incident,
+    )
+
+
+def add_snapshot_age(age_seconds: float | None, late_seconds: float) -> float | None:
+    return None if age_seconds is None else age_seconds + late_seconds
+
+
+def verdict_answer(verdict: Verdict) -> VerdictAnswer:
+    other = verdict.alternative
+    return VerdictAnswer(
+        state=verdict.state,
+        shape=verdict.shape,
+        confidence=verdict.confidence,
+        why=verdict.why,
+        advice=verdict.advice,
+        power_fraction=verdict.power_fraction,
+        suspects=suspect_answers(verdict.suspects),
+        alternative=None if other is None else AlternativeAnswer(state=other.state, confidence=other.confidence),
+        settle=verdict.settle,
+    )
+
+
+def suspect_answers(suspects: Iterable[Suspect]) -> list[SuspectAnswer]:
+    return [SuspectAnswer(node=s.node, gpu=s.gpu, rank=s.rank) for s in suspects]
+
+
+def progress_answer(progress: JobProgress, late_seconds: float) -> ProgressAnswer:
+    finite = None if progress.loss is None else math.isfinite(progress.loss)
+    return ProgressAnswer(
+        step=progress.step,
+        slowest_step=progress.slowest_step,
+        total_steps=progress.total_steps,
+        tokens_per_second=progress.tokens_per_second,
+        loss=progress.loss if finite else None,
+        loss_finite=finite,
+        age_seconds=add_snapshot_age(progress.age_seconds, late_seconds),
+        restart=progress.restart,
+    )
+
+
+def job_node_answer(node: NodeState, boards: int, late_seconds: float) -> JobNodeAnswer:
+    return JobNodeAnswer(
+        node=node.node,
+        status=node.status.value,
+        detail=node.detail,
+        age_seconds=add_snapshot_age(node.age_seconds, late_seconds),
+        gpus=boards,
+        expected_gpus=node.expected_gpus,
+    )
+
+
+def finding_answer(finding: Finding) -> FindingAnswer:
+    return FindingAnswer(
+        alert=finding.alert.value,
+        severity=finding.severity,
+        scope=finding.scope,
+        confirmed=finding.confirmed,
+        summary=finding.summary,
+        evidence=list(finding.evidence),
+        advice=finding.advice,
+        suspects=suspect_answers(finding.suspects),
+    )
+
+
+def gpu_answer(board: RankGpu) -> GpuAnswer:
+    gpu = board.gpu
+    return GpuAnswer(
+        node=board.node,
+        rank=board.rank,
+        gpu=gpu.index,
+        uuid=gpu.uuid,
+        pci_bus_id=gpu.pci_bus_id,
+        name=gpu.name,
+        power_watts=gpu.power_watts,
+        power_source=None if gpu.power_source is None else gpu.power_source.value,
+        power_limit_watts=gpu.power_limit_watts,
+        utilization_percent=gpu.utilization_percent,
+        memory_utilization_percent=gpu.memory_utilization_percent,
+        memory_used_bytes=gpu.memory_used_bytes,
+        memory_total_bytes=gpu.memory_total_bytes,
+        temperature_celsius=gpu.temperature_celsius,
+        energy_joules=gpu.energy_joules,
+        throttle_reasons=None if gpu.throttle_reasons is None else sorted(gpu.throttle_reasons),
+        reasons={name: reason.value for name, reason in gpu.reasons.items()},
+    )
+
+
+def timeline_answer(point: TimelinePoint) -> TimelineAnswer:
+    return TimelineAnswer(
+        time=utc_datetime(point.wall_seconds),
+        state=point.state,
+        step=point.step,
+        tokens_per_second=point.tokens_per_second,
+        power_watts_median=point.power_watts_median,
+        power_watts_low=point.power_watts_low,
+        power_watts_high=point.power_watts_high,
+        utilization_percent_mean=point.utilization_percent_mean,
+    )
+
+
+def node_answer(view: NodeView, late_seconds: float) -> NodeAnswer:
+    link, sample = view.link, view.sample
+    status = node_status(view)
+    detail = link.detail if status is link.status or sample is None else sample.detail
+    return NodeAnswer(
+        node=view.node,
+        status=status.value,
+        detail=detail,
+        age_seconds=add_snapshot_age(link.last_line_age_seconds, late_seconds),
+        jobs=list(view.jobs),
+        gpus=None if sample is None or sample.gpus is None else len(sample.gpus),
+        gpu_source=None if sample is None else sample.gpu_source or None,
+        hung_calls={} if sample is None else {call.call: call.age_seconds for call in sample.hung_calls},
+        clock_skew_seconds=link.clock_skew_seconds,
+        logins=link.logins,
+        login_failures=link.failures,
+        lines=link.lines,
+        garbage_bytes=link.garbage_bytes,
+    )
+
+
+def alert_answer(episode: EpisodeView) -> AlertAnswer:
+    return AlertAnswer(
+        id=episode.id,
+        job=episode.job,
+        alert=episode.alert,
+        scope=episode.scope,
+        severity=episode.severity,
+        confirmed=episode.confirmed,
+        summary=episode.summary,
+        evidence=list(episode.evidence),
+        advice=episode.advice,
+        suspects=suspect_answers(episode.suspects),
+        opened=utc_datetime(episode.opened_wall_seconds),
+        closed=None if episode.closed_wall_seconds is None else utc_datetime(episode.closed_wall_seconds),
+        gpu_hours_lost=episode.gpu_hours_lost,
+        kilowatt_hours_lost=episode.kilowatt_hours_lost,
+        suppressed_by=episode.suppressed_by,
+        diagnosis=episode.diagnosis or None,
+    )
+
+
+# What the API answers of a diagnosis, as documented models; and why there is none, in a sentence.
+
+
+class CulpritAnswer(BaseModel):
+    rank: int
+    node: str | None
+    gpu: int | None
+    doing: str = Field(description="where it is instead, with its line of code where that is known")
+
+
+class StandingAnswer(BaseModel):
+    """Ranks of a group that stand alike at the slot."""
+
+    place: MemberState = Field(description="waiting, behind, silent, ahead or absent")
+    operation: str | None = Field(description="what they launched at the slot")
+    line: str | None = Field(description="line of the job's own code that launched it, or where they are instead")
+    ranks: list[int]
+
+
+class GroupAnswer(BaseModel):
+    """One process group at a slot that the conclusion rests on, or that somebody waits at."""
+
+    group: str
+    name: str
+    size: int
+    slot: int
+    members: list[StandingAnswer]
+
+
+class WaitAnswer(BaseModel):
+    """`ranks` cannot go on before `awaited` do."""
+
+    ranks: list[int]
+    awaited: list[int]
+    group: str
+    slot: int
+    operation: str
+    why: str
+
+
+class TestimonyAnswer(BaseModel):
+    """One source that speaks for the conclusion, or against it."""
+
+    source: str
+    agrees: bool
+    words: str
+
+
+class StackFrameAnswer(BaseModel):
+    function: str
+    file: str
+    line: int | None
+
+
+class StackAnswer(BaseModel):
+    """The main thread of a culprit, innermost line first."""
+
+    rank: int
+    source: str
+    frames: list[StackFrameAnswer]
+
+
+class LogAnswer(BaseModel):
+    """What a culprit printed last, without what a terminal would obey."""
+
+    rank: int
+    source: str
+    lines: list[str]
+
+
+class UnreadAnswer(BaseModel):
+    """A record that is there and cannot be used."""
+
+    source: str
+    rank: int | None
+    why: str
+
+
+class DiagnosisAnswer(BaseModel):
+    """Who holds the job up, where, why, and how sure: the fields of `wattwatch diagnose --json`, and where from."""
+
+    job: str
+    alert: str = Field(description="that it explains")
+    episode: str = Field(description="id of the alert episode")
+    stage: DiagnosisStage = Field(description="of the latest capture; running or failed: this is of one before")
+    began: datetime = Field(description="when the latest capture began")
+    ended: datetime | None = Field(description="null while it runs")
+    trouble: str | None = Field(description="why the latest capture gave no diagnosis")
+    directory: str = Field(description="on the watcher's host, with the capture: `wattwatch diagnose` reads it")
+    report: str | None = Field(description="path of the incident's page, here")
+    verdict: DiagnosisVerdict
+    conclusive: bool = Field(description="true: proved, not only likely")
+    culprits: list[int] = Field(description="ranks")
+    confidence: float = Field(ge=0, le=1)
+    step: int | None
+    cause: HangCause = Field(description="what is to blame, as far as the evidence goes")
+    summary: str
+    why: str
+    advice: str
+    who: list[CulpritAnswer]
+    tied: list[list[int]] = Field(description="sets of ranks of which one is wrong, and the records do not tell which")
+    groups: list[GroupAnswer]
+    waits: list[WaitAnswer]
+    testimonies: list[TestimonyAnswer]
+    stacks: list[StackAnswer]
+    logs: list[LogAnswer]
+    evidence: list[str] = Field(description="files in the directory that it rests on")
+    missing: list[str] = Field(description="what was asked for and not had")
+    unread: list[UnreadAnswer]
+
+
+def diagnosis_answer(view: DiagnosisView, diagnosis: Diagnosis) -> DiagnosisAnswer:
+    return DiagnosisAnswer(
+        job=view.job,
+        alert=view.alert,
+        episode=view.episode_id,
+        stage=view.stage,
+        began=utc_datetime(view.began_wall_seconds),
+        ended=None if view.ended_wall_seconds is None else utc_datetime(view.ended_wall_seconds),
+        trouble=view.trouble or None,
+        directory=view.directory,
+        report=report_path(view) if view.report else None,
+        **diagnosis_document(diagnosis),
+    )
+
+
+def report_path(view: DiagnosisView) -> str:
+    return f"/api/v1/jobs/{quote(view.job, safe='/')}/diagnosis/report"
+
+
+def no_diagnosis_reason(job: str, view: DiagnosisView | None) -> str:
+    """A sentence for whoever asked and gets none."""
+    if view is None:
+        return f"{job!r} has not been looked into: no hang and no stalled checkpoint of it was found so far"
+    if view.stage is DiagnosisStage.OFF:
+        return f"{job!r} is not looked into: its configuration says `capture = false`"
+    if view.stage is DiagnosisStage.RUNNING:
+        return f"{job!r} is being looked into since {utc_datetime(view.began_wall_seconds):%H:%M:%S} UTC: ask again in a moment"
+    return f"the capture of {job!r} gave no diagnosis: {view.trouble}; what it has is in {view.directory}"

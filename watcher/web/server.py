@@ -1,0 +1,86 @@
+"""uvicorn in a thread of its own: the service owns the socket and the signals, and ends it from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import threading
+from typing import Final
+
+import uvicorn
+from fastapi import FastAPI
+
+from wattwatch.watcher.web.events import EventHub
+
+GRACEFUL_SECONDS: Final = 2
+HEARTBEAT_SECONDS: Final = 0.5
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; one sentence."""
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """A bound, listening socket. Raises ListenError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=128)
+    except OSError as error:
+        place = f"{host}:{port}"
+        if error.errno == errno.EADDRINUSE:
+            raise ListenError(
+                f"{place} is in use: is another wattwatch running? Stop it, or set another address in watcher.listen"
+            ) from None
+        raise ListenError(f"cannot listen on {place}: {error.strerror or error}") from None
+
+
+class WebServer:
+    """Serves an application on a socket until told to stop."""
+
+    def __init__(self, app: FastAPI, listener: socket.socket, hub: EventHub) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=GRACEFUL_SECONDS,
+        )
+        self._server = uvicorn.Server(config)
+        self._listener = listener
+        self._hub = hub
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="web", daemon=True)
+        self.beats = 0  # grows while the event loop turns
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self._server.started and self._thread.is_alive()
+
+    def begin_stop(self) -> None:
+        """End the event streams first, or an open one would hold the server until its patience is over."""
+        if self._loop is not None and not self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # it may close between the two lines
+                self._loop.call_soon_threadsafe(self._hub.stop)
+        self._server.should_exit = True
+
+    def join(self, timeout_seconds: float) -> None:
+        if self._thread.is_alive():
+            self._thread.join(timeout_seconds)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        beating = asyncio.create_task(self._beat())
+        try:
+            await self._server.serve(sockets=[self._listener])
+        finally:
+            beating.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            self.beats += 1
+            await asyncio.sleep(HEARTBEAT_SECONDS)

@@ -1,0 +1,1 @@
+"""Out-of-band watcher for multi-node GPU training."""
