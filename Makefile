@@ -20,6 +20,7 @@ lint: $(VENV)/.dev ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 # What the rules get right on public cases: the committed result shows what a change of them does.
 backtest: $(VENV)/.dev ## score the verdicts on labelled public cases and write the committed result
