@@ -289,7 +289,8 @@ class ProbeReader:
         return tuple(
             WorkerSample(
                 _to_int(pid), _to_int(parent), str(name), str(state),
-                self._shares.of((pid, _to_float(started)), _to_optional_float(cpu_seconds), now), _to_optional_text(waits_in),
+                self._shares.of((pid, _to_float(started)), _to_optional_float(cpu_seconds), now),
+                _to_optional_text(waits_in),
             )
             for parent, pid, started, state, name, cpu_seconds, waits_in in rows
         )  # fmt: skip

@@ -155,7 +155,8 @@ class SimulatedCluster:
         }
         with self._errors.open("wb") as errors:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "wattwatch.collectors.simulated"],
+                # -P: a file of the working directory must not be imported instead of ours.
+                [sys.executable, "-P", "-m", "wattwatch.collectors.simulated"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -1,6 +1,6 @@
 """One simulated node as files: /proc, the kernel log, its tools, and the state that NVML and nvidia-smi answer from.
 
-    NODE/state.json      what the boards read now (on_node/nvml_stand_in.py, on_node/nvidia_smi.py)
+    NODE/state.json      what the boards read now (on_node/fake_nvml.py, on_node/fake_nvidia_smi.py)
     NODE/proc/...        PID/{stat,comm}, loadavg, pressure/, sys/kernel/hostname
     NODE/dev/kmsg        kernel log records, appended
     NODE/home/           where commands start
@@ -243,7 +243,7 @@ def write_tools(directory: Path) -> None:
     """The programs that every node has. Where these are, programs may run; where nodes are, they need not."""
     directory.mkdir(parents=True)
     python = shlex.quote(os.path.realpath(sys.executable))
-    script = shlex.quote(str(resources.files(__package__) / "on_node" / "nvidia_smi.py"))
+    script = shlex.quote(str(resources.files(__package__) / "on_node" / "fake_nvidia_smi.py"))
     for name, text in (("python3", PYTHON), ("nvidia-smi", NVIDIA_SMI)):
         path = directory / name
         path.write_text(text.format(python=python, script=script), "utf-8")

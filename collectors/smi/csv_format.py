@@ -139,7 +139,7 @@ def _with_columns(found: _CsvRows, said: MessageLog) -> list[tuple[int, int, tup
         if later is None and any(column.field for column in inferred):
             names = ", ".join(column.field or "?" for column in inferred)
             said.warn(
-                f"no header: columns inferred by the shape of their cells as {names}; tell the columns to read all"
+                f"no header: columns inferred from the values as {names}; name the columns to read all of them"
             )
     result = []
     for number, block, columns, cells in found.rows:
@@ -165,7 +165,10 @@ def _why_not_gpus(columns: tuple[Column, ...]) -> str:
     if fields & IDENTITY_FIELDS and any(column.printed == column.field for column in columns) and "?" in printed:
         return ""  # inferred: a name or an index alone is all that these rows say
     if printed == {"?"} or not printed - {"?", "timestamp"}:
-        return f"rows without a header whose columns cannot be told from their shape: tell the columns, e.g. {REQUIRED_COLUMNS}"
+        return (
+            "rows without a header, and the values alone do not show what each column is: "
+            f"name the columns, e.g. {REQUIRED_COLUMNS}"
+        )
     return f"no GPU readings in these columns: {names}; needed: {REQUIRED_COLUMNS}"
 
 

@@ -119,7 +119,8 @@ def _why_nothing(rows: ParsedRows, said: MessageLog, empty: bool) -> str:
     if rows.unreadable_rows:
         return f"{rows.unreadable_rows} rows and no board in them: every cell is absent, or cells are missing"
     first = f"; it begins with {said.warnings[0]}" if said.warnings else ""
-    return f"not one GPU row in it{first}. Needed: nvidia-smi --query-gpu={REQUIRED_COLUMNS.replace(', ', ',')} --format=csv"
+    query = REQUIRED_COLUMNS.replace(", ", ",")
+    return f"no GPU row found{first}. Needed: nvidia-smi --query-gpu={query} --format=csv"
 
 
 # Bytes of any tool, shell or logger -> lines.

@@ -207,8 +207,8 @@ def _smi_step(verdict: str, words: str) -> CheckStep:
 
 # Would a hung job give its evidence away? Notes beside the check of a node: nothing that they say need be so.
 #
-# Looked at: worker sockets and whose they are, py-spy, processes with a flight recorder, and whether sshd lets us through
-# to NCCL's RAS. Nothing is sent to any of them.
+# Looked at: worker sockets and whose they are, py-spy, processes with a flight recorder, and whether sshd lets us
+# through to NCCL's RAS. Nothing is sent to any of them.
 
 CAPTURE_PREFIX: Final = "capture "
 FLIGHT_RECORDER_SET: Final = "'^TORCH_(FR|NCCL_TRACE)_BUFFER_SIZE=[1-9]'"
@@ -231,7 +231,8 @@ def capture_script(looks: Sequence[CaptureTarget]) -> str:
         f'say "{CAPTURE_PREFIX}user" yes "$(id -u) $(id -un)"',
         f'say "{CAPTURE_PREFIX}py-spy" yes "$(command -v py-spy)"',
         # Environments of other users cannot be read: then it is not known.
-        f'say "{CAPTURE_PREFIX}recorders" yes "$(grep -lzsE {FLIGHT_RECORDER_SET} /proc/[0-9]*/environ 2>/dev/null | wc -l)"',
+        f'say "{CAPTURE_PREFIX}recorders" yes '
+        f'"$(grep -lzsE {FLIGHT_RECORDER_SET} /proc/[0-9]*/environ 2>/dev/null | wc -l)"',
     ]
     for number, look in enumerate(looks):
         if look.run_directory is None:

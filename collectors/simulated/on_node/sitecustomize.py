@@ -56,9 +56,9 @@ def offer_nvml(state_file: str) -> None:
     def load(name: Any, *arguments: Any, **options: Any) -> Any:
         if name != LIBRARY:
             return real_library(name, *arguments, **options)
-        import nvml_stand_in  # type: ignore[import-not-found]  # stands beside this file, in the node's PYTHONPATH
+        import fake_nvml  # type: ignore[import-not-found]  # stands beside this file, in the node's PYTHONPATH
 
-        return nvml_stand_in.load(state_file)
+        return fake_nvml.load_library(state_file)
 
     ctypes.CDLL = load  # type: ignore[assignment,misc]  # pynvml calls it like a function, which is all that it needs
 

@@ -46,7 +46,7 @@ def test_a_training_log_is_called_one_and_sent_to_progress(log: Path, shell: She
         (b"", "it is empty"),
         (b" \n\n", "it is empty"),
         (bytes(range(256)) * 99, "binary"),
-        (b"hello\n", "not one GPU row"),
+        (b"hello\n", "no GPU row found"),
     ],
 )
 def test_a_file_without_boards_is_at_fault_and_not_the_node(data: bytes, words: str, shell: Shell) -> None:

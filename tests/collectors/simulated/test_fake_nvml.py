@@ -15,7 +15,7 @@ import pytest
 
 from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.simulated.driver import set_up_scenarios, write_job_state
-from wattwatch.collectors.simulated.on_node import nvml_stand_in
+from wattwatch.collectors.simulated.on_node import fake_nvml
 from wattwatch.collectors.simulated.scenario import get_scenario
 
 Change = Callable[[dict[str, Any]], None]
@@ -38,7 +38,7 @@ def pynvml(node: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "pynvml", module)
     spec.loader.exec_module(module)
-    module.CDLL = lambda _: nvml_stand_in.load_library(str(node / "state.json"))  # type: ignore[attr-defined]  # its seam
+    module.CDLL = lambda _: fake_nvml.load_library(str(node / "state.json"))  # type: ignore[attr-defined]  # its seam
     return module
 
 
