@@ -5,14 +5,28 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from wattwatch.watcher.detection.model import JobSample, JobState
-from wattwatch.watcher.engine.snapshot import TimelinePoint
 
 RECENT_SECONDS: Final = 600.0
 COARSE_STEP_SECONDS: Final = 60.0
 RETENTION_SECONDS: Final = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class TimelinePoint:
+    """One moment of a job's history; None where it was not known."""
+
+    wall_seconds: float
+    state: JobState
+    step: int | None
+    tokens_per_second: float | None
+    power_watts_median: float | None
+    power_watts_low: float | None
+    power_watts_high: float | None
+    utilization_percent_mean: float | None
 
 
 def timeline_point(sample: JobSample, state: JobState) -> TimelinePoint:

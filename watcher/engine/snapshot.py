@@ -9,21 +9,8 @@ from enum import StrEnum
 from wattwatch.collectors.samples import NodeSample
 from wattwatch.collectors.ssh.model import NodeLink
 from wattwatch.watcher.detection.model import Finding, JobSample, JobState, Severity, Suspect, Verdict
+from wattwatch.watcher.detection.timeline import TimelinePoint
 from wattwatch.watcher.diagnosis.model import Diagnosis
-
-
-@dataclass(frozen=True, slots=True)
-class TimelinePoint:
-    """One moment of a job's history; None where it was not known."""
-
-    wall_seconds: float
-    state: JobState
-    step: int | None
-    tokens_per_second: float | None
-    power_watts_median: float | None
-    power_watts_low: float | None
-    power_watts_high: float | None
-    utilization_percent_mean: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from wattwatch.collectors.samples import HostStatus
 from wattwatch.watcher.common import formatting as words
 from wattwatch.watcher.common.formatting import format_energy
 from wattwatch.watcher.detection.model import JobState, RankGpu, Severity, Suspect
-from wattwatch.watcher.detection.timeline import continuous_segments, state_changes
+from wattwatch.watcher.detection.timeline import TimelinePoint, continuous_segments, state_changes
 from wattwatch.watcher.detection.wasted_time import total_kilowatt_hours
 from wattwatch.watcher.engine.latest import LatestSnapshot
-from wattwatch.watcher.engine.snapshot import DiagnosisStage, EpisodeView, JobView, NodeView, Snapshot, TimelinePoint
+from wattwatch.watcher.engine.snapshot import DiagnosisStage, EpisodeView, JobView, NodeView, Snapshot
 from wattwatch.watcher.web.metrics import newest_complete_checkpoint, node_status
 from wattwatch.watcher.web.schemas import report_path
 

@@ -25,6 +25,7 @@ from wattwatch.watcher.detection.model import (
     UtilizationPattern,
     Verdict,
 )
+from wattwatch.watcher.detection.timeline import TimelinePoint
 from wattwatch.watcher.diagnosis.model import Diagnosis, DiagnosisVerdict, HangCause, MemberState
 from wattwatch.watcher.diagnosis.serialization import diagnosis_document
 from wattwatch.watcher.engine.snapshot import (
@@ -33,7 +34,6 @@ from wattwatch.watcher.engine.snapshot import (
     EpisodeView,
     JobView,
     NodeView,
-    TimelinePoint,
 )
 from wattwatch.watcher.web.metrics import newest_complete_checkpoint, node_status
 

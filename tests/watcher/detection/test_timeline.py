@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from wattwatch.watcher.detection.model import JobState
-from wattwatch.watcher.detection.timeline import Timeline
-from wattwatch.watcher.engine.snapshot import TimelinePoint
+from wattwatch.watcher.detection.timeline import Timeline, TimelinePoint
 
 
 def point(second: float, state: JobState = JobState.COMPUTING) -> TimelinePoint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from wattwatch.watcher.detection.model import JobState
+from wattwatch.watcher.detection.timeline import TimelinePoint
 from wattwatch.watcher.diagnosis.flight_recorder.model import LaunchFrame, Operation, ProcessGroup, UnreadableRecord
 from wattwatch.watcher.diagnosis.model import (
     CollectiveAnalysis,
@@ -25,7 +26,6 @@ from wattwatch.watcher.diagnosis.model import (
     WaitEdge,
 )
 from wattwatch.watcher.diagnosis.report.page import EvidenceFile, IncidentReport
-from wattwatch.watcher.engine.snapshot import TimelinePoint
 
 NOW = 1_787_220_900.0  # 2026-08-20 10:15:00 UTC
 REDUCE = Operation("nccl", "all_reduce", ((1025,),), ((1025,),), ("Float",), ("Float",))

@@ -33,7 +33,8 @@ from wattwatch.watcher.detection.model import (
     UtilizationPattern,
     Verdict,
 )
-from wattwatch.watcher.engine.snapshot import DeliveryStats, EpisodeView, JobView, NodeView, Snapshot, TimelinePoint
+from wattwatch.watcher.detection.timeline import TimelinePoint
+from wattwatch.watcher.engine.snapshot import DeliveryStats, EpisodeView, JobView, NodeView, Snapshot
 
 NOW: Final = 1_787_220_900.0  # 2026-08-20 10:15:00 UTC
 GIB: Final = float(1 << 30)

@@ -31,6 +31,7 @@ from wattwatch.watcher.common.formatting import (
     group_by_rank,
     replace_unprintable,
 )
+from wattwatch.watcher.detection.timeline import TimelinePoint
 from wattwatch.watcher.diagnosis.model import (
     Diagnosis,
     DiagnosisVerdict,
@@ -50,7 +51,6 @@ from wattwatch.watcher.diagnosis.serialization import (
 from wattwatch.watcher.diagnosis.stacks.activity import group_by_activity, rank_activities
 from wattwatch.watcher.diagnosis.stacks.python_stacks import displayed_frames
 from wattwatch.watcher.diagnosis.stacks.user_code import is_library
-from wattwatch.watcher.engine.snapshot import TimelinePoint
 
 STYLE: Final = (resources.files("wattwatch.watcher.diagnosis.report") / "templates" / "report.css").read_text("utf-8")
 _HASH: Final = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
-from wattwatch.watcher.detection.timeline import continuous_segments, state_changes
-from wattwatch.watcher.engine.snapshot import TimelinePoint
+from wattwatch.watcher.detection.timeline import TimelinePoint, continuous_segments, state_changes
 
 WIDTH: Final = 1000.0
 POWER_HEIGHT: Final = 150.0
