@@ -14,17 +14,17 @@ from wattwatch.collectors.samples import HostStatus
 from wattwatch.watcher.common import formatting as words
 from wattwatch.watcher.common.formatting import format_energy
 from wattwatch.watcher.detection.model import JobState, RankGpu, Severity, Suspect
-from wattwatch.watcher.detection.timeline import TimelinePoint, continuous_segments, state_changes
+from wattwatch.watcher.detection.timeline import TimelinePoint
 from wattwatch.watcher.detection.wasted_time import total_kilowatt_hours
+from wattwatch.watcher.diagnosis.report.ranks import BarLayout, bar_paths, format_range
+from wattwatch.watcher.diagnosis.report.timeline import StateSegment, power_band, state_segments, thin_points
 from wattwatch.watcher.engine.latest import LatestSnapshot
 from wattwatch.watcher.engine.snapshot import DiagnosisStage, EpisodeView, JobView, NodeView, Snapshot
 from wattwatch.watcher.web.metrics import newest_complete_checkpoint, node_status
 from wattwatch.watcher.web.schemas import report_path
 
-BAR_WIDTH: Final = 8
-BAR_PITCH: Final = 10
-NODE_GAP: Final = 6
 STRIP_HEIGHT: Final = 40
+STRIP_LAYOUT: Final = BarLayout(bar_width=8, pitch=10, node_gap=6, height=STRIP_HEIGHT)
 HISTORY_WIDTH: Final = 600
 HISTORY_HEIGHT: Final = 60
 HISTORY_SECONDS: Final = 600.0
@@ -44,21 +44,12 @@ class BarStrip:
 
 
 @dataclass(frozen=True, slots=True)
-class StateRibbon:
-    """One stretch of time in one state."""
-
-    x: float
-    width: float
-    state: str
-
-
-@dataclass(frozen=True, slots=True)
 class PowerHistory:
     """The last ten minutes: power between the lowest and the highest board, its median, and the states below."""
 
     band: str
     median: str
-    ribbons: tuple[StateRibbon, ...]
+    segments: tuple[StateSegment, ...]
     top: str
     span: str  # how long ago it begins
 
@@ -88,27 +79,11 @@ def bar_strip(
     top_words: str,
     unit: str,
 ) -> BarStrip:
-    bars: list[str] = []
-    marked: list[str] = []
-    absent: list[str] = []
-    x, node = 0, boards[0].node if boards else ""
-    for board, value in zip(boards, values, strict=True):
-        if board.node != node:
-            x, node = x + NODE_GAP, board.node
-        if value is None:
-            absent.append(f"M{x} {STRIP_HEIGHT - 3}h{BAR_WIDTH}v2h-{BAR_WIDTH}z")
-        else:
-            # A reading of 0 is a reading: it keeps a sliver, which an absent one has not.
-            y_position = max(1.0, min(1.0, value / top) * STRIP_HEIGHT)
-            path = f"M{x} {STRIP_HEIGHT}v-{y_position:.4g}h{BAR_WIDTH}v{y_position:.4g}z"
-            (marked if is_suspect(board, suspects) else bars).append(path)
-        x += BAR_PITCH
+    marked = [is_suspect(board, suspects) for board in boards]
+    paths = bar_paths([board.node for board in boards], values, marked, top, STRIP_LAYOUT)
     known = [value for value in values if value is not None]
-    low, high = (f"{min(known):,.0f}", f"{max(known):,.0f}") if known else ("", "")
-    spread = (f"{low}–{high} {unit}" if low != high else f"{low} {unit}") if known else "no reading"
-    return BarStrip(
-        max(x - BAR_PITCH + BAR_WIDTH, BAR_WIDTH), "".join(bars), "".join(marked), "".join(absent), top_words, spread
-    )
+    spread = format_range(known, unit) if known else "no reading"
+    return BarStrip(round(paths.width), paths.plain, paths.marked, paths.absent, top_words, spread)
 
 
 def is_suspect(board: RankGpu, suspects: Sequence[Suspect]) -> bool:
@@ -124,42 +99,16 @@ def power_history(points: Sequence[TimelinePoint], boards: Sequence[RankGpu], no
     start, span = recent[0].wall_seconds, max(now - recent[0].wall_seconds, 1.0)
     highest = max((p.power_watts_high for p in recent if p.power_watts_high is not None), default=0.0)
     top = max(power_axis_top(boards), highest)
-    drawn = thin_points(recent)
-    band, median = [], []
-    for stretch in continuous_segments(drawn):
-        across = [(p.wall_seconds - start) / span * HISTORY_WIDTH for p in stretch]
-        over = [f"{x:.4g} {y_position(p.power_watts_high, top):.4g}" for x, p in zip(across, stretch, strict=True)]
-        under = [f"{x:.4g} {y_position(p.power_watts_low, top):.4g}" for x, p in zip(across, stretch, strict=True)]
-        middle = [f"{x:.4g} {y_position(p.power_watts_median, top):.4g}" for x, p in zip(across, stretch, strict=True)]
-        band.append("M" + "L".join([*over, *reversed(under)]) + "z")
-        median.append("M" + "L".join(middle))
-    return PowerHistory(
-        "".join(band), "".join(median), state_ribbons(recent, start, span), f"{top:,.0f} W", span_text(span)
-    )
+
+    def x_at(seconds: float) -> float:
+        return (seconds - start) / span * HISTORY_WIDTH
+
+    power = power_band(thin_points(recent, HISTORY_POINTS), x_at, top, HISTORY_HEIGHT)
+    return PowerHistory(power.band, power.median, state_segments(recent, x_at, now), f"{top:,.0f} W", span_text(span))
 
 
 def span_text(span: float) -> str:
     return f"{span / 60:.0f} min" if span >= 90 else f"{span:.0f} s"
-
-
-def y_position(watts: float | None, top: float) -> float:
-    return HISTORY_HEIGHT - (watts or 0.0) / top * HISTORY_HEIGHT
-
-
-def thin_points(points: Sequence[TimelinePoint]) -> list[TimelinePoint]:
-    """At most about HISTORY_POINTS, the last one among them."""
-    step = max(1, len(points) // HISTORY_POINTS)
-    return [*points[:-1:step], points[-1]]
-
-
-def state_ribbons(points: Sequence[TimelinePoint], start: float, span: float) -> tuple[StateRibbon, ...]:
-    """Consecutive moments of one state as one stretch; the last reaches up to now."""
-    changes = [(began - start, state) for began, state in state_changes(points)]
-    ends = [seconds for seconds, _ in changes[1:]] + [span]
-    return tuple(
-        StateRibbon(round(begin / span * HISTORY_WIDTH, 1), round((end - begin) / span * HISTORY_WIDTH, 1), state.value)
-        for (begin, state), end in zip(changes, ends, strict=True)
-    )
 
 
 # The page: the snapshot in words and small pictures, ready before any script runs. Templates escape everything.

@@ -21,7 +21,7 @@ from wattwatch.watcher.diagnosis.report.page import (
     render_incident_report,
 )
 from wattwatch.watcher.diagnosis.report.ranks import draw_rank_chart
-from wattwatch.watcher.diagnosis.report.timeline import draw_timeline, marks, tick_times
+from wattwatch.watcher.diagnosis.report.timeline import draw_timeline, place_event_marks, tick_times
 
 HOSTILE = "<script>alert(\"x\")</script> & 'q' </style> `<img src=x>` {{7*7}} \ud800\x1b[2J\u202e\x9b"
 VOID = {"meta", "path", "rect"}
@@ -146,7 +146,7 @@ def test_it_names_who_where_and_how_sure() -> None:
         "cause: the program",
         "ranks 0-2, 4-15",
         "save_checkpoint (/opt/job/train.py:88)",
-        "184 W against 189–193 W",
+        "184 W, the other ranks 189–193 W",
         "0.98 <small>GPU-hours",
         "190 <small>Wh",
         "py-spy is not installed",
@@ -158,7 +158,7 @@ def test_it_names_who_where_and_how_sure() -> None:
 def test_once_it_is_over_it_says_how_long_it_was() -> None:
     page = render_incident_report(replace(incident(), closed_wall_seconds=NOW + 385))
     assert "<dt>lasted</dt><dd>10 min</dd>" in page
-    assert ">over</text>" in page
+    assert ">closed</text>" in page
 
 
 def test_a_rank_without_a_reading_is_drawn_as_such() -> None:
@@ -189,14 +189,14 @@ def test_a_gap_in_the_readings_is_a_gap_in_the_picture() -> None:
     picture = draw_timeline(points, NOW - 215, None, None)
     assert picture is not None
     assert picture.median.count("M") == 2
-    assert [ribbon.state for ribbon in picture.ribbons][-2:] == ["waiting", "hung"]
+    assert [segment.state for segment in picture.segments][-2:] == ["waiting", "hung"]
     assert draw_timeline(points[:1], None, None, None) is None
 
 
 def test_ticks_stand_on_round_times_and_marks_keep_clear_of_each_other() -> None:
     assert [at % 120 for at in tick_times(NOW - 700, NOW)] == [0] * 6
     assert len(tick_times(NOW - 86_400, NOW)) == 4
-    assert [mark.before for mark in marks([(500.0, "alert"), (520.0, "diagnosed"), (990.0, "over")])] == [
+    assert [mark.before for mark in place_event_marks([(500.0, "alert"), (520.0, "diagnosed"), (990.0, "closed")])] == [
         True,
         False,
         True,
@@ -205,7 +205,7 @@ def test_ticks_stand_on_round_times_and_marks_keep_clear_of_each_other() -> None
 
 @pytest.mark.parametrize("places", [(940.0, 985.0), (500.0, 510.0, 520.0), (2.0, 4.0), (0.0, 990.0), (990.0,) * 3])
 def test_no_words_of_the_timeline_stand_over_others(places: tuple[float, ...]) -> None:
-    made = marks(list(zip(places, ("alert", "diagnosed", "over"), strict=False)))
+    made = place_event_marks(list(zip(places, ("alert", "diagnosed", "closed"), strict=False)))
     spans = []
     for mark in made:
         width = 7.0 * len(mark.words)

@@ -176,7 +176,7 @@ def test_history_breaks_where_there_is_no_data() -> None:
     drawn = power_history(points, handmade.healthy().sample.gpus, handmade.NOW)
     assert drawn is not None
     assert drawn.median.count("M") == 2
-    assert [ribbon.state for ribbon in drawn.ribbons] == ["computing", "checkpointing", "computing"]
+    assert [segment.state for segment in drawn.segments] == ["computing", "checkpointing", "computing"]
     assert power_history(points[:1], (), handmade.NOW) is None
 
 

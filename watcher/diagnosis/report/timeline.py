@@ -1,27 +1,34 @@
-"""What an incident's page draws of its history: power, state and steps over time. Pure.
+"""Draws power, job state and step over time as SVG paths. Pure.
 
-Paths and places only; the template gives them their looks.
+The incident report shows the whole chart (`draw_timeline`). The live page draws its last ten minutes with the same
+parts: `power_band`, `state_segments`, `thin_points`. Colors and fonts are in the templates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
 from wattwatch.watcher.detection.timeline import TimelinePoint, continuous_segments, state_changes
 
+# Sizes in units of the SVG view box.
 WIDTH: Final = 1000.0
 POWER_HEIGHT: Final = 150.0
 STEP_HEIGHT: Final = 46.0
-LEAD_SECONDS: Final = 600.0  # of the alert's opening
-MAX_POINTS: Final = 400
-RIGHT_MARGIN: Final = 1.01  # so that what is told last has a line to stand at
+STEP_PADDING: Final = 3.0  # above and below the step line, so that its stroke is not cut off
+LETTER_WIDTH: Final = 7.5  # average width of a letter in an event label, 11 px semibold
+STATE_LETTER_WIDTH: Final = 8.5  # the same in a state segment, with its margins
+MARK_GAP: Final = 8.0  # between an event label and whatever is next to it
+
+LEAD_SECONDS: Final = 600.0  # shown before the alert opened: enough to see what normal looked like
+MAX_POINTS: Final = 400  # more points than this cannot be told apart at the width of a page
+RIGHT_MARGIN: Final = 1.01  # leaves room at the right edge for the line of the last event
+POWER_HEADROOM: Final = 1.06  # leaves room above the highest reading
 TICK_INTERVALS_SECONDS: Final = (5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600, 86_400)
 MAX_TICKS: Final = 7
-LETTER_WIDTH: Final = 7.5  # width of one, of the words at marks
-MARK_GAP: Final = 8.0
+SECONDS_SHOWN_BELOW: Final = 420.0  # charts shorter than this label their ticks with seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +39,45 @@ class TimeTick:
 
 @dataclass(frozen=True, slots=True)
 class EventMark:
+    """A vertical line with a label: when the alert opened, was diagnosed, closed."""
+
     x: float
     words: str
-    before: bool  # its words stand before the line, where the next one or the edge is near behind it
-    row: int = 0  # above the lowest, where the words of another stand in its place
+    before: bool  # the label is left of the line, because the next line or the right edge is too close
+    row: int = 0  # labels that would overlap are stacked; 0 is the lowest row
 
 
 @dataclass(frozen=True, slots=True)
 class StateSegment:
+    """A stretch of time in which the job stayed in one state."""
+
     x: float
     width: float
     state: str
-    named: bool  # wide enough for its name
+
+    @property
+    def fits_label(self) -> bool:
+        """Whether the name of the state fits into the segment."""
+        return self.width > STATE_LETTER_WIDTH * len(self.state)
+
+
+@dataclass(frozen=True, slots=True)
+class PowerBand:
+    """SVG paths: the area between the lowest and the highest GPU, and the median as a line."""
+
+    band: str
+    median: str
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineChart:
-    """Power above, the state as a ribbon, the step below; vertical marks where something was told."""
+    """Power on top, job states as a ribbon below it, the step at the bottom, and the events as vertical lines."""
 
     band: str
     median: str
     steps: str
     step_words: str
-    ribbons: tuple[StateSegment, ...]
+    segments: tuple[StateSegment, ...]
     ticks: tuple[TimeTick, ...]
     marks: tuple[EventMark, ...]
     top_words: str
@@ -64,7 +87,7 @@ class TimelineChart:
 def draw_timeline(
     points: Sequence[TimelinePoint], opened: float | None, diagnosed: float | None, closed: float | None
 ) -> TimelineChart | None:
-    """None where there are less than two moments to draw."""
+    """The times are Unix seconds; None: it has not happened. Returns None with fewer than two points to draw."""
     start = None if opened is None else opened - LEAD_SECONDS
     recent = [point for point in points if start is None or point.wall_seconds >= start]
     if len(recent) < 2:
@@ -73,45 +96,71 @@ def draw_timeline(
     last = max(recent[-1].wall_seconds, closed or 0.0, diagnosed or 0.0)
     span = max((last - first) * RIGHT_MARGIN, 1.0)
 
-    def across(seconds: float) -> float:
+    def x_at(seconds: float) -> float:
         return round(min(max((seconds - first) / span, 0.0), 1.0) * WIDTH, 1)
 
-    top = max((p.power_watts_high for p in recent if p.power_watts_high is not None), default=0.0) * 1.06 or 1.0
-    band, median = [], []
-    drawn = recent[:: max(1, len(recent) // MAX_POINTS)]
-    for stretch in continuous_segments([*drawn, recent[-1]] if drawn[-1] is not recent[-1] else drawn):
-        over = [f"{across(p.wall_seconds)} {power_y(p.power_watts_high, top)}" for p in stretch]
-        under = [f"{across(p.wall_seconds)} {power_y(p.power_watts_low, top)}" for p in stretch]
-        band.append("M" + "L".join([*over, *reversed(under)]) + "z")
-        median.append("M" + "L".join(f"{across(p.wall_seconds)} {power_y(p.power_watts_median, top)}" for p in stretch))
-    told = (("alert", opened), ("diagnosed", diagnosed), ("over", closed))
+    top = max((p.power_watts_high for p in recent if p.power_watts_high is not None), default=0.0)
+    top = top * POWER_HEADROOM or 1.0
+    drawn = thin_points(recent, MAX_POINTS)
+    power = power_band(drawn, x_at, top, POWER_HEIGHT)
+    events = (("alert", opened), ("diagnosed", diagnosed), ("closed", closed))
     return TimelineChart(
-        band="".join(band),
-        median="".join(median),
-        steps=steps_path([(across(p.wall_seconds), p.step) for p in drawn if p.step is not None]),
+        band=power.band,
+        median=power.median,
+        steps=steps_path([(x_at(p.wall_seconds), p.step) for p in drawn if p.step is not None]),
         step_words=format_step_range([p.step for p in recent if p.step is not None]),
-        ribbons=ribbons([(across(at), state.value) for at, state in state_changes(recent)], across(last)),
-        ticks=tuple(TimeTick(across(at), format_tick_time(at, span)) for at in tick_times(first, last)),
-        marks=marks([(across(at), words) for words, at in told if at is not None and at >= first]),
+        segments=state_segments(recent, x_at, last),
+        ticks=tuple(TimeTick(x_at(at), format_tick_time(at, span)) for at in tick_times(first, last)),
+        marks=place_event_marks([(x_at(at), words) for words, at in events if at is not None and at >= first]),
         top_words=f"{top:,.0f} W",
         day=datetime.fromtimestamp(first, UTC).strftime("%Y-%m-%d"),
     )
 
 
-def marks(told: Sequence[tuple[float, str]]) -> tuple[EventMark, ...]:
-    """No words stand over others."""
-    ends = [*(x for x, _ in told[1:]), WIDTH]
-    found: list[EventMark] = []
-    for (x, words), end in zip(told, ends, strict=True):
+def thin_points(points: Sequence[TimelinePoint], most: int) -> list[TimelinePoint]:
+    """Every n-th point, so that about `most` are left; the last one is always kept."""
+    step = max(1, len(points) // most)
+    return [*points[:-1:step], points[-1]]
+
+
+def power_band(
+    points: Sequence[TimelinePoint], x_at: Callable[[float], float], top_watts: float, height: float
+) -> PowerBand:
+    """`x_at` maps Unix seconds to x; `top_watts` is drawn at y = 0, 0 W at y = `height`. Gaps in the data stay gaps."""
+
+    def at(point: TimelinePoint, watts: float | None) -> str:
+        return f"{x_at(point.wall_seconds):.1f} {height - (watts or 0.0) / top_watts * height:.1f}"
+
+    band, median = [], []
+    for segment in continuous_segments(points):
+        upper = [at(point, point.power_watts_high) for point in segment]
+        lower = [at(point, point.power_watts_low) for point in segment]
+        band.append("M" + "L".join([*upper, *reversed(lower)]) + "z")
+        median.append("M" + "L".join(at(point, point.power_watts_median) for point in segment))
+    return PowerBand("".join(band), "".join(median))
+
+
+def state_segments(
+    points: Sequence[TimelinePoint], x_at: Callable[[float], float], end_seconds: float
+) -> tuple[StateSegment, ...]:
+    """Consecutive points in one state become one segment; the last segment ends at `end_seconds` (Unix time)."""
+    changes = [(x_at(began), state.value) for began, state in state_changes(points)]
+    ends = [*(x for x, _ in changes[1:]), x_at(end_seconds)]
+    return tuple(
+        StateSegment(round(x, 1), round(end - x, 1), state) for (x, state), end in zip(changes, ends, strict=True)
+    )
+
+
+def place_event_marks(events: Sequence[tuple[float, str]]) -> tuple[EventMark, ...]:
+    """`events`: x and label, in order of time. No label overlaps another one or crosses another event's line."""
+    ends = [*(x for x, _ in events[1:]), WIDTH]
+    placed: list[EventMark] = []
+    for (x, words), end in zip(events, ends, strict=True):
         width = LETTER_WIDTH * len(words)
         before = end - x < width + MARK_GAP and x > width + MARK_GAP
-        rows = (
-            row
-            for row in range(len(told))
-            if not any(_overlap(EventMark(x, words, before, row), each) for each in found)
-        )
-        found.append(EventMark(x, words, before, next(rows)))
-    return tuple(found)
+        candidates = (EventMark(x, words, before, row) for row in range(len(events)))
+        placed.append(next(mark for mark in candidates if not any(_overlap(mark, other) for other in placed)))
+    return tuple(placed)
 
 
 def _overlap(one: EventMark, other: EventMark) -> bool:
@@ -120,23 +169,20 @@ def _overlap(one: EventMark, other: EventMark) -> bool:
 
 
 def _extent(mark: EventMark) -> tuple[float, float]:
-    """From the line itself, which no other's words may cross."""
-    far = LETTER_WIDTH * len(mark.words) + MARK_GAP
-    return (mark.x - far, mark.x) if mark.before else (mark.x, mark.x + far)
-
-
-def power_y(watts: float | None, top: float) -> str:
-    return f"{POWER_HEIGHT - (watts or 0.0) / top * POWER_HEIGHT:.1f}"
+    """From the line of the mark to the far end of its label."""
+    length = LETTER_WIDTH * len(mark.words) + MARK_GAP
+    return (mark.x - length, mark.x) if mark.before else (mark.x, mark.x + length)
 
 
 def steps_path(steps: Sequence[tuple[float, int]]) -> str:
-    """A staircase: it stays at a step until the next is reported."""
+    """`steps`: x and step. A staircase, because a step lasts until the next one is reported."""
     if len(steps) < 2:
         return ""
     low, high = min(step for _, step in steps), max(step for _, step in steps)
-    scale = (STEP_HEIGHT - 6) / max(1, high - low)
-    path = [f"M{steps[0][0]} {STEP_HEIGHT - 3 - (steps[0][1] - low) * scale:.1f}"]
-    path += [f"H{x}V{STEP_HEIGHT - 3 - (step - low) * scale:.1f}" for x, step in steps[1:]]
+    scale = (STEP_HEIGHT - 2 * STEP_PADDING) / max(1, high - low)
+    bottom = STEP_HEIGHT - STEP_PADDING
+    path = [f"M{steps[0][0]} {bottom - (steps[0][1] - low) * scale:.1f}"]
+    path += [f"H{x}V{bottom - (step - low) * scale:.1f}" for x, step in steps[1:]]
     return "".join(path)
 
 
@@ -146,22 +192,13 @@ def format_step_range(steps: Sequence[int]) -> str:
     return f"step {steps[-1]:,}" if steps[0] == steps[-1] else f"step {min(steps):,} to {max(steps):,}"
 
 
-def ribbons(states: Sequence[tuple[float, str]], end: float) -> tuple[StateSegment, ...]:
-    """`states`: where each stretch of one state begins; the last reaches up to `end`."""
-    ends = [x for x, _ in states[1:]] + [end]
-    return tuple(
-        StateSegment(x, round(until - x, 1), state, until - x > 8.5 * len(state))
-        for (x, state), until in zip(states, ends, strict=True)
-    )
-
-
 def tick_times(first: float, last: float) -> list[float]:
-    step = next(
-        (each for each in TICK_INTERVALS_SECONDS if (last - first) / each <= MAX_TICKS), TICK_INTERVALS_SECONDS[-1]
-    )
-    start = (int(first) // step + 1) * step
-    return [float(at) for at in range(start, int(last) + 1, step)]
+    """Round times between the two, in Unix seconds, at the smallest interval that gives at most MAX_TICKS."""
+    interval = next((each for each in TICK_INTERVALS_SECONDS if (last - first) / each <= MAX_TICKS), None)
+    interval = interval or TICK_INTERVALS_SECONDS[-1]
+    start = (int(first) // interval + 1) * interval
+    return [float(at) for at in range(start, int(last) + 1, interval)]
 
 
 def format_tick_time(seconds: float, span: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M" if span >= 420 else "%H:%M:%S")
+    return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M" if span >= SECONDS_SHOWN_BELOW else "%H:%M:%S")
