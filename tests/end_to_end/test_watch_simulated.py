@@ -21,7 +21,7 @@ from wattwatch.watcher.demo.runner import run_demo
 from wattwatch.watcher.engine.snapshot import DiagnosisStage, Snapshot
 
 DEADLINE_SECONDS = 60.0
-FOUND = {NotifyReason.DIAGNOSED.value, NotifyReason.LOOKED_INTO.value}
+FOUND = {NotifyReason.DIAGNOSED.value, NotifyReason.DIAGNOSIS_INCONCLUSIVE.value}
 
 
 def shortened(name: str, fault_seconds: float, duration_seconds: float) -> Scenario:

@@ -1,4 +1,13 @@
-"""Which receivers a finding concerns. Pure."""
+"""Findings in, messages out: which alert episodes are open, who is notified, and one commit that saves both.
+
+To follow the data, read `AlertManager.observe`:
+
+1. `inhibition.py` finds which finding explains which other one.
+2. `notify_policy.py` decides for each (job, alert, scope) whether to send a message, with a named reason.
+3. `message.py` writes the text; the receiver's module in `receivers/` lays it out; the routes choose the receivers.
+4. The state store saves the changed episodes and the messages in one commit. From here on, kill -9 loses nothing.
+5. `delivery_queue.py` delivers.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +49,7 @@ from wattwatch.watcher.alerting.inhibition import (
 )
 from wattwatch.watcher.alerting.message import AlertMessage, compose_message
 from wattwatch.watcher.alerting.notify_policy import CLEAR_SECONDS, decide_notification
-from wattwatch.watcher.alerting.receivers.slack import slack_payload
-from wattwatch.watcher.alerting.receivers.webhook import webhook_payload
+from wattwatch.watcher.alerting.receivers.base import find_receiver
 from wattwatch.watcher.common.state_store import Delivery, EpisodeRow, StateStore, StateStoreError
 from wattwatch.watcher.config.settings import ReceiverSection, RouteSection
 from wattwatch.watcher.detection.model import AlertName, Finding, Severity
@@ -49,52 +57,31 @@ from wattwatch.watcher.detection.trackers.recovery import RecoveryEvidence
 from wattwatch.watcher.detection.wasted_time import JOULES_PER_KWH
 from wattwatch.watcher.engine.snapshot import DeliveryStats, EpisodeView
 
+log = logging.getLogger("wattwatch.alerting")
 
-def matching_receivers(
-    finding: Finding, severity: Severity, routes: Sequence[RouteSection], receivers: Iterable[str]
-) -> frozenset[str]:
-    """Names of those with a route that matches; all of them where there is no route at all."""
-    names = frozenset(receivers)
-    if not routes:
-        return names
-    return names & {route.receiver for route in routes if route_matches(route, finding, severity)}
-
-
-def route_matches(route: RouteSection, finding: Finding, severity: Severity) -> bool:
-    """A list that is absent matches everything. `severity` is the one it is told with, which may be lent."""
-    return (
-        (not route.severities or severity in route.severities)
-        and (not route.alerts or finding.alert in route.alerts)
-        and (not route.jobs or finding.job in route.jobs)
-    )
-
-
-# Findings in, messages out: the episodes that are open, who is told, and the commit that makes both last.
-
-log = logging.getLogger("wattwatch.tell")
-
-CLOSED_SHOWN: Final = 100
+MAX_CLOSED_EPISODES_SHOWN: Final = 100
 FORGET_EVERY_SECONDS: Final = 3600.0
-# Evidence and cost of an open episode change each second; on disk they may be this old.
+# The evidence and cost of an open episode change every second. Saving them that often would wear the disk; after a
+# crash they may be this old.
 SAVE_EVERY_SECONDS: Final = 60.0
 
-NO_RECOVERY_SIGNALS: Final[Mapping[str, RecoveryEvidence]] = MappingProxyType({})
+NO_RECOVERY_EVIDENCE: Final[Mapping[str, RecoveryEvidence]] = MappingProxyType({})
 EPISODE_ADAPTER: Final = TypeAdapter(Episode)
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedDecision:
-    """One decision, carried out."""
+    """One decision, applied to its episode in memory and not yet saved."""
 
     episode: Episode
     decision: NotifyDecision
     deliveries: tuple[Delivery, ...]
     is_new: bool = False
-    learned: bool = False  # a diagnosis has come
+    has_new_diagnosis: bool = False
 
 
 class AlertManager:
-    """`observe` is called by one thread, after each evaluation; `stats` by any. Loads what is open on construction."""
+    """Loads the open episodes when created. One thread calls `observe`, after each evaluation; any may call `stats`."""
 
     def __init__(
         self,
@@ -107,7 +94,7 @@ class AlertManager:
         reminder_seconds: float | None = None,
         external_url: str | None = None,
     ) -> None:
-        """`jobs`: those that are watched; open episodes of others are closed, as nobody will judge them again."""
+        """`jobs`: the configured ones. Open episodes of any other job are closed: nothing will evaluate it again."""
         self._store = store
         self._receivers = {receiver.name: receiver for receiver in receivers}
         self._routes = tuple(routes)
@@ -115,201 +102,206 @@ class AlertManager:
         self._reminder_seconds = reminder_seconds
         self._external_url = external_url
         self._open: dict[EpisodeKey, Episode] = {}
-        self._closed: deque[Episode] = deque(maxlen=CLOSED_SHOWN)
-        self._endings: dict[EpisodeKey, PreviousEpisode] = {}
+        self._closed: deque[Episode] = deque(maxlen=MAX_CLOSED_EPISODES_SHOWN)
+        self._previous: dict[EpisodeKey, PreviousEpisode] = {}
         self._diagnoses: dict[str, EpisodeDiagnosis] = {}  # by the id of the open episode
         self._unsaved: dict[str, Episode] = {}
         self._unsaved_deliveries: list[Delivery] = []
         self._saved_seconds = self._forgot_seconds = clock.monotonic()
-        self.trouble: str | None = None  # why nothing can be saved just now; messages go out all the same
+        self.save_error: str | None = None  # why the state cannot be saved now; messages are sent all the same
         self._load()
-        self._outbox = DeliveryQueue(store, receivers, clock)
+        self._queue = DeliveryQueue(store, receivers, clock)
         self._views = self._make_views()
         if jobs is not None:
-            self._close_unwatched(frozenset(jobs) | {""})
+            self._close_removed_jobs(frozenset(jobs) | {""})
 
     def start(self) -> None:
-        self._outbox.start()
+        self._queue.start()
 
     def stop(self, timeout_seconds: float = 2.0) -> None:
-        """Silence is not health: nothing is closed. The store is left open for its owner to close."""
+        """Save and deliver what is due. Open episodes stay open: a stopped watcher is no sign of recovery.
+
+        The store is left open for its owner to close.
+        """
         self._save([], self._clock.monotonic(), self._clock.wall(), everything=True)
-        self._outbox.stop(timeout_seconds)
+        self._queue.stop(timeout_seconds)
 
     def episodes(self) -> tuple[EpisodeView, ...]:
-        """Open ones, oldest first, then those that closed last."""
+        """The open ones, oldest first, then the last closed ones, newest first."""
         return self._views
 
     def stats(self) -> DeliveryStats:
-        return self._outbox.stats()
+        return self._queue.stats()
 
-    def diagnosed(self, episode_id: str, diagnosis: EpisodeDiagnosis) -> None:
-        """What was found out about an open episode; told with the next evaluation. For the thread of `observe`."""
+    def add_diagnosis(self, episode_id: str, diagnosis: EpisodeDiagnosis) -> None:
+        """Attach a diagnosis to an open episode; it is reported with the next evaluation. Same thread as `observe`."""
         self._diagnoses[episode_id] = diagnosis
 
     def observe(
         self,
         findings: Iterable[Finding],
-        judged_jobs: Collection[str],
+        evaluated_jobs: Collection[str],
         now: float,
         wall: float,
-        witnesses: Mapping[str, RecoveryEvidence] = NO_RECOVERY_SIGNALS,
+        recoveries: Mapping[str, RecoveryEvidence] = NO_RECOVERY_EVIDENCE,
     ) -> None:
-        """All findings of one evaluation. Episodes of jobs that were not judged stay as they are.
+        """Take all findings of one evaluation. Episodes of jobs that were not evaluated stay as they are.
 
-        `witnesses`, by job: what is positively seen of it. It ends what was found before the watcher restarted.
+        `recoveries`, by job: positive evidence that it runs. It closes what was found before the watcher restarted.
         """
         found = {finding.key: finding for finding in findings}
-        looks = self._looks(found, judged_jobs, now, wall, witnesses)
-        still_open = {episode.id for episode in self._open.values()}
-        self._diagnoses = {each: found for each, found in self._diagnoses.items() if each in still_open}
-        steps = [step for key, look in looks if (step := self._step(self._open.get(key), look)) is not None]
-        self._save(steps, now, wall)
-        self._outbox.enqueue([delivery for step in steps for delivery in step.deliveries])
-        if steps:
+        updates = self._updates(found, evaluated_jobs, now, wall, recoveries)
+        open_ids = {episode.id for episode in self._open.values()}
+        self._diagnoses = {each: diagnosis for each, diagnosis in self._diagnoses.items() if each in open_ids}
+        applied = [
+            each for key, update in updates if (each := self._decide_and_apply(self._open.get(key), update)) is not None
+        ]
+        self._save(applied, now, wall)
+        self._queue.enqueue([delivery for each in applied for delivery in each.deliveries])
+        if applied:
             self._views = self._make_views()
 
-    def _looks(
+    def _updates(
         self,
         found: dict[EpisodeKey, Finding],
-        judged_jobs: Collection[str],
+        evaluated_jobs: Collection[str],
         now: float,
         wall: float,
-        witnesses: Mapping[str, RecoveryEvidence],
+        recoveries: Mapping[str, RecoveryEvidence],
     ) -> list[tuple[EpisodeKey, EpisodeUpdate]]:
-        """What this evaluation says of each key, causes before consequences."""
+        """What this evaluation says about each key, causes before their consequences."""
         active = {key: episode.finding for key, episode in self._open.items() if still_inhibits(episode, now)} | found
-        causes = root_causes(map(self._as_begun, active.values()), self._explained())
-        ended = {finding.job for finding in active.values() if finding.alert is AlertName.JOB_COMPLETED}
-        keys = [key for key in {**self._open, **found} if key[0] in judged_jobs or key in found]
+        causes = root_causes(map(self._with_first_time, active.values()), self._earlier_causes())
+        completed = {finding.job for finding in active.values() if finding.alert is AlertName.JOB_COMPLETED}
+        keys = [key for key in {**self._open, **found} if key[0] in evaluated_jobs or key in found]
         keys.sort(key=lambda key: (cause_order(found[key] if key in found else self._open[key].finding), key))
-        looks = []
+        updates = []
         for key in keys:
             cause = causes.get(key)
             finding = found.get(key)
-            followers: tuple[Finding, ...] = ()
+            consequences: tuple[Finding, ...] = ()
             if finding is not None and takes_consequence_severity(finding):
-                followers = tuple(
+                consequences = tuple(
                     found[other] for other, source in causes.items() if source.key == key and other in found
                 )
             episode = self._open.get(key)
-            told = None if episode is None else episode.told
-            looks.append(
-                (
-                    key,
-                    EpisodeUpdate(
-                        finding=finding,
-                        now=now,
-                        wall=wall,
-                        cause=None if cause is None else finding_label(cause),
-                        followers=followers,
-                        job_ended=key[0] in ended,
-                        ending=self._endings.get(key),
-                        witness=witnesses.get(key[0]),
-                        successors=()
-                        if finding is not None
-                        else find_successors(self._open[key].finding, found.values()),
-                        diagnosis=None if episode is None else self._diagnoses.get(episode.id),
-                        newly_concerned=()
-                        if told is None
-                        else tuple(sorted(self._concerned_by(followers) - set(told.receivers))),
-                    ),
-                )
+            new_receivers: tuple[str, ...] = ()
+            if episode is not None and episode.notified is not None:
+                new_receivers = tuple(sorted(self._receivers_for(consequences) - set(episode.notified.receivers)))
+            update = EpisodeUpdate(
+                finding=finding,
+                now=now,
+                wall=wall,
+                cause=None if cause is None else finding_label(cause),
+                consequences=consequences,
+                job_completed=key[0] in completed,
+                previous=self._previous.get(key),
+                recovery=recoveries.get(key[0]),
+                successors=() if finding is not None else find_successors(self._open[key].finding, found.values()),
+                diagnosis=None if episode is None else self._diagnoses.get(episode.id),
+                new_receivers=new_receivers,
             )
-        return looks
+            updates.append((key, update))
+        return updates
 
-    def _as_begun(self, finding: Finding) -> Finding:
-        """A cause began with its episode, whatever a restarted detector makes of it; a stop began when it says so."""
+    def _with_first_time(self, finding: Finding) -> Finding:
+        """A cause began with its episode, even if a restarted detector dates it later.
+
+        A job-stopping finding keeps the time it gives itself: a job can stop, run on, and stop again within an episode.
+        """
         episode = self._open.get(finding.key)
         if episode is None or finding.alert in JOB_STOPPING:
             return finding
         return replace(finding, since_seconds=min(finding.since_seconds, episode.began_seconds))
 
-    def _explained(self) -> dict[EpisodeKey, str]:
-        """What was explained at the last look and has been true since, or was before a restart."""
+    def _earlier_causes(self) -> dict[EpisodeKey, str]:
+        """Causes of what was inhibited in the last evaluation and present since, or was so before a restart."""
         return {
             key: episode.suppressed_by
             for key, episode in self._open.items()
-            if episode.suppressed_by is not None and (episode.absent_seconds is None or episode.settling)
+            if episode.suppressed_by is not None and (episode.absent_seconds is None or episode.unseen_since_restart)
         }
 
-    def _step(self, episode: Episode | None, look: EpisodeUpdate) -> AppliedDecision | None:
-        """Decide one key and carry it out in memory; None where nothing is open and nothing opens."""
-        decision = decide_notification(episode, look, self._reminder_seconds)
+    def _decide_and_apply(self, episode: Episode | None, update: EpisodeUpdate) -> AppliedDecision | None:
+        """Decide one key and apply it in memory; None if no episode is open and none opens."""
+        decision = decide_notification(episode, update, self._reminder_seconds)
         if episode is not None:
-            return self._carry_out(episode, look, decision)
-        if look.finding is None or decision.reason is NotifyReason.ENDED_BEFORE:
+            return self._apply(episode, update, decision)
+        if update.finding is None or decision.reason is NotifyReason.JOB_ALREADY_COMPLETED:
             return None
-        episode = open_episode(uuid.uuid4().hex[:16], look, look.finding)
-        return replace(self._carry_out(episode, look, decision), is_new=True)
+        episode = open_episode(uuid.uuid4().hex[:16], update, update.finding)
+        return replace(self._apply(episode, update, decision), is_new=True)
 
-    def _carry_out(self, episode: Episode, look: EpisodeUpdate, decision: NotifyDecision) -> AppliedDecision:
-        receivers = self._receivers_of(episode, look, decision)
-        after = advance_episode(episode, look, decision, receivers)
+    def _apply(self, episode: Episode, update: EpisodeUpdate, decision: NotifyDecision) -> AppliedDecision:
+        receivers = self._receivers_of(episode, update, decision)
+        after = advance_episode(episode, update, decision, receivers)
         deliveries: tuple[Delivery, ...] = ()
         if decision.notice is not None:
-            news = (*unreported_job_stops(episode.told, look), *look.successors)
+            related = (*unreported_job_stops(episode.notified, update), *update.successors)
             message = compose_message(
-                after, decision.notice, decision.reason, look.now, look.wall, self._external_url, news
+                after, decision.notice, decision.reason, update.now, update.wall, self._external_url, related
             )
-            deliveries = tuple(self._delivery(name, message, after, look.wall) for name in receivers)
+            deliveries = tuple(self._delivery(name, message, after, update.wall) for name in receivers)
             if decision.notice is NoticeKind.CLOSED:
                 deliveries = tuple(d for d in deliveries if self._receivers[d.receiver].send_resolved)
         if decision.closes:
             self._open.pop(after.key, None)
             self._closed.append(after)
-            if after.told is not None:
-                self._endings[after.key] = PreviousEpisode(look.now, after.reopenings)
+            if after.notified is not None:
+                self._previous[after.key] = PreviousEpisode(update.now, after.reopenings)
         else:
             self._open[after.key] = after
-        return AppliedDecision(after, decision, deliveries, learned=after.diagnosis != episode.diagnosis)
+        return AppliedDecision(after, decision, deliveries, has_new_diagnosis=after.diagnosis != episode.diagnosis)
 
-    def _receivers_of(self, episode: Episode, look: EpisodeUpdate, decision: NotifyDecision) -> tuple[str, ...]:
-        """Those it concerns now, and whoever was told before: they hear how it goes on."""
-        before = set() if episode.told is None else self._receivers.keys() & set(episode.told.receivers)
-        if decision.reason is NotifyReason.CONCERNS_MORE:
-            return look.newly_concerned
+    def _receivers_of(self, episode: Episode, update: EpisodeUpdate, decision: NotifyDecision) -> tuple[str, ...]:
+        """Receivers that the routes choose now, and those already notified, who must learn how it continues."""
+        notified = set() if episode.notified is None else self._receivers.keys() & set(episode.notified.receivers)
+        if decision.reason is NotifyReason.NEW_RECEIVERS:
+            return update.new_receivers
         if decision.notice is NoticeKind.DIAGNOSED:
-            return tuple(sorted(before))
-        if decision.reason is NotifyReason.FOLLOWED:
-            # Those who would have been told of it; where its own alert is routed to nobody, those who know its cause.
-            news = unreported_job_stops(episode.told, look)
-            return tuple(sorted(self._concerned_by(news) or before))
-        if decision.notice is NoticeKind.CLOSED or look.finding is None:
-            return tuple(sorted(before))
-        severity = effective_severity(look.finding, look.followers)
-        concerned = matching_receivers(look.finding, severity, self._routes, self._receivers)
-        return tuple(sorted(before | concerned | self._concerned_by(look.followers)))
+            return tuple(sorted(notified))
+        if decision.reason is NotifyReason.STOPPED_JOB:
+            # Whoever the inhibited alert is routed to. If it is routed to nobody, whoever knows about its cause.
+            job_stops = unreported_job_stops(episode.notified, update)
+            return tuple(sorted(self._receivers_for(job_stops) or notified))
+        if decision.notice is NoticeKind.CLOSED or update.finding is None:
+            return tuple(sorted(notified))
+        severity = effective_severity(update.finding, update.consequences)
+        routed = matching_receivers(update.finding, severity, self._routes, self._receivers)
+        return tuple(sorted(notified | routed | self._receivers_for(update.consequences)))
 
-    def _concerned_by(self, followers: Sequence[Finding]) -> frozenset[str]:
-        """Whoever would have been told of a consequence is told of its cause instead."""
-        concerned = (
-            matching_receivers(each, finding_severity(each), self._routes, self._receivers) for each in followers
+    def _receivers_for(self, consequences: Sequence[Finding]) -> frozenset[str]:
+        """Receivers that the inhibited findings are routed to: they are notified of the cause instead."""
+        routed = (
+            matching_receivers(each, finding_severity(each), self._routes, self._receivers) for each in consequences
         )
-        return frozenset[str]().union(*concerned)
+        return frozenset[str]().union(*routed)
 
-    def _delivery(self, name: str, message: AlertMessage, episode: Episode, wall: float) -> Delivery:
-        """Laid out now and never again: a message says what was true when it was written (alertmanager#2510)."""
-        assert episode.told is not None
-        slack = self._receivers[name].type == "slack"
+    def _delivery(self, receiver_name: str, message: AlertMessage, episode: Episode, wall: float) -> Delivery:
+        """Rendered once, here: a message that is delivered late must say what was true when it was written
+        (https://github.com/prometheus/alertmanager/issues/2510)."""
+        assert episode.notified is not None
+        receiver = find_receiver(self._receivers[receiver_name].type)
         return Delivery(
-            receiver=name,
-            key=f"{episode.id}-{episode.told.notices}",
+            receiver=receiver_name,
+            key=f"{episode.id}-{episode.notified.message_count}",
             episode_id=episode.id,
-            payload=slack_payload(message) if slack else webhook_payload(message, name),
+            payload=receiver.render(message, receiver_name),
             enqueued_wall_seconds=wall,
         )
 
-    def _save(self, steps: Sequence[AppliedDecision], now: float, wall: float, everything: bool = False) -> None:
-        """One commit of what changed and of the messages about it.
+    def _save(self, applied: Sequence[AppliedDecision], now: float, wall: float, everything: bool = False) -> None:
+        """One commit of the changed episodes and the messages about them.
 
-        Where the disk refuses, people are told all the same, and what could not be saved is tried again next time.
+        If the disk fails, messages are sent all the same, and what could not be saved is retried with the next commit:
+        a full disk on the control host must not hide a hung job.
         """
-        self._unsaved |= {step.episode.id: step.episode for step in steps if must_be_saved_now(step)}
+        self._unsaved |= {each.episode.id: each.episode for each in applied if must_be_saved_now(each)}
         if self._unsaved_deliveries:
-            waiting = {(delivery.receiver, delivery.key) for delivery in self._outbox.waiting()}
-            self._unsaved_deliveries = [d for d in self._unsaved_deliveries if (d.receiver, d.key) in waiting]
-        self._unsaved_deliveries += [delivery for step in steps for delivery in step.deliveries]
+            # What was delivered meanwhile needs no saving: a restart would send it again.
+            pending = {(delivery.receiver, delivery.key) for delivery in self._queue.pending()}
+            self._unsaved_deliveries = [d for d in self._unsaved_deliveries if (d.receiver, d.key) in pending]
+        self._unsaved_deliveries += [delivery for each in applied for delivery in each.deliveries]
         if everything or now - self._saved_seconds >= SAVE_EVERY_SECONDS:
             self._saved_seconds = now
             self._unsaved |= {episode.id: episode for episode in self._open.values()}
@@ -321,65 +313,91 @@ class AlertManager:
                 self._unsaved_deliveries.clear()
             if now - self._forgot_seconds >= FORGET_EVERY_SECONDS:
                 self._forgot_seconds = now
-                self._forget(now)
-            self.trouble = None
+                self._forget_old_episodes(now)
+            self.save_error = None
         except StateStoreError as error:
-            if self.trouble is None:
+            if self.save_error is None:
                 log.error("episodes and messages are not saved: %s", error)
-            self.trouble = str(error)
+            self.save_error = str(error)
 
-    def _forget(self, now: float) -> None:
-        """Old closings are of no use for telling a flap; what is on disk is pruned by the service's slow task."""
-        self._endings = {key: end for key, end in self._endings.items() if now - end.seconds < REOPEN_WINDOW_SECONDS}
+    def _forget_old_episodes(self, now: float) -> None:
+        """An old closing says nothing about flapping. Rows on disk are pruned by the daemon's maintenance task."""
+        self._previous = {
+            key: previous
+            for key, previous in self._previous.items()
+            if now - previous.closed_seconds < REOPEN_WINDOW_SECONDS
+        }
 
     def _load(self) -> None:
-        """Open episodes of an earlier process, on this one's clock. They must be seen again before they can close."""
+        """Open episodes of an earlier process, on this one's clock. They close only on evidence of recovery."""
         now, wall = self._clock.monotonic(), self._clock.wall()
         for row in self._store.open_episodes():
             episode = episode_from_row(row).shifted(now - wall, now)
-            self._open[episode.key] = replace(episode, settling=True, absent_seconds=None, absent_looks=0)
-        for row in self._store.closed_episodes(CLOSED_SHOWN):
+            self._open[episode.key] = replace(
+                episode, unseen_since_restart=True, absent_seconds=None, absent_evaluations=0
+            )
+        for row in self._store.closed_episodes(MAX_CLOSED_EPISODES_SHOWN):
             episode = episode_from_row(row)
             self._closed.append(episode)
             assert episode.closed_wall_seconds is not None
-            ended = now - max(0.0, wall - episode.closed_wall_seconds)
-            if episode.told is not None:
-                self._endings[episode.key] = PreviousEpisode(ended, episode.reopenings)
+            closed_seconds = now - max(0.0, wall - episode.closed_wall_seconds)
+            if episode.notified is not None:
+                self._previous[episode.key] = PreviousEpisode(closed_seconds, episode.reopenings)
 
-    def _close_unwatched(self, jobs: frozenset[str]) -> None:
+    def _close_removed_jobs(self, jobs: frozenset[str]) -> None:
         now, wall = self._clock.monotonic(), self._clock.wall()
-        steps = []
+        applied = []
         for episode in [episode for episode in self._open.values() if episode.finding.job not in jobs]:
-            look = EpisodeUpdate(finding=None, now=now, wall=wall)
-            notice = None if episode.told is None else NoticeKind.CLOSED
-            steps.append(self._carry_out(episode, look, NotifyDecision(NotifyReason.NOT_WATCHED, notice, closes=True)))
-        self._save(steps, now, wall)
-        self._outbox.enqueue([delivery for step in steps for delivery in step.deliveries])
+            update = EpisodeUpdate(finding=None, now=now, wall=wall)
+            notice = None if episode.notified is None else NoticeKind.CLOSED
+            applied.append(self._apply(episode, update, NotifyDecision(NotifyReason.JOB_REMOVED, notice, closes=True)))
+        self._save(applied, now, wall)
+        self._queue.enqueue([delivery for each in applied for delivery in each.deliveries])
         self._views = self._make_views()
 
     def _make_views(self) -> tuple[EpisodeView, ...]:
-        still = sorted(self._open.values(), key=lambda episode: (episode.opened_wall_seconds, episode.key))
-        return tuple(episode_view(episode) for episode in (*still, *reversed(self._closed)))
+        still_open = sorted(self._open.values(), key=lambda episode: (episode.opened_wall_seconds, episode.key))
+        return tuple(episode_view(episode) for episode in (*still_open, *reversed(self._closed)))
+
+
+def matching_receivers(
+    finding: Finding, severity: Severity, routes: Sequence[RouteSection], receivers: Iterable[str]
+) -> frozenset[str]:
+    """Names of the receivers with a matching route; all of them if no routes are configured."""
+    names = frozenset(receivers)
+    if not routes:
+        return names
+    return names & {route.receiver for route in routes if route_matches(route, finding, severity)}
+
+
+def route_matches(route: RouteSection, finding: Finding, severity: Severity) -> bool:
+    """An absent list matches everything. `severity` is the one to be reported, raised by consequences if any."""
+    return (
+        (not route.severities or severity in route.severities)
+        and (not route.alerts or finding.alert in route.alerts)
+        and (not route.jobs or finding.job in route.jobs)
+    )
 
 
 def still_inhibits(episode: Episode, now: float) -> bool:
-    """Whether an open episode may explain others while it is not seen itself.
+    """Whether an open episode whose finding is absent may still explain other findings.
 
-    Over a flicker it does. After a restart only the end of a job does: what else was true before may have gone, and
-    must hide nothing new; nor may what is kept open only because it comes and goes.
+    While it flickers, it may. After a restart, only a completed job may: anything else may have recovered meanwhile and
+    must hide nothing new. Nor may an episode that stays open only because it flaps.
     """
-    if episode.settling:
+    if episode.unseen_since_restart:
         return episode.finding.alert is AlertName.JOB_COMPLETED
     return episode.absent_seconds is None or now - episode.absent_seconds < CLEAR_SECONDS
 
 
-def must_be_saved_now(step: AppliedDecision) -> bool:
-    """Everything but the cost and the latest numbers, which are saved now and then."""
-    return step.decision.notice is not None or step.learned or step.decision.closes or step.is_new
+def must_be_saved_now(applied: AppliedDecision) -> bool:
+    """Everything except the latest cost and numbers, which are saved every SAVE_EVERY_SECONDS."""
+    decision = applied.decision
+    return decision.notice is not None or applied.has_new_diagnosis or decision.closes or applied.is_new
 
 
 def episode_to_row(episode: Episode, wall_minus_now: float) -> EpisodeRow:
-    """On disk all times are wall time: a monotonic clock ends with its process."""
+    """On disk all times are wall time: a monotonic clock is meaningless to the next process."""
     finding = episode.finding
     return EpisodeRow(
         id=episode.id,
@@ -388,16 +406,17 @@ def episode_to_row(episode: Episode, wall_minus_now: float) -> EpisodeRow:
         scope=finding.scope,
         opened_wall_seconds=episode.opened_wall_seconds,
         closed_wall_seconds=episode.closed_wall_seconds,
-        content=EPISODE_ADAPTER.dump_json(episode.shifted(wall_minus_now)),
+        content=EPISODE_ADAPTER.dump_json(episode.shifted(wall_minus_now), by_alias=True),
     )
 
 
 def episode_from_row(row: EpisodeRow) -> Episode:
+    """Raises StateStoreError if the row was not written by a compatible version."""
     try:
         return EPISODE_ADAPTER.validate_json(row.content)
     except ValidationError:
         raise StateStoreError(
-            f"episode {row.id} ({row.alert} of {row.job or 'the watcher'}) in the state file cannot be read: "
+            f"cannot read episode {row.id} ({row.alert} of {row.job or 'the watcher'}) in the state file: "
             "was it written by another version?"
         ) from None
 

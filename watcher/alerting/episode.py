@@ -1,22 +1,27 @@
-"""One alert from its opening to its closing, and how each look moves it on. Pure: time is an argument.
+"""One alert from opening to closing, and how each evaluation moves it on. Pure: the time is an argument.
 
-An episode is one run of one finding (job, alert, scope): it gets a new id each time it opens. `decisions.py` says
-whether to tell, of what was told last and what is true now; `advance` gives the episode after that decision.
+An episode is one continuous run of one finding (job, alert, scope); each time the alert opens again it gets a new id.
+`notify_policy.py` decides whether to send a message, from what receivers were last told and what is true now;
+`advance_episode` gives the episode after that decision.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
-from typing import Final
+from typing import Annotated, Final
+
+from pydantic import Field
 
 from wattwatch.watcher.detection.model import AlertName, Finding, Severity, Suspect
 from wattwatch.watcher.detection.trackers.recovery import RecoveryEvidence
 
-# Opened again within this time: the message says so.
+# An alert that fires again this soon after it closed is reported as a reopened one, and must stay absent for longer
+# before it closes again. Ten minutes cover a node that reboots; the figure was chosen, not measured.
 REOPEN_WINDOW_SECONDS: Final = 600.0
 
-# What stops a job. It is never kept quiet without a word: whoever was told of its cause is told that it follows.
+# Alerts that mean the job has stopped. One that is inhibited by a root cause is still named in a message about that
+# cause: nobody must learn from the bill that a job stood still.
 JOB_STOPPING: Final = frozenset({AlertName.JOB_HUNG, AlertName.JOB_CRASHED, AlertName.CHECKPOINT_STALLED})
 
 SEVERITY_RANK: Final = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
@@ -33,83 +38,89 @@ class NoticeKind(StrEnum):
 
 
 class NotifyReason(Enum):
-    """Why something was told, or was not. The value is a sentence for people."""
+    """Why a message was sent, or was not. The value is the sentence that people read."""
 
-    OPENED = "It is new."
-    OPENED_AGAIN = "It is back: it was over for less than ten minutes."
-    OUTLIVED_CAUSE = "Its cause is over and it remains."
-    CONFIRMED = "It was a suspicion before; now it is confirmed."
-    GRAVER = "It is more severe than when it was last told."
-    FOLLOWED = "Something critical follows from it since it was last told."
-    CONCERNS_MORE = "Something follows from it that concerns you."
-    DIAGNOSED = "It is known now who holds the job up."
-    LOOKED_INTO = "It was looked into, and nothing proves yet who holds the job up."
-    REMINDER_DUE = "It is still open."
-    CLEARED = "The condition is no longer there."
-    REPLACED = "It did not get better: another alert of the job has taken its place."
-    NOT_KNOWN = "It is not known any more: since the watcher has restarted, nothing was seen that says it is over."
-    JOB_ENDED = "The job has completed."
-    NOT_WATCHED = "The job is no longer in the configuration; nothing is known of its state."
-    UNCHANGED = "It was told and nothing changed."
-    SUPPRESSED = "A root cause that is told explains it."
-    CAUSE_JUST_OVER = "Its cause has just gone; it may go with it."
-    CLEAR_PENDING = "It was not seen in this look, which is too short a time to call it over."
-    SETTLING = "The watcher has restarted and has not yet seen that it is over."
-    CLEARED_UNTOLD = "It is over and nobody had been told of it."
-    NEVER_TRUE = "There is nothing and there was nothing."
-    ENDED_BEFORE = "It concerns a job that has completed."
+    OPENED = "New alert."
+    REOPENED = "It fires again less than 10 minutes after it was resolved."
+    OUTLIVED_CAUSE = "Its root cause is resolved, but this condition persists."
+    CONFIRMED = "It was suspected before and is now confirmed."
+    MORE_SEVERE = "It is more severe than in the last message."
+    STOPPED_JOB = "Since the last message, it has caused another critical alert."
+    NEW_RECEIVERS = "It has caused an alert that is routed to you."
+    DIAGNOSED = "The diagnosis is complete and conclusive."
+    DIAGNOSIS_INCONCLUSIVE = "The diagnosis is complete but not conclusive."
+    REMINDER_DUE = "Reminder: it is still firing."
+    CLEARED = "The condition has cleared."
+    REPLACED = "This is not a recovery: another alert of the job has replaced it."
+    STATE_UNKNOWN = (
+        "Its state is unknown: since the watcher restarted, it has seen neither the condition nor any sign of recovery."
+    )
+    JOB_COMPLETED = "The job has completed."
+    JOB_REMOVED = "The job was removed from the configuration; its state is unknown."
+    UNCHANGED = "It was already reported and nothing has changed."
+    INHIBITED = "It is explained by a root cause that is reported instead."
+    CAUSE_JUST_CLEARED = "Its root cause has just cleared, and it may clear as well."
+    CLEAR_PENDING = "It is absent, but not yet for long enough to count as resolved."
+    UNVERIFIED_AFTER_RESTART = "The watcher has restarted and has not yet seen any sign of recovery."
+    CLEARED_UNREPORTED = "It has cleared and was never reported."
+    NEVER_FIRED = "It is absent and no episode is open."
+    JOB_ALREADY_COMPLETED = "The job had already completed."
+
+
+# Episodes are stored as JSON in the state file. An alias is the key under which a field has been stored since the first
+# release: changing it would make a new version forget the open episodes of the old one.
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeDiagnosis:
-    """What was found out about an open episode, as people are told it."""
+    """What a capture found out about an open episode, as messages say it."""
 
-    words: str  # one sentence: who, where, in what
+    summary: Annotated[str, Field(alias="words")]  # one sentence: which rank, where, in which operation
     conclusive: bool
-    advice: str = ""  # what to do next, once this is known
+    advice: str = ""  # the next step, given this diagnosis
 
     def __str__(self) -> str:
-        return f"{self.words.rstrip('. ')} ({'conclusive' if self.conclusive else 'not proved'})"
+        return f"{self.summary.rstrip('. ')} ({'conclusive' if self.conclusive else 'not conclusive'})"
 
 
 @dataclass(frozen=True, slots=True)
 class NotifiedState:
-    """What the receivers know. None of it is taken back: an episode's severity only rises."""
+    """What the receivers know. Nothing is taken back while the episode is open: the reported severity only rises."""
 
-    notices: int  # messages so far; numbers them
-    seconds: float  # when the last one was enqueued
+    message_count: Annotated[int, Field(alias="notices")]  # also numbers the messages
+    last_message_seconds: Annotated[float, Field(alias="seconds")]  # when the last message was enqueued
     severity: Severity
     confirmed: bool
-    receivers: tuple[str, ...]  # who was told, and hears of the end
-    suspects: tuple[Suspect, ...]  # as in the last firing message: the closing one carries the same labels
-    followers: tuple[str, ...] = ()  # the grave ones that were named in any message
-    diagnosis: EpisodeDiagnosis | None = None  # as in the last message
-    diagnosed: bool = False  # a message of its own has told one: there is no second
+    receivers: tuple[str, ...]  # who has received any message, and so gets the closing one
+    suspects: tuple[Suspect, ...]  # of the last firing message: the closing one must carry the same labels
+    reported_consequences: Annotated[tuple[str, ...], Field(alias="followers")] = ()  # job-stopping, in any message
+    diagnosis: EpisodeDiagnosis | None = None  # in the last message
+    diagnosis_announced: Annotated[bool, Field(alias="diagnosed")] = False  # by a message of its own; at most one
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """Times in seconds of the clock that `decide` is given, unless they say wall."""
+    """One alert while it lasts. Seconds are of the clock that the notify policy is given, unless named wall."""
 
     id: str
-    finding: Finding  # as it was last seen
+    finding: Finding  # as last seen
     began_seconds: float  # when the condition began
     opened_wall_seconds: float
-    detection_seconds: float  # from the beginning of the condition to the opening
-    counted_seconds: float  # until when the cost is counted
+    detection_seconds: float  # from the beginning of the condition to the opening of the episode
+    cost_counted_until_seconds: Annotated[float, Field(alias="counted_seconds")]
     gpu_seconds_lost: float = 0.0
-    joules_lost: float = 0.0  # only of looks in which it was seen: less than the seconds tell, never more
-    severity: Severity = Severity.INFO  # the highest so far, of its own or of what follows from it
+    joules_lost: float = 0.0  # only of evaluations in which the finding was seen: a lower bound
+    severity: Severity = Severity.INFO  # the highest so far, its own or that of an alert it caused
     confirmed: bool = False
     suppressed_by: str | None = None
-    released_seconds: float | None = None  # when its root cause went; None while there is one or never was
-    absent_seconds: float | None = None  # since when it was not seen; None while it is seen
-    absent_looks: int = 0
-    settling: bool = False  # loaded after a restart and not seen since
-    reopenings: int = 0  # how often in a row it came back within AGAIN_SECONDS
-    followers: tuple[str, ...] = ()  # what it keeps quiet, in words
+    cause_cleared_seconds: Annotated[float | None, Field(alias="released_seconds")] = None  # None: has or had no cause
+    absent_seconds: float | None = None  # since when the finding is absent; None while it is present
+    absent_evaluations: Annotated[int, Field(alias="absent_looks")] = 0
+    unseen_since_restart: Annotated[bool, Field(alias="settling")] = False  # loaded from disk, not detected again yet
+    reopenings: int = 0  # how often in a row it fired again within REOPEN_WINDOW_SECONDS
+    inhibited: Annotated[tuple[str, ...], Field(alias="followers")] = ()  # labels of the alerts it inhibits
     diagnosis: EpisodeDiagnosis | None = None  # the newest
-    told: NotifiedState | None = None
+    notified: Annotated[NotifiedState | None, Field(alias="told")] = None
     closed_wall_seconds: float | None = None
 
     @property
@@ -118,12 +129,12 @@ class Episode:
 
     @property
     def advice(self) -> str:
-        """What to do next: of who holds the job up, once that is known, else of the finding."""
-        known = "" if self.diagnosis is None else self.diagnosis.advice
-        return known or self.finding.advice
+        """The next step: from the diagnosis if there is one, otherwise from the finding."""
+        from_diagnosis = "" if self.diagnosis is None else self.diagnosis.advice
+        return from_diagnosis or self.finding.advice
 
     def shifted(self, seconds: float, now: float = float("inf")) -> Episode:
-        """The same on another clock. No time may lie after `now`: wall clocks are set back sometimes."""
+        """The same episode on another clock. No time may lie after `now`: wall clocks are sometimes set back."""
 
         def shift(value: float) -> float:
             return min(value + seconds, now)
@@ -131,164 +142,183 @@ class Episode:
         def shift_or_none(value: float | None) -> float | None:
             return None if value is None else shift(value)
 
+        notified = self.notified
+        if notified is not None:
+            notified = replace(notified, last_message_seconds=shift(notified.last_message_seconds))
         return replace(
             self,
             began_seconds=shift(self.began_seconds),
-            counted_seconds=shift(self.counted_seconds),
-            released_seconds=shift_or_none(self.released_seconds),
+            cost_counted_until_seconds=shift(self.cost_counted_until_seconds),
+            cause_cleared_seconds=shift_or_none(self.cause_cleared_seconds),
             absent_seconds=shift_or_none(self.absent_seconds),
             finding=replace(self.finding, since_seconds=shift(self.finding.since_seconds)),
-            told=None if self.told is None else replace(self.told, seconds=shift(self.told.seconds)),
+            notified=notified,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousEpisode:
-    """When the same key closed last, told, and how often it had come back by then."""
+    """The last reported episode of the same key: when it closed, and how often it had reopened by then."""
 
-    seconds: float
+    closed_seconds: float
     reopenings: int
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeUpdate:
-    """What one evaluation says of one key. Only for jobs that were judged: no news is not good news."""
+    """What one evaluation says about one key. Made only for jobs that were evaluated: no data is not good news."""
 
-    finding: Finding | None  # None: judged, and not there
+    finding: Finding | None  # None: the job was evaluated and the finding is absent
     now: float
     wall: float
-    cause: str | None = None  # the root cause that explains it, in words
-    followers: tuple[Finding, ...] = ()  # what it explains: these lend it their severity
-    job_ended: bool = False
-    ending: PreviousEpisode | None = None  # of the last episode of the same key
-    witness: RecoveryEvidence | None = None  # what is positively seen of the job
-    successors: tuple[Finding, ...] = ()  # where it is not there: confirmed findings that have taken its place
-    diagnosis: EpisodeDiagnosis | None = None  # of the open episode, where one has come
-    newly_concerned: tuple[str, ...] = ()  # receivers not told yet, to whom its consequences would have been told
+    cause: str | None = None  # label of the root cause that explains it
+    consequences: tuple[Finding, ...] = ()  # findings it inhibits; they raise its severity to theirs
+    job_completed: bool = False
+    previous: PreviousEpisode | None = None
+    recovery: RecoveryEvidence | None = None  # positive evidence that the job runs
+    successors: tuple[Finding, ...] = ()  # if it is absent: confirmed findings that have replaced it
+    diagnosis: EpisodeDiagnosis | None = None  # of the open episode, if a capture has given one
+    new_receivers: tuple[str, ...] = ()  # not notified yet, although its consequences are routed to them
 
 
 @dataclass(frozen=True, slots=True)
 class NotifyDecision:
+    """Whether to send a message, and why. `notice` is None if none is sent."""
+
     reason: NotifyReason
     notice: NoticeKind | None = None
     closes: bool = False
 
 
 def finding_severity(finding: Finding) -> Severity:
-    """A suspicion is a warning at most, whatever it would be if it were confirmed."""
+    """The severity to report. A suspicion is at most a warning, whatever it would be once confirmed."""
     if not finding.confirmed and SEVERITY_RANK[finding.severity] > SEVERITY_RANK[Severity.WARNING]:
         return Severity.WARNING
     return finding.severity
 
 
-def effective_severity(finding: Finding, followers: tuple[Finding, ...] = ()) -> Severity:
-    """Its own, or the gravest of what it keeps quiet: a critical consequence is never hidden behind a warning."""
-    return max((finding_severity(each) for each in (finding, *followers)), key=SEVERITY_RANK.__getitem__)
+def effective_severity(finding: Finding, consequences: tuple[Finding, ...] = ()) -> Severity:
+    """The highest of a finding and what it inhibits: a warning must not hide a critical consequence."""
+    return max((finding_severity(each) for each in (finding, *consequences)), key=SEVERITY_RANK.__getitem__)
 
 
-def unreported_job_stops(told: NotifiedState | None, look: EpisodeUpdate) -> tuple[Finding, ...]:
-    """What is critical, follows from an episode, and was said in no message of it yet."""
-    named = () if told is None else told.followers
-    source = look.finding
-    # A silent node is critical when its job stands, and says so itself.
-    says_stop = (
+def unreported_job_stops(notified: NotifiedState | None, update: EpisodeUpdate) -> tuple[Finding, ...]:
+    """Critical job-stopping consequences that no message of this episode has named yet."""
+    reported = () if notified is None else notified.reported_consequences
+    source = update.finding
+    # A critical NodeUnreachable already says in its summary that the job has stopped; a hang adds nothing to that.
+    says_job_stopped = (
         source is not None
         and source.alert is AlertName.NODE_UNREACHABLE
         and finding_severity(source) is Severity.CRITICAL
     )
     return tuple(
         each
-        for each in look.followers
+        for each in update.consequences
         if each.alert in JOB_STOPPING
         and finding_severity(each) is Severity.CRITICAL
-        and finding_label(each) not in named
-        and not (says_stop and each.alert is not AlertName.JOB_CRASHED)
+        and finding_label(each) not in reported
+        and not (says_job_stopped and each.alert is not AlertName.JOB_CRASHED)
     )
 
 
-def is_reopening(look: EpisodeUpdate) -> bool:
-    """The same thing closed a short while ago."""
-    return look.ending is not None and look.now - look.ending.seconds < REOPEN_WINDOW_SECONDS
+def is_reopening(update: EpisodeUpdate) -> bool:
+    """Whether the previous episode of this key closed only a short while ago."""
+    return update.previous is not None and update.now - update.previous.closed_seconds < REOPEN_WINDOW_SECONDS
 
 
-def open_episode(identifier: str, look: EpisodeUpdate, finding: Finding) -> Episode:
-    """A new episode of this finding; the cost counts from when its condition began."""
-    began = min(finding.since_seconds, look.now)
+def open_episode(identifier: str, update: EpisodeUpdate, finding: Finding) -> Episode:
+    """A new episode of this finding. Its cost counts from when the condition began."""
+    began = min(finding.since_seconds, update.now)
     return Episode(
         id=identifier,
         finding=finding,
         began_seconds=began,
-        opened_wall_seconds=look.wall,
-        detection_seconds=look.now - began,
-        counted_seconds=began,
-        reopenings=look.ending.reopenings + 1 if look.ending is not None and is_reopening(look) else 0,
+        opened_wall_seconds=update.wall,
+        detection_seconds=update.now - began,
+        cost_counted_until_seconds=began,
+        reopenings=update.previous.reopenings + 1 if update.previous is not None and is_reopening(update) else 0,
     )
 
 
 def advance_episode(
-    episode: Episode, look: EpisodeUpdate, decision: NotifyDecision, receivers: tuple[str, ...] = ()
+    episode: Episode, update: EpisodeUpdate, decision: NotifyDecision, receivers: tuple[str, ...] = ()
 ) -> Episode:
-    """The episode after the look and the decision; `receivers` are those that this notice goes to."""
-    after = update_present(episode, look, look.finding) if look.finding is not None else update_absent(episode, look)
-    after = replace(after, diagnosis=look.diagnosis or episode.diagnosis)
+    """The episode after an evaluation and the decision about it. `receivers`: those that this message goes to."""
+    if update.finding is not None:
+        after = update_present(episode, update, update.finding)
+    else:
+        after = update_absent(episode, update)
+    after = replace(after, diagnosis=update.diagnosis or episode.diagnosis)
     if decision.notice is not None:
-        before = episode.told
+        before = episode.notified
         firing = decision.notice is not NoticeKind.CLOSED
+        reported = () if before is None else before.reported_consequences
         after = replace(
             after,
-            told=NotifiedState(
-                notices=1 if before is None else before.notices + 1,
-                seconds=look.now,
+            notified=NotifiedState(
+                message_count=1 if before is None else before.message_count + 1,
+                last_message_seconds=update.now,
                 severity=after.severity if firing or before is None else before.severity,
                 confirmed=after.confirmed if firing or before is None else before.confirmed,
                 receivers=tuple(sorted({*receivers, *(() if before is None else before.receivers)})),
                 suspects=after.finding.suspects if firing or before is None else before.suspects,
-                followers=(
-                    *(() if before is None else before.followers),
-                    *(finding_label(each) for each in unreported_job_stops(before, look)),
+                reported_consequences=(
+                    *reported,
+                    *(finding_label(each) for each in unreported_job_stops(before, update)),
                 ),
                 diagnosis=after.diagnosis,
-                diagnosed=decision.notice is NoticeKind.DIAGNOSED or (before is not None and before.diagnosed),
+                diagnosis_announced=decision.notice is NoticeKind.DIAGNOSED
+                or (before is not None and before.diagnosis_announced),
             ),
         )
     if decision.closes:
-        after = replace(after, closed_wall_seconds=look.wall)
+        after = replace(after, closed_wall_seconds=update.wall)
     return after
 
 
-def update_present(episode: Episode, look: EpisodeUpdate, finding: Finding) -> Episode:
-    """Still true: its cost goes on. A gap in which the job was not judged counts, as it is true on both sides of it."""
-    severity = effective_severity(finding, look.followers)
-    released = None
-    if look.cause is None and (episode.suppressed_by is not None or episode.released_seconds is not None):
-        released = look.now if episode.released_seconds is None else episode.released_seconds
+def update_present(episode: Episode, update: EpisodeUpdate, finding: Finding) -> Episode:
+    """The finding is still there, and its cost continues.
+
+    A gap in which the job was not evaluated counts as lost too: the condition held on both sides of it.
+    """
+    severity = effective_severity(finding, update.consequences)
+    cause_cleared = None
+    if update.cause is None and (episode.suppressed_by is not None or episode.cause_cleared_seconds is not None):
+        cause_cleared = update.now if episode.cause_cleared_seconds is None else episode.cause_cleared_seconds
+    uncounted_seconds = max(0.0, update.now - episode.cost_counted_until_seconds)
     return replace(
         episode,
         finding=finding,
-        gpu_seconds_lost=episode.gpu_seconds_lost + finding.gpus_idle * max(0.0, look.now - episode.counted_seconds),
+        gpu_seconds_lost=episode.gpu_seconds_lost + finding.gpus_idle * uncounted_seconds,
         joules_lost=episode.joules_lost + finding.idle_joules,
-        counted_seconds=max(look.now, episode.counted_seconds),
+        cost_counted_until_seconds=max(update.now, episode.cost_counted_until_seconds),
         severity=max(severity, episode.severity, key=SEVERITY_RANK.__getitem__),
         confirmed=episode.confirmed or finding.confirmed,
-        suppressed_by=look.cause,
-        released_seconds=released,
+        suppressed_by=update.cause,
+        cause_cleared_seconds=cause_cleared,
         absent_seconds=None,
-        absent_looks=0,
-        settling=False,
-        followers=tuple(finding_label(follower) for follower in look.followers),
+        absent_evaluations=0,
+        unseen_since_restart=False,
+        inhibited=tuple(finding_label(each) for each in update.consequences),
     )
 
 
-def update_absent(episode: Episode, look: EpisodeUpdate) -> Episode:
-    """Not there: that costs nothing, unless it is only that a restarted watcher has not seen it again yet."""
+def update_absent(episode: Episode, update: EpisodeUpdate) -> Episode:
+    """The finding is absent, which costs nothing.
+
+    Except after a restart: then absence may only mean that it was not detected again yet. The cost stays uncounted, so
+    that it includes this time if the finding comes back.
+    """
+    counted_until = episode.cost_counted_until_seconds
     return replace(
         episode,
-        counted_seconds=episode.counted_seconds if episode.settling else max(look.now, episode.counted_seconds),
-        absent_seconds=look.now if episode.absent_seconds is None else episode.absent_seconds,
-        absent_looks=episode.absent_looks + 1,
+        cost_counted_until_seconds=counted_until if episode.unseen_since_restart else max(update.now, counted_until),
+        absent_seconds=update.now if episode.absent_seconds is None else episode.absent_seconds,
+        absent_evaluations=episode.absent_evaluations + 1,
     )
 
 
 def finding_label(finding: Finding) -> str:
-    """ "NodeUnreachable node-02": how one finding is called where another one mentions it."""
+    """How messages mention a finding of another alert: "NodeUnreachable node-02"."""
     return f"{finding.alert.value} {finding.scope}".rstrip()

@@ -1,4 +1,8 @@
-"""Which finding is the root cause of which. Pure, and over all findings of one evaluation at once: no race."""
+"""Which finding is the root cause of which other one, so that one incident is one page.
+
+Pure, and computed over all findings of one evaluation at once. Alertmanager flushes the source and the target of an
+inhibition separately, so that they race (https://github.com/prometheus/alertmanager/issues/2229).
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,14 @@ from wattwatch.watcher.detection.model import AlertName, Finding
 
 EpisodeKey = tuple[str, str, str]
 
-# A lost node or board stops its job at the next exchange between ranks. A job that went on for longer than this went on
-# without it, and what stops it later is news: it must not be lost behind a cause that people have got used to.
+# A lost node or GPU stops its job at the next exchange between ranks. A job that continued for longer than this did so
+# without it, and whatever stops it later is news: it must not be hidden behind a cause that people already know.
+# Two minutes was chosen, not measured; it covers the longest step of a usual job.
 MAX_CONSEQUENCE_DELAY_SECONDS: Final = 120.0
 
 
 class InhibitionScope(StrEnum):
-    """How far from the cause's own scope its consequences go; see causes.toml."""
+    """How far from the scope of the cause its consequences may be; see alerts.toml."""
 
     WATCHER = "watcher"
     JOB = "job"
@@ -31,133 +36,135 @@ class InhibitionScope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InhibitionRule:
+    """One alert that can be the root cause of others."""
+
     alert: AlertName
-    reach: InhibitionScope
+    scope: InhibitionScope
     explains: frozenset[AlertName]
-    lends: bool
+    takes_severity: bool  # a consequence more severe than the cause raises the cause
 
 
 def read_inhibition_rules() -> tuple[InhibitionRule, ...]:
-    """causes.toml, strongest first. Nothing explains itself or what stands above it, so there is no circle.
+    """causes.toml, strongest cause first. No alert explains itself or one above it, so there can be no cycle.
 
-    A row without `explains` explains everything below it, and all alerts that have no row.
+    A row without `explains` explains every alert below it, including those that have no row.
     """
     table = tomllib.loads(resources.files("wattwatch.watcher.alerting").joinpath("causes.toml").read_text("utf-8"))
-    causes: list[InhibitionRule] = []
+    rules: list[InhibitionRule] = []
     for row in table["causes"]:
-        above = {cause.alert for cause in causes} | {AlertName(row["alert"])}
-        explains = frozenset(map(AlertName, row.get("explains", AlertName))) - above
-        causes.append(InhibitionRule(AlertName(row["alert"]), InhibitionScope(row["reach"]), explains, row["lends"]))
-    return tuple(causes)
+        alert = AlertName(row["alert"])
+        not_below = {rule.alert for rule in rules} | {alert}
+        explains = frozenset(map(AlertName, row.get("explains", AlertName))) - not_below
+        rules.append(InhibitionRule(alert, InhibitionScope(row["reach"]), explains, row["lends"]))
+    return tuple(rules)
 
 
 INHIBITION_RULES: Final = read_inhibition_rules()
+RULE_ORDER: Final = {rule.alert: position for position, rule in enumerate(INHIBITION_RULES)}
 NO_EARLIER_CAUSES: Final[Mapping[EpisodeKey, str]] = MappingProxyType({})
-RULE_ORDER: Final = {cause.alert: place for place, cause in enumerate(INHIBITION_RULES)}
 
 
 def cause_order(finding: Finding) -> int:
-    """Causes before consequences: in this order findings are told."""
+    """Sort key that puts causes before their consequences; messages are sent in this order."""
     return RULE_ORDER.get(finding.alert, len(RULE_ORDER))
 
 
 def root_causes(
-    findings: Iterable[Finding], explained_before: Mapping[EpisodeKey, str] = NO_EARLIER_CAUSES
+    findings: Iterable[Finding], earlier_causes: Mapping[EpisodeKey, str] = NO_EARLIER_CAUSES
 ) -> Mapping[EpisodeKey, Finding]:
-    """For each finding that another one explains, the one at the top: that one is told, and speaks for it.
+    """For each finding that another one explains, the finding at the top of the chain: the one that is reported.
 
-    `explained_before`: by what (`name_of`) those are explained that have been true without a break: they stay so.
+    `earlier_causes`: the label of the cause of each finding that has been inhibited without a break. Such a finding
+    keeps its cause even if a restarted detector now dates it outside MAX_CONSEQUENCE_DELAY_SECONDS.
     """
     active = sorted(findings, key=lambda finding: (cause_order(finding), finding.key))
-    of_job: dict[str, list[Finding]] = {}
+    by_job: dict[str, list[Finding]] = {}
     for finding in active:
-        of_job.setdefault(finding.job, []).append(finding)
+        by_job.setdefault(finding.job, []).append(finding)
     found: dict[EpisodeKey, Finding] = {}
     for source in active:
         if source.alert not in RULE_ORDER:
-            break
-        cause = INHIBITION_RULES[RULE_ORDER[source.alert]]
-        for target in active if cause.reach is InhibitionScope.WATCHER else of_job[source.job]:
-            if target.alert not in cause.explains or target.key in found:
+            break  # sorted: no finding after this one has a rule
+        rule = INHIBITION_RULES[RULE_ORDER[source.alert]]
+        for target in active if rule.scope is InhibitionScope.WATCHER else by_job[source.job]:
+            if target.alert not in rule.explains or target.key in found:
                 continue
-            in_time = began_in_time(target, source) or explained_before.get(target.key) == finding_label(source)
-            if in_time and can_explain(target, source, cause):
+            in_time = began_in_time(target, source) or earlier_causes.get(target.key) == finding_label(source)
+            if in_time and can_explain(target, source, rule):
                 found[target.key] = source
     return {key: follow_to_root(source, found) for key, source in found.items()}
 
 
 def follow_to_root(source: Finding, found: Mapping[EpisodeKey, Finding]) -> Finding:
-    """Causes only explain what stands below them in causes.toml, so this ends."""
+    """Terminates because a rule only explains alerts below it in the table."""
     while source.key in found:
         source = found[source.key]
     return source
 
 
-def can_explain(target: Finding, source: Finding, cause: InhibitionRule) -> bool:
-    """`source` is a finding of the kind `cause`, and `target` one of those it may explain."""
-    if not is_in_scope(target, source, cause.reach):
+def can_explain(target: Finding, source: Finding, rule: InhibitionRule) -> bool:
+    """Whether `source`, an alert of this rule, explains `target`, one of the alerts that the rule lists."""
+    if not is_in_scope(target, source, rule.scope):
         return False
-    if (
-        source.alert is AlertName.GPU_FAULT
-        and target.alert is AlertName.JOB_CRASHED
-        and not has_suspect_on_node(target, source)
-    ):
+    # A GPU fault kills the processes of its own node. A crash elsewhere has another cause.
+    is_crash = source.alert is AlertName.GPU_FAULT and target.alert is AlertName.JOB_CRASHED
+    if is_crash and not has_suspect_on_node(target, source):
         return False
-    # A suspicion never hides something graver than itself.
+    # A suspicion must not hide something more severe than itself.
     return source.confirmed or SEVERITY_RANK[finding_severity(target)] <= SEVERITY_RANK[finding_severity(source)]
 
 
-def find_successors(gone: Finding, found: Iterable[Finding]) -> tuple[Finding, ...]:
-    """What has taken the place of a finding that is not there: a crash ends a hang, and a hang hides that it was slow.
+def find_successors(absent: Finding, present: Iterable[Finding]) -> tuple[Finding, ...]:
+    """What has replaced a finding that is no longer there: a hang ends in a crash, a slow job hangs.
 
-    The detector names one state of a job at a time, so the one that goes did not get better. Nothing but its running
-    ends a crash.
+    The detector reports one state of a job at a time, so the absent finding has not recovered. A crash has no
+    successor: it ends only when the job runs again.
     """
-    if gone.alert is AlertName.JOB_CRASHED:
+    if absent.alert is AlertName.JOB_CRASHED:
         return ()
     return tuple(
         each
-        for each in found
-        if each.job == gone.job
+        for each in present
+        if each.job == absent.job
         and each.confirmed
         and each.alert in JOB_STOPPING
-        and each.alert is not gone.alert
-        and (gone.alert in JOB_STOPPING or gone.alert in INHIBITION_RULES[RULE_ORDER[each.alert]].explains)
+        and each.alert is not absent.alert
+        and (absent.alert in JOB_STOPPING or absent.alert in INHIBITION_RULES[RULE_ORDER[each.alert]].explains)
     )
 
 
 def began_in_time(target: Finding, source: Finding) -> bool:
-    """Whether it can be a consequence by its time. The end of a job is the end of all its troubles."""
+    """Whether `target` began early enough to be a consequence. The end of a job ends all its problems at any time."""
     if target.alert not in JOB_STOPPING or source.alert is AlertName.JOB_COMPLETED:
         return True
     return target.since_seconds - source.since_seconds <= MAX_CONSEQUENCE_DELAY_SECONDS
 
 
-def has_suspect_on_node(target: Finding, source: Finding) -> bool:
-    """Whether a process that is gone was on the node of the broken board; yes where nobody can say whose."""
-    node = source.scope.partition("/")[0]
-    return not target.suspects or any(suspect.node == node for suspect in target.suspects)
+def has_suspect_on_node(crash: Finding, gpu_fault: Finding) -> bool:
+    """Whether one of the processes that exited ran on the node of the faulty GPU. True if no process is known."""
+    node = gpu_fault.scope.partition("/")[0]
+    return not crash.suspects or any(suspect.node == node for suspect in crash.suspects)
 
 
-def is_in_scope(target: Finding, source: Finding, reach: InhibitionScope) -> bool:
-    if reach is InhibitionScope.WATCHER:
-        # Its other troubles, such as a full disk, have a scope of their own and make it no less able to see.
+def is_in_scope(target: Finding, source: Finding, scope: InhibitionScope) -> bool:
+    if scope is InhibitionScope.WATCHER:
+        # Other problems of the watcher, such as a full disk, have a scope, and do not keep it from reaching nodes.
         return not source.scope
     if target.job != source.job:
         return False
-    if reach is InhibitionScope.JOB:
+    if scope is InhibitionScope.JOB:
         return True
-    if reach is InhibitionScope.NODE and not target.scope:
+    if scope is InhibitionScope.NODE and not target.scope:
         return True
     return scope_contains(source.scope, target.scope) or scope_contains(target.scope, source.scope)
 
 
 def scope_contains(outer: str, inner: str) -> bool:
-    """A node contains itself and its boards; two boards of one node do not contain each other."""
+    """A node contains itself and its GPUs. Two GPUs of one node do not contain each other."""
     return inner == outer or inner.startswith(outer + "/")
 
 
 def takes_consequence_severity(source: Finding) -> bool:
-    """Whether what follows from it may raise it."""
-    place = RULE_ORDER.get(source.alert)
-    return place is not None and INHIBITION_RULES[place].lends
+    """Whether a more severe consequence raises the severity of this finding."""
+    position = RULE_ORDER.get(source.alert)
+    return position is not None and INHIBITION_RULES[position].takes_severity

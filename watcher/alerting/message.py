@@ -1,27 +1,18 @@
-"""What people read, in plain words, the same for every receiver. Pure: receivers only lay it out."""
+"""What people read about an alert, in words that are the same for every receiver. Pure: receivers only lay it out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from wattwatch.watcher.alerting.episode import Episode, NoticeKind, NotifyReason, finding_label
 from wattwatch.watcher.common.formatting import duration, format_energy, format_hours
 from wattwatch.watcher.detection.model import Finding, Severity, Suspect
 from wattwatch.watcher.detection.wasted_time import JOULES_PER_KWH
 
-HEADLINE: Final = {
-    NoticeKind.OPENED: "{severity}",
-    NoticeKind.RAISED: "RAISED to {severity}",
-    NoticeKind.DIAGNOSED: "DIAGNOSED",
-    NoticeKind.REMINDER: "STILL {severity}",
-    NoticeKind.CLOSED: "OVER",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class AlertMessage:
-    """One notice of one episode. Wall seconds are Unix time."""
+    """One message about one episode. Wall seconds are Unix time."""
 
     notice: NoticeKind
     title: str  # "CRITICAL JobHung llama-30b"
@@ -29,13 +20,13 @@ class AlertMessage:
     evidence: tuple[str, ...]
     suspects: tuple[Suspect, ...]
     advice: str
-    cost: str  # "4.3 GPU-hours lost so far"; "" where no board stands idle because of it
-    timing: str  # since when, or how long it was
-    reason: str  # why this is told now
-    diagnosis: str  # who holds the job up, and whether that is proved; "" where it is not known
-    followers: tuple[str, ...]  # what it keeps quiet
+    cost: str  # "4.3 GPU-hours lost so far ..."; "" if it keeps no GPU from working
+    timing: str  # when it started, or how long it lasted
+    reason: str  # why this message is sent now
+    diagnosis: str  # which rank blocks the job, and whether that is conclusive; "" if not known
+    inhibited: tuple[str, ...]  # labels of the alerts that it explains and that are not sent separately
     link: str | None
-    # The same for machines.
+    # The same facts for programs:
     episode_id: str
     alert: str
     job: str
@@ -48,22 +39,24 @@ class AlertMessage:
     closed_wall_seconds: float | None
 
     @property
-    def is_over(self) -> bool:
+    def is_closed(self) -> bool:
         return self.notice is NoticeKind.CLOSED
 
     @property
+    def inhibited_sentence(self) -> str:
+        return f"It also explains {', '.join(self.inhibited)}: no separate message is sent." if self.inhibited else ""
+
+    @property
     def text(self) -> str:
-        """All of it as plain text, the most important first: whoever cuts it cuts the end."""
+        """The whole message as plain text, most important first: a receiver that truncates loses the least."""
         lines = [self.title, self.summary]
         if self.diagnosis:
             lines.append("Diagnosis: " + self.diagnosis)
         if self.suspects:
             lines.append("Suspect: " + join_suspects(self.suspects))
         lines += [f"- {fact}" for fact in self.evidence]
-        lines += [line for line in (self.cost, self.timing, self.reason) if line]
-        if self.followers:
-            lines.append("Follows from it and is not told on its own: " + ", ".join(self.followers))
-        if self.advice and not self.is_over:
+        lines += [line for line in (self.cost, self.timing, self.reason, self.inhibited_sentence) if line]
+        if self.advice and not self.is_closed:
             lines.append("What to do: " + self.advice)
         if self.link:
             lines.append(self.link)
@@ -77,45 +70,62 @@ def compose_message(
     now: float,
     wall: float,
     external_url: str | None,
-    news: tuple[Finding, ...] = (),
+    related: tuple[Finding, ...] = (),
 ) -> AlertMessage:
-    """The message about this episode as it is after the decision (`Episode.told` is set).
+    """The message about an episode as it is after the decision (`Episode.notified` is set).
 
-    `news`: other findings that are the reason for it, told in this message and nowhere else.
+    `related`: other findings that are the reason for this message; it is the only one that names them.
     """
     finding = episode.finding
-    assert episode.told is not None
-    severity = episode.told.severity
-    headline = HEADLINE[notice].format(severity=severity.value.upper())
-    over = notice is NoticeKind.CLOSED
+    assert episode.notified is not None
+    severity = episode.notified.severity
+    is_closed = notice is NoticeKind.CLOSED
+    subject = f"{finding.alert.value} {message_subject(finding.job, finding.scope)}".rstrip()
     return AlertMessage(
         notice=notice,
-        title=f"{headline} {finding.alert.value} {message_subject(finding.job, finding.scope)}".rstrip(),
-        summary=finding.summary if episode.confirmed or over else f"{finding.summary} (not confirmed yet)",
+        title=f"{headline(notice, reason, severity)} {subject}",
+        summary=finding.summary if episode.confirmed or is_closed else f"{finding.summary} (unconfirmed)",
         evidence=finding.evidence,
-        suspects=episode.told.suspects,
+        suspects=episode.notified.suspects,
         advice=episode.advice,
-        cost=cost_sentence(episode, over),
-        timing=timing_sentence(episode, over, now),
-        reason=" ".join((reason.value, *(f"{finding_label(each)}: {each.summary}" for each in news))),
-        diagnosis="" if episode.told.diagnosis is None else str(episode.told.diagnosis),
-        followers=episode.followers,
+        cost=cost_sentence(episode, is_closed),
+        timing=timing_sentence(episode, is_closed, now),
+        reason=" ".join((reason.value, *(f"{finding_label(each)}: {each.summary}" for each in related))),
+        diagnosis="" if episode.notified.diagnosis is None else str(episode.notified.diagnosis),
+        inhibited=episode.inhibited,
         link=external_url,
         episode_id=episode.id,
         alert=finding.alert.value,
         job=finding.job,
         scope=finding.scope,
         severity=severity,
-        confirmed=episode.told.confirmed,
+        confirmed=episode.notified.confirmed,
         gpu_hours_lost=episode.gpu_seconds_lost / 3600,
         kilowatt_hours_lost=episode.joules_lost / JOULES_PER_KWH,
         opened_wall_seconds=episode.opened_wall_seconds,
-        closed_wall_seconds=wall if over else None,
+        closed_wall_seconds=wall if is_closed else None,
     )
 
 
+def headline(notice: NoticeKind, reason: NotifyReason, severity: Severity) -> str:
+    """The first words of the title."""
+    level = severity.value.upper()
+    if notice is NoticeKind.CLOSED:
+        # Closed without a recovery must not read like one.
+        return "RESOLVED" if reason in (NotifyReason.CLEARED, NotifyReason.JOB_COMPLETED) else "CLOSED"
+    if notice is NoticeKind.DIAGNOSED:
+        return "DIAGNOSED"
+    if notice is NoticeKind.REMINDER:
+        return f"STILL {level}"
+    if notice is NoticeKind.RAISED:
+        return {NotifyReason.MORE_SEVERE: f"RAISED to {level}", NotifyReason.CONFIRMED: f"CONFIRMED {level}"}.get(
+            reason, f"UPDATE {level}"
+        )
+    return level
+
+
 def message_subject(job: str, scope: str) -> str:
-    """The job and the place within it. An alert without a job is about the watcher itself."""
+    """The job, and the node or GPU within it. An alert without a job is about the watcher itself."""
     return " ".join(part for part in (job or "the watcher", scope) if part)
 
 
@@ -123,21 +133,21 @@ def join_suspects(suspects: tuple[Suspect, ...]) -> str:
     return ", ".join(str(suspect) for suspect in suspects)
 
 
-def cost_sentence(episode: Episode, over: bool) -> str:
+def cost_sentence(episode: Episode, is_closed: bool) -> str:
+    """GPU-hours and energy lost to this alert; "" if it keeps no GPU from working."""
     if episode.gpu_seconds_lost <= 0 and not episode.finding.gpus_idle:
         return ""
-    lost = f"{format_hours(episode.gpu_seconds_lost / 3600)} GPU-hours lost"
+    lost = f"{format_hours(episode.gpu_seconds_lost / 3600)} GPU-hours"
     if episode.joules_lost > 0:
-        drawn = format_energy(episode.joules_lost / JOULES_PER_KWH)
-        lost = f"{format_hours(episode.gpu_seconds_lost / 3600)} GPU-hours and {drawn} lost"
-    if over:
-        return f"{lost}."
-    boards = episode.finding.gpus_idle
-    return f"{lost} so far ({boards} GPU{'' if boards == 1 else 's'} without useful work)."
+        lost += f" and {format_energy(episode.joules_lost / JOULES_PER_KWH)}"
+    if is_closed:
+        return f"{lost} lost."
+    gpus = episode.finding.gpus_idle
+    return f"{lost} lost so far ({gpus} GPU{'' if gpus == 1 else 's'} doing no useful work)."
 
 
-def timing_sentence(episode: Episode, over: bool, now: float) -> str:
-    if over:
+def timing_sentence(episode: Episode, is_closed: bool, now: float) -> str:
+    if is_closed:
         end = now if episode.absent_seconds is None else episode.absent_seconds
         return f"It lasted {duration(end - episode.began_seconds)}."
     return f"It began {duration(now - episode.began_seconds)} ago."

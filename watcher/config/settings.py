@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from pydantic import (
@@ -225,11 +225,26 @@ class JobSection(Section):
         )
 
 
+# The receiver types, and what each one sends. A type is implemented by the module of the same name in
+# watcher/alerting/receivers/: to add one, write that module and add a line here.
+RECEIVER_TYPES: Final = {
+    "slack": "Slack incoming webhook",
+    "webhook": "any URL that accepts Alertmanager's webhook payload, version 4",
+}
+
+
 class ReceiverSection(Section):
     name: str = Field(description="named by routes", min_length=1)
-    type: Literal["slack", "webhook"] = Field(description="slack: incoming webhook; webhook: Alertmanager v4 payload")
+    type: str = Field(description="; ".join(f"{name}: {text}" for name, text in RECEIVER_TYPES.items()))
     url_file: Path = Field(strict=False, description="file whose first line is the URL")
     send_resolved: bool = Field(True, description="also tell when an episode closes")
+
+    @field_validator("type")
+    @classmethod
+    def type_is_known(cls, value: str) -> str:
+        if value not in RECEIVER_TYPES:
+            raise ValueError(f"expected {' or '.join(map(repr, RECEIVER_TYPES))}, got {value!r}")
+        return value
 
 
 class RouteSection(Section):

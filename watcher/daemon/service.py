@@ -57,7 +57,7 @@ def create_capture_scheduler(
         capture_evidence(plan, fleet.channels, directory, clock)
 
     def tell(episode_id: str, diagnosis: Diagnosis) -> None:
-        teller.diagnosed(episode_id, EpisodeDiagnosis(diagnosis.summary, diagnosis.conclusive, diagnosis.advice))
+        teller.add_diagnosis(episode_id, EpisodeDiagnosis(diagnosis.summary, diagnosis.conclusive, diagnosis.advice))
 
     allowed = {job.name: job.capture for job in config.jobs}
     return CaptureScheduler(
@@ -296,8 +296,8 @@ class Service:
             except Exception as error:  # noqa: BLE001 - as above
                 self._engine_failed(error)
             self._log_episodes(before, snapshot)
-        if snapshot is not before and self._teller.trouble is not None:
-            self._note_trouble("store", "The watcher cannot save its state.", self._teller.trouble, "Free disk space.")
+        if snapshot is not before and self._teller.save_error is not None:
+            self._note_trouble("store", "The watcher cannot save its state.", self._teller.save_error, "Free disk space.")
 
     def _log_episodes(self, before: Snapshot, now: Snapshot) -> None:
         """One line for each alert that opens, is raised or closes: for whoever looks at the terminal or the journal."""

@@ -1,4 +1,4 @@
-"""What the tests of telling start from: findings, a clock moved by hand, and a receiver that answers by script."""
+"""Shared by the alerting tests: findings, a clock moved by the test, and an HTTP receiver with scripted replies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from wattwatch.collectors.clock import Clock
 from wattwatch.watcher.config.settings import ReceiverSection
@@ -46,12 +46,12 @@ def finding(
     )
 
 
-def witness(*nodes: str, advancing: bool = False, job: str = "llama") -> RecoveryEvidence:
+def recovery(*nodes: str, advancing: bool = False, job: str = "llama") -> RecoveryEvidence:
     return RecoveryEvidence(job, advancing, frozenset(nodes))
 
 
 class ManualClock(Clock):
-    """Stands still until it is moved. Whoever waits on it looks again every few milliseconds."""
+    """Stands still until the test advances it. Code that waits on it polls every few milliseconds."""
 
     def __init__(self, seconds: float = 100.0) -> None:
         super().__init__()
@@ -86,21 +86,21 @@ class ReceivedPost:
 
 @dataclass(frozen=True)
 class ScriptedReply:
-    """What the receiver does with one post. `cut`: close the connection without a word."""
+    """How the receiver replies to one post. `cut`: close the connection without a response."""
 
     status: int = 200
     body: str = "ok"
     headers: Mapping[str, str] = field(default_factory=dict)
     cut: bool = False
-    before: Callable[[], None] | None = None  # runs when the post is in and nothing is answered yet
-    after: Callable[[], None] | None = None  # runs when the answer is out
+    before: Callable[[], None] | None = None  # runs when the post has arrived and no reply is sent yet
+    after: Callable[[], None] | None = None  # runs when the reply is sent
 
 
 OK = ScriptedReply()
 
 
 class FakeReceiver:
-    """A real HTTP server on loopback: answers as told, first reply first, then "ok" for ever."""
+    """A real HTTP server on loopback: sends the scripted replies in order, then "ok" forever."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.posts: list[ReceivedPost] = []
@@ -133,13 +133,13 @@ class FakeReceiver:
                     reply.after()
 
             def log_message(self, format: str, *args: object) -> None:
-                """pytest's screen is for tests."""
+                """Keep the request log out of pytest's output."""
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """A client that was killed in the middle is what some tests are about."""
+                """Ignore broken connections: some tests kill the client during a request."""
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self.port = int(self._server.server_address[1])
@@ -151,12 +151,12 @@ class FakeReceiver:
     def wait_for(self, count: int) -> list[ReceivedPost]:
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.posts) >= count, DEADLINE_SECONDS), (
-                f"{len(self.posts)} of {count} posts came"
+                f"only {len(self.posts)} of {count} posts arrived"
             )
             return list(self.posts)
 
     def arrives_soon(self, count: int) -> bool:
-        """For tests that move the clock while they wait."""
+        """Whether they arrive within a moment: for tests that advance the clock while they wait."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self.posts) >= count, 0.03)
 
@@ -187,7 +187,7 @@ def receiver(
     directory: Path,
     port: int,
     name: str = "webhook",
-    type: Literal["slack", "webhook"] = "webhook",
+    type: str = "webhook",
     send_resolved: bool = True,
 ) -> ReceiverSection:
     path = directory / f"{name}_url"
@@ -196,10 +196,10 @@ def receiver(
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Of things that happen after an answer was sent: no event of ours marks them."""
+    """For what happens after a reply was sent, which no event in the test marks."""
     pause = threading.Event()
     for _ in range(int(DEADLINE_SECONDS / 0.01)):
         if condition():
             return
         pause.wait(0.01)
-    raise AssertionError("it did not come about")
+    raise AssertionError("the condition did not become true in time")

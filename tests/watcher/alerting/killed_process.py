@@ -1,7 +1,8 @@
-"""Run by test_kill.py as a process of its own: tells one hang, and kills itself where it is told to.
+"""Started by test_kill.py as a separate process: reports one hang, and kills itself at the given step.
 
-python -m tests.watcher.alerting.killed_process DIRECTORY PORT STEP, with STEP one of before_commit, after_commit, before_settle,
-after_settle, never.
+python -m tests.watcher.alerting.killed_process DIRECTORY PORT STEP
+
+STEP is before_commit, after_commit, before_outcome, after_outcome or never.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from wattwatch.watcher.common.state_store import Delivery, EpisodeRow, StateStor
 
 
 class SelfKillingStore(StateStore):
-    """The real one, with a kill -9 of this process before or after one of its commits."""
+    """The real store, which sends kill -9 to this process before or after one of its commits."""
 
     step = "never"
 
@@ -29,9 +30,9 @@ class SelfKillingStore(StateStore):
         self.die("after_commit")
 
     def record_outcome(self, delivery: Delivery, outcome: str, wall_seconds: float) -> None:
-        self.die("before_settle")
+        self.die("before_outcome")
         super().record_outcome(delivery, outcome, wall_seconds)
-        self.die("after_settle")
+        self.die("after_outcome")
 
     def die(self, step: str) -> None:
         if step == self.step:
@@ -42,11 +43,11 @@ def main(directory: Path, port: int, step: str) -> None:
     clock = Clock()
     store = SelfKillingStore(directory / "state.db")
     store.step = step
-    teller = AlertManager(store, [receiver(directory, port)], (), clock)
-    teller.start()
-    teller.observe([finding(since=clock.monotonic())], frozenset({"", "llama"}), clock.monotonic(), clock.wall())
-    wait_until(lambda: teller.stats().waiting == 0)
-    teller.stop()
+    manager = AlertManager(store, [receiver(directory, port)], (), clock)
+    manager.start()
+    manager.observe([finding(since=clock.monotonic())], frozenset({"", "llama"}), clock.monotonic(), clock.wall())
+    wait_until(lambda: manager.stats().waiting == 0)
+    manager.stop()
     store.close()
 
 

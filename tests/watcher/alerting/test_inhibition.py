@@ -1,4 +1,4 @@
-"""What explains what: pairs of findings -> the one that is told."""
+"""Which finding explains which: pairs of findings, and the one that is reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wattwatch.watcher.alerting.inhibition import (
 from wattwatch.watcher.detection.model import AlertName, Finding, Suspect
 
 NODE_DOWN = finding(AlertName.NODE_UNREACHABLE, "node-02")
-BOARD_LOST = finding(AlertName.GPU_FAULT, "node-02/GPU-a")
+GPU_LOST = finding(AlertName.GPU_FAULT, "node-02/GPU-a")
 HUNG = finding(AlertName.JOB_HUNG)
 
 
@@ -23,21 +23,21 @@ HUNG = finding(AlertName.JOB_HUNG)
     [
         ("a lost node hangs its job", NODE_DOWN, HUNG, True),
         ("a lost node crashes its job", NODE_DOWN, finding(AlertName.JOB_CRASHED), True),
-        ("a lost node hides its boards", NODE_DOWN, BOARD_LOST, True),
+        ("a lost node hides its GPUs", NODE_DOWN, GPU_LOST, True),
         (
-            "a lost node is no reason for another node's board",
+            "a lost node does not explain a GPU of another node",
             NODE_DOWN,
             finding(AlertName.GPU_FAULT, "node-01/b"),
             False,
         ),
         ("node-02 is not node-021", NODE_DOWN, finding(AlertName.PROBE_BLIND, "node-021"), False),
         ("a lost node of another job", NODE_DOWN, finding(AlertName.JOB_HUNG, job="qwen"), False),
-        ("a lost node makes no loss infinite", NODE_DOWN, finding(AlertName.LOSS_NOT_FINITE), False),
-        ("a lost board crashes its job", BOARD_LOST, finding(AlertName.JOB_CRASHED), True),
-        ("a lost board blinds its node's probe", BOARD_LOST, finding(AlertName.PROBE_BLIND, "node-02"), True),
+        ("a lost node does not make the loss NaN", NODE_DOWN, finding(AlertName.LOSS_NOT_FINITE), False),
+        ("a lost GPU crashes its job", GPU_LOST, finding(AlertName.JOB_CRASHED), True),
+        ("a lost GPU blinds the probe of its node", GPU_LOST, finding(AlertName.PROBE_BLIND, "node-02"), True),
         (
-            "a lost board does not throttle its neighbour",
-            BOARD_LOST,
+            "a lost GPU does not throttle its neighbor",
+            GPU_LOST,
             finding(AlertName.GPU_THROTTLED, "node-02/b"),
             False,
         ),
@@ -47,45 +47,62 @@ HUNG = finding(AlertName.JOB_HUNG)
         ("a hang makes it slow", HUNG, finding(AlertName.JOB_SLOW), True),
         ("a hang and its straggler", HUNG, finding(AlertName.STRAGGLER, "node-01"), True),
         ("a starving job is slow", finding(AlertName.JOB_STARVING), finding(AlertName.JOB_SLOW), True),
-        ("a hot board makes it slow", finding(AlertName.GPU_THROTTLED, "node-02/a"), finding(AlertName.JOB_SLOW), True),
+        (
+            "a throttled GPU makes it slow",
+            finding(AlertName.GPU_THROTTLED, "node-02/a"),
+            finding(AlertName.JOB_SLOW),
+            True,
+        ),
         ("a slow job has a straggler", finding(AlertName.JOB_SLOW), finding(AlertName.STRAGGLER, "node-01"), True),
         ("completion ends everything of the job", finding(AlertName.JOB_COMPLETED), NODE_DOWN, True),
         ("completion of another job", finding(AlertName.JOB_COMPLETED, job="qwen"), NODE_DOWN, False),
-        ("a blind watcher knows nothing of nodes", finding(AlertName.WATCHER_DEGRADED, job=""), NODE_DOWN, True),
-        ("a job that is judged all the same", finding(AlertName.WATCHER_DEGRADED, job=""), HUNG, False),
-        ("a full disk silences no node", finding(AlertName.WATCHER_DEGRADED, "store", job=""), NODE_DOWN, False),
-        ("a hang two minutes after the node went", NODE_DOWN, finding(since=120.0), True),
-        ("a hang of a job that went on without the node", NODE_DOWN, finding(since=121.0), False),
-        ("a crash long after the board broke", BOARD_LOST, finding(AlertName.JOB_CRASHED, since=600.0), False),
-        ("a save long after the board broke", BOARD_LOST, finding(AlertName.CHECKPOINT_STALLED, since=600.0), False),
-        ("a slow job, however long after", BOARD_LOST, finding(AlertName.JOB_SLOW, since=6000.0), True),
-        ("a hang that began before the node went", NODE_DOWN, finding(since=-600.0), True),
+        ("a watcher without network cannot judge nodes", finding(AlertName.WATCHER_DEGRADED, job=""), NODE_DOWN, True),
+        ("a job that is still evaluated", finding(AlertName.WATCHER_DEGRADED, job=""), HUNG, False),
+        ("a full disk hides no node", finding(AlertName.WATCHER_DEGRADED, "store", job=""), NODE_DOWN, False),
+        ("a hang two minutes after the node was lost", NODE_DOWN, finding(since=120.0), True),
+        ("a hang of a job that had continued without the node", NODE_DOWN, finding(since=121.0), False),
+        ("a crash long after the GPU fault", GPU_LOST, finding(AlertName.JOB_CRASHED, since=600.0), False),
         (
-            "a process killed on the node of the broken board",
-            BOARD_LOST,
+            "a stalled save long after the GPU fault",
+            GPU_LOST,
+            finding(AlertName.CHECKPOINT_STALLED, since=600.0),
+            False,
+        ),
+        ("a slow job, however long after", GPU_LOST, finding(AlertName.JOB_SLOW, since=6000.0), True),
+        ("a hang that began before the node was lost", NODE_DOWN, finding(since=-600.0), True),
+        (
+            "a process killed on the node of the faulty GPU",
+            GPU_LOST,
             finding(AlertName.JOB_CRASHED, suspects=(Suspect("node-01", 3, 3), Suspect("node-02", 1, 9))),
             True,
         ),
         (
             "a process killed on another node",
-            BOARD_LOST,
+            GPU_LOST,
             finding(AlertName.JOB_CRASHED, suspects=(Suspect("node-01", 3, 3),)),
             False,
         ),
         ("the end of a job, hours later", finding(AlertName.JOB_COMPLETED), finding(since=9999.0), True),
-        ("two of a kind", NODE_DOWN, finding(AlertName.NODE_UNREACHABLE, "node-03"), False),
+        ("two of the same alert", NODE_DOWN, finding(AlertName.NODE_UNREACHABLE, "node-03"), False),
         ("a suspicion explains a warning", finding(confirmed=False), finding(AlertName.JOB_SLOW), True),
-        ("a suspicion hides nothing graver", finding(confirmed=False), finding(AlertName.CHECKPOINT_STALLED), False),
+        (
+            "a suspicion hides nothing more severe",
+            finding(confirmed=False),
+            finding(AlertName.CHECKPOINT_STALLED),
+            False,
+        ),
     ],
 )
-def test_pair(given: str, cause: Finding, target: Finding, explained: bool) -> None:
+def test_a_cause_explains_its_consequence_and_nothing_else(
+    given: str, cause: Finding, target: Finding, explained: bool
+) -> None:
     expected = {target.key: cause} if explained else {}
     assert root_causes([target, cause]) == expected, given
     assert root_causes([cause, target]) == expected, given
 
 
-def test_what_was_explained_stays_so_while_it_lasts() -> None:
-    """A restarted detector dates a hang anew; the one that is still the same one keeps its cause."""
+def test_an_inhibited_finding_keeps_its_cause_while_it_lasts() -> None:
+    """A restarted detector gives a hang a later start; if it is the same hang, it keeps its cause."""
     later = finding(since=600.0)
     assert root_causes([NODE_DOWN, later], {later.key: "NodeUnreachable node-02"}) == {later.key: NODE_DOWN}
     assert root_causes([NODE_DOWN, later], {later.key: "NodeUnreachable node-03"}) == {}
@@ -104,17 +121,19 @@ def test_what_was_explained_stays_so_while_it_lasts() -> None:
         ("a silent node, and a hang", NODE_DOWN, HUNG, False),
     ],
 )
-def test_successor(given: str, gone: Finding, there: Finding, replaced: bool) -> None:
+def test_a_finding_is_replaced_only_by_a_confirmed_stop_of_the_same_job(
+    given: str, gone: Finding, there: Finding, replaced: bool
+) -> None:
     assert find_successors(gone, [there]) == ((there,) if replaced else ()), given
 
 
-def test_a_chain_is_told_as_its_first_link() -> None:
+def test_a_chain_of_causes_is_reported_as_its_first_cause() -> None:
     chain = [finding(AlertName.STRAGGLER, "node-01"), finding(AlertName.CHECKPOINT_STALLED), HUNG, NODE_DOWN]
     assert set(root_causes(chain).values()) == {NODE_DOWN}
     assert len(root_causes(chain)) == 3
 
 
-def test_causes_only_explain_what_stands_below_them_so_that_no_circle_can_keep_all_quiet() -> None:
+def test_a_cause_explains_only_alerts_below_it_so_no_cycle_can_inhibit_everything() -> None:
     places = {cause.alert: place for place, cause in enumerate(INHIBITION_RULES)}
     everything = [finding(alert, scope) for alert in AlertName for scope in ("", "node-01", "node-01/a")]
     causes = root_causes(everything)
@@ -122,7 +141,7 @@ def test_causes_only_explain_what_stands_below_them_so_that_no_circle_can_keep_a
     assert any(each.key not in causes for each in everything)
 
 
-def test_completion_and_blindness_borrow_no_severity() -> None:
+def test_completion_and_watcher_problems_take_no_severity_from_their_consequences() -> None:
     assert takes_consequence_severity(NODE_DOWN)
     assert not takes_consequence_severity(finding(AlertName.JOB_COMPLETED))
     assert not takes_consequence_severity(finding(AlertName.WATCHER_DEGRADED, job=""))

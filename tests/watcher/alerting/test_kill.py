@@ -1,6 +1,6 @@
-"""kill -9 at each step of a delivery, then a restart: told at least once, and twice only under one key.
+"""kill -9 at each step of a delivery, then a restart: delivered at least once, and twice only under the same key.
 
-Alertmanager 0.25, killed and restarted the same way, delivers nothing of an alert that resolves meanwhile.
+Alertmanager 0.25, killed and restarted the same way, loses an alert that resolves meanwhile.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def run(directory: Path, hook: FakeReceiver, step: str) -> int:
 @pytest.mark.parametrize(
     ("step", "posts_before", "posts_in_all"),
     [
-        ("before_commit", 0, 1),  # nothing happened: the restarted watcher finds it anew
-        ("after_commit", 0, 1),  # on disk, never posted
-        ("before_settle", 1, 2),  # posted and answered, not recorded: posted again
-        ("after_settle", 1, 1),
+        ("before_commit", 0, 1),  # nothing saved: the restarted watcher detects it again
+        ("after_commit", 0, 1),  # on disk, not posted
+        ("before_outcome", 1, 2),  # posted and accepted, but the outcome is not saved: posted again
+        ("after_outcome", 1, 1),
     ],
 )
-def test_killed_at_a_commit(tmp_path: Path, step: str, posts_before: int, posts_in_all: int) -> None:
+def test_a_kill_at_any_commit_loses_no_message(tmp_path: Path, step: str, posts_before: int, posts_in_all: int) -> None:
     with fake_receiver() as hook:
         assert run(tmp_path, hook, step) == -signal.SIGKILL
         assert len(hook.posts) == posts_before
@@ -42,7 +42,7 @@ def test_killed_at_a_commit(tmp_path: Path, step: str, posts_before: int, posts_
         assert len({post.body for post in hook.posts}) == 1
 
 
-def test_killed_between_the_post_and_its_answer(tmp_path: Path) -> None:
+def test_a_kill_between_the_post_and_its_response_loses_no_message(tmp_path: Path) -> None:
     with fake_receiver() as hook:
         process: list[subprocess.Popen[bytes]] = []
         hook.replies = [ScriptedReply(before=lambda: os.kill(process[0].pid, signal.SIGKILL), cut=True)]

@@ -1,4 +1,4 @@
-"""What people read, and how Slack and webhooks lay it out."""
+"""What people read about an alert, and how Slack and webhooks lay it out."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ RANK_3 = (Suspect("node-01", gpu=3, rank=3),)
 def message(found: Finding | None = None, link: str | None = "http://watcher.example:9560") -> AlertMessage:
     """The opening message of a finding that began 95 s ago."""
     found = finding(suspects=RANK_3) if found is None else found
-    look = EpisodeUpdate(found, now=95.0, wall=WALL)
-    decision = decide_notification(None, look)
-    episode = advance_episode(open_episode("e1", look, found), look, decision, ("webhook",))
+    update = EpisodeUpdate(found, now=95.0, wall=WALL)
+    decision = decide_notification(None, update)
+    episode = advance_episode(open_episode("e1", update, found), update, decision, ("webhook",))
     return compose_message(episode, NoticeKind.OPENED, decision.reason, 95.0, WALL, link)
 
 
 def closing_message() -> AlertMessage:
-    look = EpisodeUpdate(finding(suspects=RANK_3), now=95.0, wall=WALL)
+    update = EpisodeUpdate(finding(suspects=RANK_3), now=95.0, wall=WALL)
     episode = advance_episode(
-        open_episode("e1", look, finding(suspects=RANK_3)), look, decide_notification(None, look), ("webhook",)
+        open_episode("e1", update, finding(suspects=RANK_3)), update, decide_notification(None, update), ("webhook",)
     )
     gone = EpisodeUpdate(None, now=120.0, wall=WALL + 25)
     closed = advance_episode(
@@ -71,30 +71,30 @@ def closing_message() -> AlertMessage:
     return compose_message(closed, NoticeKind.CLOSED, NotifyReason.CLEARED, 120.0, WALL + 25, None)
 
 
-def test_a_message_says_what_who_how_much_since_when_and_what_to_do() -> None:
+def test_a_message_has_verdict_suspect_evidence_cost_start_and_next_step() -> None:
     assert message().text.splitlines() == [
         "CRITICAL JobHung llama",
         "No step for 95 s; the usual pace is one in 9 s.",
         "Suspect: rank 3 on node-01 GPU 3",
         "- 15 boards at 190 W and 100 %",
         "- rank 3 at 0 %",
-        "0.42 GPU-hours lost so far (16 GPUs without useful work).",
+        "0.42 GPU-hours lost so far (16 GPUs doing no useful work).",
         "It began 1 min 35 s ago.",
-        "It is new.",
+        "New alert.",
         "What to do: Take stacks of rank 3 before you end the job.",
         "http://watcher.example:9560",
     ]
 
 
-def test_a_suspicion_is_a_warning_and_says_so() -> None:
+def test_a_suspicion_is_a_warning_marked_as_unconfirmed() -> None:
     suspicion = message(finding(confirmed=False))
     assert suspicion.title == "WARNING JobHung llama"
-    assert suspicion.summary.endswith("(not confirmed yet)")
+    assert suspicion.summary.endswith("(unconfirmed)")
 
 
-def test_the_closing_message_says_that_it_is_over_how_long_it_was_and_what_it_cost() -> None:
+def test_the_closing_message_says_how_long_it_lasted_and_what_it_cost() -> None:
     closed = closing_message()
-    assert closed.title == "OVER JobHung llama"
+    assert closed.title == "RESOLVED JobHung llama"
     assert "It lasted 2 min." in closed.text
     assert "0.42 GPU-hours lost." in closed.text
     assert "What to do" not in closed.text
@@ -117,7 +117,7 @@ def test_amounts_have_three_digits() -> None:
 
 
 def shape_of(value: object) -> object:
-    """Keys and types; the inner keys of labels and annotations are everybody's own."""
+    """Keys and types; the keys inside labels and annotations are free."""
     if isinstance(value, dict):
         free = all(isinstance(inner, str) for inner in value.values())
         return "strings" if free else {key: shape_of(inner) for key, inner in value.items()}
@@ -155,15 +155,15 @@ def test_webhook_group_key_is_alertmanagers() -> None:
     assert content["groupLabels"] == {"alertname": "JobHung", "train_job": 'a"b'}
 
 
-def test_webhook_labels_are_never_empty_and_name_nobody_where_several_are_suspected() -> None:
+def test_webhook_labels_are_never_empty_and_name_no_rank_if_there_are_several_suspects() -> None:
     labels = content_of(message(finding(suspects=(*RANK_3, Suspect("node-02", 1, 9)))))["commonLabels"]
     assert labels == {"alertname": "JobHung", "severity": "critical", "train_job": "llama"}
     labels = content_of(message(finding(AlertName.NODE_UNREACHABLE, "node-02")))["commonLabels"]
     assert labels["node"] == "node-02"
 
 
-def content_of(told: AlertMessage) -> Any:
-    return json.loads(webhook_payload(told, "all"))
+def content_of(sent: AlertMessage) -> Any:
+    return json.loads(webhook_payload(sent, "all"))
 
 
 def texts_of(block: dict[str, Any]) -> list[str]:
@@ -171,7 +171,7 @@ def texts_of(block: dict[str, Any]) -> list[str]:
 
 
 def check_slack(payload: bytes) -> dict[str, Any]:
-    """Every limit of Slack that we know of."""
+    """Assert every known limit of Slack; returns the decoded payload."""
     assert len(payload.decode()) <= MAX_CHARACTERS
     content: dict[str, Any] = orjson.loads(payload)
     assert content["text"]
@@ -184,7 +184,7 @@ def check_slack(payload: bytes) -> dict[str, Any]:
     return content
 
 
-def test_slack_message_says_the_same() -> None:
+def test_a_slack_message_has_the_same_content() -> None:
     content = check_slack(slack_payload(message()))
     blocks = "\n".join(text for block in content["blocks"] for text in texts_of(block))
     for words in ("CRITICAL JobHung llama", "rank 3 on node-01 GPU 3", "• rank 3 at 0 %", "0.42 GPU-hours", "stacks"):
@@ -192,7 +192,7 @@ def test_slack_message_says_the_same() -> None:
     assert content["text"].startswith("CRITICAL JobHung llama\n")
 
 
-def test_slack_never_pages_everybody_because_a_log_line_said_so() -> None:
+def test_a_log_line_cannot_make_slack_page_the_whole_channel() -> None:
     payload = slack_payload(message(finding(summary="<!channel> a & b")))
     check_slack(payload)
     assert b"<!channel>" not in payload
@@ -215,7 +215,7 @@ def test_slack_many_suspects_are_a_table_cut_between_rows() -> None:
     multiple=st.sampled_from((1, 50)),
     count=st.integers(0, 40),
 )
-def test_slack_limits_hold_whatever_is_said(text: str, lines: list[str], multiple: int, count: int) -> None:
+def test_slack_limits_hold_for_any_text(text: str, lines: list[str], multiple: int, count: int) -> None:
     suspects = tuple(Suspect(text or "n", None, rank) for rank in range(count))
     odd = replace(
         finding(suspects=suspects, job=text, scope=text, summary=text * multiple),
@@ -232,7 +232,7 @@ def test_slack_worst_case_of_json_escapes_still_fits() -> None:
     check_slack(slack_payload(message(nasty)))
 
 
-def test_text_that_is_no_unicode_still_goes_out() -> None:
+def test_text_that_is_not_valid_unicode_is_still_sent() -> None:
     broken = finding(summary="log says \udcff\x00\x1b[31m", job="\udcff")
     check_slack(slack_payload(message(broken)))
     assert content_of(message(broken))["status"] == "firing"
@@ -249,7 +249,7 @@ def test_text_that_is_no_unicode_still_goes_out() -> None:
         (408, {}, RetryLater(DeliveryFailure.SERVER_ERROR, "HTTP 408")),
     ],
 )
-def test_answers(status: int, headers: dict[str, str], meaning: object) -> None:
+def test_a_status_is_delivered_or_retried(status: int, headers: dict[str, str], meaning: object) -> None:
     assert classify_status(status, headers, WALL) == meaning
 
 
@@ -257,18 +257,18 @@ def test_answers(status: int, headers: dict[str, str], meaning: object) -> None:
     ("status", "failure"),
     [
         (301, DeliveryFailure.REDIRECTED),
-        (400, DeliveryFailure.REFUSED),
-        (401, DeliveryFailure.UNAUTHORISED),
-        (403, DeliveryFailure.UNAUTHORISED),
+        (400, DeliveryFailure.REJECTED),
+        (401, DeliveryFailure.UNAUTHORIZED),
+        (403, DeliveryFailure.UNAUTHORIZED),
         (404, DeliveryFailure.GONE),
         (410, DeliveryFailure.GONE),
-        (413, DeliveryFailure.REFUSED),
+        (413, DeliveryFailure.REJECTED),
     ],
 )
-def test_answers_that_no_repetition_changes(status: int, failure: DeliveryFailure) -> None:
-    answer = classify_status(status, {}, WALL)
-    assert isinstance(answer, GiveUp)
-    assert answer.failure is failure
+def test_a_status_that_no_retry_can_change_gives_up(status: int, failure: DeliveryFailure) -> None:
+    outcome = classify_status(status, {}, WALL)
+    assert isinstance(outcome, GiveUp)
+    assert outcome.failure is failure
 
 
 @pytest.mark.parametrize(
@@ -290,11 +290,11 @@ def test_retry_after(value: str | None, seconds: float | None) -> None:
     assert parse_retry_after(value, WALL) == seconds
 
 
-def test_slack_answers() -> None:
+def test_slack_responses_are_classified_by_their_body() -> None:
     assert classify_slack_response(200, {}, "ok", WALL) == Delivered()
     assert isinstance(classify_slack_response(200, {}, "<html>please log in</html>", WALL), RetryLater)
     assert classify_slack_response(400, {}, "invalid_token", WALL) == GiveUp(
-        DeliveryFailure.UNAUTHORISED, "Slack: invalid_token"
+        DeliveryFailure.UNAUTHORIZED, "Slack: invalid_token"
     )
     assert classify_slack_response(404, {}, "no_service", WALL) == GiveUp(DeliveryFailure.GONE, "Slack: no_service")
     throttled = classify_slack_response(429, {}, '{"retry_after":3,"ok":false,"error":"rate_limited"}', WALL)
@@ -303,22 +303,22 @@ def test_slack_answers() -> None:
     assert not is_layout_error(400, "invalid_token")
 
 
-def test_the_energy_that_was_seen_to_be_wasted_is_told_beside_the_hours() -> None:
+def test_wasted_energy_is_reported_beside_the_gpu_hours() -> None:
     found = finding(suspects=RANK_3)
-    look = EpisodeUpdate(replace(found, idle_joules=7.2e6), now=95.0, wall=WALL)
-    decision = decide_notification(None, look)
-    episode = advance_episode(open_episode("e1", look, found), look, decision, ("webhook",))
-    told = compose_message(episode, NoticeKind.OPENED, decision.reason, 95.0, WALL, None)
-    assert told.cost == "0.42 GPU-hours and 2.00 kWh lost so far (16 GPUs without useful work)."
-    (alert,) = orjson.loads(webhook_payload(told, "webhook"))["alerts"]
+    update = EpisodeUpdate(replace(found, idle_joules=7.2e6), now=95.0, wall=WALL)
+    decision = decide_notification(None, update)
+    episode = advance_episode(open_episode("e1", update, found), update, decision, ("webhook",))
+    sent = compose_message(episode, NoticeKind.OPENED, decision.reason, 95.0, WALL, None)
+    assert sent.cost == "0.42 GPU-hours and 2.00 kWh lost so far (16 GPUs doing no useful work)."
+    (alert,) = orjson.loads(webhook_payload(sent, "webhook"))["alerts"]
     assert alert["annotations"]["kilowatt_hours_lost"] == "2.000"
     after_a_gap = advance_episode(
-        episode, replace(look, finding=found, now=400.0), NotifyDecision(NotifyReason.UNCHANGED)
+        episode, replace(update, finding=found, now=400.0), NotifyDecision(NotifyReason.UNCHANGED)
     )
     assert after_a_gap.joules_lost == 7.2e6
 
 
-def test_a_diagnosis_stands_right_below_the_verdict() -> None:
+def test_a_diagnosis_follows_directly_after_the_summary() -> None:
     found = finding(suspects=RANK_3)
     proof = EpisodeDiagnosis("Rank 3 on node-01 is in barrier, 15 ranks wait in all_reduce.", conclusive=True)
     at = EpisodeUpdate(found, now=95.0, wall=WALL)
@@ -326,19 +326,19 @@ def test_a_diagnosis_stands_right_below_the_verdict() -> None:
     later = replace(at, now=99.0, diagnosis=proof)
     decision = decide_notification(episode, later)
     assert decision.notice is NoticeKind.DIAGNOSED
-    told = compose_message(
+    sent = compose_message(
         advance_episode(episode, later, decision, ("webhook",)), NoticeKind.DIAGNOSED, decision.reason, 99.0, WALL, None
     )
     words = "Rank 3 on node-01 is in barrier, 15 ranks wait in all_reduce (conclusive)"
-    assert told.title == "DIAGNOSED JobHung llama"
-    assert told.text.splitlines()[2] == f"Diagnosis: {words}"
-    slack = orjson.loads(slack_payload(told))
+    assert sent.title == "DIAGNOSED JobHung llama"
+    assert sent.text.splitlines()[2] == f"Diagnosis: {words}"
+    slack = orjson.loads(slack_payload(sent))
     assert slack["blocks"][2]["text"]["text"] == f"*Diagnosis:* {words}"
-    (alert,) = orjson.loads(webhook_payload(told, "webhook"))["alerts"]
+    (alert,) = orjson.loads(webhook_payload(sent, "webhook"))["alerts"]
     assert alert["annotations"]["diagnosis"] == words
 
 
-def test_what_to_do_is_the_next_step_of_the_diagnosis_once_there_is_one() -> None:
+def test_the_next_step_comes_from_the_diagnosis_once_there_is_one() -> None:
     found = finding(suspects=RANK_3)
     at = EpisodeUpdate(found, now=95.0, wall=WALL)
     episode = advance_episode(open_episode("e1", at, found), at, decide_notification(None, at), ("webhook",))
@@ -348,8 +348,8 @@ def test_what_to_do_is_the_next_step_of_the_diagnosis_once_there_is_one() -> Non
         at, now=99.0, diagnosis=EpisodeDiagnosis("Rank 3 is in barrier.", True, "Compare the two lines of code.")
     )
     after = advance_episode(episode, later, decide_notification(episode, later), ("webhook",))
-    told = compose_message(after, NoticeKind.DIAGNOSED, NotifyReason.DIAGNOSED, 99.0, WALL, None)
-    assert after.advice == told.advice == "Compare the two lines of code."
-    assert "*What to do:* Compare the two lines of code." in slack_payload(told).decode()
-    (alert,) = orjson.loads(webhook_payload(told, "webhook"))["alerts"]
+    sent = compose_message(after, NoticeKind.DIAGNOSED, NotifyReason.DIAGNOSED, 99.0, WALL, None)
+    assert after.advice == sent.advice == "Compare the two lines of code."
+    assert "*What to do:* Compare the two lines of code." in slack_payload(sent).decode()
+    (alert,) = orjson.loads(webhook_payload(sent, "webhook"))["alerts"]
     assert alert["annotations"]["advice"] == "Compare the two lines of code."

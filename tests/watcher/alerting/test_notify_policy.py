@@ -1,4 +1,4 @@
-"""The decision, branch by branch: what was told last and what is true now -> tell or not, and why."""
+"""The notify policy, branch by branch: from what was last reported and what is true now to a decision with reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.watcher.alerting.fakes import WALL, finding, witness
+from tests.watcher.alerting.fakes import WALL, finding, recovery
 from wattwatch.watcher.alerting.episode import (
     Episode,
     EpisodeDiagnosis,
@@ -20,14 +20,14 @@ from wattwatch.watcher.alerting.episode import (
     open_episode,
 )
 from wattwatch.watcher.alerting.notify_policy import (
-    CAUSE_GONE_GRACE_SECONDS,
+    CAUSE_CLEARED_GRACE_SECONDS,
     CLEAR_SECONDS,
     RESTART_GRACE_MAX_SECONDS,
     RESTART_GRACE_MIN_SECONDS,
     XID_HOLD_SECONDS,
     clear_seconds,
     decide_notification,
-    is_refuted,
+    has_recovered,
     restart_grace_seconds,
 )
 from wattwatch.watcher.detection.model import AlertName, Finding, Severity
@@ -35,204 +35,240 @@ from wattwatch.watcher.detection.trackers.recovery import RecoveryEvidence
 
 HUNG = finding()
 SUSPICION = finding(confirmed=False)
-TOLD = NotifiedState(1, 100.0, Severity.CRITICAL, True, ("webhook",), ())
+NOTIFIED = NotifiedState(1, 100.0, Severity.CRITICAL, True, ("webhook",), ())
 OPEN = replace(
     open_episode("e1", EpisodeUpdate(HUNG, 100.0, WALL), HUNG),
     severity=Severity.CRITICAL,
     confirmed=True,
-    told=TOLD,
-    counted_seconds=100.0,
+    notified=NOTIFIED,
+    cost_counted_until_seconds=100.0,
 )
-SUSPECTED = replace(OPEN, finding=SUSPICION, told=replace(TOLD, severity=Severity.WARNING, confirmed=False))
-QUIET = replace(OPEN, told=None, suppressed_by="NodeUnreachable node-02")
-GONE = replace(OPEN, absent_seconds=200.0, absent_looks=1)
+SUSPECTED = replace(OPEN, finding=SUSPICION, notified=replace(NOTIFIED, severity=Severity.WARNING, confirmed=False))
+INHIBITED_EPISODE = replace(OPEN, notified=None, suppressed_by="NodeUnreachable node-02")
+GONE = replace(OPEN, absent_seconds=200.0, absent_evaluations=1)
 PROOF = EpisodeDiagnosis("Rank 3 on node-01 is in barrier, 15 wait in all_reduce.", conclusive=True)
 HINT = EpisodeDiagnosis("All ranks wait in the same all_reduce.", conclusive=False)
-TOLD_PROOF = replace(OPEN, diagnosis=PROOF, told=replace(TOLD, diagnosis=PROOF, diagnosed=True))
-LOADED = replace(GONE, settling=True, absent_looks=9)
+ANNOUNCED_PROOF = replace(OPEN, diagnosis=PROOF, notified=replace(NOTIFIED, diagnosis=PROOF, diagnosis_announced=True))
+AFTER_RESTART = replace(GONE, unseen_since_restart=True, absent_evaluations=9)
 
 
-def look(found: Finding | None = HUNG, now: float = 200.0, **facts: Any) -> EpisodeUpdate:
+def update(found: Finding | None = HUNG, now: float = 200.0, **facts: Any) -> EpisodeUpdate:
     return EpisodeUpdate(finding=found, now=now, wall=WALL + now, **facts)
 
 
 @pytest.mark.parametrize(
     ("given", "episode", "at", "reason", "notice"),
     [
-        ("nothing, before or now", None, look(None), NotifyReason.NEVER_TRUE, None),
-        ("a first finding", None, look(), NotifyReason.OPENED, NoticeKind.OPENED),
-        ("a finding under a root cause", None, look(cause="NodeUnreachable n2"), NotifyReason.SUPPRESSED, None),
-        ("back after 40 s", None, look(ending=PreviousEpisode(160.0, 0)), NotifyReason.OPENED_AGAIN, NoticeKind.OPENED),
+        ("absent before and now", None, update(None), NotifyReason.NEVER_FIRED, None),
+        ("a first finding", None, update(), NotifyReason.OPENED, NoticeKind.OPENED),
+        ("a finding with a root cause", None, update(cause="NodeUnreachable n2"), NotifyReason.INHIBITED, None),
+        ("back after 40 s", None, update(previous=PreviousEpisode(160.0, 0)), NotifyReason.REOPENED, NoticeKind.OPENED),
         (
             "back after an hour",
             None,
-            look(now=3760.0, ending=PreviousEpisode(160.0, 0)),
+            update(now=3760.0, previous=PreviousEpisode(160.0, 0)),
             NotifyReason.OPENED,
             NoticeKind.OPENED,
         ),
-        ("found after the job's end", None, look(job_ended=True), NotifyReason.ENDED_BEFORE, None),
-        ("told and unchanged", OPEN, look(), NotifyReason.UNCHANGED, None),
-        ("told, and now a cause is known", OPEN, look(cause="NodeUnreachable n2"), NotifyReason.SUPPRESSED, None),
-        ("a suspicion that stays one", SUSPECTED, look(SUSPICION), NotifyReason.UNCHANGED, None),
-        ("a suspicion that progress confirms", SUSPECTED, look(), NotifyReason.CONFIRMED, NoticeKind.RAISED),
-        ("confirmed, and only suspected again", OPEN, look(SUSPICION), NotifyReason.UNCHANGED, None),
+        ("found after the job's end", None, update(job_completed=True), NotifyReason.JOB_ALREADY_COMPLETED, None),
+        ("reported and unchanged", OPEN, update(), NotifyReason.UNCHANGED, None),
+        ("reported, and now a cause is known", OPEN, update(cause="NodeUnreachable n2"), NotifyReason.INHIBITED, None),
+        ("a suspicion that stays one", SUSPECTED, update(SUSPICION), NotifyReason.UNCHANGED, None),
+        ("a suspicion that progress confirms", SUSPECTED, update(), NotifyReason.CONFIRMED, NoticeKind.RAISED),
+        ("confirmed, then only suspected again", OPEN, update(SUSPICION), NotifyReason.UNCHANGED, None),
         (
-            "a warning from which something critical follows",
-            replace(OPEN, told=replace(TOLD, severity=Severity.WARNING)),
-            look(finding(AlertName.NODE_UNREACHABLE), followers=(HUNG,)),
-            NotifyReason.GRAVER,
+            "a warning that causes a critical alert",
+            replace(OPEN, notified=replace(NOTIFIED, severity=Severity.WARNING)),
+            update(finding(AlertName.NODE_UNREACHABLE), consequences=(HUNG,)),
+            NotifyReason.MORE_SEVERE,
             NoticeKind.RAISED,
         ),
         (
-            "a warning from which a suspicion follows",
-            replace(OPEN, told=replace(TOLD, severity=Severity.WARNING)),
-            look(finding(AlertName.NODE_UNREACHABLE), followers=(SUSPICION,)),
+            "a warning that causes a suspicion",
+            replace(OPEN, notified=replace(NOTIFIED, severity=Severity.WARNING)),
+            update(finding(AlertName.NODE_UNREACHABLE), consequences=(SUSPICION,)),
             NotifyReason.UNCHANGED,
             None,
         ),
         (
-            "something critical follows from what is critical",
+            "a critical alert causes another one",
             OPEN,
-            look(finding(AlertName.GPU_FAULT, "n2/a"), followers=(HUNG,)),
-            NotifyReason.FOLLOWED,
+            update(finding(AlertName.GPU_FAULT, "n2/a"), consequences=(HUNG,)),
+            NotifyReason.STOPPED_JOB,
             NoticeKind.RAISED,
         ),
         (
-            "the same follows still",
-            replace(OPEN, told=replace(TOLD, followers=("JobHung",))),
-            look(finding(AlertName.GPU_FAULT, "n2/a"), followers=(HUNG,)),
+            "the consequence was already reported",
+            replace(OPEN, notified=replace(NOTIFIED, reported_consequences=("JobHung",))),
+            update(finding(AlertName.GPU_FAULT, "n2/a"), consequences=(HUNG,)),
             NotifyReason.UNCHANGED,
             None,
         ),
         (
-            "a suspicion follows from what is critical",
+            "a critical alert causes a suspicion",
             OPEN,
-            look(finding(AlertName.GPU_FAULT, "n2/a"), followers=(SUSPICION,)),
+            update(finding(AlertName.GPU_FAULT, "n2/a"), consequences=(SUSPICION,)),
             NotifyReason.UNCHANGED,
             None,
         ),
         (
-            "somebody else is concerned now",
+            "its consequence is routed to another receiver",
             OPEN,
-            look(newly_concerned=("pager",)),
-            NotifyReason.CONCERNS_MORE,
+            update(new_receivers=("pager",)),
+            NotifyReason.NEW_RECEIVERS,
             NoticeKind.RAISED,
         ),
-        ("a diagnosis has come", OPEN, look(diagnosis=PROOF), NotifyReason.DIAGNOSED, NoticeKind.DIAGNOSED),
-        ("a diagnosis that proves nothing", OPEN, look(diagnosis=HINT), NotifyReason.LOOKED_INTO, NoticeKind.DIAGNOSED),
-        ("the same diagnosis still", TOLD_PROOF, look(diagnosis=PROOF), NotifyReason.UNCHANGED, None),
-        ("a second diagnosis", TOLD_PROOF, look(diagnosis=HINT), NotifyReason.UNCHANGED, None),
+        ("a diagnosis has arrived", OPEN, update(diagnosis=PROOF), NotifyReason.DIAGNOSED, NoticeKind.DIAGNOSED),
         (
-            "a proof of a suspicion",
+            "an inconclusive diagnosis",
+            OPEN,
+            update(diagnosis=HINT),
+            NotifyReason.DIAGNOSIS_INCONCLUSIVE,
+            NoticeKind.DIAGNOSED,
+        ),
+        ("the same diagnosis still", ANNOUNCED_PROOF, update(diagnosis=PROOF), NotifyReason.UNCHANGED, None),
+        ("a second diagnosis", ANNOUNCED_PROOF, update(diagnosis=HINT), NotifyReason.UNCHANGED, None),
+        (
+            "a conclusive diagnosis of a suspicion",
             SUSPECTED,
-            look(SUSPICION, diagnosis=PROOF),
+            update(SUSPICION, diagnosis=PROOF),
             NotifyReason.DIAGNOSED,
             NoticeKind.DIAGNOSED,
         ),
-        ("a suspicion, and nothing proved", SUSPECTED, look(SUSPICION, diagnosis=HINT), NotifyReason.UNCHANGED, None),
+        (
+            "an inconclusive diagnosis of a suspicion",
+            SUSPECTED,
+            update(SUSPICION, diagnosis=HINT),
+            NotifyReason.UNCHANGED,
+            None,
+        ),
         (
             "confirmed as its diagnosis comes",
             SUSPECTED,
-            look(diagnosis=PROOF),
+            update(diagnosis=PROOF),
             NotifyReason.CONFIRMED,
             NoticeKind.RAISED,
         ),
         (
-            "the diagnosis that its last message has told",
-            replace(OPEN, told=replace(TOLD, diagnosis=HINT)),
-            look(diagnosis=HINT),
+            "the diagnosis of the last message",
+            replace(OPEN, notified=replace(NOTIFIED, diagnosis=HINT)),
+            update(diagnosis=HINT),
             NotifyReason.UNCHANGED,
             None,
         ),
         (
-            "a proof after a message that told of none",
-            replace(OPEN, told=replace(TOLD, diagnosis=HINT)),
-            look(diagnosis=PROOF),
+            "a conclusive diagnosis after an inconclusive one",
+            replace(OPEN, notified=replace(NOTIFIED, diagnosis=HINT)),
+            update(diagnosis=PROOF),
             NotifyReason.DIAGNOSED,
             NoticeKind.DIAGNOSED,
         ),
         (
-            "diagnosed under a root cause",
-            QUIET,
-            look(diagnosis=PROOF, cause="GpuFault n2"),
-            NotifyReason.SUPPRESSED,
+            "diagnosed while inhibited",
+            INHIBITED_EPISODE,
+            update(diagnosis=PROOF, cause="GpuFault n2"),
+            NotifyReason.INHIBITED,
             None,
         ),
-        ("diagnosed as it goes", GONE, look(None, diagnosis=PROOF), NotifyReason.CLEAR_PENDING, None),
-        ("quiet, its cause gone a moment ago", QUIET, look(), NotifyReason.CAUSE_JUST_OVER, None),
+        ("diagnosed as it clears", GONE, update(None, diagnosis=PROOF), NotifyReason.CLEAR_PENDING, None),
         (
-            "quiet, and it outlived its cause",
-            replace(QUIET, released_seconds=200 - CAUSE_GONE_GRACE_SECONDS),
-            look(),
+            "inhibited, its cause cleared a moment ago",
+            INHIBITED_EPISODE,
+            update(),
+            NotifyReason.CAUSE_JUST_CLEARED,
+            None,
+        ),
+        (
+            "inhibited, and it outlived its cause",
+            replace(INHIBITED_EPISODE, cause_cleared_seconds=200 - CAUSE_CLEARED_GRACE_SECONDS),
+            update(),
             NotifyReason.OUTLIVED_CAUSE,
             NoticeKind.OPENED,
         ),
-        ("one look without it", OPEN, look(None), NotifyReason.CLEAR_PENDING, None),
+        ("absent once", OPEN, update(None), NotifyReason.CLEAR_PENDING, None),
         (
-            "two looks within a moment",
+            "absent twice within a moment",
             GONE,
-            look(None, now=200.0 + CLEAR_SECONDS / 2),
+            update(None, now=200.0 + CLEAR_SECONDS / 2),
             NotifyReason.CLEAR_PENDING,
             None,
         ),
-        ("one look, long after", OPEN, look(None, now=900.0), NotifyReason.CLEAR_PENDING, None),
-        ("missing long enough", GONE, look(None, now=200.0 + CLEAR_SECONDS), NotifyReason.CLEARED, NoticeKind.CLOSED),
-        ("back after one look", GONE, look(), NotifyReason.UNCHANGED, None),
+        ("absent once, long after", OPEN, update(None, now=900.0), NotifyReason.CLEAR_PENDING, None),
         (
-            "missing, and nobody had been told",
-            replace(QUIET, absent_seconds=100.0, absent_looks=5),
-            look(None),
-            NotifyReason.CLEARED_UNTOLD,
+            "absent for long enough",
+            GONE,
+            update(None, now=200.0 + CLEAR_SECONDS),
+            NotifyReason.CLEARED,
+            NoticeKind.CLOSED,
+        ),
+        ("present again after one absence", GONE, update(), NotifyReason.UNCHANGED, None),
+        (
+            "absent, and never reported",
+            replace(INHIBITED_EPISODE, absent_seconds=100.0, absent_evaluations=5),
+            update(None),
+            NotifyReason.CLEARED_UNREPORTED,
             None,
         ),
-        ("the job completes", OPEN, look(None, job_ended=True), NotifyReason.JOB_ENDED, NoticeKind.CLOSED),
-        ("the job completes while it is true", OPEN, look(job_ended=True), NotifyReason.JOB_ENDED, NoticeKind.CLOSED),
-        ("the job completes, untold", QUIET, look(job_ended=True), NotifyReason.CLEARED_UNTOLD, None),
+        ("the job completes", OPEN, update(None, job_completed=True), NotifyReason.JOB_COMPLETED, NoticeKind.CLOSED),
+        (
+            "the job completes while it is firing",
+            OPEN,
+            update(job_completed=True),
+            NotifyReason.JOB_COMPLETED,
+            NoticeKind.CLOSED,
+        ),
+        (
+            "the job completes, never reported",
+            INHIBITED_EPISODE,
+            update(job_completed=True),
+            NotifyReason.CLEARED_UNREPORTED,
+            None,
+        ),
         (
             "the completion itself",
             None,
-            look(finding(AlertName.JOB_COMPLETED), job_ended=True),
+            update(finding(AlertName.JOB_COMPLETED), job_completed=True),
             NotifyReason.OPENED,
             NoticeKind.OPENED,
         ),
         (
-            "missing after a restart, and nobody saw it end",
-            LOADED,
-            look(None, now=199.0 + RESTART_GRACE_MAX_SECONDS, witness=witness("node-01", "node-02")),
-            NotifyReason.SETTLING,
+            "absent after a restart, no evidence of recovery",
+            AFTER_RESTART,
+            update(None, now=199.0 + RESTART_GRACE_MAX_SECONDS, recovery=recovery("node-01", "node-02")),
+            NotifyReason.UNVERIFIED_AFTER_RESTART,
             None,
         ),
         (
-            "missing after a restart for half an hour",
-            LOADED,
-            look(None, now=200.0 + RESTART_GRACE_MAX_SECONDS, witness=witness("node-01", "node-02")),
-            NotifyReason.NOT_KNOWN,
+            "absent after a restart for half an hour",
+            AFTER_RESTART,
+            update(None, now=200.0 + RESTART_GRACE_MAX_SECONDS, recovery=recovery("node-01", "node-02")),
+            NotifyReason.STATE_UNKNOWN,
             NoticeKind.CLOSED,
         ),
         (
-            "missing after a restart, and steps advance",
-            LOADED,
-            look(None, now=203.0, witness=witness(advancing=True)),
+            "absent after a restart, and steps advance",
+            AFTER_RESTART,
+            update(None, now=203.0, recovery=recovery(advancing=True)),
             NotifyReason.CLEARED,
             NoticeKind.CLOSED,
         ),
         (
             "a hang that has become a crash",
             GONE,
-            look(None, now=203.0, successors=(finding(AlertName.JOB_CRASHED),)),
+            update(None, now=203.0, successors=(finding(AlertName.JOB_CRASHED),)),
             NotifyReason.REPLACED,
             NoticeKind.CLOSED,
         ),
         (
-            "a hang that has become a crash while the watcher was away",
-            LOADED,
-            look(None, now=203.0, successors=(finding(AlertName.JOB_CRASHED),)),
+            "a hang that became a crash while the watcher was stopped",
+            AFTER_RESTART,
+            update(None, now=203.0, successors=(finding(AlertName.JOB_CRASHED),)),
             NotifyReason.REPLACED,
             NoticeKind.CLOSED,
         ),
     ],
 )
-def test_decision(
+def test_each_case_is_decided_with_its_reason(
     given: str, episode: Episode | None, at: EpisodeUpdate, reason: NotifyReason, notice: NoticeKind | None
 ) -> None:
     decision = decide_notification(episode, at)
@@ -243,97 +279,123 @@ def test_every_reason_is_a_sentence() -> None:
     assert all(reason.value.endswith(".") and reason.value[0].isupper() for reason in NotifyReason)
 
 
-def test_a_reminder_comes_only_where_it_is_configured_and_when_it_is_due() -> None:
-    assert decide_notification(OPEN, look(now=100.0 + 7200), None).notice is None
-    assert decide_notification(OPEN, look(now=100.0 + 7199), 7200).notice is None
-    assert decide_notification(OPEN, look(now=100.0 + 7200), 7200).notice is NoticeKind.REMINDER
-    assert decide_notification(OPEN, look(now=100.0 + 7200, cause="NodeUnreachable n2"), 7200).notice is None
+def test_a_reminder_is_sent_only_if_configured_and_due() -> None:
+    assert decide_notification(OPEN, update(now=100.0 + 7200), None).notice is None
+    assert decide_notification(OPEN, update(now=100.0 + 7199), 7200).notice is None
+    assert decide_notification(OPEN, update(now=100.0 + 7200), 7200).notice is NoticeKind.REMINDER
+    assert decide_notification(OPEN, update(now=100.0 + 7200, cause="NodeUnreachable n2"), 7200).notice is None
 
 
-def test_a_restarted_watcher_waits_twice_as_long_as_the_detection_took() -> None:
+def test_a_restarted_watcher_waits_for_twice_the_detection_time() -> None:
     assert restart_grace_seconds(replace(OPEN, detection_seconds=1.0)) == RESTART_GRACE_MIN_SECONDS
     assert restart_grace_seconds(replace(OPEN, detection_seconds=120.0)) == 240.0
     assert restart_grace_seconds(replace(OPEN, detection_seconds=86400.0)) == RESTART_GRACE_MAX_SECONDS
 
 
-STOPPED = witness("node-01", "node-02")
-RUNNING = witness("node-01", "node-02", advancing=True)
-RUNNING_UNSEEN = witness("node-01", advancing=True)
+STOPPED = recovery("node-01", "node-02")
+RUNNING = recovery("node-01", "node-02", advancing=True)
+RUNNING_UNSEEN = recovery("node-01", advancing=True)
 XID = replace(finding(AlertName.GPU_FAULT, "node-02/0000:9b:00"), evidence=("Xid 79 (fallen off the bus): ...",))
 
 
 @pytest.mark.parametrize(
-    ("given", "earlier", "seen", "missing_seconds", "refuted"),
+    ("given", "earlier", "evidence", "absent_seconds", "recovered"),
     [
-        ("a hang, all in sight, no step", HUNG, STOPPED, 1800.0, False),
+        ("a hang, all nodes answer, no step", HUNG, STOPPED, 1800.0, False),
         ("a hang, and steps advance", HUNG, RUNNING_UNSEEN, 0.0, True),
-        ("a crash, all in sight", finding(AlertName.JOB_CRASHED), STOPPED, 1800.0, False),
+        ("a crash, all nodes answer", finding(AlertName.JOB_CRASHED), STOPPED, 1800.0, False),
         ("a crash, and the job runs again", finding(AlertName.JOB_CRASHED), RUNNING, 0.0, True),
-        ("a stalled save, all in sight", finding(AlertName.CHECKPOINT_STALLED), STOPPED, 1800.0, False),
+        ("a stalled save, all nodes answer", finding(AlertName.CHECKPOINT_STALLED), STOPPED, 1800.0, False),
         ("a completed job", finding(AlertName.JOB_COMPLETED), STOPPED, 1800.0, False),
         ("a completed job that runs again", finding(AlertName.JOB_COMPLETED), RUNNING, 0.0, True),
-        ("a silent node that is silent", finding(AlertName.NODE_UNREACHABLE, "node-02"), RUNNING_UNSEEN, 99.0, False),
+        (
+            "a silent node that stays silent",
+            finding(AlertName.NODE_UNREACHABLE, "node-02"),
+            RUNNING_UNSEEN,
+            99.0,
+            False,
+        ),
         ("a silent node that answers", finding(AlertName.NODE_UNREACHABLE, "node-02"), STOPPED, 0.0, True),
-        ("a blind node that is blind", finding(AlertName.PROBE_BLIND, "node-02"), RUNNING_UNSEEN, 99.0, False),
-        ("a lost board of a node out of sight", finding(AlertName.GPU_FAULT, "node-02/b"), RUNNING_UNSEEN, 99.0, False),
-        ("a lost board whose node is whole", finding(AlertName.GPU_FAULT, "node-02/b"), STOPPED, 0.0, True),
-        ("a board that an Xid named just now", XID, RUNNING, 99.0, False),
-        ("a slow job that is watched for a moment", finding(AlertName.JOB_SLOW), RUNNING, 9.0, False),
-        ("a slow job that is watched and stands", finding(AlertName.JOB_SLOW), STOPPED, 900.0, False),
-        ("a slow job that is watched and runs", finding(AlertName.JOB_SLOW), RUNNING, 900.0, True),
-        ("a hot board out of sight", finding(AlertName.GPU_THROTTLED, "node-02/b"), RUNNING_UNSEEN, 900.0, False),
-        ("a job of which nothing is seen", HUNG, None, 1800.0, False),
-        ("the watcher's own trouble", finding(AlertName.WATCHER_DEGRADED, job=""), None, 900.0, True),
+        (
+            "an unreadable node that stays unreadable",
+            finding(AlertName.PROBE_BLIND, "node-02"),
+            RUNNING_UNSEEN,
+            99.0,
+            False,
+        ),
+        (
+            "a lost GPU of a node that does not answer",
+            finding(AlertName.GPU_FAULT, "node-02/b"),
+            RUNNING_UNSEEN,
+            99.0,
+            False,
+        ),
+        ("a lost GPU whose node is complete", finding(AlertName.GPU_FAULT, "node-02/b"), STOPPED, 0.0, True),
+        ("a GPU with a recent Xid", XID, RUNNING, 99.0, False),
+        ("a slow job watched for a moment", finding(AlertName.JOB_SLOW), RUNNING, 9.0, False),
+        ("a slow job that makes no steps", finding(AlertName.JOB_SLOW), STOPPED, 900.0, False),
+        ("a slow job that runs", finding(AlertName.JOB_SLOW), RUNNING, 900.0, True),
+        (
+            "a throttled GPU of a node that does not answer",
+            finding(AlertName.GPU_THROTTLED, "node-02/b"),
+            RUNNING_UNSEEN,
+            900.0,
+            False,
+        ),
+        ("a job without any data", HUNG, None, 1800.0, False),
+        ("a problem of the watcher itself", finding(AlertName.WATCHER_DEGRADED, job=""), None, 900.0, True),
     ],
 )
-def test_what_an_earlier_process_found_ends_when_the_opposite_is_seen(
-    given: str, earlier: Finding, seen: RecoveryEvidence | None, missing_seconds: float, refuted: bool
+def test_what_an_earlier_process_found_ends_only_on_evidence_of_recovery(
+    given: str, earlier: Finding, evidence: RecoveryEvidence | None, absent_seconds: float, recovered: bool
 ) -> None:
-    episode = replace(LOADED, finding=earlier, began_seconds=100.0)
-    assert is_refuted(episode, look(None, now=200.0, witness=seen), missing_seconds) is refuted, given
+    episode = replace(AFTER_RESTART, finding=earlier, began_seconds=100.0)
+    assert has_recovered(episode, update(None, now=200.0, recovery=evidence), absent_seconds) is recovered, given
 
 
-def test_a_board_that_an_xid_named_is_believed_again_after_a_quarter_of_an_hour() -> None:
-    episode = replace(LOADED, finding=XID, began_seconds=100.0)
-    assert is_refuted(episode, look(None, now=100.0 + XID_HOLD_SECONDS, witness=STOPPED), 30.0)
+def test_a_gpu_with_an_xid_counts_as_recovered_after_15_minutes() -> None:
+    episode = replace(AFTER_RESTART, finding=XID, began_seconds=100.0)
+    assert has_recovered(episode, update(None, now=100.0 + XID_HOLD_SECONDS, recovery=STOPPED), 30.0)
 
 
-def test_what_comes_and_goes_must_be_gone_for_longer_each_time_but_what_stops_a_job_for_a_minute_at_most() -> None:
+def test_a_flapping_alert_must_stay_absent_longer_each_time_but_a_stop_of_the_job_at_most_a_minute() -> None:
     silent = finding(AlertName.NODE_UNREACHABLE, "node-02")
     assert [clear_seconds(replace(OPEN, finding=silent, reopenings=n)) for n in range(5)] == [2, 60, 600, 600, 600]
     assert [clear_seconds(replace(OPEN, finding=HUNG, reopenings=n)) for n in range(5)] == [2, 60, 60, 60, 60]
 
 
-def test_reopenings_count_in_a_row() -> None:
-    assert open_episode("e", look(now=200.0), HUNG).reopenings == 0
-    assert open_episode("e", look(now=200.0, ending=PreviousEpisode(100.0, 3)), HUNG).reopenings == 4
-    assert open_episode("e", look(now=900.0, ending=PreviousEpisode(100.0, 3)), HUNG).reopenings == 0
+def test_reopenings_count_only_if_they_follow_within_ten_minutes() -> None:
+    assert open_episode("e", update(now=200.0), HUNG).reopenings == 0
+    assert open_episode("e", update(now=200.0, previous=PreviousEpisode(100.0, 3)), HUNG).reopenings == 4
+    assert open_episode("e", update(now=900.0, previous=PreviousEpisode(100.0, 3)), HUNG).reopenings == 0
 
 
-def test_what_is_seen_again_after_a_restart_closes_at_the_usual_pace() -> None:
-    seen = advance_episode(replace(OPEN, settling=True), look(now=200.0), decide_notification(OPEN, look(now=200.0)))
-    assert not seen.settling
-    missing = advance_episode(seen, look(None, now=201.0), decide_notification(seen, look(None, now=201.0)))
-    assert decide_notification(missing, look(None, now=201.0 + CLEAR_SECONDS)).reason is NotifyReason.CLEARED
+def test_a_finding_detected_again_after_a_restart_clears_as_usual() -> None:
+    evidence = advance_episode(
+        replace(OPEN, unseen_since_restart=True), update(now=200.0), decide_notification(OPEN, update(now=200.0))
+    )
+    assert not evidence.unseen_since_restart
+    missing = advance_episode(evidence, update(None, now=201.0), decide_notification(evidence, update(None, now=201.0)))
+    assert decide_notification(missing, update(None, now=201.0 + CLEAR_SECONDS)).reason is NotifyReason.CLEARED
 
 
-def test_cost_counts_from_the_beginning_and_over_gaps_but_not_while_it_is_missing() -> None:
-    first = look(finding(since=40.0), now=100.0)
+def test_cost_counts_from_the_beginning_and_across_gaps_but_not_while_absent() -> None:
+    first = update(finding(since=40.0), now=100.0)
     episode = advance_episode(
         open_episode("e1", first, finding(since=40.0)), first, decide_notification(None, first), ("webhook",)
     )
     assert episode.gpu_seconds_lost == 16 * 60.0
-    after_a_gap = look(finding(since=40.0, gpus_idle=8), now=400.0)
+    after_a_gap = update(finding(since=40.0, gpus_idle=8), now=400.0)
     episode = advance_episode(episode, after_a_gap, decide_notification(episode, after_a_gap))
     assert episode.gpu_seconds_lost == 16 * 60.0 + 8 * 300.0
     for now in (401.0, 410.0):
-        episode = advance_episode(episode, look(None, now=now), decide_notification(episode, look(None, now=now)))
+        episode = advance_episode(episode, update(None, now=now), decide_notification(episode, update(None, now=now)))
     assert episode.closed_wall_seconds == WALL + 410.0
     assert episode.gpu_seconds_lost == 16 * 60.0 + 8 * 300.0
 
 
 def test_a_condition_cannot_have_begun_in_the_future() -> None:
-    first = look(finding(since=1e9), now=100.0)
+    first = update(finding(since=1e9), now=100.0)
     assert (
         advance_episode(
             open_episode("e1", first, finding(since=1e9)), first, decide_notification(None, first)
@@ -342,43 +404,49 @@ def test_a_condition_cannot_have_begun_in_the_future() -> None:
     )
 
 
-def test_the_closing_message_keeps_the_severity_that_was_told() -> None:
+def test_the_closing_message_keeps_the_reported_severity() -> None:
     closed = advance_episode(
-        GONE, look(None, now=300.0), decide_notification(GONE, look(None, now=300.0)), ("webhook",)
+        GONE, update(None, now=300.0), decide_notification(GONE, update(None, now=300.0)), ("webhook",)
     )
-    assert closed.told is not None
-    assert (closed.told.notices, closed.told.severity) == (2, Severity.CRITICAL)
+    assert closed.notified is not None
+    assert (closed.notified.message_count, closed.notified.severity) == (2, Severity.CRITICAL)
 
 
 def test_shifted_to_wall_time_and_back_is_the_same_episode() -> None:
-    episode = replace(GONE, released_seconds=150.0)
+    episode = replace(GONE, cause_cleared_seconds=150.0)
     assert episode.shifted(WALL - 200).shifted(200 - WALL) == episode
 
 
-def test_a_wall_clock_that_was_set_back_makes_nothing_happen_in_the_future() -> None:
+def test_a_wall_clock_set_back_puts_nothing_into_the_future() -> None:
     restored = OPEN.shifted(1000.0, now=50.0)
-    assert restored.began_seconds == restored.counted_seconds == 50.0
+    assert restored.began_seconds == restored.cost_counted_until_seconds == 50.0
 
 
-def test_a_diagnosis_is_in_every_message_from_then_on_and_in_the_last_one() -> None:
-    at = look(diagnosis=PROOF)
+def test_a_diagnosis_is_in_every_later_message_including_the_last() -> None:
+    at = update(diagnosis=PROOF)
     diagnosed = advance_episode(OPEN, at, decide_notification(OPEN, at), ("webhook",))
-    assert diagnosed.told is not None
-    assert (diagnosed.diagnosis, diagnosed.told.diagnosis, diagnosed.told.diagnosed) == (PROOF, PROOF, True)
-    missing = advance_episode(diagnosed, look(None, now=201.0), decide_notification(diagnosed, look(None, now=201.0)))
-    over = look(None, now=300.0)
+    assert diagnosed.notified is not None
+    assert (diagnosed.diagnosis, diagnosed.notified.diagnosis, diagnosed.notified.diagnosis_announced) == (
+        PROOF,
+        PROOF,
+        True,
+    )
+    missing = advance_episode(
+        diagnosed, update(None, now=201.0), decide_notification(diagnosed, update(None, now=201.0))
+    )
+    over = update(None, now=300.0)
     closed = advance_episode(missing, over, decide_notification(missing, over), ("webhook",))
-    assert closed.told is not None
-    assert (closed.told.notices, closed.told.diagnosis) == (3, PROOF)
+    assert closed.notified is not None
+    assert (closed.notified.message_count, closed.notified.diagnosis) == (3, PROOF)
 
 
-def test_a_diagnosis_that_comes_while_it_is_quiet_is_in_its_first_message() -> None:
-    at = look(diagnosis=PROOF, cause="NodeUnreachable n2")
-    quiet = advance_episode(QUIET, at, decide_notification(QUIET, at))
-    alone = look(now=300.0)
-    assert (quiet.told, quiet.diagnosis) == (None, PROOF)
-    released = replace(quiet, released_seconds=200.0)
+def test_a_diagnosis_that_arrives_while_inhibited_is_in_the_first_message() -> None:
+    at = update(diagnosis=PROOF, cause="NodeUnreachable n2")
+    quiet = advance_episode(INHIBITED_EPISODE, at, decide_notification(INHIBITED_EPISODE, at))
+    alone = update(now=300.0)
+    assert (quiet.notified, quiet.diagnosis) == (None, PROOF)
+    released = replace(quiet, cause_cleared_seconds=200.0)
     assert decide_notification(released, alone).notice is NoticeKind.OPENED
-    told = advance_episode(released, alone, decide_notification(released, alone), ("webhook",))
-    assert told.told is not None
-    assert told.told.diagnosis == PROOF
+    reported = advance_episode(released, alone, decide_notification(released, alone), ("webhook",))
+    assert reported.notified is not None
+    assert reported.notified.diagnosis == PROOF

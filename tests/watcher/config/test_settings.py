@@ -73,7 +73,7 @@ def test_five_lines_watch_a_cluster(tmp_path: Path) -> None:
         ),
         (
             MINIMUM + "[[receivers]]\nname = 'ops'\ntype = 'slak'\nurl_file = 'u'\n",
-            "receivers[0].type: Input should be 'slack' or 'webhook', got 'slak'",
+            "receivers[0].type: expected 'slack' or 'webhook', got 'slak'",
         ),
         (
             MINIMUM
