@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wattwatch.watcher.alerting.episode import Episode, NoticeKind, NotifyReason, finding_label
-from wattwatch.watcher.common.formatting import duration, format_energy, format_hours
+from wattwatch.watcher.common.formatting import format_duration, format_energy, format_hours
 from wattwatch.watcher.detection.model import Finding, Severity, Suspect
 from wattwatch.watcher.detection.wasted_time import JOULES_PER_KWH
 
@@ -149,5 +149,5 @@ def cost_sentence(episode: Episode, is_closed: bool) -> str:
 def timing_sentence(episode: Episode, is_closed: bool, now: float) -> str:
     if is_closed:
         end = now if episode.absent_seconds is None else episode.absent_seconds
-        return f"It lasted {duration(end - episode.began_seconds)}."
-    return f"It began {duration(now - episode.began_seconds)} ago."
+        return f"It lasted {format_duration(end - episode.began_seconds)}."
+    return f"It began {format_duration(now - episode.began_seconds)} ago."

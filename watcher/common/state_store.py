@@ -1,9 +1,10 @@
-"""What outlives a restart: episodes, the messages that wait for their receivers, and what was learned of boards, in one
-SQLite file.
+"""The state that survives a restart of the watcher, in one SQLite file: alert episodes, the delivery queue of messages,
+and what was learned about GPUs and jobs.
 
-An episode's change and the messages it causes are one commit, so that kill -9 leaves both or neither. The file is
-written by one process only (a lock beside it says so), with WAL and synchronous=FULL: what `record` has returned from
-is on disk. Rows are bounded: closed episodes and settled messages go after a while, a delivered payload at once.
+A change of an episode and the messages that it causes are written in one transaction, so that kill -9 leaves both or
+neither. One process writes the file (a lock file beside it enforces that), with WAL and synchronous=FULL: once
+`record` has returned, the data is on disk. The number of rows is bounded: closed episodes and finished deliveries are
+pruned, and the payload of a delivered message is erased at once.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-APPLICATION_ID: Final = 0x77617474  # "watt": tells our file from any other SQLite database
-BUSY_SECONDS: Final = 5.0
+APPLICATION_ID: Final = 0x77617474  # "watt": distinguishes our file from any other SQLite database
+BUSY_SECONDS: Final = 5.0  # how long to wait for a reader, such as a backup, before a write fails
+# Chosen, not measured: years of a busy cluster, in a file of some tens of megabytes.
 MAX_CLOSED_EPISODES: Final = 10_000
 MAX_FINISHED_DELIVERIES: Final = 100_000
 
-# One step per version, applied in order; PRAGMA user_version counts those applied. Never edit one that was released.
+# One step per version, applied in order; PRAGMA user_version counts the steps applied. Never edit a released step: the
+# files of existing installations have gone through it as it was. The columns `settled_*` mean finished deliveries.
 MIGRATIONS: Final = (
     """
     CREATE TABLE episodes (
@@ -61,12 +64,12 @@ MIGRATIONS: Final = (
 
 
 class StateStoreError(Exception):
-    """The file cannot be used, or a write failed. One sentence: which file, what is wrong, what to do."""
+    """The file cannot be used, or a write failed. The message is one sentence: file, cause, what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRow:
-    """One episode; `content` is the teller's own encoding of it."""
+    """One alert episode. `content` is the alert manager's own encoding of it; the other fields are there to query."""
 
     id: str
     job: str
@@ -79,7 +82,10 @@ class EpisodeRow:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One message for one receiver, frozen when it was enqueued. `key` is the same at every attempt."""
+    """One message for one receiver, as it was when it was enqueued.
+
+    `key` is the same at every attempt, so that a receiver can recognize a repeated delivery.
+    """
 
     receiver: str
     key: str
@@ -89,10 +95,10 @@ class Delivery:
 
 
 class StateStore:
-    """One connection behind one lock; any thread may call. Raises StoreError, never sqlite3's own errors."""
+    """One SQLite connection behind a lock; any thread may call. Raises StateStoreError, never sqlite3's own errors."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file, bring it to this version and check that it is whole."""
+        """Opens or creates the file, migrates it to this version and checks its integrity."""
         self._path = path
         self._lock = threading.Lock()
         self._owner = acquire_lock(path)
@@ -106,12 +112,12 @@ class StateStore:
         return self._episodes("closed_wall_seconds IS NULL ORDER BY opened_wall_seconds", ())
 
     def closed_episodes(self, limit: int) -> list[EpisodeRow]:
-        """The last ones to close, oldest of them first."""
+        """The `limit` most recently closed episodes, oldest first."""
         rows = self._episodes("closed_wall_seconds IS NOT NULL ORDER BY closed_wall_seconds DESC LIMIT ?", (limit,))
         return rows[::-1]
 
     def waiting_deliveries(self) -> list[Delivery]:
-        """In the order in which they were enqueued."""
+        """Messages that are neither delivered nor given up, in the order in which they were enqueued."""
         with self._statements() as connection:
             rows = connection.execute(
                 "SELECT receiver, key, episode_id, payload, enqueued_wall_seconds FROM deliveries"
@@ -120,9 +126,10 @@ class StateStore:
         return [Delivery(*row) for row in rows]
 
     def record(self, episodes: Sequence[EpisodeRow], deliveries: Sequence[Delivery]) -> None:
-        """All of it in one commit: on disk when this returns, not there at all when it raises."""
+        """Writes episodes and their messages in one transaction: all on disk on return, nothing of it on an error."""
         with self._statements() as connection:
-            # A key is closed and opened again in one commit: the closed one must go first past the unique index.
+            # One transaction may close an episode and open the next one of the same alert. Closed rows go first, or the
+            # unique index `one_open_episode` rejects the new one.
             for row in sorted(episodes, key=lambda row: row.closed_wall_seconds is None):
                 connection.execute(
                     "INSERT INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
@@ -144,7 +151,7 @@ class StateStore:
             )
 
     def record_outcome(self, delivery: Delivery, outcome: str, wall_seconds: float) -> None:
-        """The message needs no more attempts: `outcome` is "delivered", or why it was given up."""
+        """Ends a delivery: `outcome` is "delivered", or why it was given up. Erases the payload."""
         with self._statements() as connection:
             connection.execute(
                 "UPDATE deliveries SET settled_wall_seconds = ?, outcome = ?, payload = x''"
@@ -153,13 +160,13 @@ class StateStore:
             )
 
     def load_learned(self) -> dict[str, bytes]:
-        """What was kept of boards, in the judge's own encoding. What is no row of ours comes as an empty one."""
+        """Learned baselines by key, in detection's own encoding. Content of a foreign type comes out empty."""
         with self._statements() as connection:
             rows = connection.execute("SELECT key, content FROM learned").fetchall()
         return {str(key): content if isinstance(content, bytes) else b"" for key, content in rows}
 
     def save_learned(self, rows: Mapping[str, bytes | None]) -> None:
-        """Put these rows in place of those with the same key; None: the row goes. One commit."""
+        """Inserts or replaces these rows; None deletes the row. One transaction."""
         with self._statements() as connection:
             connection.executemany(
                 "INSERT INTO learned VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET content = excluded.content",
@@ -170,17 +177,21 @@ class StateStore:
             )
 
     def prune(self, before_wall_seconds: float) -> None:
-        """Forget what was closed or settled before; never what is open or waits."""
+        """Deletes episodes closed and deliveries finished before this time, and those beyond the limits on rows.
+
+        Open episodes and waiting deliveries always stay.
+        """
         with self._statements() as connection:
-            for table, column, most in (
+            for table, column, max_rows in (
                 ("episodes", "closed_wall_seconds", MAX_CLOSED_EPISODES),
                 ("deliveries", "settled_wall_seconds", MAX_FINISHED_DELIVERIES),
             ):
                 connection.execute(f"DELETE FROM {table} WHERE {column} < ?", (before_wall_seconds,))
                 connection.execute(
                     f"DELETE FROM {table} WHERE {column} IS NOT NULL AND rowid NOT IN"
-                    f" (SELECT rowid FROM {table} WHERE {column} IS NOT NULL ORDER BY {column} DESC LIMIT {most})"
+                    f" (SELECT rowid FROM {table} WHERE {column} IS NOT NULL ORDER BY {column} DESC LIMIT {max_rows})"
                 )
+        # Gives freed pages back to the file system; not allowed inside a transaction.
         with self._statements(transaction=False) as connection:
             connection.execute("PRAGMA incremental_vacuum").fetchall()
 
@@ -214,31 +225,38 @@ class StateStore:
                         self._connection.execute("ROLLBACK")
                     raise
             except sqlite3.Error as error:
-                raise StateStoreError(f"{self._path}: {error}: look at the disk's free space and health") from None
+                raise StateStoreError(f"{self._path}: {error}: check free space and health of the disk") from None
 
 
 def acquire_lock(path: Path) -> IO[bytes]:
-    """The lock that makes this process the only one to write; released by the kernel when the process ends."""
+    """Locks the file for this process. Raises StateStoreError if another process holds the lock.
+
+    An flock, not a pid file: the kernel releases it when the process ends, even after kill -9.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(path.name + ".lock").open("ab")
     except OSError as error:
-        raise StateStoreError(f"{path.parent}: cannot keep state there: {error.strerror}") from None
+        raise StateStoreError(f"{path.parent}: cannot be used as state directory: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
         raise StateStoreError(
-            f"{path}: another wattwatch uses it: stop that one, or set another state_directory"
+            f"{path}: in use by another wattwatch: stop that one, or set another state_directory"
         ) from None
     return lock
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """Open, recognise, migrate. Nothing is ever deleted or moved: that is the user's decision."""
-    advice = f"to start with an empty one, move it away: mv {path} {path}.old"
+    """Opens the file, checks that it is ours and intact, and migrates it.
+
+    A file that cannot be used is never deleted or moved: it may hold open episodes, so that is the user's decision.
+    """
+    advice = f"to start with an empty one, move this one away: mv {path} {path}.old"
     try:
         if not path.exists():
+            # sqlite3 would create it readable by everybody; messages name hosts and jobs.
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
@@ -248,9 +266,9 @@ def open_database(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         migrate(connection)
-        verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if verdict != "ok":
-            raise StateStoreError(f"{path}: is damaged ({str(verdict).splitlines()[0]}): {advice}")
+        problem = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if problem != "ok":
+            raise StateStoreError(f"{path}: the database is damaged ({str(problem).splitlines()[0]}): {advice}")
     except sqlite3.Error as error:
         connection.close()
         raise StateStoreError(f"{path}: cannot be used ({error}): {advice}") from None
@@ -261,21 +279,22 @@ def open_database(path: Path) -> sqlite3.Connection:
 
 
 def check_ownership_and_version(connection: sqlite3.Connection, path: Path, advice: str) -> None:
-    """Raises StoreError on somebody else's database and on one of a newer version."""
+    """Raises StateStoreError for the database of another program and for one written by a newer wattwatch."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     if tables and application != APPLICATION_ID:
-        raise StateStoreError(f"{path}: is a database of another program: set another state_directory")
+        raise StateStoreError(f"{path}: this is the database of another program: set another state_directory")
     if version > len(MIGRATIONS):
         raise StateStoreError(
-            f"{path}: was written by a newer wattwatch (version {version}, this one knows {len(MIGRATIONS)}): "
-            f"install that one again; or, {advice}"
+            f"{path}: written by a newer wattwatch (schema {version}; this one supports up to {len(MIGRATIONS)}): "
+            f"install the newer version again; or, {advice}"
         )
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Each step and its number in one transaction: killed in between, it starts from the step before."""
+    """Applies the missing steps, each in one transaction with its version number: a process that is killed halfway
+    continues from the last complete step."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version == 0:
         connection.execute("PRAGMA auto_vacuum=INCREMENTAL")

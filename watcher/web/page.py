@@ -176,7 +176,7 @@ class PageRenderer:
             lstrip_blocks=True,
         )
         self._templates.filters.update(
-            duration=words.page_duration,
+            duration=words.format_duration,
             count=words.format_number,
             share=words.format_percent,
             size=words.format_bytes,
@@ -301,7 +301,7 @@ def page_banners(snapshot: Snapshot, latest: LatestSnapshot) -> Sequence[str]:
     found = []
     if not latest.fresh:
         found.append(
-            f"The watcher stands still: it last looked {words.page_duration(latest.age_seconds)} ago. "
+            f"The watcher stands still: it last looked {words.format_duration(latest.age_seconds)} ago. "
             "What is shown below is old. Its log says why."
         )
     if snapshot.blind:
@@ -314,7 +314,7 @@ def page_banners(snapshot: Snapshot, latest: LatestSnapshot) -> Sequence[str]:
         failing = sorted({receiver for receiver, _ in deliveries.failed})
         found.append(
             f"People are not being told: messages wait to be delivered ({deliveries.waiting}), the oldest for "
-            f"{words.page_duration(deliveries.oldest_waiting_seconds)}."
+            f"{words.format_duration(deliveries.oldest_waiting_seconds)}."
             + (f" Deliveries that failed so far: {', '.join(failing)}." if failing else "")
         )
     return found

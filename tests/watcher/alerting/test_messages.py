@@ -43,7 +43,7 @@ from wattwatch.watcher.alerting.receivers.slack import (
     slack_payload,
 )
 from wattwatch.watcher.alerting.receivers.webhook import webhook_payload
-from wattwatch.watcher.common.formatting import duration, format_hours
+from wattwatch.watcher.common.formatting import format_duration, format_hours
 from wattwatch.watcher.detection.model import AlertName, Finding, Suspect
 
 CAPTURED = Path(__file__).parents[2] / "data" / "tell" / "alertmanager_0_25_webhook.json"
@@ -109,7 +109,7 @@ def test_an_alert_without_a_job_is_about_the_watcher() -> None:
     [(0, "0 s"), (59.6, "1 min"), (95, "1 min 35 s"), (7200, "2 h"), (12_000, "3 h 20 min"), (187_000, "2 d 3 h")],
 )
 def test_durations(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+    assert format_duration(seconds) == words
 
 
 def test_amounts_have_three_digits() -> None:

@@ -1,4 +1,4 @@
-"""The state file: whole commits, one owner, bounded, and clear words where it cannot be used."""
+"""The state file: atomic transactions, one writer, bounded size, and clear errors when it cannot be used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def delivery(number: int, receiver: str = "slack") -> Delivery:
     return Delivery(receiver, f"e{number}-1", f"e{number}", b"payload", float(number))
 
 
-def test_what_was_recorded_is_there_after_the_file_is_opened_again(path: Path) -> None:
+def test_what_was_recorded_is_still_there_after_reopening(path: Path) -> None:
     store = StateStore(path)
     store.record([episode(1), episode(2, closed=9.0)], [delivery(1), delivery(1, "webhook")])
     store.close()
@@ -60,23 +60,23 @@ def test_episodes_and_deliveries_are_recorded_together_or_not_at_all(store: Stat
     assert store.waiting_deliveries() == []
 
 
-def test_a_finding_may_close_and_open_again_in_one_commit(store: StateStore) -> None:
+def test_an_episode_can_close_and_reopen_in_one_transaction(store: StateStore) -> None:
     store.record([episode(1)], [])
     store.record([episode(2), episode(1, closed=5.0)], [])
     assert [row.id for row in store.open_episodes()] == ["e2"]
 
 
-def test_recording_again_adds_nothing(store: StateStore) -> None:
+def test_recording_the_same_rows_twice_adds_nothing(store: StateStore) -> None:
     for _ in range(2):
         store.record([episode(1)], [delivery(1)])
     assert len(store.open_episodes()) == len(store.waiting_deliveries()) == 1
 
 
-def test_a_settled_delivery_waits_no_more_and_its_payload_is_gone(store: StateStore, path: Path) -> None:
+def test_a_finished_delivery_is_no_longer_waiting_and_its_payload_is_erased(store: StateStore, path: Path) -> None:
     store.record([], [delivery(1), delivery(2)])
     store.record_outcome(delivery(1), "delivered", 50.0)
     assert store.waiting_deliveries() == [delivery(2)]
-    with sqlite3.connect(path) as other:  # readers are welcome
+    with sqlite3.connect(path) as other:  # other processes may read
         assert other.execute("SELECT outcome, payload FROM deliveries WHERE key = 'e1-1'").fetchone() == (
             "delivered",
             b"",
@@ -84,7 +84,7 @@ def test_a_settled_delivery_waits_no_more_and_its_payload_is_gone(store: StateSt
     other.close()
 
 
-def test_old_rows_go_and_open_or_waiting_ones_stay(store: StateStore) -> None:
+def test_pruning_removes_old_rows_and_keeps_open_and_waiting_ones(store: StateStore) -> None:
     store.record([episode(1), episode(2, closed=10.0), episode(3, closed=90.0)], [delivery(n) for n in (1, 2, 3)])
     store.record_outcome(delivery(2), "delivered", 10.0)
     store.record_outcome(delivery(3), "gone", 90.0)
@@ -94,46 +94,47 @@ def test_old_rows_go_and_open_or_waiting_ones_stay(store: StateStore) -> None:
 
 
 def test_the_number_of_closed_episodes_is_bounded(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wattwatch.watcher.common.state_store.MOST_CLOSED_EPISODES", 3)
+    monkeypatch.setattr("wattwatch.watcher.common.state_store.MAX_CLOSED_EPISODES", 3)
     store.record([episode(number, closed=100.0 + number) for number in range(10)], [])
     store.prune(before_wall_seconds=0.0)
     assert [row.id for row in store.closed_episodes(10)] == ["e7", "e8", "e9"]
 
 
 def test_only_one_process_may_use_it(store: StateStore, path: Path) -> None:
-    with pytest.raises(StateStoreError, match="another wattwatch uses it"):
+    with pytest.raises(StateStoreError, match="in use by another wattwatch"):
         StateStore(path)
 
 
-def test_a_killed_owner_leaves_no_lock(path: Path) -> None:
+def test_a_killed_process_leaves_no_lock(path: Path) -> None:
     script = (
-        "import os, signal, sys; from pathlib import Path; from wattwatch.watcher.common.state_store import Store\n"
-        "store = Store(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from pathlib import Path\n"
+        "from wattwatch.watcher.common.state_store import StateStore\n"
+        "store = StateStore(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", script, str(path)], check=False).returncode == -9
     StateStore(path).close()
 
 
-def test_the_file_is_for_its_owner_only(store: StateStore, path: Path) -> None:
+def test_only_the_owner_can_read_the_file(store: StateStore, path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
-def refusal(path: Path) -> str:
+def refusal_message(path: Path) -> str:
     before = path.read_bytes()
-    with pytest.raises(StateStoreError) as refused:
+    with pytest.raises(StateStoreError) as error:
         StateStore(path)
     assert path.read_bytes() == before, "it was changed"
-    assert "\n" not in str(refused.value)
-    assert str(path) in str(refused.value)
-    with pytest.raises(StateStoreError):  # and the refusal left no lock behind
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+    with pytest.raises(StateStoreError):  # the failed attempt left no lock behind
         StateStore(path)
-    return str(refused.value)
+    return str(error.value)
 
 
 def test_a_file_that_is_no_database_is_refused_and_left_alone(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b"not a database, but long enough to have a header" * 100)
-    assert f"mv {path} {path}.old" in refusal(path)
+    assert f"mv {path} {path}.old" in refusal_message(path)
 
 
 def test_a_damaged_database_is_refused_and_left_alone(path: Path) -> None:
@@ -143,7 +144,7 @@ def test_a_damaged_database_is_refused_and_left_alone(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[4096:] = os.urandom(len(content) - 4096)
     path.write_bytes(content)
-    assert f"mv {path} {path}.old" in refusal(path)
+    assert f"mv {path} {path}.old" in refusal_message(path)
 
 
 def test_a_database_of_a_newer_version_is_refused(path: Path) -> None:
@@ -151,7 +152,7 @@ def test_a_database_of_a_newer_version_is_refused(path: Path) -> None:
     other = sqlite3.connect(path)
     other.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
     other.close()
-    assert "was written by a newer wattwatch" in refusal(path)
+    assert "written by a newer wattwatch" in refusal_message(path)
 
 
 def test_a_database_of_another_program_is_refused(path: Path) -> None:
@@ -160,12 +161,12 @@ def test_a_database_of_another_program_is_refused(path: Path) -> None:
     other.execute("CREATE TABLE bookmarks (url TEXT)")
     other.commit()
     other.close()
-    assert "is a database of another program" in refusal(path)
+    assert "the database of another program" in refusal_message(path)
 
 
-def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_state_directory_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StateStoreError, match="cannot keep state there"):
+    with pytest.raises(StateStoreError, match="cannot be used as state directory"):
         StateStore(tmp_path / "file" / "state" / "state.db")
 
 
@@ -178,14 +179,14 @@ def test_an_empty_file_is_a_new_database(path: Path) -> None:
     other.close()
 
 
-def test_after_close_a_write_is_an_error_of_ours(path: Path) -> None:
+def test_a_write_after_close_raises_our_own_error(path: Path) -> None:
     store = StateStore(path)
     store.close()
     with pytest.raises(StateStoreError):
         store.record([episode(1)], [])
 
 
-def test_learned_rows_are_replaced_and_go(path: Path, store: StateStore) -> None:
+def test_learned_rows_are_replaced_and_deleted(path: Path, store: StateStore) -> None:
     store.save_learned({"a": b"1", "b": b"2"})
     store.save_learned({"a": b"3", "b": None, "c": None})
     store.close()
@@ -194,7 +195,7 @@ def test_learned_rows_are_replaced_and_go(path: Path, store: StateStore) -> None
     again.close()
 
 
-def test_a_row_of_another_kind_comes_as_an_empty_one(path: Path) -> None:
+def test_a_learned_row_of_a_foreign_type_is_read_as_empty(path: Path) -> None:
     StateStore(path).close()
     other = sqlite3.connect(path)
     other.execute("INSERT INTO learned VALUES ('a', 12), ('b', 'text')")
@@ -205,7 +206,7 @@ def test_a_row_of_another_kind_comes_as_an_empty_one(path: Path) -> None:
     store.close()
 
 
-def test_a_file_of_the_version_before_is_brought_to_this_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_the_previous_version_is_migrated(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wattwatch.watcher.common.state_store.MIGRATIONS", MIGRATIONS[:1])
     old = StateStore(path)
     old.record([episode(1)], [])

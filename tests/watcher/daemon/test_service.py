@@ -92,7 +92,7 @@ def test_state_can_be_taken_up_by_the_next_one(tmp_path: Path) -> None:
     for _ in range(2):
         service = Service(config)
         service.start()
-        with pytest.raises(ServiceStartError, match="another wattwatch uses it"):
+        with pytest.raises(ServiceStartError, match="in use by another wattwatch"):
             Service(config).start()
         service.stop()
 

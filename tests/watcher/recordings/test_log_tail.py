@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wattwatch.watcher.recordings import inputs as log_end
+from wattwatch.watcher.recordings import inputs
 from wattwatch.watcher.recordings.inputs import head_and_tail_of_log, read_input
 from wattwatch.watcher.recordings.triage import TriageResult, triage_source
 
@@ -14,8 +14,8 @@ OTHER = "timestamp, index, utilization.gpu [%], power.draw [W], memory.used [MiB
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_end, "BEGINNING_BYTES", 2000)
-    monkeypatch.setattr(log_end, "END_BYTES", 6000)
+    monkeypatch.setattr(inputs, "LOG_HEAD_BYTES", 2000)
+    monkeypatch.setattr(inputs, "LOG_TAIL_BYTES", 6000)
 
 
 def rounds(start: int, count: int, boards: range = range(8), watts: float = 640.0, *, other: bool = False) -> str:

@@ -8,15 +8,19 @@ let drawnAt = performance.now();
 let asking = false;
 let askAgain = false;
 
-function words(seconds) {
-  if (seconds < 9.95) return seconds.toFixed(1) + " s";
+// The same rules as format_duration in watcher/common/formatting.py: the two largest units.
+function formatDuration(seconds) {
+  if (seconds < 9.95) return seconds.toFixed(1).replace(/\.0$/, "") + " s";
   const whole = Math.round(seconds);
-  if (whole < 60) return whole + " s";
-  const two = (n) => String(n).padStart(2, "0");
-  if (whole < 600) return Math.floor(whole / 60) + " min " + two(whole % 60) + " s";
-  if (whole < 3600) return Math.floor(whole / 60) + " min";
-  if (whole < 86400) return Math.floor(whole / 3600) + " h " + two(Math.floor((whole % 3600) / 60)) + " min";
-  return Math.floor(whole / 86400) + " d " + Math.floor((whole % 86400) / 3600) + " h";
+  const units = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
+  for (let i = 0; i < units.length - 1; i++) {
+    const [name, size] = units[i];
+    const [smallerName, smallerSize] = units[i + 1];
+    if (whole < size) continue;
+    const rest = Math.floor((whole % size) / smallerSize);
+    return Math.floor(whole / size) + " " + name + (rest ? " " + rest + " " + smallerName : "");
+  }
+  return whole + " s";
 }
 
 async function redraw() {
@@ -47,14 +51,14 @@ async function redraw() {
 function grow() {
   const since = (performance.now() - drawnAt) / 1000;
   if (since > 8) {
-    lostAge.textContent = words(since);
+    lostAge.textContent = formatDuration(since);
     lost.hidden = false;
     redraw();
   }
   if (since < 1.5) return;
   for (const age of live.querySelectorAll("[data-age]")) {
     const then = parseFloat(age.dataset.age);
-    if (!Number.isNaN(then)) age.textContent = words(then + since);
+    if (!Number.isNaN(then)) age.textContent = formatDuration(then + since);
   }
 }
 
