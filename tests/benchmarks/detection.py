@@ -120,7 +120,7 @@ def measure(nodes: int, boards: int, jobs: int, rounds: int) -> Cost:
             classified = time.process_time()
             findings = desk.detector.observe(verdict, picture, second + 0.1)
             detected = time.process_time()
-            desk.learner.look(picture, verdict, findings, desk.detector.state, second + 0.1, said)
+            desk.learner.update(picture, verdict, findings, desk.detector.state, second + 0.1, said)
             took["learn"] += time.process_time() - detected + known - assembled
             took["assemble"] += assembled - start
             took["classify"] += classified - known

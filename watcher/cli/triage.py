@@ -148,13 +148,13 @@ def triage_object(triage: TriageResult) -> dict[str, Any]:
         "source": triage.source,
         "state": verdict.state.value,
         "confidence": verdict.confidence,
-        "shape": verdict.shape.value,
+        "shape": verdict.pattern.value,
         "suspects": [{"node": s.node, "gpu": s.gpu, "rank": s.rank} for s in verdict.suspects],
         "power_fraction": verdict.power_fraction,
         "alternative": None
         if alternative is None
         else {"state": alternative.state.value, "confidence": alternative.confidence},
-        "settle": verdict.settle,
+        "settle": verdict.deciding_check,
         "why": verdict.why,
         "advice": verdict.advice,
         "gpus": [gpu_object(ranked) for ranked in triage.sample.gpus],
@@ -194,6 +194,6 @@ def print_triage(triage: TriageResult) -> None:
     if verdict.alternative is not None:
         other = verdict.alternative
         console.print(f"  or else   {other.state.value.replace('_', ' ')} ({other.confidence:.2f})")
-    if verdict.settle is not None:
-        console.print(f"  settle    {escape(verdict.settle)}.")
+    if verdict.deciding_check is not None:
+        console.print(f"  settle    {escape(verdict.deciding_check)}.")
     console.print(f"  next      {escape(verdict.advice)}")

@@ -20,9 +20,15 @@ from wattwatch.collectors.samples import (
     ReadingStatus,
 )
 from wattwatch.collectors.ssh.model import NodeLink
-from wattwatch.watcher.detection.classifier.features import CONTEXT_BYTES
-from wattwatch.watcher.detection.model import JobProgress, JobSample, JobSpec, NodeState, RankGpu
-from wattwatch.watcher.detection.trackers.gpu_health import normalized_pci_id
+from wattwatch.watcher.detection.model import (
+    CONTEXT_BYTES,
+    JobProgress,
+    JobSample,
+    JobSpec,
+    NodeState,
+    RankGpu,
+    normalized_pci_id,
+)
 
 # Boards asked within this long of each other were asked once: a slow query's answer stands in several lines.
 SAME_READING_SECONDS: Final = 0.05

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from wattwatch.collectors.samples import CheckpointEntry
+from wattwatch.watcher.detection.alerts import ALERT_KINDS
 from wattwatch.watcher.detection.classifier.conclusion import ADVICE
 from wattwatch.watcher.detection.classifier.input_bottleneck import find_input_bottleneck
-from wattwatch.watcher.detection.model import DEFAULT_SEVERITY, AlertName, Finding, PowerState, Severity, Suspect
+from wattwatch.watcher.detection.model import AlertName, Finding, PowerState, Severity, Suspect
 from wattwatch.watcher.detection.trackers.checkpoint_save import CheckpointSaveTracker
 from wattwatch.watcher.detection.trackers.gpu_health import FaultyGpu
 from wattwatch.watcher.detection.trackers.observation import Observation
@@ -48,20 +48,21 @@ class Hysteresis:
     proved: bool = False  # another witness than the picture was seen meanwhile
     suspects: tuple[Suspect, ...] = ()  # of the last look on which it was true
 
-    def look(self, true: bool, look: Observation, enough_seconds: float) -> None:
-        if look.gap and not self.told:
+    def update(self, true: bool, observation: Observation, enough_seconds: float) -> None:
+        if observation.gap and not self.told:
             self.clear()
-        if self.told and (look.gap or not any(node.fresh for node in look.sample.nodes)):
+        if self.told and (observation.gap or not any(node.fresh for node in observation.sample.nodes)):
             return  # out of sight is no sign that it is over
         if not true:
-            self.seconds -= 2 * look.seen_seconds
+            self.seconds -= 2 * observation.observed_seconds
             if self.seconds <= 0:
                 self.clear()
             return
-        self.since, self.suspects = look.now if self.since is None else self.since, look.verdict.suspects
+        self.since, self.suspects = observation.now if self.since is None else self.since, observation.verdict.suspects
         # What held for hours need not be gone for hours to be over.
         self.seconds = min(
-            self.seconds + look.seen_seconds, max(2 * enough_seconds, MIN_OBSERVATIONS * look.seen_seconds)
+            self.seconds + observation.observed_seconds,
+            max(2 * enough_seconds, MIN_OBSERVATIONS * observation.observed_seconds),
         )
         self.looks += 1
         self.told = self.told or (
@@ -79,114 +80,118 @@ def persistence_seconds(alert: AlertName, readable: bool) -> float:
     return with_counter if readable else without
 
 
-def persistent_finding(alert: AlertName, look: Observation, held: Hysteresis, pace: StepRateTracker) -> Finding:
+def persistent_finding(
+    alert: AlertName, observation: Observation, held: Hysteresis, step_rate: StepRateTracker
+) -> Finding:
     """A condition that held long enough."""
-    progress, lost_share = look.sample.progress, pace.lost_share
-    boards = look.sample.expected_gpus or len(look.sample.gpus)
+    progress, lost_share = observation.sample.progress, step_rate.lost_share
+    boards = observation.sample.expected_gpus or len(observation.sample.gpus)
     rate = progress.tokens_per_second
-    evidence = [look.verdict.why]
+    evidence = [observation.verdict.why]
     confirmed = True
     summary = {
-        AlertName.JOB_STARVING: f"{look.spec.name} starves: its boards wait for data.",
-        AlertName.STRAGGLER: f"{look.spec.name}: a few boards hold up the rest.",
-        AlertName.GPU_THROTTLED: f"{look.spec.name}: boards are slowed down by heat or power.",
-        AlertName.JOB_SLOW: f"{look.spec.name} is slow: {rate or 0:,.0f} tokens a second.",
-        AlertName.LOSS_NOT_FINITE: f"{look.spec.name}: the loss is {progress.loss}.",
+        AlertName.JOB_STARVING: f"{observation.spec.name} starves: its boards wait for data.",
+        AlertName.STRAGGLER: f"{observation.spec.name}: a few boards hold up the rest.",
+        AlertName.GPU_THROTTLED: f"{observation.spec.name}: boards are slowed down by heat or power.",
+        AlertName.JOB_SLOW: f"{observation.spec.name} is slow: {rate or 0:,.0f} tokens a second.",
+        AlertName.LOSS_NOT_FINITE: f"{observation.spec.name}: the loss is {progress.loss}.",
     }[alert]
     if alert is AlertName.JOB_SLOW:
-        evidence = [f"{rate or 0:,.0f} tokens/s, floor {look.spec.floor_tokens_per_second:,.0f}", *evidence]
+        evidence = [f"{rate or 0:,.0f} tokens/s, floor {observation.spec.floor_tokens_per_second:,.0f}", *evidence]
     if alert is AlertName.LOSS_NOT_FINITE:
         evidence = [f"loss {progress.loss} at step {progress.step}"]
     if alert is AlertName.JOB_STARVING:
-        waits = data_waits_ms(look)
+        waits = data_waits_ms(observation)
         if waits:
             evidence.append(f"ranks wait up to {max(waits):,.0f} ms a step for data")
         # A small model may never have looked otherwise: its counter must say that something is lost.
-        held.proved = held.proved or is_starving_by_progress(look, pace) or not (progress.readable or pace.known)
+        held.proved = (
+            held.proved or is_starving_by_progress(observation, step_rate) or not (progress.readable or step_rate.known)
+        )
         confirmed = held.proved
         if not confirmed:
-            summary = f"{look.spec.name} may starve: its boards are fed unevenly."
+            summary = f"{observation.spec.name} may starve: its boards are fed unevenly."
             evidence.append("its steps come no later than before: small models look the same")
     advice = ALERT_ADVICE[alert]
     if alert in (AlertName.JOB_STARVING, AlertName.JOB_SLOW):
-        advice = _with_bottleneck(alert, look, evidence)
+        advice = _with_bottleneck(alert, observation, evidence)
     if lost_share >= 0.05 and alert in (AlertName.JOB_STARVING, AlertName.JOB_SLOW):
         evidence.append(f"{lost_share:.0%} slower than the job's own best pace")
     return Finding(
-        job=look.spec.name,
+        job=observation.spec.name,
         alert=alert,
-        severity=DEFAULT_SEVERITY[alert],
+        severity=ALERT_KINDS[alert].severity,
         scope="",
         summary=summary,
         evidence=tuple(evidence),
         advice=advice,
-        since_seconds=look.now if held.since is None else held.since,
+        since_seconds=observation.now if held.since is None else held.since,
         confirmed=confirmed,
         suspects=held.suspects if alert in (AlertName.STRAGGLER, AlertName.GPU_THROTTLED) else (),
         gpus_idle=round(boards * lost_share) if alert in (AlertName.JOB_STARVING, AlertName.JOB_SLOW) else 0,
     )
 
 
-def _with_bottleneck(alert: AlertName, look: Observation, evidence: list[str]) -> str:
+def _with_bottleneck(alert: AlertName, observation: Observation, evidence: list[str]) -> str:
     """Says in the evidence what lies upstream, where that is new there, and returns the next step. A slow job need not
     starve: of it only what is named is told."""
-    upstream = find_input_bottleneck(look.sample)
+    upstream = find_input_bottleneck(observation.sample)
     starves = alert is AlertName.JOB_STARVING
     if not starves and not upstream.named:
         return ALERT_ADVICE[alert]
     if not any(upstream.words in words for words in evidence):
         evidence.append(f"upstream: {upstream.words}")
-    return upstream.look if starves else f"{ALERT_ADVICE[alert]} {upstream.look}"
+    return upstream.next_step if starves else f"{ALERT_ADVICE[alert]} {upstream.next_step}"
 
 
-def data_waits_ms(look: Observation) -> list[float]:
+def data_waits_ms(observation: Observation) -> list[float]:
     """What each rank says that it waits for data in a step."""
-    return [s.data_wait_ms for s in look.sample.progress.sources if s.data_wait_ms is not None]
+    return [s.data_wait_ms for s in observation.sample.progress.sources if s.data_wait_ms is not None]
 
 
-def is_starving_by_progress(look: Observation, pace: StepRateTracker) -> bool:
+def is_starving_by_progress(observation: Observation, step_rate: StepRateTracker) -> bool:
     """Steps are lost against the job's best pace, or its ranks say that they wait for data."""
-    return pace.lost_share >= STARVING_LOST_SHARE or is_waiting_for_data(look)
+    return step_rate.lost_share >= STARVING_LOST_SHARE or is_waiting_for_data(observation)
 
 
-def is_waiting_for_data(look: Observation) -> bool:
+def is_waiting_for_data(observation: Observation) -> bool:
     """A rank says so."""
-    return max(data_waits_ms(look), default=0.0) >= STARVING_WAIT_MS
+    return max(data_waits_ms(observation), default=0.0) >= STARVING_WAIT_MS
 
 
-def slowdown_finding(look: Observation, drift: SlowdownTracker) -> Finding:
+def slowdown_finding(observation: Observation, drift: SlowdownTracker) -> Finding:
     """Steps take longer than this run's own usual ones: because of boards that stand out, or nobody visible."""
     alert = AlertName.STRAGGLER if drift.suspects else AlertName.JOB_SLOW
-    boards = look.sample.expected_gpus or len(look.sample.gpus)
+    boards = observation.sample.expected_gpus or len(observation.sample.gpus)
     who = ", ".join(str(suspect) for suspect in drift.suspects)
     evidence = [
         f"a step takes {drift.seconds_per_step:.2f} s, usually {drift.usual_seconds_per_step:.2f} s in this run",
-        look.verdict.why,
+        observation.verdict.why,
     ]
     if who:
         evidence.append(f"clock or power of {who} differs from the other boards' on most looks")
-    advice = ALERT_ADVICE[alert] if who else _with_bottleneck(alert, look, evidence)
+    advice = ALERT_ADVICE[alert] if who else _with_bottleneck(alert, observation, evidence)
     return Finding(
-        job=look.spec.name,
+        job=observation.spec.name,
         alert=alert,
-        severity=DEFAULT_SEVERITY[alert],
+        severity=ALERT_KINDS[alert].severity,
         scope="",
-        summary=f"{look.spec.name} is {drift.lost_share:.0%} slower than it was"
+        summary=f"{observation.spec.name} is {drift.lost_share:.0%} slower than it was"
         + (f": {who} may hold up the rest." if who else "."),
         evidence=tuple(evidence),
         advice=advice,
-        since_seconds=look.now if drift.since is None else drift.since,
+        since_seconds=observation.now if drift.since is None else drift.since,
         suspects=drift.suspects,
         gpus_idle=round(boards * drift.lost_share),
     )
 
 
-def gpu_fault_finding(look: Observation, board: FaultyGpu) -> Finding:
+def gpu_fault_finding(observation: Observation, board: FaultyGpu) -> Finding:
     """One broken board, with every witness of it."""
     return Finding(
-        job=look.spec.name,
+        job=observation.spec.name,
         alert=AlertName.GPU_FAULT,
-        severity=DEFAULT_SEVERITY[AlertName.GPU_FAULT] if board.grave else Severity.WARNING,
+        severity=ALERT_KINDS[AlertName.GPU_FAULT].severity if board.grave else Severity.WARNING,
         scope=f"{board.suspect.node}/{board.key}",
         summary=f"{board.suspect} is broken." if board.grave else f"{board.suspect} wants a reset soon.",
         evidence=board.evidence,
@@ -197,13 +202,13 @@ def gpu_fault_finding(look: Observation, board: FaultyGpu) -> Finding:
     )
 
 
-def checkpoint_stalled_finding(look: Observation, saving: CheckpointSaveTracker) -> Finding | None:
+def checkpoint_stalled_finding(observation: Observation, saves: CheckpointSaveTracker) -> Finding | None:
     """A save that takes longer than its learned limit and whose files do not grow. While steps go on no board waits for
     it: that is a warning."""
-    save = saving.save
-    if save is None or saving.within_limit or not (save.by_heartbeat or save.entry is not None):
+    save = saves.save
+    if save is None or saves.is_within_limit or not (save.by_heartbeat or save.entry is not None):
         return None
-    evidence = [f"a save is under way for {save.seconds:.0f} s; the limit is {saving.limit_seconds:.0f} s"]
+    evidence = [f"a save is under way for {save.seconds:.0f} s; the limit is {saves.limit_seconds:.0f} s"]
     if save.entry is not None:
         evidence.append(
             f"{save.entry.name}: {save.entry.bytes / 1e9:.1f} GB, no byte for {save.quiet_seconds or 0:.0f} s"
@@ -212,37 +217,18 @@ def checkpoint_stalled_finding(look: Observation, saving: CheckpointSaveTracker)
         evidence.append("steps go on meanwhile")
     evidence += [
         f"{node.node}: {call.call} has not returned for {call.age_seconds:.0f} s"
-        for node in look.sample.nodes
+        for node in observation.sample.nodes
         for call in node.hung_calls
     ]
     return Finding(
-        job=look.spec.name,
+        job=observation.spec.name,
         alert=AlertName.CHECKPOINT_STALLED,
-        severity=Severity.WARNING if save.background else DEFAULT_SEVERITY[AlertName.CHECKPOINT_STALLED],
+        severity=Severity.WARNING if save.background else ALERT_KINDS[AlertName.CHECKPOINT_STALLED].severity,
         scope="",
-        summary=f"{look.spec.name}: the checkpoint does not get finished.",
+        summary=f"{observation.spec.name}: the checkpoint does not get finished.",
         evidence=tuple(evidence),
         advice="Look at the file system of the checkpoint directory: space, servers, processes in state D.",
-        since_seconds=look.now - save.seconds,
+        since_seconds=observation.now - save.seconds,
         confirmed=not save.background,
-        gpus_idle=0 if save.background else look.sample.expected_gpus or len(look.sample.gpus),
-    )
-
-
-def checkpoint_overdue_finding(
-    look: Observation, newest: CheckpointEntry | None, age_seconds: float, every_seconds: float
-) -> Finding:
-    """The run has gone on for longer than it should without a complete checkpoint."""
-    seen = "none was seen of this run"
-    if newest is not None and newest.age_seconds is not None:
-        seen = f"the newest, {newest.name}, is {newest.age_seconds / 60:.0f} min old"
-    return Finding(
-        job=look.spec.name,
-        alert=AlertName.CHECKPOINT_OVERDUE,
-        severity=DEFAULT_SEVERITY[AlertName.CHECKPOINT_OVERDUE],
-        scope="",
-        summary=f"{look.spec.name}: no complete checkpoint for {age_seconds / 60:.0f} min.",
-        evidence=(f"{seen}; one is expected each {every_seconds / 60:.0f} min",),
-        advice="A crash now loses all work since then: look at the job's log for failed saves.",
-        since_seconds=look.now - (age_seconds - every_seconds),
+        gpus_idle=0 if save.background else observation.sample.expected_gpus or len(observation.sample.gpus),
     )

@@ -11,15 +11,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from wattwatch.watcher.detection.model import (
-    DEFAULT_SEVERITY,
-    AlertName,
-    Finding,
-    PowerState,
-    Severity,
-    Suspect,
-    UtilizationPattern,
-)
+from wattwatch.watcher.detection.alerts import ALERT_KINDS
+from wattwatch.watcher.detection.model import AlertName, Finding, PowerState, Severity, Suspect, UtilizationPattern
 from wattwatch.watcher.detection.trackers.checkpoint_save import DEFAULT_SAVE_LIMIT_SECONDS, CheckpointSaveTracker
 from wattwatch.watcher.detection.trackers.observation import HangHistory, Observation, Streak, outlier_suspects
 from wattwatch.watcher.detection.trackers.step_rate import MIN_STALL_SECONDS, StepRateTracker
@@ -87,100 +80,106 @@ class HangDetector:
         self._since_pause_seconds = self._since_work_seconds = math.inf
         self._works_before, self._worked_since_save = False, True
 
-    def habits(self) -> HangHistory:
+    def history(self) -> HangHistory:
         return HangHistory(self._longest_rest_seconds, dict(self._demand_seconds), self._worked)
 
-    def restore_history(self, habits: HangHistory) -> None:
+    def restore_history(self, history: HangHistory) -> None:
         """What was learned before the first look."""
-        self._longest_rest_seconds, self._worked = habits.longest_rest_seconds, habits.worked_rounds
-        self._demand_seconds.update(habits.demand_seconds)
+        self._longest_rest_seconds, self._worked = history.longest_rest_seconds, history.worked_rounds
+        self._demand_seconds.update(history.demand_seconds)
 
-    def look(
+    def update(
         self,
-        look: Observation,
-        pace: StepRateTracker,
-        saving: CheckpointSaveTracker,
+        observation: Observation,
+        step_rate: StepRateTracker,
+        saves: CheckpointSaveTracker,
         *,
         suppressed: bool,
-        few_compute: bool = False,
+        few_processes_compute: bool = False,
     ) -> Finding | None:
         """`suppressed`: a process is missing, so what the others do is its consequence. `few_compute`: few of the
         job's processes use a core."""
-        works = look.verdict.state in WORKING_STATES and not look.verdict.at_floor
+        works = observation.verdict.state in WORKING_STATES and not observation.verdict.at_floor
         self._worked += works
-        self._follow_excuses(look, pace, saving, works)
-        self._follow_signature(look, pace, saving, suppressed)
-        self._follow_rest(look, pace, saving, suppressed)
-        self._last_fraction = look.verdict.power_fraction
+        self._follow_excuses(observation, step_rate, saves, works)
+        self._follow_signature(observation, step_rate, saves, suppressed)
+        self._follow_rest(observation, step_rate, saves, suppressed)
+        self._last_fraction = observation.verdict.power_fraction
         found = (
-            self._by_counter(look, pace, saving, few_compute)
-            or self._by_signature(look, pace)
-            or self._by_endless_save(look, pace, saving)
-            or self._by_endless_rest(look)
+            self._by_counter(observation, step_rate, saves, few_processes_compute)
+            or self._by_signature(observation, step_rate)
+            or self._by_endless_save(observation, step_rate, saves)
+            or self._by_endless_rest(observation)
         )
-        proof = self._proof(look, pace, works)
+        proof = self._proof(observation, step_rate, works)
         if proof is not None and not (found and found.confirmed):
             found = proof
         self._told = None if suppressed else found
         return self._told
 
-    def _proof(self, look: Observation, pace: StepRateTracker, works: bool) -> Finding | None:
+    def _proof(self, observation: Observation, step_rate: StepRateTracker, works: bool) -> Finding | None:
         """The confirmed hang of the look before, as long as nothing contradicts it: a picture that flickers moves no
         counter, and a counter that is out of sight is no sign that it is over."""
-        if self._told is None or not self._told.confirmed or not pace.known:
+        if self._told is None or not self._told.confirmed or not step_rate.known:
             return None
-        if pace.stalled_seconds is None:
+        if step_rate.stalled_seconds is None:
             return None if works else self._told
-        stands = pace.stalled_seconds > 0 and not pace.pausing and look.alive is not False
-        return self._told if stands else None
+        is_late = step_rate.stalled_seconds > 0 and not step_rate.pausing and observation.alive is not False
+        return self._told if is_late else None
 
     def _follow_excuses(
-        self, look: Observation, pace: StepRateTracker, saving: CheckpointSaveTracker, works: bool
+        self, observation: Observation, step_rate: StepRateTracker, saves: CheckpointSaveTracker, works: bool
     ) -> None:
         """What takes its time is no stall, and the time it took is none afterwards either: a save of two minutes, an
         evaluation at full power. After a save the picture proves nothing until the job was seen to work again."""
-        self._since_pause_seconds = 0.0 if pace.pausing else self._since_pause_seconds + look.seen_seconds
+        self._since_pause_seconds = (
+            0.0 if step_rate.pausing else self._since_pause_seconds + observation.observed_seconds
+        )
         working = works and self._works_before
-        self._since_work_seconds = 0.0 if working else self._since_work_seconds + look.seen_seconds
+        self._since_work_seconds = 0.0 if working else self._since_work_seconds + observation.observed_seconds
         self._works_before = works
-        if saving.blocks is not None and saving.blocks.seconds >= MIN_SAVE_SECONDS:
+        if saves.blocking is not None and saves.blocking.seconds >= MIN_SAVE_SECONDS:
             self._worked_since_save = False
         elif works:
             self._worked_since_save = True
 
     def _follow_signature(
-        self, look: Observation, pace: StepRateTracker, saving: CheckpointSaveTracker, suppressed: bool
+        self, observation: Observation, step_rate: StepRateTracker, saves: CheckpointSaveTracker, suppressed: bool
     ) -> None:
         # A step that was just counted outweighs the picture; one that was counted a while ago does not.
-        advanced = pace.stalled_seconds == 0.0
+        advanced = step_rate.stalled_seconds == 0.0
         shaped = (
-            look.verdict.shape in DEADLOCK_PATTERNS
+            observation.verdict.pattern in DEADLOCK_PATTERNS
             and not advanced
-            and look.sample.complete
+            and observation.sample.complete
             and self._worked >= MIN_WORKING_ROUNDS
-            and saving.blocks is None
+            and saves.blocking is None
             and self._worked_since_save
-            and not EXCUSED_PHASES & look.phases
-            and not is_evaluating(look)
+            and not EXCUSED_PHASES & observation.phases
+            and not is_evaluating(observation)
             and not suppressed
         )
-        if shaped and look.verdict.at_floor:
+        if shaped and observation.verdict.at_floor:
             self._away.clear()
             self._doubts = 0 if self._signature.since is None else self._doubts
-            self._signature.look(True, look)
-            self._doubts += look.verdict.state is not PowerState.HANG
-            self._suspects, self._picture, self._shape = look.verdict.suspects, look.verdict.why, look.verdict.shape
+            self._signature.update(True, observation)
+            self._doubts += observation.verdict.state is not PowerState.HANG
+            self._suspects, self._picture, self._shape = (
+                observation.verdict.suspects,
+                observation.verdict.why,
+                observation.verdict.pattern,
+            )
             return
-        if shaped and self._falls(look):
+        if shaped and self._falls(observation):
             self._signature.clear()
-            self._signature.look(True, look)
+            self._signature.update(True, observation)
             return
         if self._signature.since is None:
             return
-        if not (look.sample.complete or advanced or look.gap):
+        if not (observation.sample.complete or advanced or observation.gap):
             return  # half a picture neither holds a suspicion nor withdraws it
-        self._away.look(True, look)
-        if look.gap or advanced or self._away.rounds >= SIGNATURE_LOST_ROUNDS:
+        self._away.update(True, observation)
+        if observation.gap or advanced or self._away.rounds >= SIGNATURE_LOST_ROUNDS:
             if self._signature.rounds >= SUSPECT_ROUNDS and (advanced or self._works_before):
                 needed = FALSE_ALARM_FACTOR * self._signature.seconds
                 self._demand_seconds[self._shape] = max(needed, self._demand_seconds.get(self._shape, 0.0))
@@ -189,75 +188,93 @@ class HangDetector:
             self._suspects = ()
 
     def _follow_rest(
-        self, look: Observation, pace: StepRateTracker, saving: CheckpointSaveTracker, suppressed: bool
+        self, observation: Observation, step_rate: StepRateTracker, saves: CheckpointSaveTracker, suppressed: bool
     ) -> None:
         """Pictures that are no signature. All ranks at rest is a pause of any length, where no counter can tell; two
         groups, or one that waits for all others, are none."""
-        if pace.stalled_seconds == 0.0:
+        if step_rate.stalled_seconds == 0.0:
             self._longest_rest_seconds = max(self._longest_rest_seconds, self._rest_seconds)
             self._rest_seconds = 0.0
-        elif look.verdict.shape is UtilizationPattern.ALL_LOW:
-            self._rest_seconds += look.seen_seconds
+        elif observation.verdict.pattern is UtilizationPattern.ALL_LOW:
+            self._rest_seconds += observation.observed_seconds
         blind = (
-            not pace.known and self._worked >= MIN_WORKING_ROUNDS and look.sample.complete and look.alive is not False
+            not step_rate.known
+            and self._worked >= MIN_WORKING_ROUNDS
+            and observation.sample.complete
+            and observation.alive is not False
         )
-        other = look.verdict.at_floor and look.verdict.shape in OTHER_STALL_PATTERNS and saving.blocks is None
-        self._at_rest.look(blind and other and not suppressed and not look.phases & EXCUSED_PHASES, look)
+        other = (
+            observation.verdict.at_floor
+            and observation.verdict.pattern in OTHER_STALL_PATTERNS
+            and saves.blocking is None
+        )
+        self._at_rest.update(
+            blind and other and not suppressed and not observation.phases & EXCUSED_PHASES, observation
+        )
 
-    def _falls(self, look: Observation) -> bool:
+    def _falls(self, observation: Observation) -> bool:
         """Power fell within this very round. Watts are means over an interval: the one in which a job stops reads
         between the plateau and the floor, and is the first of the two samples that show it."""
-        before, now = self._last_fraction, look.verdict.power_fraction
+        before, now = self._last_fraction, observation.verdict.power_fraction
         return before is not None and now is not None and now <= POWER_DROP_SHARE * before
 
     def _by_counter(
-        self, look: Observation, pace: StepRateTracker, saving: CheckpointSaveTracker, few_compute: bool
+        self,
+        observation: Observation,
+        step_rate: StepRateTracker,
+        saves: CheckpointSaveTracker,
+        few_processes_compute: bool,
     ) -> Finding | None:
         """The counter stands too long, the processes live, and nothing that takes its time is going on."""
-        stalled = pace.stalled_seconds
-        if stalled is None or look.alive is False or (saving.blocks and saving.within_limit):
+        stalled = step_rate.stalled_seconds
+        if stalled is None or observation.alive is False or (saves.blocking and saves.is_within_limit):
             return None
-        late = not pace.start_seen and look.verdict.state is PowerState.HANG and look.alive
+        late = not step_rate.start_observed and observation.verdict.state is PowerState.HANG and observation.alive
         # Not one step seen: the first may compile. Or the watcher came late, to a log of a run that has ended; late to
         # a hang it is only where the picture says so.
-        first_step = pace.advances == 0 and not late
-        if first_step and not look.alive:
+        first_step = step_rate.advances == 0 and not late
+        if first_step and not observation.alive:
             return None
-        working = may_be_working(look)
-        if not pace.pausing:
+        working = may_be_working(observation)
+        if not step_rate.pausing:
             stalled = min(stalled, self._since_pause_seconds)
         patience = step_timeout(
-            look, pace, saving, first_step=first_step, rest_seconds=self._longest_rest_seconds, few_compute=few_compute
+            observation,
+            step_rate,
+            saves,
+            first_step=first_step,
+            rest_seconds=self._longest_rest_seconds,
+            few_processes_compute=few_processes_compute,
         )
         limit = patience.suspect_seconds
         # Boards that worked a moment ago have not stopped for long; they may have worked on a step that never ended.
-        at_rest = min(MIN_STALL_SECONDS, limit) - (pace.usual_seconds or 0.0)
+        at_rest = min(MIN_STALL_SECONDS, limit) - (step_rate.usual_interval_seconds or 0.0)
         if stalled <= limit or (not working and self._since_work_seconds < at_rest):
             return None
         confirmed = stalled > patience.confirm_seconds
-        step = look.sample.progress.step
-        usual = pace.usual_seconds or look.sample.progress.line_interval_seconds
+        step = observation.sample.progress.step
+        usual = step_rate.usual_interval_seconds or observation.sample.progress.line_interval_seconds
         pace_words = f"; a step usually shows every {usual:.1f} s" if usual is not None else ""
         evidence = [
             f"step {step:,} stands for {stalled:.0f} s, longer than the limit of "
             f"{patience.confirm_seconds if confirmed else limit:.0f} s{pace_words}",
-            self._picture if self._suspects or self._signature.since is not None else look.verdict.why,
+            self._picture if self._suspects or self._signature.since is not None else observation.verdict.why,
         ]
         if not confirmed:
             evidence.append(
                 f"a save by all ranks or an evaluation may look the same: a hang after {patience.confirm_seconds:.0f} s"
             )
-        suspects = self._suspects or outlier_suspects(look)
-        since = look.now - stalled + (usual or 0.0)
-        return self._finding(look, since, tuple(evidence), suspects, confirmed=confirmed)
+        suspects = self._suspects or outlier_suspects(observation)
+        since = observation.now - stalled + (usual or 0.0)
+        return self._finding(observation, since, tuple(evidence), suspects, confirmed=confirmed)
 
-    def _by_signature(self, look: Observation, pace: StepRateTracker) -> Finding | None:
+    def _by_signature(self, observation: Observation, step_rate: StepRateTracker) -> Finding | None:
         signature = self._signature
         if signature.since is None or signature.rounds < SUSPECT_ROUNDS:
             return None
         if signature.seconds < self._demand_seconds.get(self._shape, 0.0):
             return None
-        if pace.stalled_seconds is None:
+        if step_rate.stalled_seconds is None:
             if signature.seconds < NO_COUNTER_SUSPECT_SECONDS:
                 return None
             evidence = (self._picture, f"for {signature.seconds:.0f} s; the job's progress cannot be read")
@@ -266,64 +283,66 @@ class HangDetector:
                 low = self._shape is UtilizationPattern.ONE_LOW_REST_BUSY
                 limit = NO_COUNTER_CONFIRM_FACTOR * DEFAULT_SAVE_LIMIT_SECONDS if low else math.inf
             confirmed = signature.seconds >= limit
-            return self._finding(look, signature.since, evidence, self._suspects, confirmed=confirmed)
+            return self._finding(observation, signature.since, evidence, self._suspects, confirmed=confirmed)
         evidence = (
             self._picture,
             f"on {signature.rounds} rounds of samples; not confirmed yet: the step counter stands for "
-            f"{pace.stalled_seconds:.0f} s, the limit is {pace.limit_seconds(look):.0f} s",
+            f"{step_rate.stalled_seconds:.0f} s, the limit is {step_rate.limit_seconds(observation):.0f} s",
         )
-        return self._finding(look, signature.since, evidence, self._suspects, confirmed=False)
+        return self._finding(observation, signature.since, evidence, self._suspects, confirmed=False)
 
     def _by_endless_save(
-        self, look: Observation, pace: StepRateTracker, saving: CheckpointSaveTracker
+        self, observation: Observation, step_rate: StepRateTracker, saves: CheckpointSaveTracker
     ) -> Finding | None:
         """Rank 0 alone low for longer than a save may take, where neither a counter nor files can tell."""
-        save = saving.blocks
-        limit = max(saving.limit_seconds, DEFAULT_SAVE_LIMIT_SECONDS)
+        save = saves.blocking
+        limit = max(saves.limit_seconds, DEFAULT_SAVE_LIMIT_SECONDS)
         if save is None or save.by_heartbeat or save.entry is not None or save.seconds <= limit:
             return None
-        if pace.known or self._worked < MIN_WORKING_ROUNDS:
+        if step_rate.known or self._worked < MIN_WORKING_ROUNDS:
             return None
         evidence = (
-            look.verdict.why,
+            observation.verdict.why,
             f"for {save.seconds:.0f} s, longer than the {limit:.0f} s that a save may take; neither the "
             "job's progress nor its checkpoints can be read",
         )
         confirmed = save.seconds > NO_COUNTER_CONFIRM_FACTOR * limit
-        return self._finding(look, look.now - save.seconds, evidence, outlier_suspects(look), confirmed=confirmed)
+        return self._finding(
+            observation, observation.now - save.seconds, evidence, outlier_suspects(observation), confirmed=confirmed
+        )
 
-    def _by_endless_rest(self, look: Observation) -> Finding | None:
+    def _by_endless_rest(self, observation: Observation) -> Finding | None:
         """At the floor in a shape that is no signature for much longer than a pause, where no counter can tell."""
         rest = self._at_rest
-        if rest.since is None or not rest.for_at_least(SUSPECT_ROUNDS, NO_COUNTER_CONFIRM_SECONDS):
+        if rest.since is None or not rest.lasted(SUSPECT_ROUNDS, NO_COUNTER_CONFIRM_SECONDS):
             return None
-        evidence = (look.verdict.why, f"for {rest.seconds:.0f} s; the job's progress cannot be read")
-        return self._finding(look, rest.since, evidence, outlier_suspects(look), confirmed=False)
+        evidence = (observation.verdict.why, f"for {rest.seconds:.0f} s; the job's progress cannot be read")
+        return self._finding(observation, rest.since, evidence, outlier_suspects(observation), confirmed=False)
 
     def _finding(
         self,
-        look: Observation,
+        observation: Observation,
         since: float,
         evidence: tuple[str, ...],
         suspects: tuple[Suspect, ...],
         *,
         confirmed: bool,
     ) -> Finding:
-        boards = look.sample.expected_gpus or len(look.sample.gpus)
+        boards = observation.sample.expected_gpus or len(observation.sample.gpus)
         who = ", ".join(str(suspect) for suspect in suspects) or "nobody stands out"
-        step, total = look.sample.progress.step, look.sample.progress.total_steps
+        step, total = observation.sample.progress.step, observation.sample.progress.total_steps
         where = "" if step is None else f" at step {step:,}" + _of_total(total)
         if step is not None and total is not None and step >= total:
             where = f" after its last step, {step:,}"
             evidence = (*evidence, "all steps are done: the run may be complete, and its processes do not leave")
-        if not confirmed and step is None and look.verdict.settle is not None:
-            evidence = (*evidence, f"what would settle it: {look.verdict.settle}")
+        if not confirmed and step is None and observation.verdict.deciding_check is not None:
+            evidence = (*evidence, f"what would settle it: {observation.verdict.deciding_check}")
         return Finding(
-            job=look.spec.name,
+            job=observation.spec.name,
             alert=AlertName.JOB_HUNG,
-            severity=DEFAULT_SEVERITY[AlertName.JOB_HUNG] if confirmed else Severity.WARNING,
+            severity=ALERT_KINDS[AlertName.JOB_HUNG].severity if confirmed else Severity.WARNING,
             scope="",
-            summary=f"{look.spec.name} {'hangs' if confirmed else 'may hang'}{where}: {who}.",
+            summary=f"{observation.spec.name} {'hangs' if confirmed else 'may hang'}{where}: {who}.",
             evidence=evidence,
             advice="Leave the job as it is for a moment: `wattwatch serve` collects its flight records and stacks by "
             "itself, unless its configuration says `capture = false`; then collect them before the watchdog or anybody "

@@ -39,7 +39,7 @@ class JobExitTracker:
         self._ran = False  # its counter moved, or stood for a short time only
         self._held = False  # its boards had memory in use
         self._released = Streak()
-        self.came_back = False  # in this very look memory is in use again, where no process can be listed
+        self.memory_returned = False  # in this very look memory is in use again, where no process can be listed
 
     def clear(self) -> None:
         """The job was started again."""
@@ -48,115 +48,134 @@ class JobExitTracker:
         self._stopped = self._old_stops = None
         self._released.clear()
 
-    def watch(self, look: Observation, pace: StepRateTracker) -> None:
+    def watch(self, observation: Observation, step_rate: StepRateTracker) -> None:
         """Take note of whether the job runs."""
-        progress = look.sample.progress
+        progress = observation.sample.progress
         if self._old_stops is None:
-            self._old_stops = _stop_lines(look)
+            self._old_stops = _stop_lines(observation)
         young = progress.step is not None and (progress.age_seconds or 0.0) < OLD_RUN_SECONDS
-        self._ran = self._ran or young or pace.advances > 0
-        self.came_back = False
-        in_use = [ranked.gpu.memory_used_bytes for ranked in look.sample.gpus]
+        self._ran = self._ran or young or step_rate.advances > 0
+        self.memory_returned = False
+        in_use = [ranked.gpu.memory_used_bytes for ranked in observation.sample.gpus]
         told = [used for used in in_use if used is not None]
-        if look.alive is not None or len(told) < len(in_use) or not look.sample.complete:
+        if observation.alive is not None or len(told) < len(in_use) or not observation.sample.complete:
             # Who can list processes needs no guess; half a picture, or a board that does not say, allows none.
-            if look.alive is not None:
+            if observation.alive is not None:
                 self._released.clear()
             return
         if any(used >= MIN_JOB_BYTES for used in told):
-            self.came_back = self._is_released
+            self.memory_returned = self._is_released
             self._held = True
             self._released.clear()
         elif self._held and told:
-            self._released.look(True, look)
+            self._released.update(True, observation)
 
     @property
     def _is_released(self) -> bool:
-        return self._released.for_at_least(2, RELEASED_SECONDS)
+        return self._released.lasted(2, RELEASED_SECONDS)
 
-    def look(
-        self, look: Observation, pace: StepRateTracker, saving: CheckpointSaveTracker, processes: ProcessTracker
+    def update(
+        self,
+        observation: Observation,
+        step_rate: StepRateTracker,
+        saves: CheckpointSaveTracker,
+        processes: ProcessTracker,
     ) -> Finding | None:
         """Completion or crash, whichever is true now."""
-        crashed_for = 0.0 if self._crashed_since is None else look.now - self._crashed_since
-        if crashed_for > RESUMED_SECONDS and pace.stalled_seconds == 0.0:
+        crashed_for = 0.0 if self._crashed_since is None else observation.now - self._crashed_since
+        if crashed_for > RESUMED_SECONDS and step_rate.stalled_seconds == 0.0:
             processes.forget_missing()
             self._crashed_since = None
-        gone = processes.gone()
-        if gone and self._is_nobodys(look, gone, processes):
+        exited = processes.exited()
+        if exited and self._is_nobodys(observation, exited, processes):
             processes.forget_missing()
-            gone = ()
-        left = bool(gone) or self._is_released
-        leaving = (bool(gone) and processes.nobody_left) or self._is_released
+            exited = ()
+        left = bool(exited) or self._is_released
+        leaving = (bool(exited) and processes.all_exited) or self._is_released
         if not left:
             self._gone_since = None
-        elif self._gone_since is None or len(gone) > self._gone_count:
-            self._gone_since = look.now  # each one that leaves shows that they are still leaving
-        self._gone_count = len(gone)
-        final = self._is_final(look, pace, saving, gone)
-        if final and (leaving or look.phases == DONE_PHASES) and _unfinished_last_save(look, saving) is None:
-            self._completed_since = look.now if self._completed_since is None else self._completed_since
+        elif self._gone_since is None or len(exited) > self._gone_count:
+            self._gone_since = observation.now  # each one that leaves shows that they are still leaving
+        self._gone_count = len(exited)
+        final = self._is_final(observation, step_rate, saves, exited)
+        if (
+            final
+            and (leaving or observation.phases == DONE_PHASES)
+            and _unfinished_last_save(observation, saves) is None
+        ):
+            self._completed_since = observation.now if self._completed_since is None else self._completed_since
         if self._completed_since is not None:
-            return end_findings.completion_finding(look, self._completed_since, saving.newest_complete)
+            return end_findings.completion_finding(observation, self._completed_since, saves.newest_complete)
         # After the last step ranks leave one by one, and a checkpoint's mark may be there and not be listed yet.
-        patience = 0.0 if not final else LISTING_SECONDS if leaving or not pace.known else EXIT_GRACE_SECONDS
-        if self._gone_since is None or look.now - self._gone_since < patience:
+        patience = 0.0 if not final else LISTING_SECONDS if leaving or not step_rate.known else EXIT_GRACE_SECONDS
+        if self._gone_since is None or observation.now - self._gone_since < patience:
             return None
-        stop = None if any(g.cause for g in gone) else self._stop(look)
+        stop = None if any(g.cause for g in exited) else self._stop(observation)
         if stop is not None and leaving:
-            self._stopped = self._stopped or (look.now, stop)
-            return end_findings.stop_finding(look, *self._stopped, saving.newest_complete)
-        if stop is not None and look.now - self._gone_since < EXIT_GRACE_SECONDS:
+            self._stopped = self._stopped or (observation.now, stop)
+            return end_findings.stop_finding(observation, *self._stopped, saves.newest_complete)
+        if stop is not None and observation.now - self._gone_since < EXIT_GRACE_SECONDS:
             return None  # they were asked to leave, and do
-        if not gone and not self._ran:
+        if not exited and not self._ran:
             return None  # memory that is given back, with no process and no counter to tell more: the boards are idle
-        self._crashed_since = look.now if self._crashed_since is None else self._crashed_since
-        sure = self._ran or processes.ranked or not _has_progress_source(look) or any(g.cause for g in gone)
-        return end_findings.crash_finding(look, self._crashed_since, gone, all_gone=leaving, confirmed=sure)
+        self._crashed_since = observation.now if self._crashed_since is None else self._crashed_since
+        sure = self._ran or processes.ranked or not _has_progress_source(observation) or any(g.cause for g in exited)
+        return end_findings.crash_finding(observation, self._crashed_since, exited, all_gone=leaving, confirmed=sure)
 
-    def _stop(self, look: Observation) -> str | None:
+    def _stop(self, observation: Observation) -> str | None:
         """What a log says of a stop from outside that is not of the run before; it holds until the job comes back."""
         if self._stopped is not None:
             return self._stopped[1]
-        return min(_stop_lines(look) - (self._old_stops or frozenset()), default=None)
+        return min(_stop_lines(observation) - (self._old_stops or frozenset()), default=None)
 
-    def _is_nobodys(self, look: Observation, gone: tuple[ExitedProcess, ...], processes: ProcessTracker) -> bool:
+    def _is_nobodys(
+        self, observation: Observation, exited: tuple[ExitedProcess, ...], processes: ProcessTracker
+    ) -> bool:
         """Somebody's small test on boards that wait for the job: nothing of the job has been seen, and those who left
         had next to nothing on their boards."""
-        if processes.ranked or self._ran or any(g.cause for g in gone):
+        if processes.ranked or self._ran or any(g.cause for g in exited):
             return False
-        return all(g.held_bytes is not None and g.held_bytes < MIN_JOB_BYTES for g in gone)
+        return all(g.held_bytes is not None and g.held_bytes < MIN_JOB_BYTES for g in exited)
 
     def _is_final(
-        self, look: Observation, pace: StepRateTracker, saving: CheckpointSaveTracker, gone: tuple[ExitedProcess, ...]
+        self,
+        observation: Observation,
+        step_rate: StepRateTracker,
+        saves: CheckpointSaveTracker,
+        exited: tuple[ExitedProcess, ...],
     ) -> bool:
         """The planned last step is reached, every rank says done, or the newest checkpoint is of the last step."""
-        progress, newest = look.sample.progress, saving.newest_complete
-        if look.phases == DONE_PHASES:
+        progress, newest = observation.sample.progress, saves.newest_complete
+        if observation.phases == DONE_PHASES:
             return True
         if progress.step is not None and progress.total_steps is not None:
             # Counted from zero the last step is one less; then its checkpoint must say so.
             last = progress.total_steps - 1
             saved = newest is not None and newest.step is not None and newest.step >= last
             return progress.step >= progress.total_steps or (progress.step >= last and saved)
-        if newest is None or any(g.cause for g in gone):
+        if newest is None or any(g.cause for g in exited):
             return False
         if progress.step is not None:
             return newest.step is not None and newest.step >= progress.step
-        if pace.known or _has_progress_source(look) or newest.age_seconds is None or self._gone_since is None:
+        if (
+            step_rate.known
+            or _has_progress_source(observation)
+            or newest.age_seconds is None
+            or self._gone_since is None
+        ):
             return False
-        return newest.age_seconds - (look.now - self._gone_since) <= FINAL_SAVE_SECONDS
+        return newest.age_seconds - (observation.now - self._gone_since) <= FINAL_SAVE_SECONDS
 
 
-def _stop_lines(look: Observation) -> frozenset[str]:
-    return frozenset(s.stopped for s in look.sample.progress.sources if s.stopped is not None)
+def _stop_lines(observation: Observation) -> frozenset[str]:
+    return frozenset(s.stopped for s in observation.sample.progress.sources if s.stopped is not None)
 
 
-def _has_progress_source(look: Observation) -> bool:
-    return look.spec.run_directory is not None or bool(look.spec.logs)
+def _has_progress_source(observation: Observation) -> bool:
+    return observation.spec.run_directory is not None or bool(observation.spec.logs)
 
 
-def _unfinished_last_save(look: Observation, saving: CheckpointSaveTracker) -> CheckpointEntry | None:
+def _unfinished_last_save(observation: Observation, saves: CheckpointSaveTracker) -> CheckpointEntry | None:
     """The save of the last step, where it is not complete: who leaves now leaves it torn."""
-    entry = None if saving.save is None else saving.save.entry
-    return None if look.phases == DONE_PHASES else entry
+    entry = None if saves.save is None else saves.save.entry
+    return None if observation.phases == DONE_PHASES else entry

@@ -1,9 +1,16 @@
-"""One job at one moment: the samples of its nodes put side by side, rank by rank. Data only."""
+"""The data of detection: a job's samples, the verdict on them, the findings that follow. No logic beyond small lookups.
+
+JobSample (what the nodes sent, side by side) -> Verdict (what the GPUs are doing in this one sample) -> Finding (what
+has been wrong for long enough to report) and JobState. Everything here is frozen, with units in the names. GPUs may be
+read without a rank and ranks without a GPU; whatever was not read is None, never 0.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Final
 
 from wattwatch.collectors.samples import (
@@ -20,10 +27,49 @@ from wattwatch.collectors.samples import (
     WorkerSample,
 )
 
+HEARTBEAT_FORMAT: Final = "heartbeat"  # `ProgressSample.format` of a heartbeat file; every other value is a log
+
+# NCCL kernels that wait for a peer spin, and the driver reports 90 to 100 % utilization for them (96 % in
+# NVIDIA/nccl#2353), so "busy" cannot mean exactly 100. A rank that waits on the CPU, say in a barrier, reads 0 to 5 %.
+BUSY_PERCENT: Final = 90.0
+IDLE_PERCENT: Final = 10.0
+# A CUDA context takes some hundred MiB. The driver alone shows 0 to 20 MiB, a display or a daemon a little more.
+CONTEXT_BYTES: Final = 300 * 1024**2
+# Two observations further apart than this have a gap between them: nothing is known about the time in between.
+MAX_GAP_INTERVALS: Final = 3.5
+
+PCI_ID: Final = re.compile(
+    r"(?:(?P<domain>[0-9a-f]{1,8}):)?(?P<bus>[0-9a-f]{2}):(?P<device>[0-9a-f]{2})(?:\.[0-9a-f])?"
+)
+
+
+def valid_power_watts(gpu: GpuSample) -> float | None:
+    """Power that can be trusted. 0 W beside high utilization is a failed sensor: several drivers report it for power
+    readings that they do not support."""
+    if gpu.power_watts is not None and gpu.power_watts <= 0 and (gpu.utilization_percent or 0) > IDLE_PERCENT:
+        return None
+    return gpu.power_watts
+
+
+@lru_cache(maxsize=65_536)
+def normalized_pci_id(bus_id: str) -> str:
+    """PCI bus id as domain (4 digits), bus and device in lower case.
+
+    nvidia-smi prints 00000000:9B:00.0, the kernel log 0000:9b:00 for the same GPU. Text that is no PCI id comes back in
+    lower case.
+    """
+    match = PCI_ID.fullmatch(bus_id.strip().lower())
+    return (
+        bus_id.lower() if match is None else f"{int(match['domain'] or '0', 16):04x}:{match['bus']}:{match['device']}"
+    )
+
+
+# What the watcher knows of a job when it evaluates it.
+
 
 @dataclass(frozen=True, slots=True)
 class RankGpu:
-    """One board of the job. `rank` is None until a heartbeat's pid, or the order of nodes and boards, tells it."""
+    """One GPU of the job. `rank` is None unless a heartbeat names it or the order of nodes and GPUs is certain."""
 
     node: str
     rank: int | None
@@ -32,16 +78,16 @@ class RankGpu:
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """What one node of the job contributed. `age_seconds` is the age of its last line on the control host's clock."""
+    """What one node contributes to a job sample. `age_seconds`: age of its last line on the control host's clock."""
 
     node: str
     status: HostStatus
     detail: str
-    age_seconds: float | None  # None: it has never answered
+    age_seconds: float | None  # None: the node has never answered
     fresh: bool  # its GPUs are part of this job sample
     sequence: int | None = None
-    reading: int | None = None  # counts the times its boards were read: a repeated answer is the same reading
-    expected_gpus: int | None = None  # most ever seen, or as configured
+    reading: int | None = None  # number of GPU queries so far; a repeated answer does not count again
+    expected_gpus: int | None = None  # the most ever seen, or the configured number
     missing_gpus: tuple[MissingGpu, ...] = ()
     processes: tuple[ProcessSample, ...] | None = None
     kernel_events: tuple[KernelEvent, ...] = ()
@@ -49,20 +95,55 @@ class NodeState:
     filesystems: tuple[FilesystemSample, ...] = ()
     load: HostLoad = HostLoad()
     driver_version: str | None = None
-    workers: tuple[WorkerSample, ...] = ()  # children of the job's processes
-    step_formats: frozenset[str] = frozenset()  # of this node's logs and heartbeats that tell the job's step
+    workers: tuple[WorkerSample, ...] = ()  # child processes of the job's ranks, most often data loader workers
+    step_formats: frozenset[str] = frozenset()  # formats of the logs and heartbeats on this node that show the step
+
+    @property
+    def unreadable_reason(self) -> str:
+        """Why the node's GPUs cannot be read. Constant over time: a detail that counts seconds belongs in evidence."""
+        first, *_ = self.detail.split("; ")
+        if self.status is HostStatus.DRIVER_DOWN and first:
+            return first
+        return HOST_STATUS_TEXT.get(self.status, self.status.value)
+
+    @property
+    def unreadable_reason_in_full(self) -> str:
+        """With the node's own detail. A driver's error text already names the problem, so it stands alone."""
+        if self.status is HostStatus.DRIVER_DOWN and self.detail:
+            return self.detail
+        if not self.detail:
+            return self.unreadable_reason
+        return f"{HOST_STATUS_TEXT.get(self.status, self.status.value)} ({self.detail})"
+
+    @property
+    def progress_text(self) -> str:
+        """Which of the job's progress sources are still readable on this node; "" for none."""
+        if not self.step_formats:
+            return ""
+        return "heartbeats are still readable" if HEARTBEAT_FORMAT in self.step_formats else "the log is still readable"
+
+
+HOST_STATUS_TEXT: Final = {
+    HostStatus.UNREACHABLE: "node does not answer",
+    HostStatus.AUTH_FAILED: "SSH login refused",
+    HostStatus.HOST_KEY_CHANGED: "SSH host key does not match the known one",
+    HostStatus.DRIVER_DOWN: "NVIDIA driver does not respond",
+    HostStatus.SAMPLER_TIMEOUT: "GPU query does not return",
+    HostStatus.NO_DEVICES: "NVIDIA driver finds no GPU",
+    HostStatus.PARSE_ERROR: "GPU query output cannot be parsed",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """The job's step counter over all its sources. None everywhere: the job's progress cannot be read."""
+    """The job's step counter over all its sources. All None: no source can be read."""
 
-    step: int | None = None  # the furthest step any source reports
-    slowest_step: int | None = None  # the least step over ranks, where ranks report
+    step: int | None = None  # the highest step any source reports
+    slowest_step: int | None = None  # the lowest step over ranks, where ranks report
     total_steps: int | None = None
     loss: float | None = None
     tokens_per_second: float | None = None
-    age_seconds: float | None = None  # since the step last changed, control host's clock
+    age_seconds: float | None = None  # since the step last changed, on the control host's clock
     line_interval_seconds: float | None = None
     restart: int | None = None
     sources: tuple[ProgressSample, ...] = ()
@@ -74,30 +155,35 @@ class JobProgress:
 
 @dataclass(frozen=True, slots=True)
 class JobSample:
-    """Everything known of a job when it is judged. Holds no judgement of its own."""
+    """All that is known of a job at one moment. Contains no verdict."""
 
     job: str
     gpus: tuple[RankGpu, ...]
     nodes: tuple[NodeState, ...]
     progress: JobProgress = JobProgress()
-    checkpoints: tuple[CheckpointSample, ...] = ()  # one a directory: the freshest listing of any node
-    wall_seconds: float = 0.0  # for people only
+    checkpoints: tuple[CheckpointSample, ...] = ()  # one per directory: the freshest listing of any node
+    wall_seconds: float = 0.0  # Unix time, for display only
 
     @property
     def expected_gpus(self) -> int | None:
-        """Boards the job should have: None when no node has ever told."""
+        """Number of GPUs the job should have; None when no node has ever reported any."""
         known = [n.expected_gpus for n in self.nodes if n.expected_gpus is not None]
         return sum(known) if known else None
 
     @property
+    def gpu_count(self) -> int:
+        """Number of GPUs the job should have, or the number that was read where that is unknown."""
+        return self.expected_gpus or len(self.gpus)
+
+    @property
     def complete(self) -> bool:
-        """All nodes fresh: shapes over ranks mean something only then."""
+        """All nodes are fresh. A pattern over ranks means something only then."""
         return bool(self.nodes) and all(n.fresh for n in self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What the watcher was told of a job. Paths as configured; everything optional may be learned."""
+    """The configuration of one job. Paths as configured; whatever is None is learned or not used."""
 
     name: str
     nodes: tuple[str, ...]
@@ -105,61 +191,24 @@ class JobSpec:
     logs: tuple[str, ...] = ()
     log_pattern: str | None = None
     checkpoint_directory: str | None = None
-    processes: str | None = None  # regex on comm
+    processes: str | None = None  # regular expression on the process name (comm)
     gpus_per_node: int | None = None
     floor_tokens_per_second: float | None = None
     checkpoint_every_seconds: float | None = None
     stall_limit_seconds: float | None = None
     interval_seconds: float = 1.0
 
-
-# Why a node's boards cannot be seen, in words; and what is read there all the same.
-
-HEARTBEAT_FORMAT: Final = "heartbeat"  # as ProgressSample.format
-HOST_STATUS_TEXT: Final = {
-    HostStatus.UNREACHABLE: "it does not answer",
-    HostStatus.AUTH_FAILED: "the login is refused",
-    HostStatus.HOST_KEY_CHANGED: "the host key is not the known one",
-    HostStatus.DRIVER_DOWN: "the driver cannot be asked",
-    HostStatus.SAMPLER_TIMEOUT: "the GPU query does not return",
-    HostStatus.NO_DEVICES: "the driver sees no board",
-    HostStatus.PARSE_ERROR: "the output cannot be read",
-}
+    @property
+    def has_progress_source(self) -> bool:
+        """A run directory or a log is configured, so a step counter is expected."""
+        return self.run_directory is not None or bool(self.logs)
 
 
-def unreadable_reason(node: NodeState) -> str:
-    """The same words from look to look: a detail that counts seconds is left to the evidence."""
-    first, *_ = node.detail.split("; ")
-    return (
-        first
-        if node.status is HostStatus.DRIVER_DOWN and first
-        else HOST_STATUS_TEXT.get(node.status, node.status.value)
-    )
-
-
-def unreadable_reason_in_full(node: NodeState) -> str:
-    """With the node's own words, once: what is said of a driver names what is missing itself."""
-    if node.status is HostStatus.DRIVER_DOWN and node.detail:
-        return node.detail
-    return (
-        f"{HOST_STATUS_TEXT.get(node.status, node.status.value)} ({node.detail})"
-        if node.detail
-        else unreadable_reason(node)
-    )
-
-
-def readable_progress_text(node: NodeState) -> str:
-    """Which steps of the job are read there; "" for none."""
-    if not node.step_formats:
-        return ""
-    return "its heartbeats are read" if HEARTBEAT_FORMAT in node.step_formats else "its log is read"
-
-
-# What one picture of a job says: a state, a shape, who stands out, how sure, and why. Data only.
+# What one sample says.
 
 
 class PowerState(StrEnum):
-    """What the boards are doing, as far as one picture can tell."""
+    """What the GPUs are doing, as far as one sample shows."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
@@ -175,7 +224,7 @@ class PowerState(StrEnum):
 
 
 class UtilizationPattern(StrEnum):
-    """How utilisation lies over the ranks."""
+    """How utilization is distributed over the ranks."""
 
     ALL_BUSY = "all_busy"
     ONE_LOW_REST_BUSY = "one_low_rest_busy"
@@ -189,7 +238,7 @@ class UtilizationPattern(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """Who stands out; what is not known of it is None."""
+    """A node, GPU or rank that stands out. `gpu` is the driver's index; what is unknown is None."""
 
     node: str
     gpu: int | None = None
@@ -203,27 +252,29 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
+    """The second most likely state, with its own confidence (0..1)."""
+
     state: PowerState
     confidence: float
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One picture, judged. `why` carries the numbers that decided; `advice` the next step."""
+    """The classification of one sample. `why` holds the numbers that decided, `advice` the next step."""
 
     state: PowerState
-    confidence: float  # 0..1
-    shape: UtilizationPattern
+    confidence: float  # 0..1: how often a verdict on such grounds is right
+    pattern: UtilizationPattern
     why: str
     advice: str
     suspects: tuple[Suspect, ...] = ()
-    power_fraction: float | None = None  # median board power / limit; None where either is unknown
+    power_fraction: float | None = None  # median of power / power limit; None where either is unknown
     alternative: Alternative | None = None
-    at_floor: bool = False  # no board draws more than idling with a context or spinning does
-    settle: str | None = None  # the one observation that decides against the alternative; None: no other reading
+    at_floor: bool = False  # no GPU draws more than one that is idle with a context, or spins in a collective
+    deciding_check: str | None = None  # the one check that tells state and alternative apart; None: no alternative
 
 
-# What is wrong with a job, held over time: the input of telling people. Data only.
+# What is wrong with a job.
 
 
 class JobState(StrEnum):
@@ -247,6 +298,8 @@ class Severity(StrEnum):
 
 
 class AlertName(StrEnum):
+    """The alert kinds. Each has its row in alerts.toml: severity, persistence, advice, inhibition."""
+
     JOB_HUNG = "JobHung"
     JOB_CRASHED = "JobCrashed"
     JOB_STARVING = "JobStarving"
@@ -263,31 +316,15 @@ class AlertName(StrEnum):
     WATCHER_DEGRADED = "WatcherDegraded"
 
 
-DEFAULT_SEVERITY: Final[dict[AlertName, Severity]] = {
-    AlertName.JOB_HUNG: Severity.CRITICAL,
-    AlertName.JOB_CRASHED: Severity.CRITICAL,
-    AlertName.JOB_STARVING: Severity.WARNING,
-    AlertName.JOB_SLOW: Severity.WARNING,
-    AlertName.CHECKPOINT_STALLED: Severity.CRITICAL,
-    AlertName.CHECKPOINT_OVERDUE: Severity.WARNING,
-    AlertName.GPU_FAULT: Severity.CRITICAL,
-    AlertName.GPU_THROTTLED: Severity.WARNING,
-    AlertName.STRAGGLER: Severity.WARNING,
-    AlertName.NODE_UNREACHABLE: Severity.WARNING,
-    AlertName.PROBE_BLIND: Severity.WARNING,
-    AlertName.JOB_COMPLETED: Severity.INFO,
-    AlertName.LOSS_NOT_FINITE: Severity.WARNING,
-    AlertName.WATCHER_DEGRADED: Severity.WARNING,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is true of a job now. The detector repeats it each time it looks, for as long as it is true.
+    """Something that is wrong with a job now. The detector repeats it at each evaluation for as long as it is true.
 
-    `scope` is what the finding is about within the job ("" the job itself, "node-01", "node-01/GPU-uuid"): together
-    with job and alert it is the identity of an episode. `confirmed` is False while only the power and utilisation
-    signature says so: such a finding is told as a warning, and raised to its own severity once progress agrees.
+    `scope` is what it concerns within the job: "" for the job itself, "node-01", "node-01/GPU-uuid". Job, alert and
+    scope together identify an alert episode. `confirmed` is False while only power and utilization say so: such a
+    finding is a warning at most, and rises to its own severity once the step counter agrees.
+
+    Findings are stored with open episodes (SQLite): field names are part of that format.
     """
 
     job: str
@@ -300,8 +337,8 @@ class Finding:
     since_seconds: float  # detector clock: when the condition began, not when it was confirmed
     confirmed: bool = True
     suspects: tuple[Suspect, ...] = ()
-    gpus_idle: int = 0  # boards that do no useful work because of it: what the cost is counted from
-    idle_joules: float = 0.0  # what those boards drew since the look before; nothing is known of a gap: 0
+    gpus_idle: int = 0  # GPUs that do no useful work because of it: GPU-hours lost are counted from this
+    idle_joules: float = 0.0  # energy those GPUs used since the previous observation; 0 over a gap
 
     @property
     def key(self) -> tuple[str, str, str]:

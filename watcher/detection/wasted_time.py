@@ -22,7 +22,7 @@ class WastedTime:
     gpu_seconds: dict[str, float] = field(default_factory=dict)  # by the name of the alert
     joules: dict[str, float] = field(default_factory=dict)
 
-    def look(self, sample: JobSample, findings: Sequence[Finding], seen_seconds: float) -> tuple[Finding, ...]:
+    def update(self, sample: JobSample, findings: Sequence[Finding], observed_seconds: float) -> tuple[Finding, ...]:
         """The findings in their order, each with what its boards drew. `seen_seconds`: since the look before."""
         left = job_gpu_count(sample)
         costly = sorted((each for each in findings if each.gpus_idle), key=lambda each: -each.gpus_idle)
@@ -31,8 +31,8 @@ class WastedTime:
             idle = min(finding.gpus_idle, left)
             left -= idle
             name = finding.alert.value
-            drawn[finding.key] = idle_power_watts(sample, finding, idle) * seen_seconds
-            self.gpu_seconds[name] = self.gpu_seconds.get(name, 0.0) + idle * seen_seconds
+            drawn[finding.key] = idle_power_watts(sample, finding, idle) * observed_seconds
+            self.gpu_seconds[name] = self.gpu_seconds.get(name, 0.0) + idle * observed_seconds
             self.joules[name] = self.joules.get(name, 0.0) + drawn[finding.key]
         return tuple(replace(each, idle_joules=drawn[each.key]) if drawn.get(each.key) else each for each in findings)
 

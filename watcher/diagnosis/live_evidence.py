@@ -53,7 +53,7 @@ def collect_live_evidence(
         job=sample.job,
         wall_seconds=sample.wall_seconds,
         state=state.value,
-        shape=verdict.shape.value,
+        shape=verdict.pattern.value,
         step=sample.progress.step,
         ranks=tuple(sorted(rank_readings(sample), key=lambda each: each.rank)),
         suspects=tuple(sorted({rank for each in suspects if (rank := suspect_rank(each, sample.gpus)) is not None})),

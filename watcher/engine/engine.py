@@ -127,7 +127,7 @@ class JobPipeline:
         """Classify, detect, learn, and renew the view. `said`: the last word of every node."""
         verdict = classify(sample, profile, learned=self.learner.learned(sample))
         findings = self.detector.observe(verdict, sample, now)
-        self.learner.look(sample, verdict, findings, self.detector.state, now, said)
+        self.learner.update(sample, verdict, findings, self.detector.state, now, said)
         if self.learner.power_limits_changed:
             self.detector.power_limits_changed()
         self.skip(now)
@@ -226,7 +226,7 @@ class Engine:
                 failures.append(error)
                 continue
             judged.add(desk.spec.name)
-            witnesses[desk.spec.name] = desk.witnessing.look(job_sample)
+            witnesses[desk.spec.name] = desk.witnessing.update(job_sample)
             delays += self._delays(desk.spec.name, found, now)
             findings += found
         self._telling.observe(findings, frozenset(judged), now, wall, witnesses)
@@ -238,7 +238,7 @@ class Engine:
 
     def known(self) -> PriorState:
         """What is learned by now: for the head of a recording."""
-        habits = {name: desk.detector.habits() for name, desk in self._desks.items()}
+        habits = {name: desk.detector.history() for name, desk in self._desks.items()}
         return PriorState(self._knowledge.values(), habits)
 
     def _keep_learned(self, now: float) -> None:

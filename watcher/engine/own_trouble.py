@@ -6,7 +6,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from wattwatch.watcher.detection.model import DEFAULT_SEVERITY, AlertName, Finding
+from wattwatch.watcher.detection.alerts import ALERT_KINDS
+from wattwatch.watcher.detection.model import AlertName, Finding
 from wattwatch.watcher.detection.trackers.recovery import RecoveryEvidence
 from wattwatch.watcher.engine.engine import FindingSink
 from wattwatch.watcher.engine.snapshot import DeliveryStats, EpisodeView
@@ -30,7 +31,7 @@ class SelfProblems:
         finding = Finding(
             job="",
             alert=AlertName.WATCHER_DEGRADED,
-            severity=DEFAULT_SEVERITY[AlertName.WATCHER_DEGRADED],
+            severity=ALERT_KINDS[AlertName.WATCHER_DEGRADED].severity,
             scope=scope,
             summary=summary,
             evidence=(evidence,),

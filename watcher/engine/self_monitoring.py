@@ -12,7 +12,8 @@ from typing import Final
 
 from wattwatch.collectors.samples import HostStatus
 from wattwatch.collectors.ssh.model import NodeLink
-from wattwatch.watcher.detection.model import DEFAULT_SEVERITY, AlertName, Finding
+from wattwatch.watcher.detection.alerts import ALERT_KINDS
+from wattwatch.watcher.detection.model import AlertName, Finding
 
 # Fewer nodes than this going silent together may well be one rack, or one job's nodes.
 MIN_NODES: Final = 4
@@ -67,7 +68,7 @@ class NetworkLossDetector:
         return Finding(
             job="",
             alert=AlertName.WATCHER_DEGRADED,
-            severity=DEFAULT_SEVERITY[AlertName.WATCHER_DEGRADED],
+            severity=ALERT_KINDS[AlertName.WATCHER_DEGRADED].severity,
             scope="",
             summary=f"The watcher is blind: {len(silent)} of {len(self._before)} nodes went silent together.",
             evidence=tuple(f"{node}: {links[node].detail}" for node in silent[:5] if node in links),

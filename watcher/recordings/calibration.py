@@ -26,9 +26,9 @@ from wattwatch.watcher.detection.baselines.plausibility import (
 )
 from wattwatch.watcher.detection.baselines.profiles import PowerProfile, profile_for
 from wattwatch.watcher.detection.classifier.classifier import classify
-from wattwatch.watcher.detection.classifier.features import CONTEXT_BYTES, LOW_PERCENT, StepProgress, valid_power_watts
+from wattwatch.watcher.detection.classifier.features import StepProgress
 from wattwatch.watcher.detection.detector import JobDetector
-from wattwatch.watcher.detection.model import JobProgress, JobSample
+from wattwatch.watcher.detection.model import CONTEXT_BYTES, IDLE_PERCENT, JobProgress, JobSample, valid_power_watts
 from wattwatch.watcher.recordings.format import Recording
 from wattwatch.watcher.recordings.inputs import GpuLog, SourcePlayer
 from wattwatch.watcher.recordings.replay import ROUND_WINDOW_FRACTION
@@ -69,7 +69,7 @@ def calibrate_source(name: str, source: GpuLog | Recording, progress: StepProgre
         for assembler, detector, learner in jobs:
             wall = max((heard.wall_seconds for heard in said.values()), default=0.0)
             sample = assembler.assemble(played.links(), seconds, wall)
-            worked = worked or any((ranked.gpu.utilization_percent or 0.0) > LOW_PERCENT for ranked in sample.gpus)
+            worked = worked or any((ranked.gpu.utilization_percent or 0.0) > IDLE_PERCENT for ranked in sample.gpus)
             if worked and progress is StepProgress.ADVANCING and not sample.progress.readable:
                 sample = replace(sample, progress=JobProgress(step=round_number))
             counted = counted or sample.progress.readable
@@ -87,7 +87,7 @@ def _learn(
 ) -> None:
     verdict = classify(sample, learned=learner.learned(sample))
     findings = detector.observe(verdict, sample, seconds)
-    learner.look(sample, verdict, findings, detector.state, seconds, said)
+    learner.update(sample, verdict, findings, detector.state, seconds, said)
 
 
 def _refusals(

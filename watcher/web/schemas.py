@@ -248,14 +248,14 @@ def verdict_answer(verdict: Verdict) -> VerdictAnswer:
     other = verdict.alternative
     return VerdictAnswer(
         state=verdict.state,
-        shape=verdict.shape,
+        shape=verdict.pattern,
         confidence=verdict.confidence,
         why=verdict.why,
         advice=verdict.advice,
         power_fraction=verdict.power_fraction,
         suspects=suspect_answers(verdict.suspects),
         alternative=None if other is None else AlternativeAnswer(state=other.state, confidence=other.confidence),
-        settle=verdict.settle,
+        settle=verdict.deciding_check,
     )
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from wattwatch.collectors.clock import Clock
 from wattwatch.watcher.config.settings import ReceiverSection
-from wattwatch.watcher.detection.model import DEFAULT_SEVERITY, AlertName, Finding, Suspect
+from wattwatch.watcher.detection.alerts import ALERT_KINDS
+from wattwatch.watcher.detection.model import AlertName, Finding, Suspect
 from wattwatch.watcher.detection.trackers.recovery import RecoveryEvidence
 
 WALL = 1_800_000_000.0
@@ -34,7 +35,7 @@ def finding(
     return Finding(
         job=job,
         alert=alert,
-        severity=DEFAULT_SEVERITY[alert],
+        severity=ALERT_KINDS[alert].severity,
         scope=scope,
         summary=summary,
         evidence=("15 boards at 190 W and 100 %", "rank 3 at 0 %"),

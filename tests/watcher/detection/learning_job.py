@@ -53,7 +53,7 @@ class LearningJob(Job):
         super()._second(activity, ranks, silent, slow)
         told = self.told[-1]
         assert self.sample is not None
-        self.learner.look(self.sample, told.verdict, told.findings, told.state, self.now, self.said)
+        self.learner.update(self.sample, told.verdict, told.findings, told.state, self.now, self.said)
         if self.learner.power_limits_changed:
             self.detector.power_limits_changed()
 

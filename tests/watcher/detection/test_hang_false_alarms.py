@@ -185,7 +185,7 @@ def test_fast_steps_that_are_seen_a_look_late_are_no_loss_of_pace() -> None:
         job.step = 1000 + int(second / 1.3)
         job.since_step = 0
         job.play(1, Activity(405, (50, 70, 85)[second % 3]))
-    assert job.detector._pace.lost_share < 0.1
+    assert job.detector._step_rate.lost_share < 0.1
     assert job.seconds_of(STARVING, confirmed=True) == []
 
 

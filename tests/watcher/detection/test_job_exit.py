@@ -153,7 +153,7 @@ def test_before_any_process_was_seen_nothing_has_ended() -> None:
     job = Job(nodes=2, step=0)
     job.play(60, replace(ENDED, phase="load"))
     assert job.alerts == set()
-    assert not ProcessTracker().nobody_left
+    assert not ProcessTracker().all_exited
 
 
 def test_a_strangers_process_on_a_dead_ranks_board_is_no_restart() -> None:

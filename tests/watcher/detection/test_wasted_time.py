@@ -27,7 +27,7 @@ HUNG = finding(AlertName.JOB_HUNG, 4)
 def test_a_hang_costs_the_time_of_all_boards_and_what_they_draw() -> None:
     cost = WastedTime()
     for _ in range(3600):
-        (told,) = cost.look(sample(190.0, 190.0, 190.0, 30.0), (HUNG,), 1.0)
+        (told,) = cost.update(sample(190.0, 190.0, 190.0, 30.0), (HUNG,), 1.0)
     assert told.idle_joules == pytest.approx(600.0)
     assert cost.gpu_seconds == {"JobHung": pytest.approx(4 * 3600)}
     assert total_kilowatt_hours(cost.joules) == pytest.approx(0.6)
@@ -35,7 +35,7 @@ def test_a_hang_costs_the_time_of_all_boards_and_what_they_draw() -> None:
 
 def test_a_gap_costs_nothing() -> None:
     cost = WastedTime()
-    (told,) = cost.look(sample(190.0, 190.0, 190.0, 190.0), (HUNG,), 0.0)
+    (told,) = cost.update(sample(190.0, 190.0, 190.0, 190.0), (HUNG,), 0.0)
     assert told.idle_joules == 0
     assert (sum(cost.gpu_seconds.values()), sum(cost.joules.values())) == (0, 0)
 
@@ -60,7 +60,7 @@ def test_a_broken_board_costs_what_it_draws_itself() -> None:
 def test_a_board_that_two_findings_idle_is_counted_once() -> None:
     cost = WastedTime()
     broken = finding(AlertName.GPU_FAULT, 1, Suspect("n1", 2))
-    told = cost.look(sample(190.0, 190.0, 55.0, 190.0), (broken, HUNG), 10.0)
+    told = cost.update(sample(190.0, 190.0, 55.0, 190.0), (broken, HUNG), 10.0)
     assert [each.alert for each in told] == [AlertName.GPU_FAULT, AlertName.JOB_HUNG]
     assert cost.gpu_seconds == {"JobHung": 40.0, "GpuFault": 0.0}
     assert sum(cost.joules.values()) == pytest.approx(6250.0)
@@ -69,6 +69,6 @@ def test_a_board_that_two_findings_idle_is_counted_once() -> None:
 def test_what_idles_no_board_costs_nothing() -> None:
     cost = WastedTime()
     hot = replace(HUNG, alert=AlertName.GPU_THROTTLED, gpus_idle=0)
-    assert cost.look(sample(700.0), (hot,), 1.0) == (hot,)
+    assert cost.update(sample(700.0), (hot,), 1.0) == (hot,)
     assert cost.gpu_seconds == {}
     assert job_gpu_count(sample(1.0, expected=8)) == 8

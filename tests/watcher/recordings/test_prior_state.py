@@ -71,7 +71,7 @@ def test_what_was_known_comes_back_whole(count: int) -> None:
 def test_a_detector_takes_up_what_another_has_learned() -> None:
     detector = JobDetector(SPEC)
     detector.restore_history(HABITS)
-    assert detector.habits() == HABITS
+    assert detector.history() == HABITS
 
 
 def test_only_what_is_of_the_job_and_its_nodes_is_written() -> None:

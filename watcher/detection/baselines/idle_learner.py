@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from wattwatch.watcher.detection.baselines.baseline import BaselineKind, GpuId, LearningPhase
-from wattwatch.watcher.detection.classifier.features import CONTEXT_BYTES, LOW_PERCENT, valid_power_watts
-from wattwatch.watcher.detection.model import RankGpu
-from wattwatch.watcher.detection.trackers.observation import GAP_INTERVALS
+from wattwatch.watcher.detection.model import CONTEXT_BYTES, IDLE_PERCENT, MAX_GAP_INTERVALS, RankGpu, valid_power_watts
 
 # After work a board is warm and its clocks are up: what it draws then is not what it idles at.
 COOL_SECONDS: Final = 30.0
@@ -65,13 +63,13 @@ class IdleLearner:
     """Follows the boards of one job."""
 
     def __init__(self, interval_seconds: float) -> None:
-        self._gap_seconds = GAP_INTERVALS * interval_seconds
+        self._gap_seconds = MAX_GAP_INTERVALS * interval_seconds
         self._next_look_seconds = 1.5 * interval_seconds
         self._boards: dict[GpuId, IdleGpu] = {}
         self.starting: set[GpuId] = set()
         self.started: set[GpuId] = set()  # a context came to them in this look: another run
 
-    def look(
+    def update(
         self, gpus: Iterable[RankGpu], held: Set[tuple[str, int | None]], now: float, *, quiet: bool
     ) -> Iterator[SampleBatch]:
         """`gpus`: read anew in this look; `held`: (node, index) that any process holds; `quiet`: nothing is wrong, and
@@ -88,7 +86,7 @@ class IdleLearner:
                 yield from self._empty(board, rest, watts, busy, now)
                 continue
             self._with_context(board, rest, now)
-            if busy > LOW_PERCENT:
+            if busy > IDLE_PERCENT:
                 rest.zero_since = None
                 if rest.starting:
                     yield from self._worked(board, rest)

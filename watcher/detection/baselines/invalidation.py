@@ -40,7 +40,7 @@ class BaselineInvalidator:
         self._compare_from = float("-inf")
         self.power_limits_changed = False  # in the last look
 
-    def look(self, sample: JobSample, said: Mapping[str, NodeSample], now: float) -> frozenset[GpuId]:
+    def update(self, sample: JobSample, said: Mapping[str, NodeSample], now: float) -> frozenset[GpuId]:
         """Boards of which nothing that is being gathered holds any more. `said`: the last word of each node, with the
         processes of other jobs."""
         self.power_limits_changed = False

@@ -29,6 +29,7 @@ from wattwatch.watcher.detection.baselines.plausibility import find_job_baseline
 from wattwatch.watcher.detection.baselines.profiles import PowerProfile, UserProfile, profile_for, user_profile_for
 from wattwatch.watcher.detection.findings import STARVING_WAIT_MS
 from wattwatch.watcher.detection.model import (
+    MAX_GAP_INTERVALS,
     AlertName,
     Finding,
     JobSample,
@@ -39,7 +40,6 @@ from wattwatch.watcher.detection.model import (
     UtilizationPattern,
     Verdict,
 )
-from wattwatch.watcher.detection.trackers.observation import GAP_INTERVALS
 
 HARMLESS: Final = frozenset({AlertName.JOB_COMPLETED, AlertName.CHECKPOINT_OVERDUE, AlertName.LOSS_NOT_FINITE})
 PAUSE_PHASES: Final = frozenset({"save", "eval", "done"})
@@ -107,7 +107,7 @@ class JobLearner:
         """Whether a power limit was another one in this look than in the one before."""
         return self._changes.power_limits_changed
 
-    def look(
+    def update(
         self,
         sample: JobSample,
         verdict: Verdict,
@@ -117,13 +117,13 @@ class JobLearner:
         said: Mapping[str, NodeSample],
     ) -> None:
         """One look at the job, judged. `said`: the last word of its nodes, with the processes of others."""
-        void = self._changes.look(sample, said, now)
+        void = self._changes.update(sample, said, now)
         if void:
             self._rests.forget(void)
             self._plateaus.forget(void)
         seen = None if self._last_seconds is None else now - self._last_seconds
         self._last_seconds = now
-        if seen is None or seen > GAP_INTERVALS * self._spec.interval_seconds:
+        if seen is None or seen > MAX_GAP_INTERVALS * self._spec.interval_seconds:
             self._rests.forget()
             self._forget_interval()
         phases = {source.phase for source in sample.progress.sources if source.phase}
@@ -133,13 +133,13 @@ class JobLearner:
         if not quiet or (started and (LOAD_PHASE in phases or void)):
             self._forget_interval()
         gpus = sample.gpus
-        if verdict.shape is not UtilizationPattern.ALL_BUSY or self._rests.starting:
+        if verdict.pattern is not UtilizationPattern.ALL_BUSY or self._rests.starting:
             gpus = self._read_anew(sample)
-            self._conclude(self._rests.look(gpus, _gpus_in_use(sample, said), now, quiet=quiet), sample)
+            self._conclude(self._rests.update(gpus, _gpus_in_use(sample, said), now, quiet=quiet), sample)
             self._plateaus.another_run(self._rests.started)
         self._follow_steps(sample, seen or 0.0)
         if quiet and not self._disturbed and _is_working(verdict) and not _is_waiting_for_data(sample):
-            self._plateaus.look(gpus, self.base(sample), now)
+            self._plateaus.update(gpus, self.base(sample), now)
 
     def _read_anew(self, sample: JobSample) -> tuple[RankGpu, ...]:
         """Boards whose reading is not the one of the look before: a slow query's answer stands in several lines."""
@@ -229,7 +229,7 @@ def _is_working(verdict: Verdict) -> bool:
     """All ranks work, and evenly: scatter is starvation, and one rank at the power of two holds up the rest."""
     return (
         verdict.state in (PowerState.COMPUTE, PowerState.COMMUNICATION)
-        and verdict.shape is UtilizationPattern.ALL_BUSY
+        and verdict.pattern is UtilizationPattern.ALL_BUSY
         and not verdict.at_floor
     )
 

@@ -14,8 +14,7 @@ from typing import Final
 from wattwatch.watcher.detection.baselines.baseline import Baseline, BaselineKind, GpuId, LearningPhase
 from wattwatch.watcher.detection.baselines.idle_learner import SampleBatch
 from wattwatch.watcher.detection.baselines.profiles import PowerProfile
-from wattwatch.watcher.detection.classifier.features import BUSY_PERCENT, valid_power_watts
-from wattwatch.watcher.detection.model import RankGpu
+from wattwatch.watcher.detection.model import BUSY_PERCENT, RankGpu, valid_power_watts
 
 EVERY_SECONDS: Final = 4.0
 MIN_SAMPLES: Final = 30
@@ -43,7 +42,7 @@ class PlateauLearner:
         self._now = 0.0
         self._anew: set[GpuId] = set()  # boards on which another run began, and whose plateau is of the run before
 
-    def look(self, gpus: Sequence[RankGpu], base: PowerProfile, now: float) -> None:
+    def update(self, gpus: Sequence[RankGpu], base: PowerProfile, now: float) -> None:
         """All ranks work. Each few seconds is enough: a plateau is made of minutes."""
         if now < self._next_seconds or len(self._pending) >= MAX_PENDING:
             return

@@ -15,14 +15,12 @@ from wattwatch.watcher.detection.classifier.conclusion import is_floor_known, ma
 from wattwatch.watcher.detection.classifier.features import (
     FLOOR_TOLERANCE,
     HIGHEST_FLOOR_WATTS,
-    LOW_PERCENT,
     PowerFeatures,
     StepProgress,
     is_memory_busy,
     no_model_loaded,
-    valid_power_watts,
 )
-from wattwatch.watcher.detection.model import PowerState, UtilizationPattern, Verdict
+from wattwatch.watcher.detection.model import IDLE_PERCENT, PowerState, UtilizationPattern, Verdict, valid_power_watts
 
 LIGHT_LOAD_SHARE: Final = (
     1 / 3
@@ -36,7 +34,7 @@ OCCASIONAL_WORK_PERCENT: Final = 5.0
 
 
 def classify_active_power(scene: PowerFeatures) -> Verdict:
-    shape = scene.picture.shape
+    shape = scene.picture.pattern
     if (
         not is_floor_known(scene)
         and shape is not UtilizationPattern.ALL_LOW
@@ -129,8 +127,8 @@ def _unevenly_busy(scene: PowerFeatures) -> Verdict:
         why = "All ranks are about evenly busy at the power of plain compute"
         return make_verdict(scene, PowerState.COMPUTE, 0.9 if scene.known else 0.6, why, (PowerState.STARVATION, 0.1))
     # A rank that runs nothing beside others that do may be the one that holds them up.
-    stands = min(g.gpu.utilization_percent or 0.0 for g in scene.gpus) <= LOW_PERCENT
-    other = (PowerState.HANG if stands else PowerState.COMPUTE, 0.25)
+    is_late = min(g.gpu.utilization_percent or 0.0 for g in scene.gpus) <= IDLE_PERCENT
+    other = (PowerState.HANG if is_late else PowerState.COMPUTE, 0.25)
     if profile.starvation is not None and watts in profile.starvation:
         why = (
             "Utilisation scatters over the ranks in the band of starvation: the bottleneck lies upstream of the boards"
@@ -146,7 +144,7 @@ def _unevenly_busy(scene: PowerFeatures) -> Verdict:
         return make_verdict(scene, PowerState.COMPUTE, 0.45, why, (PowerState.STARVATION, 0.35))
     why = "Utilisation scatters over the ranks at middling power: the bottleneck lies upstream of the boards"
     waits = any(
-        (g.gpu.utilization_percent or 0.0) <= LOW_PERCENT
+        (g.gpu.utilization_percent or 0.0) <= IDLE_PERCENT
         and (valid_power_watts(g.gpu) or 0.0) <= FLOOR_TOLERANCE * profile.floor_watts
         for g in scene.gpus
     )
@@ -155,7 +153,7 @@ def _unevenly_busy(scene: PowerFeatures) -> Verdict:
 
 def _is_alternating(scene: PowerFeatures) -> bool:
     """Some rest, and those that work draw all that work draws: nobody who waits for them would let them."""
-    working = [valid_power_watts(g.gpu) or 0.0 for g in scene.gpus if (g.gpu.utilization_percent or 0.0) > LOW_PERCENT]
+    working = [valid_power_watts(g.gpu) or 0.0 for g in scene.gpus if (g.gpu.utilization_percent or 0.0) > IDLE_PERCENT]
     return 0 < len(working) < len(scene.gpus) and min(working) >= scene.profile.compute_watts
 
 

@@ -56,7 +56,7 @@ def _deciding_checks(pair: Mapping[str, Any]) -> tuple[DecidingCheck, ...]:
 def with_deciding_check(verdict: Verdict, sample: JobSample, *, told: bool) -> Verdict:
     """The verdict with what would settle it. `told`: the asker has given a word on the steps."""
     words = deciding_check(verdict, sample, told=told)
-    return verdict if words is None else replace(verdict, settle=words)
+    return verdict if words is None else replace(verdict, deciding_check=words)
 
 
 def deciding_check(verdict: Verdict, sample: JobSample, *, told: bool = False) -> str | None:

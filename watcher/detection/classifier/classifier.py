@@ -21,15 +21,11 @@ from wattwatch.watcher.detection.classifier.active_power import classify_active_
 from wattwatch.watcher.detection.classifier.ambiguity import with_deciding_check
 from wattwatch.watcher.detection.classifier.conclusion import ADVICE, is_floor_known, make_verdict
 from wattwatch.watcher.detection.classifier.features import (
-    BUSY_PERCENT,
-    CONTEXT_BYTES,
-    LOW_PERCENT,
     PowerFeatures,
     StepProgress,
     extract_features,
     match_pattern,
     median_power_fraction,
-    valid_power_watts,
 )
 from wattwatch.watcher.detection.classifier.idle_power import (
     NO_CONTEXT_CONFIDENCE,
@@ -41,13 +37,16 @@ from wattwatch.watcher.detection.classifier.idle_power import (
 )
 from wattwatch.watcher.detection.classifier.input_bottleneck import find_input_bottleneck
 from wattwatch.watcher.detection.model import (
+    BUSY_PERCENT,
+    CONTEXT_BYTES,
+    IDLE_PERCENT,
     Alternative,
     JobSample,
     PowerState,
     Suspect,
     UtilizationPattern,
     Verdict,
-    unreadable_reason_in_full,
+    valid_power_watts,
 )
 
 STRAGGLER_POWER_RATIO: Final = 2.0
@@ -67,7 +66,7 @@ def classify(
     verdict = _classify(sample, profile, progress, learned)
     if verdict.state is PowerState.STARVATION:
         upstream = find_input_bottleneck(sample)
-        verdict = replace(verdict, why=f"{verdict.why} Upstream: {upstream.words}.", advice=upstream.look)
+        verdict = replace(verdict, why=f"{verdict.why} Upstream: {upstream.words}.", advice=upstream.next_step)
     return with_deciding_check(verdict, sample, told=progress is not None)
 
 
@@ -97,12 +96,12 @@ def _classify(
 
 
 def _no_readable_gpu(sample: JobSample) -> Verdict:
-    told = [f"{node.node}: {unreadable_reason_in_full(node)}" for node in sample.nodes]
+    told = [f"{node.node}: {node.unreadable_reason_in_full}" for node in sample.nodes]
     lost = any(node.status in (HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES) for node in sample.nodes)
     return Verdict(
         state=PowerState.UNKNOWN,
         confidence=0.9 if lost else 0.5,
-        shape=UtilizationPattern.UNKNOWN,
+        pattern=UtilizationPattern.UNKNOWN,
         why="No board could be read. " + "; ".join(told[:4]),
         advice="The job may be well: look at the node itself." + (" A driver was replaced or lost." if lost else ""),
     )
@@ -129,7 +128,7 @@ def _faulty_gpu(sample: JobSample) -> Verdict | None:
     return Verdict(
         state=PowerState.GPU_FAULT,
         confidence=0.9,
-        shape=match_pattern(sample.gpus).shape,
+        pattern=match_pattern(sample.gpus).pattern,
         why="; ".join(told[:6]),
         advice=ADVICE[PowerState.GPU_FAULT],
         suspects=tuple(suspects),
@@ -142,20 +141,20 @@ def _readings_missing(sample: JobSample, progress: StepProgress | None) -> Verdi
     if progress is StepProgress.STALLED:
         why = "Steps stand; power or utilisation cannot be read on most boards."
         return Verdict(
-            PowerState.HANG, 0.7, match_pattern(sample.gpus).shape, why, ADVICE[PowerState.HANG],
+            PowerState.HANG, 0.7, match_pattern(sample.gpus).pattern, why, ADVICE[PowerState.HANG],
             power_fraction=median_power_fraction(sample.gpus), alternative=Alternative(PowerState.WAITING, 0.2),
         )  # fmt: skip
     gpus = [g.gpu for g in sample.gpus]
     mig = any(g.mig or g.reasons.get("utilization_percent") is ReadingStatus.MIG for g in gpus)
     free = all(g.memory_used_bytes is not None and g.memory_used_bytes < CONTEXT_BYTES for g in gpus)
-    quiet = all(g.utilization_percent is not None and g.utilization_percent <= LOW_PERCENT for g in gpus)
+    quiet = all(g.utilization_percent is not None and g.utilization_percent <= IDLE_PERCENT for g in gpus)
     no_watts = sum(valid_power_watts(g) is None for g in gpus)
     no_busy = sum(g.utilization_percent is None for g in gpus)
     picture = match_pattern(sample.gpus)
     if free and quiet and not mig:
         empty = no_process_listed(sample.nodes)
         return Verdict(
-            PowerState.IDLE, NO_PROCESS_CONFIDENCE if empty else NO_CONTEXT_CONFIDENCE, picture.shape,
+            PowerState.IDLE, NO_PROCESS_CONFIDENCE if empty else NO_CONTEXT_CONFIDENCE, picture.pattern,
             "0 % and no memory held on any board; power cannot be read.", ADVICE[PowerState.IDLE],
             power_fraction=median_power_fraction(sample.gpus), alternative=None if empty else Alternative(PowerState.HANG, 0.3),
         )  # fmt: skip
@@ -164,7 +163,7 @@ def _readings_missing(sample: JobSample, progress: StepProgress | None) -> Verdi
     else:
         why = f"Power is missing on {no_watts} of {len(gpus)} boards, utilisation on {no_busy}."
     return Verdict(
-        PowerState.UNKNOWN, 0.3, picture.shape, why,
+        PowerState.UNKNOWN, 0.3, picture.pattern, why,
         "Give the job's progress (a log or a run directory): without power and utilisation only steps can tell.",
         power_fraction=median_power_fraction(sample.gpus), alternative=Alternative(PowerState.HANG, 0.3),
     )  # fmt: skip
@@ -172,7 +171,7 @@ def _readings_missing(sample: JobSample, progress: StepProgress | None) -> Verdi
 
 def _straggler(scene: PowerFeatures) -> Verdict | None:
     """All busy, but a few draw twice what the others do: those compute, the others spin and wait for them."""
-    if scene.picture.shape is not UtilizationPattern.ALL_BUSY or len(scene.gpus) < 2 or not is_floor_known(scene):
+    if scene.picture.pattern is not UtilizationPattern.ALL_BUSY or len(scene.gpus) < 2 or not is_floor_known(scene):
         return None
     floor = scene.profile.floor_watts
     working = [g for g in scene.gpus if (valid_power_watts(g.gpu) or 0.0) > floor]

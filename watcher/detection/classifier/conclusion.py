@@ -42,7 +42,7 @@ def make_verdict(
     return Verdict(
         state=state,
         confidence=round(min(MAX_CONFIDENCE, confidence), 2),
-        shape=scene.picture.shape,
+        pattern=scene.picture.pattern,
         why=f"{why} ({scene.words}).",
         advice=ADVICE[state],
         suspects=tuple(Suspect(g.node, g.gpu.index, g.rank) for g in suspects),
@@ -54,7 +54,7 @@ def make_verdict(
 
 def single_outlier(scene: PowerFeatures) -> tuple[RankGpu, ...]:
     """The one rank that stands out, where it is one."""
-    return scene.picture.outliers if scene.picture.shape in SINGLE_OUTLIER_PATTERNS else ()
+    return scene.picture.outliers if scene.picture.pattern in SINGLE_OUTLIER_PATTERNS else ()
 
 
 def is_floor_known(scene: PowerFeatures) -> bool:

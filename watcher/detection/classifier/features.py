@@ -11,11 +11,16 @@ from typing import Final
 from wattwatch.collectors.samples import GpuSample
 from wattwatch.watcher.detection.baselines.baseline import JobBaseline
 from wattwatch.watcher.detection.baselines.profiles import PowerProfile, generic_profile, profile_for
-from wattwatch.watcher.detection.model import JobSample, RankGpu, UtilizationPattern
+from wattwatch.watcher.detection.model import (
+    BUSY_PERCENT,
+    CONTEXT_BYTES,
+    IDLE_PERCENT,
+    JobSample,
+    RankGpu,
+    UtilizationPattern,
+    valid_power_watts,
+)
 
-# Spinning reads 90 to 100 % (nccl#2353: 96 %), so "busy" is not == 100; a rank in a barrier reads 0 to 5 %.
-BUSY_PERCENT: Final = 90.0
-LOW_PERCENT: Final = 10.0
 # Shapes in which one rank stands out.
 SINGLE_OUTLIER_PATTERNS: Final = frozenset(
     {UtilizationPattern.ONE_LOW_REST_BUSY, UtilizationPattern.RANK0_LOW_REST_BUSY, UtilizationPattern.ONE_BUSY_REST_LOW}
@@ -26,7 +31,7 @@ SINGLE_OUTLIER_PATTERNS: Final = frozenset(
 class PatternMatch:
     """The shape with those who make it: the low among busy, or the busy among low."""
 
-    shape: UtilizationPattern
+    pattern: UtilizationPattern
     outliers: tuple[RankGpu, ...] = ()
 
 
@@ -35,7 +40,7 @@ def match_pattern(gpus: Sequence[RankGpu]) -> PatternMatch:
     read = [g for g in gpus if g.gpu.utilization_percent is not None]
     if not read:
         return PatternMatch(UtilizationPattern.UNKNOWN)
-    low = tuple(g for g in read if (g.gpu.utilization_percent or 0.0) <= LOW_PERCENT)
+    low = tuple(g for g in read if (g.gpu.utilization_percent or 0.0) <= IDLE_PERCENT)
     busy = tuple(g for g in read if (g.gpu.utilization_percent or 0.0) >= BUSY_PERCENT)
     if len(busy) == len(read):
         return PatternMatch(UtilizationPattern.ALL_BUSY)
@@ -64,8 +69,6 @@ def match_pattern(gpus: Sequence[RankGpu]) -> PatternMatch:
 # what was learned of these very boards, else their profile. A board of which neither name nor limit is known has none:
 # then watts say nothing here.
 
-# A context holds some hundred MiB; a driver alone 0 to 20 MiB, a display or a daemon a little more.
-CONTEXT_BYTES: Final = 300 * 1024**2
 # A bare context with the buffers of a collective library takes 0.4 to 1.5 GB: no model is loaded, nothing can be saved.
 MAX_BARE_CONTEXT_BYTES: Final = 1.5 * 1024**3
 # A floor is learned or shipped from a few boards; single ones lie a little above it.
@@ -110,13 +113,6 @@ class PowerFeatures:
     words: str  # the numbers, for `why`
     progress: StepProgress | None  # the asker's word, else what the counter says
     told: bool  # it is the asker's word
-
-
-def valid_power_watts(gpu: GpuSample) -> float | None:
-    """Watts that mean something: 0 W beside high utilisation is a reading that failed (FIELD: watts 7)."""
-    if gpu.power_watts is not None and gpu.power_watts <= 0 and (gpu.utilization_percent or 0) > LOW_PERCENT:
-        return None
-    return gpu.power_watts
 
 
 def median_power_fraction(gpus: Sequence[RankGpu]) -> float | None:
@@ -218,7 +214,7 @@ def no_model_loaded(gpus: Sequence[RankGpu]) -> bool:
 
 
 def _busy(gpu: GpuSample) -> bool:
-    return (gpu.utilization_percent or 0.0) > LOW_PERCENT
+    return (gpu.utilization_percent or 0.0) > IDLE_PERCENT
 
 
 def is_memory_busy(gpus: Sequence[RankGpu]) -> bool:
@@ -240,7 +236,7 @@ def observed_floor_watts(gpus: Sequence[RankGpu], floor_watts: float | None = No
         if watts is None or percent is None:
             continue
         spinning = spinning or percent >= BUSY_PERCENT
-        if percent <= LOW_PERCENT and watts > 0:
+        if percent <= IDLE_PERCENT and watts > 0:
             if watts > (HIGHEST_FLOOR_WATTS if limit is None else HIGHEST_FLOOR_FRACTION * limit):
                 if floor_watts is None or watts > MEDIAN_FLOOR_TOLERANCE * floor_watts:
                     return None

@@ -45,7 +45,7 @@ def no_context_verdict(scene: PowerFeatures, nodes: Iterable[NodeState]) -> Verd
         why = "Steps stand and no board holds a context: the job stands before it reaches the boards, or has left them"
         return make_verdict(scene, PowerState.HANG, 0.55, why, (PowerState.IDLE, 0.4))
     empty = no_process_listed(nodes)
-    if scene.picture.shape is not UtilizationPattern.ALL_LOW:
+    if scene.picture.pattern is not UtilizationPattern.ALL_LOW:
         why = "No board holds a context; utilisation without memory or process is a ghost"
         return make_verdict(scene, PowerState.IDLE, 0.8 if empty else 0.75, why)
     if empty:
@@ -61,7 +61,7 @@ def stalled_verdict(scene: PowerFeatures) -> Verdict | None:
     if scene.progress is not StepProgress.STALLED:
         return None
     who = single_outlier(scene)
-    if scene.picture.shape is UtilizationPattern.RANK0_LOW_REST_BUSY and scene.at_floor:
+    if scene.picture.pattern is UtilizationPattern.RANK0_LOW_REST_BUSY and scene.at_floor:
         why = "Steps stand and rank 0 alone is low at the power floor: a save that does not end, or a deadlock in it"
         return make_verdict(scene, PowerState.HANG, 0.75, why, (PowerState.CHECKPOINT, 0.25), who)
     confidence = 0.95 if scene.at_floor else 0.8
@@ -72,7 +72,7 @@ def stalled_verdict(scene: PowerFeatures) -> Verdict | None:
 def classify_idle_power(scene: PowerFeatures) -> Verdict | None:
     if not scene.at_floor:
         return None
-    shape, sure = scene.picture.shape, scene.certain
+    shape, sure = scene.picture.pattern, scene.certain
     # A step counted some seconds ago does not outweigh what is seen now; somebody who says that they advance does.
     told = scene.told and scene.progress is StepProgress.ADVANCING
     nothing_to_save = no_model_loaded(scene.gpus)
@@ -170,7 +170,7 @@ def _kernels_are_short(scene: PowerFeatures) -> bool:
 
 def _advancing_at_idle_power(scene: PowerFeatures) -> Verdict:
     """Steps advance at the floor: busy boards wait for each other, boards that rest wait for data."""
-    if scene.picture.shape in (UtilizationPattern.ALL_LOW, UtilizationPattern.SCATTER):
+    if scene.picture.pattern in (UtilizationPattern.ALL_LOW, UtilizationPattern.SCATTER):
         why = "Steps advance while the boards rest most of the time near the power floor: they wait for data"
         return make_verdict(scene, PowerState.STARVATION, 0.6, why, (PowerState.COMMUNICATION, 0.2))
     why = "Steps advance although power is near the floor: light work, or a poor link"

@@ -50,7 +50,7 @@ class InputBottleneck:
 
     kind: BottleneckKind
     words: str
-    look: str
+    next_step: str
 
     @property
     def named(self) -> bool:

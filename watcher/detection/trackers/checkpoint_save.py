@@ -82,35 +82,35 @@ class CheckpointSaveTracker:
         self._torn, self._since_start_seconds = dict(self._open), 0.0
         self._ended, self._step = None, None
 
-    def look(self, look: Observation) -> None:
+    def update(self, observation: Observation) -> None:
         """Take note of what is being written now."""
-        entries = [entry for listing in look.sample.checkpoints for entry in listing.entries]
+        entries = [entry for listing in observation.sample.checkpoints for entry in listing.entries]
         complete = [entry for entry in entries if entry.complete]
         self.newest_complete = max(complete, key=_newness, default=None)
-        moved = self._moved(look)
+        moved = self._moved(observation)
         self._learn(moved, {entry.name for entry in complete})
-        entry = self._under_way(entries, look)
+        entry = self._under_way(entries, observation)
         if self.save is not None and self.save.entry and entry and self.save.entry.name != entry.name:
             self._end()
-        growing = entry is not None and self._grows(entry, look)
-        by_heartbeat = SAVE_PHASE in look.phases
+        growing = entry is not None and self._grows(entry, observation)
+        by_heartbeat = SAVE_PHASE in observation.phases
         # All ranks at rest right after work is said to be a save too, but is no picture of one to count time by.
         # While ranks load, rank 0 alone at rest reads and tokenises for the others.
         pictured = (
-            look.verdict.state is PowerState.CHECKPOINT
-            and look.verdict.shape is UtilizationPattern.RANK0_LOW_REST_BUSY
-            and LOAD_PHASE not in look.phases
+            observation.verdict.state is PowerState.CHECKPOINT
+            and observation.verdict.pattern is UtilizationPattern.RANK0_LOW_REST_BUSY
+            and LOAD_PHASE not in observation.phases
         )
         if not (by_heartbeat or growing or pictured or (self.save is not None and self.save.entry and entry)):
-            if self.save is not None and not self.within_limit and not look.sample.complete and not moved:
+            if self.save is not None and not self.is_within_limit and not observation.sample.complete and not moved:
                 return  # a save that does not end has not ended because nobody can see it
             self._end()
             return
-        self._seconds += look.seen_seconds
+        self._seconds += observation.observed_seconds
         self._steps += moved
         if entry is None and self._quiet_seconds is not None:
             # Its files are complete and the ranks still wait: the mark is written, directories are synchronised.
-            self._quiet_seconds += look.seen_seconds
+            self._quiet_seconds += observation.observed_seconds
         self.save = CheckpointSave(
             self._seconds,
             self._quiet_seconds,
@@ -120,27 +120,29 @@ class CheckpointSaveTracker:
             longest_quiet_seconds=self._longest_quiet_seconds,
         )
 
-    def _moved(self, look: Observation) -> bool:
+    def _moved(self, observation: Observation) -> bool:
         """The job goes on: its counter moved; or its boards work, where there is no counter."""
-        step, before = look.sample.progress.step, self._step
+        step, before = observation.sample.progress.step, self._step
         if step is None:
-            return before is None and look.verdict.state is PowerState.COMPUTE and not look.verdict.at_floor
+            return (
+                before is None and observation.verdict.state is PowerState.COMPUTE and not observation.verdict.at_floor
+            )
         self._step = step
         return before is not None and step > before
 
-    def _under_way(self, entries: list[CheckpointEntry], look: Observation) -> CheckpointEntry | None:
+    def _under_way(self, entries: list[CheckpointEntry], observation: Observation) -> CheckpointEntry | None:
         """The newest one that lacks its mark of completion and is no leftover. Where a layout has no such mark, one
         whose files change."""
-        if look.sample.checkpoints:
+        if observation.sample.checkpoints:
             self._open = {e.name: e.bytes for e in entries if not e.complete}
-        self._since_start_seconds += look.seen_seconds
+        self._since_start_seconds += observation.observed_seconds
         if self._since_start_seconds < LISTING_SECONDS:
             self._torn |= self._open
         self._torn = {name: size for name, size in self._torn.items() if self._open.get(name) == size}
         open_entries = [e for e in entries if e.name not in self._torn and _is_written(e)]
         return open_entries[-1] if open_entries else None
 
-    def _grows(self, entry: CheckpointEntry, look: Observation) -> bool:
+    def _grows(self, entry: CheckpointEntry, observation: Observation) -> bool:
         if self._bytes is None or entry.bytes != self._bytes:
             first = self._bytes is None
             self._bytes = entry.bytes
@@ -148,7 +150,7 @@ class CheckpointSaveTracker:
                 self._longest_quiet_seconds = max(self._longest_quiet_seconds, self._quiet_seconds or 0.0)
             self._quiet_seconds = (entry.age_seconds or 0.0) if first else 0.0
         else:
-            self._quiet_seconds = (self._quiet_seconds or 0.0) + look.seen_seconds
+            self._quiet_seconds = (self._quiet_seconds or 0.0) + observation.observed_seconds
         return (self._quiet_seconds or 0.0) < GROWING_SECONDS
 
     def _end(self) -> None:
@@ -171,15 +173,15 @@ class CheckpointSaveTracker:
             self._learned += witnessed
             self._ended = None
 
-    def habits(self) -> CheckpointSaveHistory:
+    def history(self) -> CheckpointSaveHistory:
         return CheckpointSaveHistory(self._slowest_seconds, self._learned)
 
-    def restore_history(self, habits: CheckpointSaveHistory) -> None:
+    def restore_history(self, history: CheckpointSaveHistory) -> None:
         """What was learned before the first look."""
-        self._slowest_seconds, self._learned = habits.slowest_seconds, habits.saves
+        self._slowest_seconds, self._learned = history.slowest_seconds, history.saves
 
     @property
-    def blocks(self) -> CheckpointSave | None:
+    def blocking(self) -> CheckpointSave | None:
         """The save that the job waits for."""
         return None if self.save is None or self.save.background else self.save
 
@@ -190,7 +192,7 @@ class CheckpointSaveTracker:
         return min(MAX_SAVE_LIMIT_SECONDS, max(floor, SAVE_LIMIT_FACTOR * (self._slowest_seconds or 0.0)))
 
     @property
-    def within_limit(self) -> bool:
+    def is_within_limit(self) -> bool:
         """A save is under way that may still be one: young enough, or its files grow."""
         return self.save is not None and (self.save.grows or self.save.seconds <= self.limit_seconds)
 

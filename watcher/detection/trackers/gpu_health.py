@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib import resources
 from typing import Final
 
 from wattwatch.collectors.samples import KernelEvent, ReadingStatus
-from wattwatch.watcher.detection.model import NodeState, Suspect
+from wattwatch.watcher.detection.model import NodeState, Suspect, normalized_pci_id
 from wattwatch.watcher.detection.trackers.observation import Observation, Streak
 
 # A reading may fail once; a board that fails on two rounds is broken. Lost and reset are said by the driver: at once.
@@ -23,7 +22,6 @@ RECENT_LINE_SECONDS: Final = 120.0
 # The same words once more: sent again if written at that time, a new event if written later than this.
 SAME_LINE_SECONDS: Final = 60.0
 KEPT_LINES: Final = 1000
-PCI: Final = re.compile(r"(?:(?P<domain>[0-9a-f]{1,8}):)?(?P<bus>[0-9a-f]{2}):(?P<device>[0-9a-f]{2})(?:\.[0-9a-f])?")
 
 
 @cache
@@ -62,27 +60,27 @@ class GpuHealthTracker:
         self._last: dict[tuple[str, str], FaultyGpu] = {}
         self._places: dict[tuple[str, str], Suspect] = {}  # (node, PCI id) -> index and rank when it last answered
 
-    def look(self, look: Observation) -> tuple[FaultyGpu, ...]:
+    def update(self, observation: Observation) -> tuple[FaultyGpu, ...]:
         """All boards that are broken now, one entry a board, with every witness of it."""
-        for node in look.sample.nodes:
-            self._read_kernel(node, look.now)
-        for ranked in look.sample.gpus:
+        for node in observation.sample.nodes:
+            self._read_kernel(node, observation.now)
+        for ranked in observation.sample.gpus:
             if ranked.gpu.pci_bus_id is not None:
                 place = (ranked.node, normalized_pci_id(ranked.gpu.pci_bus_id))
                 self._places[place] = Suspect(ranked.node, ranked.gpu.index, ranked.rank)
         found: dict[tuple[str, str], tuple[Suspect, list[str]]] = {}
         grave: set[tuple[str, str]] = set()
-        told = [(*each, True) for each in self._told(look)]
-        for suspect, key, words, is_grave in (*told, *self._named_by_kernel(look)):
+        told = [(*each, True) for each in self._told(observation)]
+        for suspect, key, words, is_grave in (*told, *self._named_by_kernel(observation)):
             entry = found.setdefault((suspect.node, key), (suspect, []))
             if words not in entry[1]:
                 entry[1].append(words)
             if is_grave:
                 grave.add((suspect.node, key))
         # A node whose boards are out of sight takes nothing back: a lost board is lost until the node shows it again.
-        seen = {node.node for node in look.sample.nodes if node.fresh}
+        seen = {node.node for node in observation.sample.nodes if node.fresh}
         held = {place: board for place, board in self._last.items() if place[0] not in seen and place not in found}
-        self._since = {place: self._since.get(place, look.now) for place in (*found, *held)}
+        self._since = {place: self._since.get(place, observation.now) for place in (*found, *held)}
         self._last = held | {
             place: FaultyGpu(suspect, place[1], tuple(words), self._since[place], place in grave)
             for place, (suspect, words) in found.items()
@@ -105,21 +103,21 @@ class GpuHealthTracker:
             if event.age_seconds is None or event.age_seconds <= RECENT_LINE_SECONDS:
                 self._xids[(node.node, (event.pci_bus_id or "?").lower())] = (now, event)
 
-    def _told(self, look: Observation) -> Iterator[tuple[Suspect, str, str]]:
+    def _told(self, observation: Observation) -> Iterator[tuple[Suspect, str, str]]:
         """What the boards themselves, or their absence, say."""
-        for node in look.sample.nodes:
+        for node in observation.sample.nodes:
             for missing in node.missing_gpus:
                 suspect = Suspect(node.node, missing.index)
                 yield suspect, self._key(node.node, missing.index, missing.pci_bus_id), missing.text
         faulty = set()
-        for ranked in look.sample.gpus:
+        for ranked in observation.sample.gpus:
             fault = ranked.gpu.fault
             if fault is None:
                 continue
             place = (ranked.node, ranked.gpu.key)
             faulty.add(place)
             held = self._unreadable.setdefault(place, Streak())
-            held.look(True, look, ranked.node)
+            held.update(True, observation, ranked.node)
             if fault is ReadingStatus.UNREADABLE and held.rounds < UNREADABLE_ROUNDS:
                 continue
             fields = ", ".join(sorted(name for name, reason in ranked.gpu.reasons.items() if reason is fault)[:4])
@@ -129,9 +127,9 @@ class GpuHealthTracker:
         for place in [place for place in self._unreadable if place not in faulty]:
             del self._unreadable[place]
 
-    def _named_by_kernel(self, look: Observation) -> Iterator[tuple[Suspect, str, str, bool]]:
+    def _named_by_kernel(self, observation: Observation) -> Iterator[tuple[Suspect, str, str, bool]]:
         for (node, pci), (since, event) in list(self._xids.items()):
-            if look.now - since > XID_SECONDS:
+            if observation.now - since > XID_SECONDS:
                 del self._xids[(node, pci)]
                 continue
             suspect = self._places.get((node, normalized_pci_id(pci)), Suspect(node))
@@ -145,12 +143,3 @@ class GpuHealthTracker:
             return normalized_pci_id(pci)
         told = (known for (at, known), suspect in self._places.items() if at == node and suspect.gpu == index)
         return next(told, "?" if index is None else str(index))
-
-
-@lru_cache(maxsize=65_536)
-def normalized_pci_id(bus_id: str) -> str:
-    """Four digits of domain, bus and device, lower case: tools write 00000000:9B:00.0, kernels 0000:9b:00."""
-    match = PCI.fullmatch(bus_id.strip().lower())
-    return (
-        bus_id.lower() if match is None else f"{int(match['domain'] or '0', 16):04x}:{match['bus']}:{match['device']}"
-    )

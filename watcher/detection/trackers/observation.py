@@ -1,7 +1,6 @@
-"""What following one job over time has taught of it: how long its steps, saves and rests take. Data only.
+"""One evaluation of a job (`Observation`), how long a condition has held (`Streak`), and what a detector has learned.
 
-The detector rebuilds all of it from what it sees; a recording that begins minutes before an incident carries it, so
-that replay judges with what was known then.
+Time counts only while it was observed: a gap between two observations proves nothing, in either direction.
 """
 
 from __future__ import annotations
@@ -10,18 +9,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from wattwatch.watcher.detection.classifier.features import (
+from wattwatch.watcher.detection.classifier.features import SINGLE_OUTLIER_PATTERNS, job_gpus, match_pattern
+from wattwatch.watcher.detection.model import (
     CONTEXT_BYTES,
-    SINGLE_OUTLIER_PATTERNS,
-    job_gpus,
-    match_pattern,
+    JobSample,
+    JobSpec,
+    Suspect,
+    UtilizationPattern,
+    Verdict,
 )
-from wattwatch.watcher.detection.model import JobSample, JobSpec, Suspect, UtilizationPattern, Verdict
+
+# A few ranks that stand out are named; where more than this share does, the job is split and nobody is to blame.
+MAX_OUTLIER_SHARE: Final = 0.25
+
+# What following one job has taught the detector: how long its steps, saves and idle periods take. The detector rebuilds
+# all of it from what it observes. A recording that begins minutes before an incident carries it, so that a replay
+# reaches the same conclusions. Field names are part of the recording format.
 
 
 @dataclass(frozen=True, slots=True)
 class StepRateHistory:
-    intervals: tuple[float, ...] = ()  # seconds between two changes of the counter, newest last
+    intervals: tuple[float, ...] = ()  # seconds between two changes of the step counter, newest last
     best_seconds_per_step: float | None = None
     last_seconds_per_step: float | None = None
     advances: int = 0
@@ -30,15 +38,14 @@ class StepRateHistory:
 @dataclass(frozen=True, slots=True)
 class CheckpointSaveHistory:
     slowest_seconds: float | None = None
-    saves: int = 0  # that ended well and were seen in files or heartbeats
+    saves: int = 0  # completed ones that files or heartbeats showed
 
 
 @dataclass(frozen=True, slots=True)
 class HangHistory:
-    longest_rest_seconds: float = 0.0  # of all ranks, that a step ended
-    demand_seconds: Mapping[UtilizationPattern, float] = field(
-        default_factory=dict
-    )  # how long a signature must last, by its shape
+    longest_rest_seconds: float = 0.0  # longest time all ranks were idle before a step ended it
+    # By pattern: how long it must last to be suspected again, after steps disproved an earlier suspicion.
+    demand_seconds: Mapping[UtilizationPattern, float] = field(default_factory=dict)
     worked_rounds: int = 0
 
 
@@ -47,90 +54,89 @@ class JobHistory:
     pace: StepRateHistory = StepRateHistory()
     saves: CheckpointSaveHistory = CheckpointSaveHistory()
     hang: HangHistory = field(default_factory=HangHistory)
-    windows: tuple[float, ...] = ()  # seconds a step, of windows that were not slow
-
-
-# One look of the detector at a job, and how long a condition has been seen. Time is counted only while it was seen.
-
-# A look later than this after the one before is a gap: nothing is known of what lay between.
-GAP_INTERVALS: Final = 3.5
+    windows: tuple[float, ...] = ()  # seconds per step in windows that were not slow
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A verdict on a sample at a time. `seen_seconds`: since the look before; 0 where a gap lies between."""
+    """One evaluation: the sample, its verdict, and the time. `observed_seconds` is the time since the previous
+    observation, 0 where a gap lies between."""
 
     spec: JobSpec
     verdict: Verdict
     sample: JobSample
     now: float
-    seen_seconds: float
+    observed_seconds: float
     gap: bool
 
     @property
     def phases(self) -> frozenset[str]:
-        """What the heartbeats say the ranks are in; empty where nobody says."""
+        """The phases that heartbeats report; empty where none does."""
         return frozenset(s.phase for s in self.sample.progress.sources if s.phase)
 
     @property
     def alive(self) -> bool | None:
-        """Whether any process of the job was seen; None where no node could list them.
+        """Whether any process of the job exists; None where no node can list them.
 
-        An empty list beside boards that hold memory is no list: in a container, or under another user, the driver
-        names no process although they run.
+        An empty list beside GPUs with memory in use is not believed: in a container, or under another user, the driver
+        lists no process although they run.
         """
-        told = [n.processes for n in self.sample.nodes if n.processes is not None]
-        if any(told):
+        listed = [n.processes for n in self.sample.nodes if n.processes is not None]
+        if any(listed):
             return True
-        held = any((g.gpu.memory_used_bytes or 0.0) >= CONTEXT_BYTES for g in self.sample.gpus)
-        return None if held or not told else False
+        memory_in_use = any((g.gpu.memory_used_bytes or 0.0) >= CONTEXT_BYTES for g in self.sample.gpus)
+        return None if memory_in_use or not listed else False
 
     @property
-    def readings(self) -> Mapping[str, int]:
-        """How often the boards of each node in sight were read."""
+    def gpu_readings(self) -> Mapping[str, int]:
+        """By fresh node: how many times its GPUs have been queried."""
         return {n.node: n.reading for n in self.sample.nodes if n.fresh and n.reading is not None}
 
 
 @dataclass(slots=True)
 class Streak:
-    """How long, and over how many rounds of new samples, a condition has held without a gap."""
+    """For how long, and over how many rounds of new GPU readings, a condition has held without a gap."""
 
     since: float | None = None
     rounds: int = 0
     seconds: float = 0.0
     _readings: Mapping[str, int] = field(default_factory=dict)
 
-    def look(self, true: bool, look: Observation, node: str | None = None) -> None:
-        """A round counts once: the boards of every node in sight must have been read anew since the round before. A
-        node that drops out says nothing for or against; a round on which no node was read is none. `node`: the
-        condition is about this one alone."""
-        if not true:
+    def update(self, condition: bool, observation: Observation, node: str | None = None) -> None:
+        """Count one observation.
+
+        A round counts once the GPUs of every fresh node were queried anew: a slow query repeats its answer in several
+        lines. A node that drops out counts neither for nor against. `node`: the condition concerns this node only.
+        """
+        if not condition:
             self.clear()
             return
-        if look.gap:
+        if observation.gap:
             self.clear()
-        after = look.readings if node is None else {n: r for n, r in look.readings.items() if n == node}
+        after = observation.gpu_readings
+        if node is not None:
+            after = {name: reading for name, reading in after.items() if name == node}
         if self.since is None:
-            self.since, self.rounds, self.seconds, self._readings = look.now, 1, 0.0, after
+            self.since, self.rounds, self.seconds, self._readings = observation.now, 1, 0.0, after
             return
-        self.seconds += look.seen_seconds
+        self.seconds += observation.observed_seconds
         before = self._readings
-        if after and all(before.get(node) != reading for node, reading in after.items()):
+        if after and all(before.get(name) != reading for name, reading in after.items()):
             self.rounds += 1
             self._readings = {**before, **after}
 
     def clear(self) -> None:
         self.since, self.rounds, self.seconds, self._readings = None, 0, 0.0, {}
 
-    def for_at_least(self, rounds: int, seconds: float = 0.0) -> bool:
+    def lasted(self, rounds: int, seconds: float = 0.0) -> bool:
         return self.rounds >= rounds and self.seconds >= seconds
 
 
-def outlier_suspects(look: Observation) -> tuple[Suspect, ...]:
-    """Who stands out at the power floor: one rank, or a group of at most a quarter of the boards."""
-    members = job_gpus(look.sample.gpus)
-    picture = match_pattern(members)
-    few = 4 * len(picture.outliers) <= len(members) or picture.shape in SINGLE_OUTLIER_PATTERNS
-    if not (look.verdict.at_floor and look.sample.complete and few):
+def outlier_suspects(observation: Observation) -> tuple[Suspect, ...]:
+    """The ranks that stand out while all GPUs are at the power floor: one rank, or a group of at most a quarter."""
+    members = job_gpus(observation.sample.gpus)
+    match = match_pattern(members)
+    few = len(match.outliers) <= MAX_OUTLIER_SHARE * len(members) or match.pattern in SINGLE_OUTLIER_PATTERNS
+    if not (observation.verdict.at_floor and observation.sample.complete and few):
         return ()
-    return tuple(Suspect(g.node, g.gpu.index, g.rank) for g in picture.outliers)
+    return tuple(Suspect(g.node, g.gpu.index, g.rank) for g in match.outliers)

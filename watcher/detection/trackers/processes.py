@@ -31,7 +31,7 @@ class ExitedProcess:
     cause: str  # what the kernel log says of its end; "" where it says nothing
     held_bytes: float | None = None  # the most that was in use on its boards while it lived; None: boards do not say
     since_seconds: float = 0.0  # the look at which it was first missing
-    seen_seconds: float = 0.0  # the look at which a sample last showed it
+    observed_seconds: float = 0.0  # the look at which a sample last showed it
 
     @property
     def suspect(self) -> Suspect:
@@ -77,22 +77,22 @@ class ProcessTracker:
         self._ranked = False
         self._now = 0.0
         self._in_use: dict[tuple[str, int], float] = {}  # bytes by node and board, in this look
-        self.renewed = False  # in this very look a process came where another had gone: the job was started again
+        self.job_restarted = False  # in this very look a process came where another had gone: the job was started again
 
-    def look(self, look: Observation) -> None:
-        self.renewed = False
-        self._now = look.now
+    def update(self, observation: Observation) -> None:
+        self.job_restarted = False
+        self._now = observation.now
         self._in_use = {
             (board.node, board.gpu.index): board.gpu.memory_used_bytes
-            for board in look.sample.gpus
+            for board in observation.sample.gpus
             if board.gpu.index is not None and board.gpu.memory_used_bytes is not None
         }
-        for node in look.sample.nodes:
+        for node in observation.sample.nodes:
             self._ends.setdefault(node.node, []).extend(e for e in node.kernel_events if e.pid is not None)
             del self._ends[node.node][:-50]
             if node.processes is not None:
                 self._look_at_node(node, node.processes)
-        if self.renewed:
+        if self.job_restarted:
             # Who is missing on another node belongs to the run before: the new one may be smaller, or come up later.
             self.forget_missing()
 
@@ -103,7 +103,7 @@ class ProcessTracker:
         # Also one that left since the sample before: a quick restart shows the new one where the old one was.
         departed = [key for key in known if key not in alive]
         if any(_replaces(process, known[key].process) for key in departed for process in came):
-            self.renewed = True
+            self.job_restarted = True
             for key in departed:
                 del known[key]
         for key, process in alive.items():
@@ -136,7 +136,7 @@ class ProcessTracker:
     def _missing(self) -> Iterator[tuple[str, KnownProcess]]:
         """Those that count: ranks; else whoever held a board for a while that nobody holds now."""
         looks = [entry.looks for known in self._known.values() for entry in known.values()]
-        all_left = self.nobody_left and max(looks) >= UNRELATED_OBSERVATIONS
+        all_left = self.all_exited and max(looks) >= UNRELATED_OBSERVATIONS
         for node, known in sorted(self._known.items()):
             held = {i for entry in known.values() if not entry.missing for i in entry.process.gpu_indexes}
             for entry in known.values():
@@ -157,7 +157,7 @@ class ProcessTracker:
         return in_use is not None and entry.held_bytes is not None and in_use < RELEASED_MEMORY_SHARE * entry.held_bytes
 
     @property
-    def few_compute(self) -> bool:
+    def few_processes_compute(self) -> bool:
         """Some of the job's processes use a core and most do not: these prepare what the others wait for. Where all
         use one they may as well poll."""
         living = [entry for known in self._known.values() for entry in known.values() if not entry.missing]
@@ -165,7 +165,7 @@ class ProcessTracker:
         return working > 0 and (2 * working <= len(living) or len(living) == 1)
 
     @property
-    def just_gone(self) -> bool:
+    def any_missing(self) -> bool:
         """Somebody is missing, if only since this look."""
         return next(self._missing(), None) is not None
 
@@ -175,7 +175,7 @@ class ProcessTracker:
         return self._ranked
 
     @property
-    def nobody_left(self) -> bool:
+    def all_exited(self) -> bool:
         """Every process of the job that was ever seen is gone."""
         counted = [
             (node, entry)
@@ -190,7 +190,7 @@ class ProcessTracker:
         # Whoever stays under another name, such as a monitor, is none of the job's if its memory went without them.
         return len(left) == len(counted) or all(self._given_up(node, entry) for node, entry in left)
 
-    def gone(self) -> tuple[ExitedProcess, ...]:
+    def exited(self) -> tuple[ExitedProcess, ...]:
         """Those missing on two samples of their node."""
         return tuple(
             ExitedProcess(
@@ -217,10 +217,10 @@ class ProcessTracker:
         return ""
 
 
-def _replaces(new: ProcessSample, gone: ProcessSample) -> bool:
+def _replaces(new: ProcessSample, exited: ProcessSample) -> bool:
     """The same rank again, or a process of the same name on the same board."""
-    if new.rank is not None and gone.rank is not None:
-        return new.rank == gone.rank
-    if new.name != gone.name:
+    if new.rank is not None and exited.rank is not None:
+        return new.rank == exited.rank
+    if new.name != exited.name:
         return False
-    return not gone.gpu_indexes or bool(set(new.gpu_indexes).intersection(gone.gpu_indexes))
+    return not exited.gpu_indexes or bool(set(new.gpu_indexes).intersection(exited.gpu_indexes))

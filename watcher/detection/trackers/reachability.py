@@ -1,4 +1,8 @@
-"""Can the job's nodes be seen? Blind is not broken: a silent node and a silent sampler are findings of their own."""
+"""Which of the job's nodes cannot be observed, and for how long: NodeUnreachable, ProbeBlind, GpuFault ("no GPU").
+
+"Cannot be read" is not "broken": a silent node or a hung GPU query says nothing about the job. These are findings of
+their own, and never make a job hung, crashed or complete.
+"""
 
 from __future__ import annotations
 
@@ -7,140 +11,148 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from wattwatch.collectors.samples import HostStatus
-from wattwatch.watcher.detection.model import (
-    DEFAULT_SEVERITY,
-    AlertName,
-    Finding,
-    NodeState,
-    Severity,
-    Suspect,
-    readable_progress_text,
-    unreadable_reason,
-)
+from wattwatch.watcher.detection.alerts import ALERT_KINDS
+from wattwatch.watcher.detection.model import AlertName, Finding, NodeState, Severity, Suspect
 from wattwatch.watcher.detection.trackers.observation import Observation
 from wattwatch.watcher.detection.trackers.step_rate import StepRateTracker
 
+# Ten missed lines at the default interval of 1 s; chosen, so that one TCP retransmission is no alert.
 UNREACHABLE_SECONDS: Final = 10.0
-# A node that never spoke may still wait its turn: logins are bounded, and a thousand nodes take a while.
+# A node that has never answered may still be queued: SSH logins are limited in number, and 1,000 nodes take a while.
 NEVER_SEEN_SECONDS: Final = 60.0
 UNREADABLE_SECONDS: Final = 10.0
-# The job counts as standing with its node when its counter stands this many of its usual intervals.
+# The job counts as stopped together with its node once its step counter is this many usual intervals late.
 STALLED_INTERVALS: Final = 3.0
+# When every node is silent nobody is left to report the job's progress: critical after this time.
 ALL_SILENT_SECONDS: Final = 60.0
 
 UNREADABLE_ADVICE: Final = {
-    HostStatus.SAMPLER_TIMEOUT: "The driver's query hangs; the job may be well. Look at the kernel log for Xid 119, "
-    "and never kill a stuck GPU reader with SIGKILL.",
-    HostStatus.DRIVER_DOWN: "The driver cannot be asked: it was upgraded under the job or unloaded, or the container "
-    "lost its devices. The job may be well.",
-    HostStatus.PARSE_ERROR: "What the node sends cannot be read: look at what its login shell prints.",
-    HostStatus.AUTH_FAILED: "The login is refused: look at key, user and certificate with `wattwatch check`.",
-    HostStatus.HOST_KEY_CHANGED: "The host key is not the known one. Find out why before you accept a new one.",
-    HostStatus.NO_DEVICES: "The driver sees no board although the job needs them: look at the kernel log.",
+    HostStatus.SAMPLER_TIMEOUT: "The job itself may be fine. Check the kernel log for Xid 119 (GSP firmware error). "
+    "Do not SIGKILL the hung nvidia-smi: that can leave the driver unusable until a reboot.",
+    HostStatus.DRIVER_DOWN: "The job itself may be fine. The driver was upgraded or unloaded while the job runs, or "
+    "the container lost its GPU devices.",
+    HostStatus.PARSE_ERROR: "Check what the node's login shell prints: it may be mixed into the output.",
+    HostStatus.AUTH_FAILED: "Check SSH key, user and certificate with `wattwatch check`.",
+    HostStatus.HOST_KEY_CHANGED: "Find out why the host key changed before you accept the new one.",
+    HostStatus.NO_DEVICES: "The driver finds no GPU although the job needs them. Check the kernel log.",
 }
 
 
 @dataclass(slots=True)
 class UnreadableNode:
-    """A node that does not tell of its boards: since when, in which way now, and what has been said of it."""
+    """A node whose GPUs cannot be read: since when, in which way now, and which alerts were raised for it."""
 
     since: float
     status: HostStatus
     status_since: float
-    told: dict[AlertName, float] = field(default_factory=dict)  # alert -> since
+    raised: dict[AlertName, float] = field(default_factory=dict)  # alert -> since when
 
 
 class ReachabilityTracker:
-    """Follows how long each node has been out of sight, on the look's clock.
+    """Follows for how long each node has been unreadable.
 
-    What was said of a node stays said until it is seen again: a rebooting node alternates between silent and refusing,
-    and a blind one may fall silent, without being any better for it.
+    An alert that was raised for a node stays until the node is read again. A rebooting node alternates between silent
+    and connection refused, and a node with a hung driver may fall silent: neither is an improvement.
     """
 
     def __init__(self) -> None:
-        self._out: dict[str, UnreadableNode] = {}
+        self._unreadable: dict[str, UnreadableNode] = {}
         self._all_silent = False
 
-    def look(self, look: Observation, pace: StepRateTracker) -> tuple[Finding, ...]:
-        """The findings of each node that has been out of sight for long enough."""
-        self._all_silent = all(n.status is HostStatus.UNREACHABLE for n in look.sample.nodes)
-        return tuple(finding for node in look.sample.nodes for finding in self._look_at(look, pace, node))
+    def update(self, observation: Observation, step_rate: StepRateTracker) -> tuple[Finding, ...]:
+        """The findings of all nodes that have been unreadable for long enough."""
+        nodes = observation.sample.nodes
+        self._all_silent = all(n.status is HostStatus.UNREACHABLE for n in nodes)
+        return tuple(finding for node in nodes for finding in self._update_node(observation, step_rate, node))
 
-    def _look_at(self, look: Observation, pace: StepRateTracker, node: NodeState) -> Iterator[Finding]:
+    def _update_node(self, observation: Observation, step_rate: StepRateTracker, node: NodeState) -> Iterator[Finding]:
         if node.status is HostStatus.OK:
-            self._out.pop(node.node, None)
+            self._unreadable.pop(node.node, None)
             return
-        out = self._out.setdefault(node.node, UnreadableNode(look.now, node.status, look.now))
-        if node.status is not out.status:
-            out.status, out.status_since = node.status, look.now
-        since, limit = out.status_since, UNREADABLE_SECONDS
+        now = observation.now
+        state = self._unreadable.setdefault(node.node, UnreadableNode(now, node.status, now))
+        if node.status is not state.status:
+            state.status, state.status_since = node.status, now
+        since, limit = state.status_since, UNREADABLE_SECONDS
         if node.status is HostStatus.UNREACHABLE:
-            # Silence began with the last line, not when it was noticed.
-            since = out.since if node.age_seconds is None else min(out.since, look.now - node.age_seconds)
+            # Silence began with the last line, not when the link was declared dead.
+            since = state.since if node.age_seconds is None else min(state.since, now - node.age_seconds)
             limit = NEVER_SEEN_SECONDS if node.age_seconds is None else UNREACHABLE_SECONDS
-        if look.now - since >= limit:
-            out.told.setdefault(alert_for_status(node.status), since)
-        for alert, told_since in out.told.items():
+        if now - since >= limit:
+            state.raised.setdefault(alert_for_status(node.status), since)
+        for alert, raised_since in state.raised.items():
             if alert is AlertName.NODE_UNREACHABLE:
-                yield self._unreachable(look, pace, node, told_since)
+                yield self._unreachable_finding(observation, step_rate, node, raised_since)
             else:
-                yield self._blind(look, node, alert, told_since)
+                yield self._unreadable_finding(observation, node, alert, raised_since)
 
-    def _unreachable(self, look: Observation, pace: StepRateTracker, node: NodeState, since: float) -> Finding:
-        usual, stalled = pace.usual_seconds, pace.stalled_seconds
-        readable = stalled is not None and pace.advances > 0
-        standing = readable and stalled is not None and stalled > STALLED_INTERVALS * (usual or UNREACHABLE_SECONDS)
-        # Nobody is left who could say how the job is: that is as grave.
-        gone = self._all_silent and look.now - since >= ALL_SILENT_SECONDS
-        silence = f"last line {look.now - since:.0f} s ago" if node.age_seconds is not None else "never a line"
-        evidence = [f"{node.node}: {node.detail}", silence]
+    def _unreachable_finding(
+        self, observation: Observation, step_rate: StepRateTracker, node: NodeState, since: float
+    ) -> Finding:
+        job = observation.spec.name
+        usual, stalled = step_rate.usual_interval_seconds, step_rate.stalled_seconds
+        readable = stalled is not None and step_rate.advances > 0
+        job_stalled = readable and stalled is not None and stalled > STALLED_INTERVALS * (usual or UNREACHABLE_SECONDS)
+        # No node is left that could report the job's progress: as serious as a stalled job.
+        all_silent = self._all_silent and observation.now - since >= ALL_SILENT_SECONDS
+        last_line = (
+            f"last line received {observation.now - since:.0f} s ago"
+            if node.age_seconds is not None
+            else "no line received since the watcher started"
+        )
+        evidence = [f"{node.node}: {node.detail}", last_line]
         if readable and stalled is not None:
-            evidence.append(f"the job's step counter last moved {stalled:.0f} s ago")
+            evidence.append(f"the job's step counter last changed {stalled:.0f} s ago")
         elif stalled is None:
-            evidence.append("the job's progress cannot be read from any other node")
+            evidence.append("no other node shows the job's progress")
+        summary = f"{node.node} does not answer"
+        if job_stalled:
+            summary += f", and {job} has stopped making steps."
+        elif all_silent:
+            summary += f", nor does any other node of {job}."
+        else:
+            summary += "."
+        kind = ALERT_KINDS[AlertName.NODE_UNREACHABLE]
         return Finding(
-            job=look.spec.name,
-            alert=AlertName.NODE_UNREACHABLE,
-            severity=Severity.CRITICAL if standing or gone else DEFAULT_SEVERITY[AlertName.NODE_UNREACHABLE],
+            job=job,
+            alert=kind.name,
+            severity=Severity.CRITICAL if job_stalled or all_silent else kind.severity,
             scope=node.node,
-            summary=f"{node.node} does not answer"
-            + (
-                f", and {look.spec.name} stands."
-                if standing
-                else f", nor does any node of {look.spec.name}."
-                if gone
-                else "."
-            ),
+            summary=summary,
             evidence=tuple(evidence),
-            advice="Look at the node's console or BMC: it may be down, rebooting, or cut off. "
-            + ("The job waits for it; restart without the node." if standing else "The job itself may be well."),
+            advice=f"{kind.advice} "
+            + (
+                "The job is waiting for it: restart without this node."
+                if job_stalled
+                else "The job itself may be fine."
+            ),
             since_seconds=since,
             suspects=(Suspect(node.node),),
-            gpus_idle=(look.sample.expected_gpus or 0) if standing else 0,
+            gpus_idle=(observation.sample.expected_gpus or 0) if job_stalled else 0,
         )
 
-    def _blind(self, look: Observation, node: NodeState, alert: AlertName, since: float) -> Finding:
-        fault = alert is AlertName.GPU_FAULT
-        unseen = "; ".join(
-            filter(
-                None, (f"GPUs of {node.node} cannot be seen: {unreadable_reason(node)}", readable_progress_text(node))
-            )
-        )
+    def _unreadable_finding(self, observation: Observation, node: NodeState, alert: AlertName, since: float) -> Finding:
+        summary = f"GPUs of {node.node} cannot be read: {node.unreadable_reason}"
+        if node.progress_text:
+            summary += f" ({node.progress_text})"
+        if alert is AlertName.GPU_FAULT:
+            summary = f"No GPU is visible on {node.node}"
+        kind = ALERT_KINDS[alert]
         return Finding(
-            job=look.spec.name,
+            job=observation.spec.name,
             alert=alert,
-            severity=DEFAULT_SEVERITY[alert],
+            severity=kind.severity,
             scope=node.node,
-            summary=f"{node.node} sees no GPU." if fault else f"{unseen}.",
-            evidence=(f"{node.status.value.replace('_', ' ')} for {look.now - since:.0f} s: {node.detail}",),
-            advice=UNREADABLE_ADVICE.get(node.status, "Look at the node by hand."),
+            summary=f"{summary}.",
+            evidence=(f"{node.status.value.replace('_', ' ')} for {observation.now - since:.0f} s: {node.detail}",),
+            advice=UNREADABLE_ADVICE.get(node.status, kind.advice),
             since_seconds=since,
             suspects=(Suspect(node.node),),
         )
 
 
 def alert_for_status(status: HostStatus) -> AlertName:
-    """What is said of a node that is out of sight in this way."""
+    """The alert for a node in this state."""
     if status is HostStatus.UNREACHABLE:
         return AlertName.NODE_UNREACHABLE
     return AlertName.GPU_FAULT if status is HostStatus.NO_DEVICES else AlertName.PROBE_BLIND

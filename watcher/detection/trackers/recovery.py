@@ -35,7 +35,7 @@ class RecoveryTracker:
         self._looks_of_new: dict[tuple[str, int, float], int] = {}
         self._advancing = False
 
-    def look(self, sample: JobSample) -> RecoveryEvidence:
+    def update(self, sample: JobSample) -> RecoveryEvidence:
         self._advancing = self._advances(sample) or self._started_again(sample) or self._advancing
         nodes_ok = frozenset(node.node for node in sample.nodes if node.status is HostStatus.OK and node.fresh)
         return RecoveryEvidence(sample.job, self._advancing, nodes_ok)

@@ -12,8 +12,8 @@ import statistics
 from collections import Counter, deque
 from typing import Final
 
-from wattwatch.watcher.detection.classifier.features import BUSY_PERCENT, job_gpus, valid_power_watts
-from wattwatch.watcher.detection.model import Suspect
+from wattwatch.watcher.detection.classifier.features import job_gpus
+from wattwatch.watcher.detection.model import BUSY_PERCENT, Suspect, valid_power_watts
 from wattwatch.watcher.detection.trackers.observation import Observation
 from wattwatch.watcher.detection.trackers.step_rate import StepRateTracker
 
@@ -81,30 +81,30 @@ class SlowdownTracker:
         now = self.seconds_per_step
         return max(0.0, 1.0 - self.usual_seconds_per_step / now) if now else 0.0
 
-    def look(self, look: Observation, pace: StepRateTracker) -> bool:
+    def update(self, observation: Observation, step_rate: StepRateTracker) -> bool:
         """Whether the job has been slower than usual for long enough to say so."""
-        self._look_at_boards(look)
-        if pace.learned is not None:
-            self._intervals.append(pace.learned)
+        self._look_at_boards(observation)
+        if step_rate.learned is not None:
+            self._intervals.append(step_rate.learned)
             seconds = sum(interval for interval, _ in self._intervals)
             steps = sum(steps for _, steps in self._intervals)
-            if steps >= WINDOW_STEPS and seconds >= WINDOW_OBSERVATIONS * look.spec.interval_seconds:
-                self._end_window(look, seconds)
+            if steps >= WINDOW_STEPS and seconds >= WINDOW_OBSERVATIONS * observation.spec.interval_seconds:
+                self._end_window(observation, seconds)
         return self.told
 
-    def _end_window(self, look: Observation, seconds: float) -> None:
+    def _end_window(self, observation: Observation, seconds: float) -> None:
         usual = statistics.median(interval for interval, _ in self._intervals)
         kept = [(i, steps) for i, steps in self._intervals if i <= OUTLIER_FACTOR * usual]
-        pace = sum(i for i, _ in kept) / sum(steps for _, steps in kept)
+        step_rate = sum(i for i, _ in kept) / sum(steps for _, steps in kept)
         self._intervals.clear()
-        if len(self._windows) >= MIN_WINDOWS and pace > self._bound():
-            self.since = look.now - seconds if self.since is None else self.since
-            self._slow.append(pace)
+        if len(self._windows) >= MIN_WINDOWS and step_rate > self._bound():
+            self.since = observation.now - seconds if self.since is None else self.since
+            self._slow.append(step_rate)
             self._slow_seconds, self._well = self._slow_seconds + seconds, 0
             self._name()
             self.told = self.told or (len(self._slow) >= SLOW_WINDOWS and self._slow_seconds >= SLOW_SECONDS)
         else:
-            self._windows.append(pace)
+            self._windows.append(step_rate)
             self._well += 1
             if not self.told or self._well >= RECOVERED_WINDOWS:
                 self._slow.clear()
@@ -117,15 +117,15 @@ class SlowdownTracker:
         spread = median - ordered[len(ordered) // 4]
         return median + max(SLOW_SHARE * median, SLOW_SPREADS * spread)
 
-    def _look_at_boards(self, look: Observation) -> None:
+    def _look_at_boards(self, observation: Observation) -> None:
         """Who stands out by clock or by power, on looks at which the boards work."""
-        if look.now < self._next_seconds:
+        if observation.now < self._next_seconds:
             return
-        self._next_seconds = look.now + COMPARE_GPUS_EVERY_SECONDS
-        boards = job_gpus(look.sample.gpus)
+        self._next_seconds = observation.now + COMPARE_GPUS_EVERY_SECONDS
+        boards = job_gpus(observation.sample.gpus)
         members = [g for g in boards if (g.gpu.utilization_percent or 0.0) >= BUSY_PERCENT]
         # The few that happen to be busy in a job that starves are no measure for one of them.
-        if look.verdict.at_floor or len(members) < max(2.0, len(boards) / 2):
+        if observation.verdict.at_floor or len(members) < max(2.0, len(boards) / 2):
             return
         self._looks, self._boards = self._looks + 1, len(members)
         clocks = [g.gpu.sm_clock_mhz for g in members if g.gpu.sm_clock_mhz]

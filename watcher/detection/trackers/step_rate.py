@@ -38,23 +38,23 @@ class StepRateTracker:
         self.advances = 0  # changes seen
         self.restarted = False  # in this very look
         self.learned: tuple[float, int] | None = None  # in this look: seconds between two changes, and steps
-        self.start_seen = False  # the run was started under our eyes, so what stands is its start
+        self.start_observed = False  # the run was started under our eyes, so what stands is its start
         self.pausing = False  # in this look
         self._disturbed = False
         self._below: int | None = None  # a step behind the furthest one, and how often that one has moved
         self._moves = 0
 
-    def look(self, look: Observation, pausing: bool) -> None:
+    def update(self, observation: Observation, pausing: bool) -> None:
         """`pausing`: the job saves, evaluates or loads; such an interval teaches nothing about its steps."""
-        progress = look.sample.progress
+        progress = observation.sample.progress
         self.restarted, self.learned = False, None
         self.pausing = pausing
         if progress.step is None:
             # Out of sight: how long it stands is not known, and what lies between teaches nothing.
             self.stalled_seconds, self._disturbed, self._out_of_sight = None, True, True
             return
-        unseen, self._out_of_sight = self._out_of_sight or look.gap, False
-        self.restarted = self._is_restart(look)
+        unseen, self._out_of_sight = self._out_of_sight or observation.gap, False
+        self.restarted = self._is_restart(observation)
         if self.restarted:
             self._forget()
         elif self._moves_below(progress.step):
@@ -64,13 +64,13 @@ class StepRateTracker:
         if self._step is None:
             self._stood_seconds = progress.age_seconds or 0.0
         elif step != self._step:
-            self._learn(step - self._step, look)
+            self._learn(step - self._step, observation)
             self._stood_seconds = 0.0
         else:
-            self._stood_seconds += look.seen_seconds
+            self._stood_seconds += observation.observed_seconds
         self.stalled_seconds = self._stood_seconds
         # A change that nobody saw happen begins an interval of unknown length.
-        self._disturbed = (self._disturbed or pausing or look.gap) if step == self._step else unseen
+        self._disturbed = (self._disturbed or pausing or observation.gap) if step == self._step else unseen
         self._step = step
 
     def _moves_below(self, step: int) -> bool:
@@ -83,9 +83,9 @@ class StepRateTracker:
         self._below = step
         return self._moves >= RESTART_MOVES
 
-    def _is_restart(self, look: Observation) -> bool:
+    def _is_restart(self, observation: Observation) -> bool:
         """A source counts backwards, or its restart counter changed. That a source is lost is no restart."""
-        now = {(s.source, s.rank): (s.step, s.restart) for s in look.sample.progress.sources}
+        now = {(s.source, s.rank): (s.step, s.restart) for s in observation.sample.progress.sources}
         before, self._sources = self._sources, now
         return any(
             (step is not None and earlier_step is not None and step < earlier_step)
@@ -94,28 +94,28 @@ class StepRateTracker:
             for earlier_step, earlier_restart in [before.get(key, (None, None))]
         )
 
-    def _learn(self, steps: int, look: Observation) -> None:
-        interval = self._stood_seconds + look.seen_seconds
+    def _learn(self, steps: int, observation: Observation) -> None:
+        interval = self._stood_seconds + observation.observed_seconds
         self.advances += 1
         # The first change seen began before we looked.
-        if self._disturbed or self.pausing or look.gap or self.advances == 1 or interval <= 0:
+        if self._disturbed or self.pausing or observation.gap or self.advances == 1 or interval <= 0:
             return
         self.learned = (interval, steps)
         self._intervals.append(interval)
         self._measured_seconds += interval
         self._measured_steps += steps
-        if self._measured_seconds >= RATE_OBSERVATIONS * look.spec.interval_seconds:
+        if self._measured_seconds >= RATE_OBSERVATIONS * observation.spec.interval_seconds:
             self._last_seconds_per_step = self._measured_seconds / self._measured_steps
             self._best_seconds_per_step = min(self._best_seconds_per_step or math.inf, self._last_seconds_per_step)
             self._measured_seconds, self._measured_steps = 0.0, 0
 
-    def start_again(self, look: Observation) -> None:
+    def begin_new_run(self, observation: Observation) -> None:
         """New processes run: what the counter still shows is the last step of the run before."""
         self._forget()
-        self._step, self._stood_seconds = look.sample.progress.step, 0.0
+        self._step, self._stood_seconds = observation.sample.progress.step, 0.0
         self.stalled_seconds = None if self._step is None else 0.0
 
-    def forget_best(self) -> None:
+    def forget_best_rate(self) -> None:
         """What the job could do is no measure any more; how long its counter stands still is."""
         self._best_seconds_per_step = self._last_seconds_per_step = None
         self._measured_seconds, self._measured_steps = 0.0, 0
@@ -128,20 +128,20 @@ class StepRateTracker:
         self.advances = 0
         self.stalled_seconds = None
         self._disturbed = False
-        self.start_seen = True
+        self.start_observed = True
 
-    def habits(self) -> StepRateHistory:
+    def history(self) -> StepRateHistory:
         best, last = self._best_seconds_per_step, self._last_seconds_per_step
         return StepRateHistory(tuple(self._intervals), best, last, self.advances)
 
-    def restore_history(self, habits: StepRateHistory) -> None:
+    def restore_history(self, history: StepRateHistory) -> None:
         """What was learned before the first look."""
-        self._intervals.extend(habits.intervals)
+        self._intervals.extend(history.intervals)
         self._best_seconds_per_step, self._last_seconds_per_step = (
-            habits.best_seconds_per_step,
-            habits.last_seconds_per_step,
+            history.best_seconds_per_step,
+            history.last_seconds_per_step,
         )
-        self.advances = habits.advances
+        self.advances = history.advances
 
     @property
     def known(self) -> bool:
@@ -149,21 +149,23 @@ class StepRateTracker:
         return self._step is not None
 
     @property
-    def usual_seconds(self) -> float | None:
+    def usual_interval_seconds(self) -> float | None:
         """The slowest recent interval between two changes of the counter."""
         return max(self._intervals) if len(self._intervals) >= MIN_INTERVALS else None
 
     @property
-    def stands(self) -> bool:
+    def is_late(self) -> bool:
         """Longer than it usually does, if not yet for longer than it may."""
-        usual = self.usual_seconds
+        usual = self.usual_interval_seconds
         return usual is not None and self.stalled_seconds is not None and self.stalled_seconds > 2 * usual
 
-    def limit_seconds(self, look: Observation) -> float:
+    def limit_seconds(self, observation: Observation) -> float:
         """How long the counter may stand before the job counts as hung."""
-        if look.spec.stall_limit_seconds is not None:
-            return look.spec.stall_limit_seconds
-        seen = [s for s in (self.usual_seconds, look.sample.progress.line_interval_seconds) if s is not None]
+        if observation.spec.stall_limit_seconds is not None:
+            return observation.spec.stall_limit_seconds
+        seen = [
+            s for s in (self.usual_interval_seconds, observation.sample.progress.line_interval_seconds) if s is not None
+        ]
         if not seen:
             return MAX_STALL_SECONDS
         return min(MAX_STALL_SECONDS, max(MIN_STALL_SECONDS, STALL_FACTOR * max(seen)))

@@ -41,36 +41,36 @@ class StepTimeout:
 
 
 def step_timeout(
-    look: Observation,
-    pace: StepRateTracker,
-    saving: CheckpointSaveTracker,
+    observation: Observation,
+    step_rate: StepRateTracker,
+    saves: CheckpointSaveTracker,
     *,
     first_step: bool,
     rest_seconds: float,
-    few_compute: bool,
+    few_processes_compute: bool,
 ) -> StepTimeout:
     """`first_step`: none was seen yet, it may compile; `rest_seconds`: the longest rest of all ranks that ended;
     `few_compute`: few of the job's processes use a core."""
-    limit = pace.limit_seconds(look)
+    limit = step_rate.limit_seconds(observation)
     if first_step:
         limit = max(limit, FIRST_STEP_SECONDS)
-    if is_evaluating(look):
+    if is_evaluating(observation):
         return _fixed(max(limit, EVALUATION_SECONDS))
-    prepares = look.verdict.shape is UtilizationPattern.ALL_LOW and few_compute
-    if first_step and (look.verdict.shape is UtilizationPattern.RANK0_LOW_REST_BUSY or prepares):
+    prepares = observation.verdict.pattern is UtilizationPattern.ALL_LOW and few_processes_compute
+    if first_step and (observation.verdict.pattern is UtilizationPattern.RANK0_LOW_REST_BUSY or prepares):
         return _fixed(max(limit, TOKENIZING_SECONDS))
-    if "load" in look.phases:
+    if "load" in observation.phases:
         return _fixed(max(limit, FIRST_STEP_SECONDS))
-    if may_be_working(look):
+    if may_be_working(observation):
         return _fixed(max(WORKING_FACTOR * limit, MIN_WORKING_SECONDS))
-    if _at_last_step(look):
+    if _at_last_step(observation):
         return _fixed(max(limit, DEFAULT_SAVE_LIMIT_SECONDS))  # the last save and its upload; no step will come
-    if look.verdict.shape is UtilizationPattern.ALL_LOW:
+    if observation.verdict.pattern is UtilizationPattern.ALL_LOW:
         suspect = max(limit, min(EVALUATION_SECONDS, REST_FACTOR * rest_seconds))
-        if look.spec.stall_limit_seconds is not None:
+        if observation.spec.stall_limit_seconds is not None:
             return _fixed(suspect)  # whoever sets it knows how long this job rests
-        return StepTimeout(suspect, max(suspect, saving.limit_seconds))
-    if look.verdict.state is PowerState.UNKNOWN and not look.verdict.at_floor:
+        return StepTimeout(suspect, max(suspect, saves.limit_seconds))
+    if observation.verdict.state is PowerState.UNKNOWN and not observation.verdict.at_floor:
         return StepTimeout(limit, max(limit, MIN_WORKING_SECONDS))
     return _fixed(limit)
 
@@ -79,17 +79,17 @@ def _fixed(seconds: float) -> StepTimeout:
     return StepTimeout(seconds, seconds)
 
 
-def _at_last_step(look: Observation) -> bool:
-    progress = look.sample.progress
+def _at_last_step(observation: Observation) -> bool:
+    progress = observation.sample.progress
     total = progress.total_steps
     return progress.step is not None and total is not None and progress.step >= total - 1
 
 
-def may_be_working(look: Observation) -> bool:
+def may_be_working(observation: Observation) -> bool:
     """The boards work, or draw so much that they may: on a board of unknown floor, or one that reads no utilisation,
     watts above every floor seen are no sign of a hang."""
-    verdict = look.verdict
-    if verdict.at_floor or verdict.shape is UtilizationPattern.ALL_LOW:
+    verdict = observation.verdict
+    if verdict.at_floor or verdict.pattern is UtilizationPattern.ALL_LOW:
         return False
     if verdict.state in WORKING_STATES:
         return True
@@ -97,11 +97,11 @@ def may_be_working(look: Observation) -> bool:
         return False
     if verdict.power_fraction is not None:
         return verdict.power_fraction > HIGHEST_FLOOR_FRACTION
-    return any(ranked.gpu.power_watts for ranked in look.sample.gpus)
+    return any(ranked.gpu.power_watts for ranked in observation.sample.gpus)
 
 
-def is_evaluating(look: Observation) -> bool:
+def is_evaluating(observation: Observation) -> bool:
     """Rank 0 or all ranks say that they evaluate; one that says so alone has lost the others."""
-    phased = [source for source in look.sample.progress.sources if source.phase]
+    phased = [source for source in observation.sample.progress.sources if source.phase]
     in_eval = [source for source in phased if source.phase == EVALUATION_PHASE]
     return bool(in_eval) and (len(in_eval) == len(phased) or any(source.rank in (0, None) for source in in_eval))

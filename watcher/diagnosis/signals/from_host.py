@@ -23,7 +23,7 @@ from wattwatch.watcher.diagnosis.signals.signal import (
 )
 
 BUSY_PERCENT: Final = 90.0
-LOW_PERCENT: Final = 10.0
+IDLE_PERCENT: Final = 10.0
 SHAPE_WEIGHTS: Final = {"one_low_rest_busy": 0.5, "rank0_low_rest_busy": 0.4}
 SUSPECT_WEIGHT: Final = 0.3
 # Phases of a heartbeat that a rank comes to when its share of the data is used up, while others still train.
@@ -33,7 +33,7 @@ PHASES_AFTER_TRAINING: Final = frozenset({"barrier", "save", "eval", "done"})
 def power_signal(seen: LiveEvidence) -> Signal | None:
     """Whoever the watcher suspects; without its word, the one board that rests beside others that spin."""
     shares = {each.rank: each.utilization_percent for each in seen.ranks if each.utilization_percent is not None}
-    low = frozenset(rank for rank, share in shares.items() if share <= LOW_PERCENT)
+    low = frozenset(rank for rank, share in shares.items() if share <= IDLE_PERCENT)
     busy = frozenset(rank for rank, share in shares.items() if share >= BUSY_PERCENT)
     named, shape = frozenset(seen.suspects), seen.shape
     if not named and len(low) == 1 and len(shares) > 2 and low | busy == frozenset(shares):

@@ -34,10 +34,10 @@ def has_its_settle(verdict: Verdict) -> None:
     if verdict.alternative is not None:
         assert verdict.alternative.state is not verdict.state
     if verdict.alternative is not None or verdict.state is PowerState.UNKNOWN:
-        assert verdict.settle, verdict
-        assert not verdict.settle.endswith(".")
+        assert verdict.deciding_check, verdict
+        assert not verdict.deciding_check.endswith(".")
     elif verdict.state is not PowerState.GPU_FAULT:
-        assert verdict.settle is None
+        assert verdict.deciding_check is None
 
 
 @pytest.mark.parametrize("word", [None, *StepProgress])
@@ -90,7 +90,7 @@ def test_every_pair_has_words_and_only_known_witnesses() -> None:
 
 
 def told(sample: JobSample, progress: StepProgress | None = None) -> str:
-    return classify(sample, progress=progress).settle or ""
+    return classify(sample, progress=progress).deciding_check or ""
 
 
 def at_step(step: int, age_seconds: float, data_wait_ms: float | None = None) -> JobProgress:

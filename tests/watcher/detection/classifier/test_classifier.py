@@ -22,7 +22,7 @@ STALLED, ADVANCING = StepProgress.STALLED, StepProgress.ADVANCING
 def test_published_pictures_get_their_state_shape_and_suspects(name: str) -> None:
     row: dict[str, Any] = PAPER[name]
     verdict = classify(picture(row["watts"], row["utilization"], held_bytes=row["held_gigabytes"] * 1e9, nodes=2))
-    assert (verdict.state, verdict.shape) == (row["state"], row["shape"])
+    assert (verdict.state, verdict.pattern) == (row["state"], row["shape"])
     assert [suspect.rank for suspect in verdict.suspects] == row["suspects"]
     assert 0 < verdict.confidence <= 1
     assert "W" in verdict.why
@@ -113,7 +113,7 @@ def test_without_boards_there_is_no_verdict_but_a_reason(status: HostStatus) -> 
     verdict = classify(JobSample("pretrain", (), (NodeState("node-1", status, "as seen", 4.0, fresh=False),)))
     assert verdict.state is PowerState.UNKNOWN
     assert "as seen" in verdict.why
-    assert verdict.shape is UtilizationPattern.UNKNOWN
+    assert verdict.pattern is UtilizationPattern.UNKNOWN
 
 
 def test_a_job_without_nodes_is_unknown() -> None:

@@ -116,7 +116,7 @@ def test_the_nearest_witness_is_named_with_its_numbers(given: Given) -> None:
     upstream = find_input_bottleneck(sample_of(given))
     assert upstream.kind is given.kind, upstream.words
     assert [words for words in given.says if words not in upstream.words] == []
-    assert upstream.look == bottleneck_table()["look"][given.kind.value]
+    assert upstream.next_step == bottleneck_table()["look"][given.kind.value]
 
 
 def test_any_node_may_be_the_one() -> None:
@@ -133,7 +133,7 @@ def test_the_verdict_of_starvation_says_it(name: str) -> None:
     upstream = find_input_bottleneck(sample_of(TABLE[name]))
     assert verdict.state is PowerState.STARVATION
     assert f"Upstream: {upstream.words}." in verdict.why
-    assert verdict.advice == upstream.look
+    assert verdict.advice == upstream.next_step
 
 
 def test_every_kind_has_its_next_step() -> None:

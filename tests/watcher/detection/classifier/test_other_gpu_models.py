@@ -88,7 +88,7 @@ def test_a_published_picture_scaled_to_a_board_keeps_its_state(name: str, board:
         assert unsure or verdict.state is PowerState.COMPUTE
         assert judged(name, board, scale, StepProgress.ADVANCING).state is PowerState.COMPUTE
         return
-    assert (verdict.state, verdict.shape) == (row["state"], row["shape"]), verdict.why
+    assert (verdict.state, verdict.pattern) == (row["state"], row["shape"]), verdict.why
     assert [suspect.rank for suspect in verdict.suspects] == row["suspects"]
 
 

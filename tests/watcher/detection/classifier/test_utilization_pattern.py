@@ -33,5 +33,5 @@ from wattwatch.watcher.detection.model import UtilizationPattern
 )
 def test_shapes(utilization: list[float | None], shape: UtilizationPattern, outliers: list[int]) -> None:
     seen = match_pattern(picture([190.0] * len(utilization), utilization).gpus)
-    assert seen.shape is shape
+    assert seen.pattern is shape
     assert [g.rank for g in seen.outliers] == outliers

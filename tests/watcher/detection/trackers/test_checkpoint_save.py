@@ -86,7 +86,7 @@ def test_the_next_checkpoint_starts_its_own_count() -> None:
     older = (checkpoint(1010, complete=True),)
     job.entries = older
     save(job, 20, step=1020)
-    assert job.detector._saving.save is not None
+    assert job.detector._saves.save is not None
     assert job.alerts == set()
 
 

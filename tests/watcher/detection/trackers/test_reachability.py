@@ -66,12 +66,16 @@ def test_a_blind_node_is_a_warning_and_the_job_computes(status: HostStatus) -> N
 
 def test_a_node_without_nvidia_smi_says_what_is_read_there_all_the_same() -> None:
     missing = "nvidia-smi is not installed or not in PATH; the NVML library is not visible here"
-    for progress, still in (("heartbeat", "; its heartbeats are read"), ("log", "; its log is read"), (None, "")):
+    for progress, still in (
+        ("heartbeat", " (heartbeats are still readable)"),
+        ("log", " (the log is still readable)"),
+        (None, ""),
+    ):
         job = training(nodes=1, progress=progress)
         job.status["node-1"] = (HostStatus.DRIVER_DOWN, missing)
         job.play(60, COMPUTE)
         said = job.finding(BLIND)
-        assert said.summary == f"GPUs of node-1 cannot be seen: nvidia-smi is not installed or not in PATH{still}."
+        assert said.summary == f"GPUs of node-1 cannot be read: nvidia-smi is not installed or not in PATH{still}."
         assert missing in said.evidence[0]
         assert job.detector.reason.count("nvidia-smi") == 1
         assert job.told[-1].verdict.why == f"No board could be read. node-1: {missing}"
@@ -81,7 +85,7 @@ def test_the_log_of_one_node_is_not_said_to_be_read_on_another() -> None:
     job = training(progress="log")
     job.status["node-2"] = (HostStatus.SAMPLER_TIMEOUT, "nvidia-smi has not returned for 12 s")
     job.play(20, COMPUTE)
-    assert job.finding(BLIND).summary == "GPUs of node-2 cannot be seen: the GPU query does not return."
+    assert job.finding(BLIND).summary == "GPUs of node-2 cannot be read: GPU query does not return."
 
 
 def test_a_blind_node_does_not_hide_steps_that_stand() -> None:

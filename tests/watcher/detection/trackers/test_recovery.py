@@ -30,7 +30,7 @@ def sample(steps: Mapping[str, int] | None = None, **nodes: tuple[int, ...] | Ho
 
 def advancing(*looks: JobSample) -> bool:
     witnessing = RecoveryTracker()
-    return [witnessing.look(look) for look in looks][-1].advancing
+    return [witnessing.update(look) for look in looks][-1].advancing
 
 
 def test_a_step_that_advances_is_seen_and_remembered() -> None:
@@ -69,5 +69,5 @@ def test_the_processes_of_a_node_that_comes_into_sight_are_not_new() -> None:
 
 
 def test_only_nodes_whose_boards_are_seen_count() -> None:
-    seen = RecoveryTracker().look(sample(one=(4000,), two=HostStatus.UNREACHABLE, three=HostStatus.DRIVER_DOWN))
+    seen = RecoveryTracker().update(sample(one=(4000,), two=HostStatus.UNREACHABLE, three=HostStatus.DRIVER_DOWN))
     assert seen.nodes_ok == {"one"}

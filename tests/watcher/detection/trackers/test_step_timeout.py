@@ -78,7 +78,7 @@ def test_a_log_line_each_tenth_step_is_no_loss_of_pace() -> None:
         job.step += 10
         job.since_step = 0
         job.play(1, AT_WORK_WITHOUT_STEPS)
-    assert job.detector._pace.lost_share < 0.05
+    assert job.detector._step_rate.lost_share < 0.05
 
 
 def test_boards_whose_watts_or_utilisation_say_nothing_have_the_time_of_an_evaluation() -> None:
