@@ -447,9 +447,9 @@ def test_odd_ranks_in_different_operations_are_not_said_to_be_in_one() -> None:
 
 
 def test_groups_entered_in_different_orders_are_told_by_where_each_rank_waits() -> None:
-    first, second = launch(1, "all_reduce", False), launch(1, "broadcast", False)._replace(record=2)
+    first, second = launch(1, "all_reduce", False), launch(1, "broadcast", False)._replace(record_id=2)
     others = [in_group(rank, ("default_pg", (first,)), ("DATA", (second,))) for rank in (0, 1, 2)]
-    odd = in_group(3, ("default_pg", (first._replace(record=2),)), ("DATA", (second._replace(record=1),)))
+    odd = in_group(3, ("default_pg", (first._replace(record_id=2),)), ("DATA", (second._replace(record_id=1),)))
 
     diagnosis = diagnose(Evidence(records=(*others, odd)))
 
@@ -465,4 +465,4 @@ def test_all_ranks_in_an_operation_of_uneven_sizes_are_counted_together() -> Non
     diagnosis = diagnose(Evidence(records=tuple(uneven)))
 
     assert diagnosis.summary.startswith("all 4 ranks wait in the same all_to_all at slot 1 of default_pg")
-    assert "the same all_to_all at slot 1" in diagnosis.why
+    assert "the same all_to_all at sequence number 1" in diagnosis.why

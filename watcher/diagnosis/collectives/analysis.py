@@ -1,9 +1,18 @@
-"""What a set of flight records says: who holds the job up, in which collective, and how sure that is.
+"""What a set of flight records says: which rank blocks the job, in which collective, and with what confidence.
 
-In order: members of a group at one slot in different collectives, or with different sizes (conclusive; the minority is
-named, a tie is said as a tie); ranks that never arrived, found by walking who waits for whom to its end; groups entered
-in different orders; all in the same operation, so that it is not the program. Pure: neither the order of the records
-nor that of the ranks changes the answer.
+Questions are asked in this order:
+
+1. Did members of a group launch different operations, or different sizes, at one slot? Conclusive; the minority is
+named,
+   and a tie is reported as a tie (`mismatch.py`).
+2. Did ranks never arrive? Found by following who waits for whom (`wait_graph.py`).
+3. Were groups entered in different orders? (`mismatch.py`)
+4. Are all ranks in the same operation? Then it is not the program.
+
+A rank without a record is never named for that reason alone: a healthy rank whose file was lost looks the same.
+
+The result depends neither on the order of the records nor on that of the ranks. Tested with real records with known
+culprits, also with any one file lost, cut off or empty, and with simulated jobs of many shapes.
 """
 
 from __future__ import annotations
@@ -12,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from wattwatch.watcher.common.formatting import format_ranks
+from wattwatch.watcher.common.formatting import format_count, format_ranks
 from wattwatch.watcher.diagnosis.collectives.conclusion import (
     CollectiveHang,
     describe_wait,
@@ -28,220 +37,252 @@ from wattwatch.watcher.diagnosis.collectives.mismatch import (
 from wattwatch.watcher.diagnosis.collectives.operations import describe_operation
 from wattwatch.watcher.diagnosis.collectives.rank_state import GroupState, build_recorded_job
 from wattwatch.watcher.diagnosis.collectives.wait_graph import (
+    FEW_OPERATIONS,
     BlockingReason,
     WaitOutcome,
     build_wait_graph,
     find_ranks_that_stopped_launching,
     follow_waits,
 )
-from wattwatch.watcher.diagnosis.flight_recorder.model import ProcessGroup, RankRecord, UnreadableRecord
+from wattwatch.watcher.diagnosis.flight_recorder.model import (
+    ProcessGroup,
+    RankRecord,
+    UnreadableRecord,
+    position_text,
+)
 from wattwatch.watcher.diagnosis.model import CollectiveAnalysis, DiagnosisVerdict
 
-
-def analyze_collectives(records: Sequence[RankRecord], unread: Sequence[UnreadableRecord] = ()) -> CollectiveAnalysis:
-    """`records`: one a rank. `unread`: only named in the words."""
-    standings = build_recorded_job(records)
-    case = CollectiveHang(standings, build_wait_graph(standings))
-    if not standings.ranks:
-        return case.unknown("no flight record could be read" + describe_unreadable(unread))
-    if not case.graph.standstills and not case.graph.left_behind:
-        return conclude_no_wait(case, unread)
-    if parted := find_disagreements(standings):
-        return conclude_disagreement(parted, case)
-    return _analyze_waits(case)
-
-
-def _analyze_waits(case: CollectiveHang) -> CollectiveAnalysis:
-    """Nobody disagrees with a member of the same group: where the waiting leads to."""
-    standings, ends = case.standings, follow_waits(case.graph, case.standings)
-    overflown = [rank for rank in standings.ranks if standings.ranks[rank].overflown]
-    if overflown and not ends.holders and (ends.rings or not ends.unrecorded):
-        return conclude_ring_overflow(overflown, case)
-    if ends.rings and not ends.holders:
-        return conclude_cycle(ends.rings[0], case)
-    if ends.holders:
-        paired = [rank for rank, hold in ends.holders.items() if may_be_in_unrecorded_send(rank, hold, case)]
-        if len(paired) > 1 or (paired and standings.unrecorded):
-            return conclude_silent_or_sending(paired, case)
-        return conclude_blocking_ranks(ends, case)
-    if ends.unrecorded:
-        return conclude_missing_records(ends, case)
-    stopped = find_ranks_that_stopped_launching(standings)
-    if stopped and 2 * len(stopped) < len(standings.ranks):
-        return conclude_stopped_launching(stopped, case)
-    return conclude_all_joined(ends, case) if ends.joined else conclude_undecided(case)
-
-
-# Ranks that the others wait for: silent, left behind, no longer launching, or without a record.
-
-MAX_RANKS_DESCRIBED: Final = 4  # ranks, each with a sentence
-# How sure each is. Stated, not measured.
+# Confidences are chosen, not measured: there are too few public records with a known culprit.
 CONFIDENCE_SILENT: Final = 0.9
-CONFIDENCE_DID_NOT_FINISH: Final = 0.85
+CONFIDENCE_UNFINISHED: Final = 0.85
 CONFIDENCE_STOPPED_LAUNCHING: Final = 0.7
-CONFIDENCE_DOUBTFUL: Final = (
-    0.55  # it may be in a send that is not written down, or have noticed late, or most are silent
-)
-
-
-def conclude_blocking_ranks(ends: WaitOutcome, case: CollectiveHang) -> CollectiveAnalysis:
-    culprits = tuple(sorted(ends.holders))
-    words, places = [], []
-    for rank in culprits:
-        told, group, slot = _describe_blocking_rank(rank, ends.holders[rank], case)
-        words.append(told)
-        places.append((group, slot))
-    why = _join_limited(words)
-    unrecorded = sorted({rank for each in ends.unrecorded for rank in each.awaited} - set(culprits))
-    if unrecorded:
-        why += f"; {format_ranks(unrecorded)} left no record and may hold others up too"
-    return case.reading(
-        DiagnosisVerdict.NEVER_ARRIVED,
-        False,
-        culprits,
-        min(_blocking_confidence(rank, hold, case) for rank, hold in ends.holders.items()),
-        why,
-        places,
-    )
-
-
-def _join_limited(sentences: Sequence[str]) -> str:
-    """One a rank: the first of them, and how many more there are."""
-    more = f"; and {len(sentences) - MAX_RANKS_DESCRIBED} more ranks" if len(sentences) > MAX_RANKS_DESCRIBED else ""
-    return "; ".join(sentences[:MAX_RANKS_DESCRIBED]) + more
-
-
-def _describe_blocking_rank(rank: int, hold: BlockingReason, case: CollectiveHang) -> tuple[str, ProcessGroup, int]:
-    """The sentence of one rank, with the group and slot at which it is missed."""
-    if hold is BlockingReason.LEFT_BEHIND:
-        group, launch, ahead = case.graph.left_behind[rank]
-        what = f"{describe_operation(launch.operation)} at slot {launch.slot:,} of {group}"
-        late = " (by so little that its record may only be late)" if rank in case.graph.by_a_few else ""
-        return f"rank {rank} did not finish {what}, which {format_ranks(ahead)} finished{late}", group, launch.slot
-    missing = [each for each in case.graph.standstills if rank in each.awaited]
-    # Where most wait is where it is missed most plainly.
-    place = with_most_waiters(missing)
-    told = f"{describe_wait(place)}; rank {rank} has not launched it and waits in nothing"
-    return told, place.group, place.slot
-
-
-def _blocking_confidence(rank: int, hold: BlockingReason, case: CollectiveHang) -> float:
-    if rank in case.graph.by_a_few or may_be_in_unrecorded_send(rank, hold, case):
-        return CONFIDENCE_DOUBTFUL
-    if hold is BlockingReason.LEFT_BEHIND:
-        return CONFIDENCE_DID_NOT_FINISH
-    missing = [each for each in case.graph.standstills if rank in each.awaited]
-    # A member that is gone ends the operations of others in gloo, and they may have given up for that.
-    gone = any(each.operation.backend == "gloo" and case.standings.absent(each.group) for each in missing)
-    return (
-        CONFIDENCE_DOUBTFUL
-        if gone or all(len(each.waiters) < len(each.awaited) for each in missing)
-        else CONFIDENCE_SILENT
-    )
-
-
-def may_be_in_unrecorded_send(rank: int, hold: BlockingReason, case: CollectiveHang) -> bool:
-    return hold is BlockingReason.SILENT and rank in case.standings.unrecorded_point_to_point
-
-
-def conclude_silent_or_sending(paired: Sequence[int], case: CollectiveHang) -> CollectiveAnalysis:
-    """gloo writes no sends and receives down: of ranks that seem to wait in nothing, some may wait for the others."""
-    place = with_most_waiters(case.graph.standstills)
-    why = (
-        f"{describe_wait(place)}; nothing on record shows {format_ranks(paired)} waiting, but their recorder leaves "
-        "out sends and receives, so it does not tell who holds up whom"
-    )
-    return case.unknown(why)
-
-
-def conclude_stopped_launching(
-    stopped: Mapping[int, tuple[GroupState, int]], case: CollectiveHang
-) -> CollectiveAnalysis:
-    words, places = [], []
-    for rank, (standing, count) in sorted(stopped.items()):
-        last = standing.records[rank].last_enqueued or 0
-        words.append(
-            f"rank {rank} launched nothing after slot {last:,} of {standing.group}, its peers {count} operations more"
-        )
-        places.append((standing.group, last + 1))
-    why = f"{describe_wait(with_most_waiters(case.graph.standstills))}; {_join_limited(words)}"
-    culprits = tuple(sorted(stopped))
-    return case.reading(DiagnosisVerdict.NEVER_ARRIVED, False, culprits, CONFIDENCE_STOPPED_LAUNCHING, why, places)
-
-
-def conclude_missing_records(ends: WaitOutcome, case: CollectiveHang) -> CollectiveAnalysis:
-    place = with_most_waiters(ends.unrecorded)
-    who = "it may hold" if len(place.awaited) == 1 else "any of them may hold"
-    why = f"{describe_wait(place)}; {format_ranks(place.awaited)} left no record, so {who} the others up"
-    frontiers = [(place.group, place.slot)]
-    reading = case.reading(DiagnosisVerdict.UNKNOWN, False, (), 0.0, why, frontiers)
-    return replace(reading, absent=ends.awaited_absent)
-
-
-# Where the records name nobody: all in the same operation, nobody in any, or not enough on record to tell.
-
-# How sure each is. Stated, not measured.
+# The rank may be in a send that is not recorded, its record may be a little older, or most ranks are silent.
+CONFIDENCE_DOUBTFUL: Final = 0.55
 CONFIDENCE_ALL_JOINED: Final = 0.75
 CONFIDENCE_UNEVEN_SIZES: Final = 0.5
 CONFIDENCE_NO_WAIT: Final = 0.5
 
+MAX_RANKS_DESCRIBED: Final = 4  # each takes a sentence
+MAX_OPERATIONS_DESCRIBED: Final = 3
 
-def conclude_all_joined(ends: WaitOutcome, case: CollectiveHang) -> CollectiveAnalysis:
-    place = with_most_waiters(ends.joined)
-    rest = set(case.standings.groups[place.group].records) - set(place.waiters)
-    if rest and not place.operation.point_to_point:
-        why = f"{describe_wait(place)}, which {format_ranks(rest)} finished or gave up"
-        return case.unknown(why)
-    if place.group in case.standings.guessed and len(place.waiters) == 1:
-        why = f"{describe_wait(place)}, and no record tells who else is in it"
-        return case.unknown(why)
-    uneven = sizes_differ(case.standings.groups[place.group], place.slot)
-    what = f"{describe_operation(place.operation, sizes=not uneven)} at slot {place.slot:,} of {place.group}"
-    more = f" ({len(ends.joined) - 1} more such groups)" if len(ends.joined) > 1 else ""
-    why = f"all {len(place.waiters)} members wait in the same {what}{more}"
-    agreed = "the sizes differ, which is right only if they match in pairs" if uneven else "the program agrees"
-    so = f"so the network, a GPU or its driver holds it up{', or those sizes' if uneven else ''}"
-    return case.reading(
+
+def analyze_collectives(
+    records: Sequence[RankRecord], unreadable: Sequence[UnreadableRecord] = ()
+) -> CollectiveAnalysis:
+    """`records`: one per rank, in any order. `unreadable`: only mentioned in the explanation."""
+    job = build_recorded_job(records)
+    hang = CollectiveHang(job, build_wait_graph(job))
+    if not job.ranks:
+        return hang.unknown("no flight record could be read" + describe_unreadable(unreadable))
+    if not hang.graph.stalled and not hang.graph.unfinished:
+        return conclude_no_wait(hang, unreadable)
+    if disagreements := find_disagreements(job):
+        return conclude_disagreement(disagreements, hang)
+    return _analyze_waits(hang)
+
+
+def _analyze_waits(hang: CollectiveHang) -> CollectiveAnalysis:
+    """No member disagrees with another of the same group: what do the waits lead to?"""
+    job, outcome = hang.job, follow_waits(hang.graph, hang.job)
+    overflowed = [rank for rank in job.ranks if job.ranks[rank].ring_overflowed]
+    if overflowed and not outcome.blocking and (outcome.cycles or not outcome.unexplained):
+        return conclude_ring_overflow(overflowed, hang)
+    if outcome.cycles and not outcome.blocking:
+        return conclude_cycle(outcome.cycles[0], hang)
+    if outcome.blocking:
+        doubtful = [rank for rank, reason in outcome.blocking.items() if may_be_in_unrecorded_send(rank, reason, hang)]
+        if len(doubtful) > 1 or (doubtful and job.ranks_without_record):
+            return conclude_silent_or_sending(doubtful, hang)
+        return conclude_blocking_ranks(outcome, hang)
+    if outcome.unexplained:
+        return conclude_missing_records(outcome, hang)
+    stopped = find_ranks_that_stopped_launching(job)
+    if stopped and 2 * len(stopped) < len(job.ranks):
+        return conclude_stopped_launching(stopped, hang)
+    return conclude_all_joined(outcome, hang) if outcome.all_joined else conclude_undecided(hang)
+
+
+# Some ranks are missing
+
+
+def conclude_blocking_ranks(outcome: WaitOutcome, hang: CollectiveHang) -> CollectiveAnalysis:
+    """The waits lead to ranks that are silent, or that did not finish what their peers finished."""
+    culprits = tuple(sorted(outcome.blocking))
+    sentences, positions = [], []
+    for rank in culprits:
+        sentence, group, slot = _describe_blocking_rank(rank, outcome.blocking[rank], hang)
+        sentences.append(sentence)
+        positions.append((group, slot))
+    why = _join_limited(sentences)
+    without_record = sorted({rank for each in outcome.unexplained for rank in each.awaited} - set(culprits))
+    if without_record:
+        why += f"; {format_ranks(without_record)} left no record and may block others too"
+    return hang.conclude(
+        DiagnosisVerdict.NEVER_ARRIVED,
+        False,
+        culprits,
+        min(_blocking_confidence(rank, reason, hang) for rank, reason in outcome.blocking.items()),
+        why,
+        positions,
+    )
+
+
+def _join_limited(sentences: Sequence[str]) -> str:
+    """One sentence per rank: the first ones, and how many more ranks there are."""
+    rest = len(sentences) - MAX_RANKS_DESCRIBED
+    more = f"; and {format_count(rest, 'more rank')}" if rest > 0 else ""
+    return "; ".join(sentences[:MAX_RANKS_DESCRIBED]) + more
+
+
+def _describe_blocking_rank(rank: int, reason: BlockingReason, hang: CollectiveHang) -> tuple[str, ProcessGroup, int]:
+    """The sentence for one rank, and the group and slot at which the others wait for it."""
+    if reason is BlockingReason.UNFINISHED:
+        group, launch, finished_by = hang.graph.unfinished[rank]
+        what = f"{describe_operation(launch.operation)} at {position_text(group, launch.slot)}"
+        late = ""
+        if rank in hang.graph.possibly_late:
+            late = f" (it is behind by at most {FEW_OPERATIONS} operations, so its record may just be a little older)"
+        return (
+            f"rank {rank} did not finish {what}, which {format_ranks(finished_by)} finished{late}",
+            group,
+            launch.slot,
+        )
+    awaiting = [each for each in hang.graph.stalled if rank in each.awaited]
+    stall = with_most_waiters(awaiting)  # where most ranks wait, it is most evident that this one is missing
+    sentence = f"{describe_wait(stall)}; rank {rank} has not launched it and is not waiting in any operation"
+    return sentence, stall.group, stall.slot
+
+
+def _blocking_confidence(rank: int, reason: BlockingReason, hang: CollectiveHang) -> float:
+    if rank in hang.graph.possibly_late or may_be_in_unrecorded_send(rank, reason, hang):
+        return CONFIDENCE_DOUBTFUL
+    if reason is BlockingReason.UNFINISHED:
+        return CONFIDENCE_UNFINISHED
+    awaiting = [each for each in hang.graph.stalled if rank in each.awaited]
+    # In Gloo, a member that is gone ends the operations of the others, and a silent rank may have given up for that.
+    member_gone = any(
+        each.operation.backend == "gloo" and hang.job.members_without_record(each.group) for each in awaiting
+    )
+    minority_waits = all(len(each.waiters) < len(each.awaited) for each in awaiting)
+    return CONFIDENCE_DOUBTFUL if member_gone or minority_waits else CONFIDENCE_SILENT
+
+
+def may_be_in_unrecorded_send(rank: int, reason: BlockingReason, hang: CollectiveHang) -> bool:
+    """Whether a rank that seems to wait in nothing may wait in a send or receive that Gloo did not record."""
+    return reason is BlockingReason.SILENT and rank in hang.job.unrecorded_point_to_point
+
+
+def conclude_silent_or_sending(ranks: Sequence[int], hang: CollectiveHang) -> CollectiveAnalysis:
+    """Of several ranks that seem to wait in nothing, some may wait for the others in sends that Gloo did not record."""
+    stall = with_most_waiters(hang.graph.stalled)
+    return hang.unknown(
+        f"{describe_wait(stall)}; {format_ranks(ranks)} are not waiting in any recorded operation, but their recorder "
+        "(Gloo) omits sends and receives, so the records do not show which rank blocks the others"
+    )
+
+
+def conclude_stopped_launching(
+    stopped: Mapping[int, tuple[GroupState, int]], hang: CollectiveHang
+) -> CollectiveAnalysis:
+    """All ranks joined the operation, but some launched nothing after it."""
+    sentences, positions = [], []
+    for rank, (state, count) in sorted(stopped.items()):
+        last = state.records[rank].last_enqueued or 0
+        sentences.append(
+            f"rank {rank} launched nothing after {position_text(state.group, last)}, its peers {count} more operations"
+        )
+        positions.append((state.group, last + 1))
+    why = f"{describe_wait(with_most_waiters(hang.graph.stalled))}; {_join_limited(sentences)}"
+    culprits = tuple(sorted(stopped))
+    return hang.conclude(DiagnosisVerdict.NEVER_ARRIVED, False, culprits, CONFIDENCE_STOPPED_LAUNCHING, why, positions)
+
+
+def conclude_missing_records(outcome: WaitOutcome, hang: CollectiveHang) -> CollectiveAnalysis:
+    """Only ranks without a record can be what the others wait for. None is named; see the module's docstring."""
+    stall = with_most_waiters(outcome.unexplained)
+    who = "it" if len(stall.awaited) == 1 else "any of them"
+    why = f"{describe_wait(stall)}; {format_ranks(stall.awaited)} left no record, so {who} may block the others"
+    analysis = hang.conclude(DiagnosisVerdict.UNKNOWN, False, (), 0.0, why, [(stall.group, stall.slot)])
+    return replace(analysis, absent=outcome.awaited_without_record)
+
+
+# No rank stands out
+
+
+def conclude_all_joined(outcome: WaitOutcome, hang: CollectiveHang) -> CollectiveAnalysis:
+    """All members of a group are in the same operation."""
+    job, stall = hang.job, with_most_waiters(outcome.all_joined)
+    others = set(job.groups[stall.group].records) - set(stall.waiters)
+    if others and not stall.operation.point_to_point:
+        return hang.unknown(f"{describe_wait(stall)}, which {format_ranks(others)} finished or gave up")
+    if stall.group in job.guessed_groups and len(stall.waiters) == 1:
+        return hang.unknown(f"{describe_wait(stall)}, and no record shows which other ranks are in this group")
+    uneven = sizes_differ(job.groups[stall.group], stall.slot)
+    what = f"{describe_operation(stall.operation, sizes=not uneven)} at {position_text(stall.group, stall.slot)}"
+    more_groups = len(outcome.all_joined) - 1
+    more = f" ({format_count(more_groups, 'more group')} like this)" if more_groups else ""
+    why = f"all {len(stall.waiters)} members wait in the same {what}{more}"
+    if uneven:
+        why += (
+            "; their sizes differ, which is correct only if they match pairwise, so the network, a GPU, its driver or "
+            "these sizes block it"
+        )
+    else:
+        why += "; the program is consistent, so the network, a GPU or its driver blocks it"
+    return hang.conclude(
         DiagnosisVerdict.NO_DESYNC,
         False,
         (),
         CONFIDENCE_UNEVEN_SIZES if uneven else CONFIDENCE_ALL_JOINED,
-        f"{why}: {agreed}, {so}",
-        [(each.group, each.slot) for each in ends.joined],
+        why,
+        [(each.group, each.slot) for each in outcome.all_joined],
     )
 
 
-def conclude_no_wait(case: CollectiveHang, unread: Sequence[UnreadableRecord]) -> CollectiveAnalysis:
-    launches = sum(len(part.launches) for group in case.standings.groups.values() for part in group.records.values())
+def conclude_no_wait(hang: CollectiveHang, unreadable: Sequence[UnreadableRecord]) -> CollectiveAnalysis:
+    """No rank waits in a collective."""
+    job = hang.job
+    launches = sum(len(part.launches) for group in job.groups.values() for part in group.records.values())
     if not launches:
         why = (
-            "the records hold no launches: the recorder is off (TORCH_FR_BUFFER_SIZE=2000 turns it on), or there were "
-            "none but sends and receives of gloo, which it leaves out"
+            "the records contain no launches: the recorder is off (TORCH_FR_BUFFER_SIZE=2000 turns it on), or the job "
+            "only used sends and receives of Gloo, which it does not record"
         )
-        return case.unknown(why + describe_unreadable(unread))
-    known, gone = len(case.standings.ranks), case.standings.unrecorded
-    if gone:
-        why = f"no rank of {known} with a record waits in a collective; {format_ranks(gone)} left none"
-        return case.unknown(why + describe_unreadable(unread))
-    why = f"no rank of {known} waits in a collective: every launch on record is finished"
-    return case.reading(DiagnosisVerdict.NO_DESYNC, False, (), CONFIDENCE_NO_WAIT, why, [])
+        return hang.unknown(why + describe_unreadable(unreadable))
+    if missing := job.ranks_without_record:
+        why = (
+            f"none of the {len(job.ranks)} ranks with a record waits in a collective; {format_ranks(missing)} left none"
+        )
+        return hang.unknown(why + describe_unreadable(unreadable))
+    why = f"none of the {len(job.ranks)} ranks waits in a collective: every recorded launch is finished"
+    return hang.conclude(DiagnosisVerdict.NO_DESYNC, False, (), CONFIDENCE_NO_WAIT, why, [])
 
 
-def conclude_undecided(case: CollectiveHang) -> CollectiveAnalysis:
-    places = sort_by_waiters(case.graph.standstills)
-    words = "; ".join(describe_wait(each) for each in places[:3])
-    words += f"; and {len(places) - 3} more such places" if len(places) > 3 else ""
-    words += f"; {format_ranks(case.standings.unrecorded)} left no record" if case.standings.unrecorded else ""
-    return case.unknown(f"all wait for one another, and the records do not tell who began: {words}")
+def conclude_undecided(hang: CollectiveHang) -> CollectiveAnalysis:
+    """The waits lead nowhere."""
+    stalls = sort_by_waiters(hang.graph.stalled)
+    described = [describe_wait(each) for each in stalls[:MAX_OPERATIONS_DESCRIBED]]
+    if len(stalls) > MAX_OPERATIONS_DESCRIBED:
+        described.append(f"and {format_count(len(stalls) - MAX_OPERATIONS_DESCRIBED, 'more operation')} like these")
+    if hang.job.ranks_without_record:
+        described.append(f"{format_ranks(hang.job.ranks_without_record)} left no record")
+    return hang.unknown(
+        f"all ranks wait for each other, and the records do not show where it began: {'; '.join(described)}"
+    )
 
 
-def conclude_ring_overflow(ranks: Sequence[int], case: CollectiveHang) -> CollectiveAnalysis:
-    where = describe_wait(with_most_waiters(case.graph.standstills))
-    why = f"{format_ranks(ranks)} launched more than the record holds, so what they wait in is not in it"
-    return case.unknown(f"{where}; {why} (TORCH_FR_BUFFER_SIZE sets how much)")
+def conclude_ring_overflow(ranks: Sequence[int], hang: CollectiveHang) -> CollectiveAnalysis:
+    """The ring buffer of these ranks was too small to still contain the operation that they wait in."""
+    wait = describe_wait(with_most_waiters(hang.graph.stalled))
+    return hang.unknown(
+        f"{wait}; {format_ranks(ranks)} launched more operations than a record can hold, so the one they wait in is no "
+        "longer in it (TORCH_FR_BUFFER_SIZE sets the size)"
+    )
 
 
-def describe_unreadable(unread: Sequence[UnreadableRecord]) -> str:
-    if not unread:
+def describe_unreadable(unreadable: Sequence[UnreadableRecord]) -> str:
+    """`; 2 records could not be used, the first is _dump_3: it is empty`; "" if there are none."""
+    if not unreadable:
         return ""
-    return f"; {len(unread)} could not be used, the first: {unread[0].source}: {unread[0].why}"
+    first = f"{unreadable[0].source}: {unreadable[0].why}"
+    return f"; {format_count(len(unreadable), 'record')} could not be used, the first is {first}"

@@ -1,4 +1,4 @@
-"""When two ranks' operations at one slot agree, and what an operation promises. Facts: `operations.toml`."""
+"""When the operations of two ranks at one slot agree, and what an operation guarantees. Facts: `operations.toml`."""
 
 from __future__ import annotations
 
@@ -13,49 +13,48 @@ from wattwatch.watcher.diagnosis.flight_recorder.model import Operation
 
 @dataclass(frozen=True, slots=True)
 class OperationRule:
-    synchronising: bool = False
-    inputs: bool = False  # elements must agree
+    """One row of operations.toml. The defaults hold for operations that are not listed there."""
+
+    synchronizing: bool = False
+    inputs: bool = False
     outputs: bool = False
-    own_sizes: bool = False  # sizes differ from rank to rank, rightly or not
+    per_rank_sizes: bool = False
 
 
 @lru_cache(maxsize=1)
 def operation_rules() -> dict[str, OperationRule]:
+    """operations.toml, by name of the operation."""
     text = resources.files(__package__).joinpath("operations.toml").read_text("utf-8")
     return {name: OperationRule(**rule) for name, rule in tomllib.loads(text).items()}
 
 
-def synchronising(operation: Operation) -> bool:
-    """Whether nobody can finish it before every member came."""
-    return operation_rules().get(operation.name, OperationRule()).synchronising
+def is_synchronizing(operation: Operation) -> bool:
+    """Whether no member can finish it before every member has launched it."""
+    return operation_rules().get(operation.name, OperationRule()).synchronizing
 
 
 def has_per_rank_sizes(operation: Operation) -> bool:
-    """Whether each rank has sizes of its own, so that they prove nothing and may still be what is wrong."""
-    return operation_rules().get(operation.name, OperationRule()).own_sizes
-
-
-def same_kind(one: Operation, other: Operation) -> bool:
-    return one.name == other.name
+    """Whether sizes differ between ranks even in a correct program, so that a difference proves nothing."""
+    return operation_rules().get(operation.name, OperationRule()).per_rank_sizes
 
 
 def operation_signature(operation: Operation) -> tuple[object, ...]:
-    """What all members must have in common: operations with equal signatures agree."""
+    """What all members must have in common: operations agree if their signatures are equal."""
     rule = operation_rules().get(operation.name, OperationRule())
     return (
         operation.name,
-        _elements(operation.input_sizes) if rule.inputs else None,
-        _elements(operation.output_sizes) if rule.outputs else None,
+        _element_count(operation.input_sizes) if rule.inputs else None,
+        _element_count(operation.output_sizes) if rule.outputs else None,
         operation.input_types if rule.inputs or rule.outputs else None,
     )
 
 
-def _elements(sizes: tuple[tuple[int, ...], ...]) -> int:
+def _element_count(sizes: tuple[tuple[int, ...], ...]) -> int:
     return sum(math.prod(size) for size in sizes)
 
 
 def describe_operation(operation: Operation, sizes: bool = False) -> str:
-    """ "all_reduce", with `sizes` "all_reduce of [1025] Float"."""
+    """`all_reduce`, with `sizes` `all_reduce of [1025] Float`; `send 0->1` for a send."""
     if operation.point_to_point:
         return f"{operation.name} {operation.source}->{operation.destination}"
     if not sizes or not operation.input_sizes:

@@ -1,8 +1,17 @@
-"""Pickles that nobody vouches for: only those of plain data are loaded. Standard library only: the child loads it.
+"""The sandboxed process that parses flight records: bytes in, plain tables out. Standard library only, never torch.
 
-A pickle is a program. torch's dumps need 25 of its instructions, none of which can name or call anything; one with any
-other is refused before it runs, and the machine that runs it can find no class. (torch's own analyzer, and others, call
-`pickle.load`: a dump planted where any user may write runs as whoever reads it.)
+    python -I -S -c WORKER_PROGRAM MEMORY_BYTES CPU_SECONDS     (started by `sandbox.py`)
+
+A pickle is a program: PyTorch's own analyzer, and others, call `pickle.load`, so a dump planted in a directory that any
+user may write to runs code as the person who analyzes it. PyTorch's dumps need 25 pickle instructions, none of which
+can name or call anything. A file with any other instruction is rejected before it runs (`check_instructions`), and the
+unpickler that runs the rest cannot look up any class.
+
+Protocol. Request: REQUEST_HEADER (length of the data, longest allowed answer, launches to keep), then the data. Answer:
+ANSWER_HEADER (length), then JSON: a table, or {"why", "incomplete"}.
+
+Memory and CPU time are limited, and the process cannot open or write any file. A file that exceeds a limit kills this
+process and nothing else.
 """
 
 from __future__ import annotations
@@ -19,10 +28,16 @@ from typing import Any, BinaryIO, Final, NoReturn
 
 from wattwatch.watcher.diagnosis.flight_recorder.schema import MalformedRecord, build_record_table
 
+REQUEST_HEADER: Final = struct.Struct("<QQQ")
+ANSWER_HEADER: Final = struct.Struct("<Q")
+BYTES_PER_CPU_SECOND: Final = 4 * 2**20  # half the rate at which real records are parsed on a slow machine
+OPEN_FILES: Final = 3  # stdin, stdout and stderr: no other file can be opened
+
 MAX_PROTOCOL: Final = 5
-MAX_NUMBER_BYTES: Final = 9  # bytes; 64 bits and a sign
-# A place in the memo ("r") lies below 2**22: the machine makes room for all places before it, for a file of few bytes.
-# Instructions of a fixed length, eaten at the speed of C. ("X" and "\x8c" are text: its length says where it ends.)
+MAX_NUMBER_BYTES: Final = 9  # a LONG1 argument: 64 bits and a sign
+# Instructions of a fixed length, skipped at the speed of C. ("X" and "\x8c" are strings with a length of their own.)
+# "r" stores a value at a memo index. The unpickler allocates all memo entries before that index, so that a file of a
+# few bytes could claim gigabytes: only indices below 2**22 pass.
 FIXED_LENGTH_INSTRUCTIONS: Final = re.compile(
     rb"(?:[hqK].|[}\])(\x88\x89Nt\x85\x86\x87aesu\x94]|M..|[Jj].{4}|r..[\x00-\x3f]\x00|\x8a\x08.{8}|[G\x95].{8})*+",
     re.DOTALL,
@@ -30,6 +45,7 @@ FIXED_LENGTH_INSTRUCTIONS: Final = re.compile(
 ARGUMENT_BYTES: Final = {
     ord(c): n for chars, n in (("hqK", 1), ("M", 2), ("JrjX", 4), ("G\x95", 8), ("\x8c\x8a", 1)) for c in chars
 }
+# The instructions that name or call something, for the message.
 CODE_INSTRUCTIONS: Final = {
     "c": "GLOBAL", "\x93": "STACK_GLOBAL", "R": "REDUCE", "b": "BUILD", "i": "INST", "o": "OBJ", "\x81": "NEWOBJ",
     "\x92": "NEWOBJ_EX", "\x82": "EXT1", "\x83": "EXT2", "\x84": "EXT4", "P": "PERSID", "Q": "BINPERSID",
@@ -37,84 +53,110 @@ CODE_INSTRUCTIONS: Final = {
 PROTO, STOP, TEXT, SHORT_TEXT, LONG1 = 0x80, ord("."), ord("X"), 0x8C, 0x8A
 
 
-class RefusedRecord(ValueError):
-    """A whole sentence: what was found."""
+class RejectedRecord(ValueError):
+    """The file is not plain data. The message says what was found."""
 
 
 class TruncatedRecord(ValueError):
-    """The pickle ends before its end."""
+    """The data ends before the pickle or the JSON document does."""
 
 
 def check_instructions(data: bytes) -> None:
-    """Raises `Refused` or `CutOff`; then every instruction up to the first STOP is one of plain data."""
+    """Make sure that every pickle instruction up to the first STOP only builds plain data.
+
+    Raises RejectedRecord or TruncatedRecord.
+    """
     if len(data) < 2:
         raise TruncatedRecord
     if data[0] != PROTO or data[1] > MAX_PROTOCOL:
-        raise RefusedRecord(f"it is no pickle of protocol 2 to {MAX_PROTOCOL}")
-    at, end = 2, len(data)
+        raise RejectedRecord(f"it is not a pickle of protocol 2 to {MAX_PROTOCOL}")
+    position, end = 2, len(data)
     while True:
-        match = FIXED_LENGTH_INSTRUCTIONS.match(data, at)
-        at = match.end() if match else at
-        code = data[at] if at < end else None
+        match = FIXED_LENGTH_INSTRUCTIONS.match(data, position)
+        position = match.end() if match else position
+        code = data[position] if position < end else None
         if code == STOP:
             return
-        if code is None or (code in ARGUMENT_BYTES and at + 1 + ARGUMENT_BYTES[code] > end):
+        if code is None or (code in ARGUMENT_BYTES and position + 1 + ARGUMENT_BYTES[code] > end):
             raise TruncatedRecord
         if code == TEXT:
-            at += 5 + int.from_bytes(data[at + 1 : at + 5], "little")
-        elif code == SHORT_TEXT or (code == LONG1 and data[at + 1] <= MAX_NUMBER_BYTES):
-            at += 2 + data[at + 1]
+            position += 5 + int.from_bytes(data[position + 1 : position + 5], "little")
+        elif code == SHORT_TEXT or (code == LONG1 and data[position + 1] <= MAX_NUMBER_BYTES):
+            position += 2 + data[position + 1]
         else:
-            raise RefusedRecord(_refusal_reason(code, at))
-        if at > end:
+            raise RejectedRecord(_rejection_reason(code, position))
+        if position > end:
             raise TruncatedRecord
 
 
-def _refusal_reason(code: int, at: int) -> str:
+def _rejection_reason(code: int, position: int) -> str:
     if code == ord("r"):
-        return f"its byte {at:,} puts a value farther away than a flight record has values: it is damaged or hostile"
+        return (
+            f"its byte {position:,} stores a value at an index higher than any flight record needs: "
+            "it is damaged or hostile"
+        )
     name = CODE_INSTRUCTIONS.get(chr(code))
     if name is None:
-        return f"its byte {at:,} is the pickle instruction 0x{code:02x}, which no flight record has"
-    return f"its byte {at:,} is the pickle instruction {name}, which runs code: no flight record has it"
+        return f"its byte {position:,} is the pickle instruction 0x{code:02x}, which no flight record contains"
+    return f"its byte {position:,} is the pickle instruction {name}, which runs code: no flight record contains it"
 
 
 class _PlainDataUnpickler(pickle.Unpickler):
+    """Second line of defense, should `check_instructions` ever miss an instruction: there is no class to find."""
+
     def find_class(self, module: str, name: str, /) -> NoReturn:
-        raise RefusedRecord("it names a class or function: no flight record does")
+        raise RejectedRecord("it names a class or function: no flight record does")
 
     def persistent_load(self, pid: Any, /) -> NoReturn:
-        raise RefusedRecord("it refers to something outside: no flight record does")
+        raise RejectedRecord("it refers to an object outside the file: no flight record does")
 
 
 def load_plain_pickle(data: bytes) -> Any:
-    """Plain data. Raises `Refused` or `CutOff`, and `MemoryError` for what grows too large."""
+    """The plain data in a pickle. Raises RejectedRecord, TruncatedRecord, or MemoryError if it grows too large."""
     check_instructions(data)
     try:
         return _PlainDataUnpickler(io.BytesIO(data)).load()
-    except (TruncatedRecord, RefusedRecord, MemoryError):
+    except (TruncatedRecord, RejectedRecord, MemoryError):
         raise
     except EOFError:
         raise TruncatedRecord from None
-    except Exception:  # noqa: BLE001 - the instructions of a damaged one fail in any way: missing marks, wrong types
-        raise RefusedRecord("its pickle instructions do not fit together: it is damaged") from None
+    except Exception:  # noqa: BLE001 - a damaged pickle can fail in any way: missing marks, wrong types, ...
+        raise RejectedRecord("its pickle instructions do not fit together: it is damaged") from None
 
 
-# The process that reads flight records: files come in, tables go out. Standard library only, and never torch.
-#
-#     python -I -S -c "..." MEMORY_BYTES SECONDS     (apart.py starts it)
-#
-# One request: lengths of the data and of the longest answer, launches to keep, then the data. One answer: its length,
-# then JSON, either a table or {"why", "incomplete"}. It may use so much memory, so much time a file, and open or write
-# nothing. A file that breaks these limits ends this process, and no other.
+def decode_record(data: bytes) -> Any:
+    """Pickle or JSON to plain data. Raises RejectedRecord, TruncatedRecord or MemoryError."""
+    if data[:1] == b"\x80":
+        return load_plain_pickle(data)
+    document = data.rstrip()
+    try:
+        return json.loads(document)
+    except RecursionError:
+        raise RejectedRecord("its JSON is nested too deeply for a flight record") from None
+    except ValueError as error:
+        # A dump that was cut off fails at its very end, or has lost its closing brace.
+        if not document.endswith(b"}") or getattr(error, "pos", 0) >= len(document):
+            raise TruncatedRecord from None
+        raise RejectedRecord("it is neither a pickle nor valid JSON: it is damaged") from None
 
-REQUEST_HEADER: Final = struct.Struct("<QQQ")
-ANSWER_HEADER: Final = struct.Struct("<Q")
-BYTES_PER_CPU_SECOND: Final = 4 * 2**20  # real records are read twice as fast, on a slow machine
-OPEN_FILES: Final = 3  # stdin, stdout, stderr: no other can be opened
+
+def parse_record_bytes(data: bytes, max_launches: int) -> dict[str, Any]:
+    """The table of a record, or {"why": sentence, "incomplete": bool}. Raises nothing for what is in the data."""
+    try:
+        return build_record_table(decode_record(data), max_launches)
+    except TruncatedRecord:
+        return {"why": f"it is cut off after {len(data):,} bytes", "incomplete": True}
+    except (RejectedRecord, MalformedRecord) as error:
+        return {"why": str(error), "incomplete": False}
+    except MemoryError:
+        return {
+            "why": "it needs more memory than a flight record may use: it is damaged or hostile",
+            "incomplete": False,
+        }
 
 
 def limit_resources(memory_bytes: int) -> None:
+    """No core dump, no written byte, no further open file, and at most `memory_bytes` of address space."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -122,53 +164,31 @@ def limit_resources(memory_bytes: int) -> None:
 
 
 def limit_cpu_time(seconds: int) -> None:
-    """From now on. The kernel counts all that this process has used."""
+    """Allow `seconds` from now on. The kernel counts from the start of the process, so the used time is added."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, hard))
 
 
-def decode_record(data: bytes) -> Any:
-    """Raises `Refused`, `CutOff`, `MemoryError`."""
-    if data[:1] == b"\x80":
-        return load_plain_pickle(data)
-    whole = data.rstrip()
-    try:
-        return json.loads(whole)
-    except RecursionError:
-        raise RefusedRecord("its JSON is nested too deeply for a flight record") from None
-    except ValueError as error:
-        if not whole.endswith(b"}") or getattr(error, "pos", 0) >= len(whole):
-            raise TruncatedRecord from None
-        raise RefusedRecord("it is neither a pickle nor JSON that can be read: it is damaged") from None
-
-
-def parse_record_bytes(data: bytes, keep: int) -> dict[str, Any]:
-    try:
-        return build_record_table(decode_record(data), keep)
-    except TruncatedRecord:
-        return {"why": f"it is cut off after {len(data):,} bytes", "incomplete": True}
-    except (RefusedRecord, MalformedRecord) as error:
-        return {"why": str(error), "incomplete": False}
-    except MemoryError:
-        return {"why": "it needs more memory than a flight record may: it is damaged or hostile", "incomplete": False}
-
-
-def serve_requests(requests: BinaryIO, answers: BinaryIO, seconds: int) -> None:
+def serve_requests(requests: BinaryIO, answers: BinaryIO, cpu_seconds: int) -> None:
+    """Answer requests until the parent closes the pipe."""
     while len(head := requests.read(REQUEST_HEADER.size)) == REQUEST_HEADER.size:
-        size, longest, keep = REQUEST_HEADER.unpack(head)
-        limit_cpu_time(seconds + size // BYTES_PER_CPU_SECOND)
-        table = parse_record_bytes(requests.read(size), keep)
+        size, max_answer_bytes, max_launches = REQUEST_HEADER.unpack(head)
+        limit_cpu_time(cpu_seconds + size // BYTES_PER_CPU_SECOND)
+        table = parse_record_bytes(requests.read(size), max_launches)
         if "why" in table:
-            gc.collect()  # what refers to itself stays otherwise
-        reply = json.dumps(table, separators=(",", ":")).encode()
-        if len(reply) > longest:
-            reply = json.dumps({"why": f"it says more than {longest:,} bytes can hold", "incomplete": False}).encode()
-        answers.write(ANSWER_HEADER.pack(len(reply)) + reply)
+            gc.collect()  # only a hostile file holds reference cycles; with the collector off they would never be freed
+        answer = json.dumps(table, separators=(",", ":")).encode()
+        if len(answer) > max_answer_bytes:
+            why = f"its content does not fit into {max_answer_bytes:,} bytes"
+            answer = json.dumps({"why": why, "incomplete": False}).encode()
+        answers.write(ANSWER_HEADER.pack(len(answer)) + answer)
         answers.flush()
 
 
 def main() -> None:
-    gc.disable()  # records hold no cycles, and looking for some in a million values takes longer than reading them
+    """Entry point of WORKER_PROGRAM in `sandbox.py`."""
+    # Real records hold no reference cycles, and scanning a million values for some takes longer than parsing them.
+    gc.disable()
     limit_resources(int(sys.argv[1]))
     serve_requests(sys.stdin.buffer, sys.stdout.buffer, int(sys.argv[2]))

@@ -204,7 +204,7 @@ def _size_mismatch_signal(aborted: Mapping[int, LogError], records: Sequence[Ran
 
 def _last_launch(record: RankRecord) -> str | None:
     launches = [part.launches[-1] for part in record.groups if part.launches]
-    last = max(launches, key=lambda launch: launch.record, default=None)
+    last = max(launches, key=lambda launch: launch.record_id, default=None)
     return None if last is None else describe_operation(last.operation, sizes=True)
 
 

@@ -1,7 +1,7 @@
 """A job of tensor, pipeline and data parallel ranks that runs until a fault stops it, and the flight records it leaves.
 
-Simulated: hosts launch ahead of their boards, boards work off what was launched in order, a collective runs once every
-member's board has come to it, a send once its receiver has. What it does not model is time.
+Hosts launch operations ahead of their GPUs. GPUs execute them in order: a collective once the GPU of every member has
+reached it, a send once its receiver has. Time is not modeled.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ELEMENTS = 64
 
 class Fault(StrEnum):
     HOST_STOPS = "host_stops"  # endless loop, lock, data loader: launches nothing more
-    BOARD_STOPS = "board_stops"  # its completions are never seen again, and it runs a few more operations
-    DIES = "dies"  # its board runs nothing more, and its host launches no more than that operation
+    GPU_STOPS = "gpu_stops"  # its completions are never seen again, and it executes a few more operations
+    DIES = "dies"  # its GPU executes nothing more, and its host launches only this operation
     OTHER_COLLECTIVE = "other_collective"
     OTHER_SIZE = "other_size"
-    SKIPS_ONE = "skips_one"  # a branch not taken on one rank: all of its later operations are one too early
-    LINK_FAILS = "link_fails"  # an operation that all have joined never ends
+    SKIPS_ONE = "skips_one"  # a branch not taken on one rank: all of its later operations come one too early
+    LINK_FAILS = "link_fails"  # an operation that all ranks have joined never ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class SimulatedRank:
     program: list[Step]
     launched: int = 0
     done: int = 0
-    seen_done: int = 0  # as far as its own recorder noticed
+    seen_done: int = 0  # completions that its own recorder noticed
     slots: list[int] = field(default_factory=list)  # of each step of the program
 
     @property
@@ -72,7 +72,7 @@ def groups_of(tensor: int, pipeline: int, data: int) -> dict[str, list[ProcessGr
 
 
 def program_of(rank: int, groups: Mapping[str, list[ProcessGroup]], steps: int) -> list[Step]:
-    """Per step: receive from the stage before, tensor-parallel work, send on, reduce over data, now and then all."""
+    """Per step: receive from the previous stage, tensor-parallel work, send on, reduce over data; at times over all."""
 
     def mine(kind: str) -> ProcessGroup | None:
         return next((group for group in groups[kind] if rank in group.members), None)
@@ -108,20 +108,20 @@ def peer(name: str, source: int, destination: int) -> Operation:
 
 @dataclass(slots=True)
 class SimulatedJob:
-    """`at`: the place in the culprit's program at which the fault begins."""
+    """`at`: the step of the culprit's program at which the fault begins."""
 
     ranks: list[SimulatedRank]
-    fault: Fault | None = None  # None: the programs themselves do not fit
+    fault: Fault | None = None  # None: the programs themselves do not match
     culprit: int = 0
     at: int = 0
     ahead: int = 8
 
     def run(self) -> None:
-        self._plant()
+        self._inject_fault()
         while self._launch() | self._execute():
             pass
 
-    def _plant(self) -> None:
+    def _inject_fault(self) -> None:
         rank = self.ranks[self.culprit]
         step = rank.program[self.at]
         if self.fault is Fault.SKIPS_ONE:
@@ -164,16 +164,16 @@ class SimulatedJob:
     def _stopped(self, rank: SimulatedRank) -> bool:
         if self.fault is Fault.DIES:
             return rank.rank == self.culprit and rank.done >= self.at
-        return self.fault is Fault.BOARD_STOPS and rank.rank == self.culprit and rank.done >= self.at + 2
+        return self.fault is Fault.GPU_STOPS and rank.rank == self.culprit and rank.done >= self.at + 2
 
     def _finish(self, rank: SimulatedRank) -> None:
         rank.done += 1
-        blind = self.fault is Fault.BOARD_STOPS and rank.rank == self.culprit and rank.done > self.at
-        if not blind:
+        unseen = self.fault is Fault.GPU_STOPS and rank.rank == self.culprit and rank.done > self.at
+        if not unseen:
             rank.seen_done = rank.done
 
     def _partners(self, rank: SimulatedRank, step: Step) -> list[SimulatedRank] | None:
-        """All that have come to it, once everybody has and they agree; None: it cannot run."""
+        """All ranks of the operation, once all have reached it and agree; None: it cannot run yet."""
         operation, members = step.operation, step.group.members
         places = (operation.source, operation.destination) if operation.point_to_point else range(len(members))
         partners = [self.ranks[members[place]] for place in places if place is not None]
@@ -192,10 +192,10 @@ class SimulatedJob:
             return None
         return partners
 
-    def records(self, only_open: bool, timing: bool = False) -> list[RankRecord]:
-        return [self._record(each, only_open, timing) for each in self.ranks]
+    def records(self, only_pending: bool, timing: bool = False) -> list[RankRecord]:
+        return [self._record(each, only_pending, timing) for each in self.ranks]
 
-    def _record(self, rank: SimulatedRank, only_open: bool, timing: bool) -> RankRecord:
+    def _record(self, rank: SimulatedRank, only_pending: bool, timing: bool) -> RankRecord:
         launches: dict[ProcessGroup, list[OperationLaunch]] = {step.group: [] for step in rank.program}
         last: dict[ProcessGroup, list[int]] = {group: [0, 0] for group in launches}
         for number, step in enumerate(rank.program[: rank.launched]):
@@ -203,7 +203,7 @@ class SimulatedJob:
             last[step.group][0] = rank.slots[number]
             if done:
                 last[step.group][1] = rank.slots[number]
-            if not (only_open and done):
+            if not (only_pending and done):
                 started = number <= rank.seen_done if timing else None
                 launches[step.group].append(
                     OperationLaunch(number, rank.slots[number], step.operation, started, done, done)

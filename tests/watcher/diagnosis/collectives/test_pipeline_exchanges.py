@@ -19,32 +19,32 @@ DATA = ProcessGroup("5", (2, 3), "DATA")
 SEND, RECEIVE = (peer("send", 0, 1), peer("recv", 0, 1)), (peer("recv", 1, 0), peer("send", 1, 0))
 
 
-def opened(record: int, slot: int, operation: Operation) -> OperationLaunch:
+def pending(record: int, slot: int, operation: Operation) -> OperationLaunch:
     return OperationLaunch(record, slot, operation, None, False, False)
 
 
 def rank_record(rank: int, behind_the_batch: int) -> RankRecord:
-    """Its batch with the rank of the other stage comes first on each rank in an order of its own."""
+    """First comes the batch with the rank of the other stage, which each rank launches in a different order."""
     stage = rank // 2
     batch = (SEND[stage], RECEIVE[stage]) if stage == 0 else (RECEIVE[stage], SEND[stage])
-    pair = GroupRecord(STAGES[rank % 2], 40, None, 38, tuple(opened(i, 39 + i, each) for i, each in enumerate(batch)))
+    pair = GroupRecord(STAGES[rank % 2], 40, None, 38, tuple(pending(i, 39 + i, each) for i, each in enumerate(batch)))
     gather = collective("_all_gather_base", 1, 2)
-    queued = tuple(opened(10 + i, 101 + i, gather) for i in range(behind_the_batch))
+    queued = tuple(pending(10 + i, 101 + i, gather) for i in range(behind_the_batch))
     parts = [pair, GroupRecord(TENSOR[stage], 100 + behind_the_batch, None, 100, queued)]
     if stage == 1:
-        reduce = tuple(opened(30 + i, 8 + i, collective("all_reduce", 1, 1)) for i in range(behind_the_batch // 4))
+        reduce = tuple(pending(30 + i, 8 + i, collective("all_reduce", 1, 1)) for i in range(behind_the_batch // 4))
         parts.append(GroupRecord(DATA, 7 + len(reduce), None, 7, reduce))
     return RankRecord(rank, f"_dump_{rank}", "2.9", "2.27.3", tuple(parts))
 
 
-def test_ends_of_one_exchange_do_not_wait_for_each_other() -> None:
-    reading = analyze_collectives([rank_record(rank, 8) for rank in range(4)])
-    assert reading.verdict is DiagnosisVerdict.NO_DESYNC, reading.why
-    assert reading.culprits == ()
+def test_the_two_ranks_of_an_exchange_do_not_wait_for_each_other() -> None:
+    analysis = analyze_collectives([rank_record(rank, 8) for rank in range(4)])
+    assert analysis.verdict is DiagnosisVerdict.NO_DESYNC, analysis.why
+    assert analysis.culprits == ()
 
 
-def test_who_stopped_launching_behind_the_exchange_is_named() -> None:
-    reading = analyze_collectives([rank_record(rank, 2 if rank == 3 else 8) for rank in range(4)])
-    assert reading.verdict is DiagnosisVerdict.NEVER_ARRIVED, reading.why
-    assert reading.culprits == (3,)
-    assert "rank 3 launched nothing after slot 102 of TENSOR, its peers 6 operations more" in reading.why
+def test_a_rank_that_stopped_launching_after_the_exchange_is_named() -> None:
+    analysis = analyze_collectives([rank_record(rank, 2 if rank == 3 else 8) for rank in range(4)])
+    assert analysis.verdict is DiagnosisVerdict.NEVER_ARRIVED, analysis.why
+    assert analysis.culprits == (3,)
+    assert "rank 3 launched nothing after sequence number 102 of TENSOR, its peers 6 more operations" in analysis.why

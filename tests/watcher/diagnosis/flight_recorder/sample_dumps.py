@@ -1,4 +1,4 @@
-"""Real flight records, and what each of torch's formats makes of them."""
+"""Real flight records, and conversions of them to each of PyTorch's formats."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ NEWER_TORCH: Final = ("1.4", "2.1", "2.4", "2.9", "2.10", "2.11")
 
 
 def loaded(path: Path) -> dict[str, Any]:
-    """One of ours: safe to load."""
+    """The content of one of our own files: safe to unpickle."""
     dump: dict[str, Any] = pickle.loads(path.read_bytes())
     return dump
 
 
 def in_format(dump: dict[str, Any], version: str) -> dict[str, Any]:
-    """What an older torch would have written of it. 2.11 is of the future: it knows a field more."""
+    """The dump as another version of torch would have written it. 2.11 is a future version with an extra field."""
     made = copy.deepcopy(dump)
     made["version"] = version
     number = tuple(map(int, version.split(".")))
     if number >= (2, 11):
-        made["colour"] = made["entries"][0]["colour"] = "blue"
+        made["color"] = made["entries"][0]["color"] = "blue"
         return made
     if number == (2, 9):
         made["nccl_version"] = made.pop("comm_lib_version", made.get("nccl_version"))
@@ -47,7 +47,7 @@ def in_format(dump: dict[str, Any], version: str) -> dict[str, Any]:
 
 
 def as_json(dump: dict[str, Any]) -> bytes:
-    """The recorder's other form: no stacks, counts as text, 0 for an unset time, no list when it is empty."""
+    """The recorder's JSON format: no stacks, counts as strings, 0 for an unset time, no list if it is empty."""
     made = copy.deepcopy(dump)
     made["nccl_comm_state"] = {}
     for counts in made.get("pg_status", {}).values():

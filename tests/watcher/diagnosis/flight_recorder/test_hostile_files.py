@@ -1,4 +1,4 @@
-"""Files that want to run code, or to eat the watcher: each costs itself, and is named."""
+"""Files that try to run code or to exhaust the watcher: each harms only itself, and is reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.watcher.diagnosis.flight_recorder.sample_dumps import GLOO, NCCL, PIP
 from wattwatch.watcher.diagnosis.flight_recorder.loader import read_flight_records
 from wattwatch.watcher.diagnosis.flight_recorder.sandbox import SandboxedReader
 from wattwatch.watcher.diagnosis.flight_recorder.sandbox_worker import (
-    RefusedRecord,
+    RejectedRecord,
     TruncatedRecord,
     check_instructions,
     load_plain_pickle,
@@ -26,12 +26,12 @@ from wattwatch.watcher.diagnosis.flight_recorder.sandbox_worker import (
 )
 
 MEGABYTE: Final = 2**20
-LONGEST: Final = MEGABYTE
+MAX_ANSWER: Final = MEGABYTE
 
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Iterator[Path]:
-    """A file that a payload would make, were it run."""
+    """A file that a payload would create if it ran."""
     path = tmp_path / "executed"
     yield path
     assert not path.exists()
@@ -45,8 +45,8 @@ class Payload:
         return os.system, (f"touch {self.marker}",)
 
 
-def names(marker: Path) -> dict[str, bytes]:
-    """Pickles that name or call, each by its own instruction."""
+def code_pickles(marker: Path) -> dict[str, bytes]:
+    """Pickles that name or call something, one for each instruction that can."""
     command = f"touch {marker}".encode()
     text = b"X" + struct.pack("<I", len(command)) + command
     return {
@@ -66,10 +66,10 @@ def names(marker: Path) -> dict[str, bytes]:
     }
 
 
-def test_every_instruction_that_names_or_calls_is_refused_before_it_runs(marker: Path) -> None:
-    for name, data in names(marker).items():
+def test_every_instruction_that_names_or_calls_something_is_rejected_before_it_runs(marker: Path) -> None:
+    for name, data in code_pickles(marker).items():
         for whole in (data, b"\x80\x02}q\x00" + b"(" * 50 + data[2:], b"\x80\x02" + b"}q\x01" * 5000 + data[2:]):
-            with pytest.raises(RefusedRecord, match=rf"the pickle instruction {name}, which runs code"):
+            with pytest.raises(RejectedRecord, match=rf"the pickle instruction {name}, which runs code"):
                 load_plain_pickle(whole)
 
 
@@ -77,24 +77,26 @@ def test_a_payload_deep_inside_a_real_record_does_not_run(marker: Path) -> None:
     dump = loaded(NCCL)
     dump["entries"][3]["frames"][0]["name"] = Payload(marker)
     for protocol in range(2, 6):
-        with pytest.raises(RefusedRecord, match="runs code"):
+        with pytest.raises(RejectedRecord, match="runs code"):
             load_plain_pickle(pickle.dumps(dump, protocol))
-    with pytest.raises(RefusedRecord, match="no pickle of protocol 2"):
+    with pytest.raises(RejectedRecord, match="not a pickle of protocol 2"):
         load_plain_pickle(pickle.dumps(dump, 0))
 
 
 @pytest.mark.parametrize("protocol", [0, 1])
 @pytest.mark.parametrize("deep", [False, True])
-def test_an_old_pickle_that_runs_code_is_told_as_one(marker: Path, tmp_path: Path, protocol: int, deep: bool) -> None:
+def test_a_pickle_of_an_old_protocol_that_runs_code_is_reported_as_such(
+    marker: Path, tmp_path: Path, protocol: int, deep: bool
+) -> None:
     payload: Any = {"version": "2.10", "entries": [Payload(marker)] * 500} if deep else Payload(marker)
     (tmp_path / "trace_rank_3").write_bytes(pickle.dumps(payload, protocol))
     records, (unread,) = read_flight_records(tmp_path)
     assert (records, unread.rank, unread.incomplete) == ((), 3, False)
-    assert "which runs code: no flight record has it; do not open it with other tools" in unread.why
+    assert "which runs code: no flight record contains it; do not open it with other tools" in unread.why
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "reason"),
     [
         (b"(S'touch x'\niposix\nsystem\n.", "instruction INST, which runs code"),
         (b"cposix\nsystem\n(S'x'\ntR.", "instruction GLOBAL, which runs code"),
@@ -104,22 +106,26 @@ def test_an_old_pickle_that_runs_code_is_told_as_one(marker: Path, tmp_path: Pat
         (b".", "neither a pickle nor JSON"),
     ],
 )
-def test_what_an_unmarked_file_is(tmp_path: Path, data: bytes, says: str) -> None:
+def test_a_file_without_a_pickle_marker_is_described(tmp_path: Path, data: bytes, reason: str) -> None:
     (tmp_path / "_dump_3").write_bytes(data)
     _, (unread,) = read_flight_records(tmp_path)
-    assert says in unread.why
+    assert reason in unread.why
 
 
-def test_the_machine_finds_no_class_when_the_scan_is_blind(marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wattwatch.watcher.diagnosis.flight_recorder.sandbox_worker.scan", lambda data: None)
-    for name, data in names(marker).items():
-        with pytest.raises(RefusedRecord):
+def test_the_unpickler_finds_no_class_even_if_the_check_of_instructions_misses_one(
+    marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "wattwatch.watcher.diagnosis.flight_recorder.sandbox_worker.check_instructions", lambda data: None
+    )
+    for name, data in code_pickles(marker).items():
+        with pytest.raises(RejectedRecord):
             load_plain_pickle(data)
         assert not marker.exists(), name
 
 
 @pytest.mark.parametrize("path", [NCCL, GLOO, PIPELINE])
-def test_real_records_pass_the_scan_and_every_cut_of_them_is_incomplete(path: Path) -> None:
+def test_real_records_pass_the_check_and_every_truncation_of_them_is_incomplete(path: Path) -> None:
     data = path.read_bytes()
     check_instructions(data)
     check_instructions(pickle.dumps(loaded(path), 5))
@@ -162,18 +168,18 @@ DAMAGED: Final = {
 }
 
 
-def test_damaged_ones_are_one_sentence_each_and_the_reader_goes_on() -> None:
+def test_each_damaged_file_gives_one_sentence_and_the_next_file_is_read() -> None:
     good = NCCL.read_bytes()
     with SandboxedReader() as reader:
         for name, data in DAMAGED.items():
-            table = reader.read(data, LONGEST, 100)
+            table = reader.read(data, MAX_ANSWER, 100)
             if name != "halves in JSON":
                 assert isinstance(table.get("why"), str), name
-            assert "columns" in reader.read(good, LONGEST, 100), name
+            assert "columns" in reader.read(good, MAX_ANSWER, 100), name
 
 
 def references(levels: int, width: int) -> bytes:
-    """A list of `width` times the list before it: little to hold, endless to walk."""
+    """Nested lists that each contain the one before `width` times: small in memory, endless to iterate over."""
     lists = b"]q\x00"
     for level in range(1, levels):
         lists += b"]q" + bytes([level]) + b"(" + (b"h" + bytes([level - 1])) * width + b"e"
@@ -185,12 +191,12 @@ def with_entries(value: bytes) -> bytes:
 
 
 def entry_with(sizes: bytes) -> bytes:
-    """A real entry, its sizes made by these instructions."""
+    """A real entry with input_sizes built by these instructions."""
     row = pickle.dumps(loaded(PIPELINE)["entries"][0], 2)[2:-1]
     return b"(" + row + text(11, b"input_sizes") + sizes + b"s"
 
 
-def test_bombs_end_one_child_and_the_parent_stays_small() -> None:
+def test_memory_bombs_kill_one_worker_and_the_parent_stays_small() -> None:
     bombs = {
         "a million tables": b"\x80\x02" + b"}" * (64 * MEGABYTE - 3) + b".",
         "a list of a million tables": b"\x80\x02](" + b"}" * (16 * MEGABYTE) + b"e.",
@@ -200,48 +206,50 @@ def test_bombs_end_one_child_and_the_parent_stays_small() -> None:
         "short texts": b"\x80\x04" + b"\x8c\x00" * (6 * MEGABYTE) + b".",
     }
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with SandboxedReader(memory_bytes=192 * MEGABYTE, processor_seconds=1) as reader:
+    with SandboxedReader(memory_bytes=192 * MEGABYTE, cpu_seconds=1) as reader:
         for name, data in bombs.items():
-            table = reader.read(data, LONGEST, 1000)
+            table = reader.read(data, MAX_ANSWER, 1000)
             assert isinstance(table.get("why"), str), name
             assert table["incomplete"] is False
-        assert "columns" in reader.read(NCCL.read_bytes(), LONGEST, 1000)
+        assert "columns" in reader.read(NCCL.read_bytes(), MAX_ANSWER, 1000)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000
     assert grown < 100, f"{grown:.0f} MB"
 
 
-def test_an_answer_that_says_too_much_is_not_taken() -> None:
+def test_an_answer_over_the_size_limit_is_rejected() -> None:
     with SandboxedReader() as reader:
-        assert "more than 500 bytes" in reader.read(NCCL.read_bytes(), 500, 1000)["why"]
+        assert "does not fit into 500 bytes" in reader.read(NCCL.read_bytes(), 500, 1000)["why"]
 
 
-def test_a_child_that_dies_is_followed_by_another() -> None:
+def test_a_worker_that_dies_is_replaced() -> None:
     with SandboxedReader() as reader:
-        assert "columns" in reader.read(NCCL.read_bytes(), LONGEST, 1000)
-        child = reader._child
-        assert child is not None
-        child.kill()
-        assert "was ended by signal 9" in reader.read(NCCL.read_bytes(), LONGEST, 1000)["why"]
-        assert "columns" in reader.read(NCCL.read_bytes(), LONGEST, 1000)
+        assert "columns" in reader.read(NCCL.read_bytes(), MAX_ANSWER, 1000)
+        worker = reader._worker
+        assert worker is not None
+        worker.kill()
+        assert "was killed by signal 9" in reader.read(NCCL.read_bytes(), MAX_ANSWER, 1000)["why"]
+        assert "columns" in reader.read(NCCL.read_bytes(), MAX_ANSWER, 1000)
 
 
-def test_a_child_that_cannot_be_started_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr("wattwatch.watcher.diagnosis.flight_recorder.sandbox.subprocess.Popen", refuse)
     with SandboxedReader() as reader:
-        assert reader.read(NCCL.read_bytes(), LONGEST, 1000)["why"].endswith("to read it: Too many open files")
+        assert reader.read(NCCL.read_bytes(), MAX_ANSWER, 1000)["why"].endswith(
+            "could not be started: Too many open files"
+        )
 
 
-def test_the_child_imports_no_torch_and_can_open_nothing() -> None:
+def test_the_worker_imports_no_torch_and_cannot_open_files() -> None:
     with SandboxedReader() as reader:
-        reader.read(NCCL.read_bytes(), LONGEST, 1000)
-        child = reader._child
-        assert child is not None
-        maps = Path(f"/proc/{child.pid}/maps").read_text()
-        limits = Path(f"/proc/{child.pid}/limits").read_text()
-        environment = Path(f"/proc/{child.pid}/environ").read_bytes()
+        reader.read(NCCL.read_bytes(), MAX_ANSWER, 1000)
+        worker = reader._worker
+        assert worker is not None
+        maps = Path(f"/proc/{worker.pid}/maps").read_text()
+        limits = Path(f"/proc/{worker.pid}/limits").read_text()
+        environment = Path(f"/proc/{worker.pid}/environ").read_bytes()
     assert "torch" not in maps
     assert limits.split("Max open files")[1].split()[:2] == ["3", "3"]
     assert limits.split("Max file size")[1].split()[:2] == ["0", "0"]
@@ -260,7 +268,7 @@ REAL: Final = [
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_mutated_records_are_read_or_refused_and_run_nothing(marker: Path, data: st.DataObject) -> None:
+def test_mutated_records_are_read_or_rejected_and_run_nothing(marker: Path, data: st.DataObject) -> None:
     changed = bytearray(data.draw(st.sampled_from(REAL)))
     for _ in range(data.draw(st.integers(1, 6))):
         at = data.draw(st.integers(0, len(changed) - 1))
@@ -272,7 +280,7 @@ def test_mutated_records_are_read_or_refused_and_run_nothing(marker: Path, data:
             case "copy":
                 changed[at:at] = changed[at // 2 : at // 2 + 20]
             case _:
-                changed[at:at] = data.draw(st.sampled_from(list(names(marker).values())))[2:]
+                changed[at:at] = data.draw(st.sampled_from(list(code_pickles(marker).values())))[2:]
         if not changed:
             break
     table = parse_record_bytes(bytes(changed), 100)
@@ -289,7 +297,7 @@ JUNK: Final = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_records_with_anything_anywhere_are_read_or_refused(data: st.DataObject) -> None:
+def test_records_with_arbitrary_values_are_read_or_rejected(data: st.DataObject) -> None:
     dump: Any = loaded(data.draw(st.sampled_from((NCCL, PIPELINE))))
     for _ in range(data.draw(st.integers(1, 3))):
         at = dump

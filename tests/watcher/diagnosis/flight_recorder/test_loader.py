@@ -1,4 +1,4 @@
-"""From a directory of whatever is there to one record a rank."""
+"""From a directory with arbitrary files to one record per rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.watcher.diagnosis.flight_recorder.sample_dumps import DATA, GLOO, NCCL, as_json, loaded
 from wattwatch.watcher.diagnosis.collectives.analysis import analyze_collectives
-from wattwatch.watcher.diagnosis.flight_recorder import loader as files
+from wattwatch.watcher.diagnosis.flight_recorder import loader
 from wattwatch.watcher.diagnosis.flight_recorder.loader import is_record_name, rank_from_file_name, read_flight_records
 from wattwatch.watcher.diagnosis.model import DiagnosisVerdict
 
@@ -40,7 +40,7 @@ EARLY = DATA / "nc_early_r3"
         ("dump_20250923", None),
     ],
 )
-def test_the_rank_is_the_number_after_rank_or_the_last_one(name: str, rank: int | None) -> None:
+def test_the_rank_is_the_number_after_rank_or_the_last_number(name: str, rank: int | None) -> None:
     assert rank_from_file_name(name) == rank
 
 
@@ -49,11 +49,11 @@ def test_the_rank_is_the_number_after_rank_or_the_last_one(name: str, rank: int 
     ["fault_injection.log", "manifest.json", "rank-00003.stacks.txt", "rank0_dump_traceback.txt", "trace.py",
      "node-01.ras-1.json", "node-01.processes.json", "nccl_trace_rank_3.pipe", "seen.json", "report.html"],
 )  # fmt: skip
-def test_other_files_of_a_job_are_not_taken_for_records(name: str) -> None:
+def test_other_files_of_a_job_are_not_mistaken_for_records(name: str) -> None:
     assert not is_record_name(name)
 
 
-def test_a_directory_is_read_in_the_order_of_ranks_and_logs_are_passed_over() -> None:
+def test_a_directory_is_read_in_order_of_rank_and_logs_are_skipped() -> None:
     records, unread = read_flight_records(DATA / "nccl_lock_gil_1st")
     assert [record.rank for record in records] == list(range(16))
     assert unread == ()
@@ -71,7 +71,7 @@ def test_the_order_in_which_files_are_named_does_not_matter() -> None:
     assert [record.rank for record in whole[0]] == list(range(16))
 
 
-def test_directories_of_nodes_are_looked_into(tmp_path: Path) -> None:
+def test_directories_per_node_are_searched(tmp_path: Path) -> None:
     for rank in range(4):
         shutil.copy(EARLY / f"_dump_{rank}", _made(tmp_path / f"node-{rank // 2}") / f"nccl_trace_rank_{rank}")
     records, unread = read_flight_records(str(tmp_path))
@@ -79,14 +79,14 @@ def test_directories_of_nodes_are_looked_into(tmp_path: Path) -> None:
     assert unread == ()
 
 
-def test_no_such_place_is_named() -> None:
+def test_a_missing_file_is_reported() -> None:
     records, (unread,) = read_flight_records("/nowhere/nccl_trace_rank_3")
     assert records == ()
     assert (unread.rank, unread.why) == (3, "it cannot be read: No such file or directory")
     assert read_flight_records(()) == ((), ())
 
 
-def test_of_a_pickle_and_the_same_as_json_the_pickle_is_taken_for_its_stacks(tmp_path: Path) -> None:
+def test_the_pickle_is_preferred_over_the_same_record_as_json_for_its_stacks(tmp_path: Path) -> None:
     tmp_path.joinpath("rank-00003.recorder.json").write_bytes(as_json(loaded(NCCL)))
     shutil.copy(NCCL, tmp_path / "rank-00003.recorder")
     (record,), unread = read_flight_records(tmp_path)
@@ -95,7 +95,7 @@ def test_of_a_pickle_and_the_same_as_json_the_pickle_is_taken_for_its_stacks(tmp
     assert unread == ()
 
 
-def test_the_newer_one_is_taken_whatever_its_form(tmp_path: Path) -> None:
+def test_the_newer_record_is_preferred_in_either_format(tmp_path: Path) -> None:
     later: Any = loaded(NCCL)
     entry = dict(later["entries"][-1])
     entry["collective_seq_id"] += 1
@@ -111,28 +111,32 @@ def test_the_newer_one_is_taken_whatever_its_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "why", "incomplete"),
     [
-        (b"", "it is empty: the rank has not written it yet; ask the rank again, or take it from another copy", True),
+        (
+            b"",
+            "it is empty: the rank has not written it yet; request it from the rank again, or use another copy",
+            True,
+        ),
         (
             NCCL.read_bytes()[:87],
-            "it is cut off after 87 bytes; ask the rank again, or take it from another copy",
+            "it is cut off after 87 bytes; request it from the rank again, or use another copy",
             True,
         ),
         (
             as_json(loaded(NCCL))[:87],
-            "it is cut off after 87 bytes; ask the rank again, or take it from another copy",
+            "it is cut off after 87 bytes; request it from the rank again, or use another copy",
             True,
         ),
         (b"\x7fELF and so on", "it is neither a pickle nor JSON of a flight record", False),
         (
             pickle.dumps({"version": "2.10", "entries": [pickle.Pickler]}, 2),
-            "its byte 48 is the pickle instruction GLOBAL, which runs code: no flight record has it; "
-            "do not open it with other tools; see which user owns it on its node",
+            "its byte 48 is the pickle instruction GLOBAL, which runs code: no flight record contains it; "
+            "do not open it with other tools; find out which user owns it on its node",
             False,
         ),
     ],
     ids=["empty", "cut", "cut JSON", "another format", "hostile"],
 )
-def test_one_that_cannot_be_used_is_named_and_another_of_its_rank_is_taken(
+def test_an_unusable_file_is_reported_and_another_file_of_its_rank_is_used(
     tmp_path: Path, data: bytes, why: str, incomplete: bool
 ) -> None:
     bad = tmp_path / "nccl_trace_rank_3"
@@ -144,20 +148,20 @@ def test_one_that_cannot_be_used_is_named_and_another_of_its_rank_is_taken(
     assert (unread.source, unread.rank, unread.why, unread.incomplete) == (str(bad), 3, why, incomplete)
 
 
-def test_a_record_without_a_rank_in_its_name_says_so(tmp_path: Path) -> None:
+def test_a_record_without_a_rank_in_its_name_is_reported(tmp_path: Path) -> None:
     shutil.copy(NCCL, tmp_path / "dump")
     _, (unread,) = read_flight_records(tmp_path)
-    assert unread.why == "its name does not tell the rank: name it like nccl_trace_rank_3"
+    assert unread.why == "its name contains no rank: rename it, for example to nccl_trace_rank_3"
 
 
-def test_too_large_a_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LARGEST_BYTES", 5000)
+def test_a_file_over_the_size_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "MAX_FILE_BYTES", 5000)
     shutil.copy(NCCL, tmp_path / "dump_3")
     _, (unread,) = read_flight_records(tmp_path)
-    assert unread.why == "it has 7,233 bytes where at most 5,000 are read"
+    assert unread.why == "it has 7,233 bytes, more than the limit of 5,000"
 
 
-def test_what_is_no_file_blocks_nothing(tmp_path: Path) -> None:
+def test_fifos_devices_and_broken_links_do_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "nccl_trace_rank_1")
     os.mkfifo(tmp_path / "nccl_trace_rank_1.pipe")
     tmp_path.joinpath("nccl_trace_rank_2").symlink_to("nccl_trace_rank_2")
@@ -169,17 +173,17 @@ def test_what_is_no_file_blocks_nothing(tmp_path: Path) -> None:
     records, unread = read_flight_records(tmp_path)
     assert records == ()
     assert {each.rank: each.why for each in unread} == {
-        1: "it is no regular file",
+        1: "it is not a regular file",
         2: "it cannot be read: Too many levels of symbolic links",
-        4: "it is no regular file",
+        4: "it is not a regular file",
         5: "it cannot be read: No such file or directory",
     }
 
 
-def test_without_permission_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_read_permission_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(NCCL, tmp_path / "nccl_trace_rank_3")
     shutil.copy(NCCL, tmp_path / "other")
-    if os.geteuid() == 0:  # whom no mode stops
+    if os.geteuid() == 0:  # root may read any file
 
         def refuse(*_: object) -> int:
             raise PermissionError(13, "Permission denied")
@@ -193,7 +197,7 @@ def test_without_permission_it_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert (unread.rank, unread.why) == (3, "it cannot be read: Permission denied")
 
 
-def test_a_hostile_file_among_a_jobs_costs_its_rank_only(tmp_path: Path) -> None:
+def test_a_hostile_file_costs_only_the_record_of_its_rank(tmp_path: Path) -> None:
     shutil.copytree(DATA / "nccl_gpu_error_1st", tmp_path, dirs_exist_ok=True)
     tmp_path.joinpath("_dump_7").write_bytes(b"\x80\x02cposix\nsystem\n.")
     tmp_path.joinpath("_dump_8").write_bytes(b"\x80\x02" + b"]" * 1000)
@@ -202,7 +206,7 @@ def test_a_hostile_file_among_a_jobs_costs_its_rank_only(tmp_path: Path) -> None
     assert [(each.rank, each.incomplete) for each in unread] == [(7, False), (8, True)]
 
 
-def test_other_json_of_a_capture_is_passed_over(tmp_path: Path) -> None:
+def test_other_json_of_a_capture_is_skipped(tmp_path: Path) -> None:
     for name in ("manifest.json", "seen.json", "diagnosis.json", "node-01.ras-1.json"):
         tmp_path.joinpath(name).write_text(json.dumps({"v": 1, "version": "2", "entries": []}))
     assert read_flight_records(tmp_path) == ((), ())
@@ -213,18 +217,18 @@ def _made(directory: Path) -> Path:
     return directory
 
 
-def test_both_recorders_of_a_rank_are_one_record(tmp_path: Path) -> None:
-    """Rank 3 is in a barrier of gloo, on the host; the others reduce on their boards."""
+def test_both_recorders_of_a_rank_become_one_record(tmp_path: Path) -> None:
+    """Rank 3 is in a Gloo barrier on the CPU; the others are in an all_reduce on their GPUs."""
     for rank in range(4):
-        boards, host = loaded(NCCL), loaded(GLOO)
+        gpu_dump, cpu_dump = loaded(NCCL), loaded(GLOO)
         if rank == 3:
-            boards["entries"].pop()
-            boards["pg_status"]["0"]["last_enqueued_collective"] -= 1
+            gpu_dump["entries"].pop()
+            gpu_dump["pg_status"]["0"]["last_enqueued_collective"] -= 1
         else:
-            host["entries"].pop()
-            host["pg_status"]["0"]["last_enqueued_collective"] -= 1
-        (tmp_path / f"rank-{rank:05d}.recorder.json").write_bytes(as_json(boards))
-        (tmp_path / f"rank-{rank:05d}.recorder-cpu.json").write_bytes(as_json(host))
+            cpu_dump["entries"].pop()
+            cpu_dump["pg_status"]["0"]["last_enqueued_collective"] -= 1
+        (tmp_path / f"rank-{rank:05d}.recorder.json").write_bytes(as_json(gpu_dump))
+        (tmp_path / f"rank-{rank:05d}.recorder-cpu.json").write_bytes(as_json(cpu_dump))
     records, unread = read_flight_records(tmp_path)
     assert not unread
     assert [record.rank for record in records] == [0, 1, 2, 3]

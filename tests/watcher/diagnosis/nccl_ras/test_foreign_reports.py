@@ -13,7 +13,7 @@ from wattwatch.watcher.diagnosis.model import Evidence
 from wattwatch.watcher.diagnosis.nccl_ras.model import RasPolls
 from wattwatch.watcher.diagnosis.nccl_ras.parse import parse_polls
 
-DATA = Path(__file__).parents[2] / "data" / "ras"
+DATA = Path(__file__).parents[3] / "data" / "ras"
 
 
 def polls(name: str) -> RasPolls:
