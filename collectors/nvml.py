@@ -1,73 +1,58 @@
 """NVML rows sent by the node's probe -> `GpuSample`.
 
-The probe on the node sends numbers and return codes as NVML gave them; every meaning is given here, where it can be
-tested and changed without touching what runs on nodes. A row is a list in the order of `ROW_COLUMNS`; a value that
-NVML did not give is null. Failures travel beside it as a dict, column name -> NVML return code, non-zero only.
+The probe sends numbers and return codes as NVML returned them. Their meaning is decided here, where it can be tested
+and changed without touching what runs on nodes. A row is a list of values in the order of `columns`, which the line
+names; a value that NVML did not return is null. Failures are sent beside it: column -> NVML return code, non-zero
+only. What is read is declared in `GpuSample` (samples.py).
 
-Two facts that cost others an outage. Power read as a field value from a lost GPU is 0 with nvmlReturn 15 and raises
-nothing; the same GPU still answers its name, limit and clocks. And an instant power reading aliases with the
-training step, so the mean over the interval is taken from the energy counter where the board has one.
+Two facts that caused outages elsewhere. Power read as an NVML field value from a lost GPU is 0 with nvmlReturn 15 and
+raises nothing, while the same GPU still answers its name, limit and clocks. And an instant power reading aliases with
+the training step, so the mean over the interval is taken from the energy counter where the GPU has one.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import lru_cache
 from importlib import resources
-from typing import Final
+from typing import Any, Final
 
-from wattwatch.collectors.samples import NO_REASONS, GpuSample, HostStatus, MissingGpu, PowerSource, ReadingStatus
-
-ROW_COLUMNS: Final = (
-    "index",  # int, as NVML enumerates
-    "uuid",  # str "GPU-..."
-    "pci_bus_id",  # str, the 8-digit domain form of nvmlPciInfo.busId
-    "name",  # str
-    "power_mw",  # int, nvmlDeviceGetPowerUsage
-    "power_limit_mw",  # int, nvmlDeviceGetEnforcedPowerLimit
-    "util",  # int 0..100, nvmlDeviceGetUtilizationRates().gpu
-    "mem_util",  # int 0..100, the same call's .memory
-    "mem_used",  # int bytes
-    "mem_total",  # int bytes
-    "temp",  # int degrees Celsius
-    "sm_clock",  # int MHz
-    "energy_mj",  # int millijoules since the driver was loaded
-    "throttle_bitmask",  # int, nvmlDeviceGetCurrentClocksEventReasons
-    "pstate",  # int 0..15 (32 = unknown), nvmlDeviceGetPerformanceState
-    "mig",  # 1 enabled, 0 disabled, null where the board cannot
+from wattwatch.collectors.samples import (
+    GPU_READINGS,
+    NO_REASONS,
+    GpuSample,
+    HostStatus,
+    MissingGpu,
+    PowerSource,
+    ReadingStatus,
 )
+
+UNNAMED_COLUMNS: Final = (
+    "index",
+    "uuid",
+    "pci_bus_id",
+    "name",
+    "power_mw",
+    "power_limit_mw",
+    "util",
+    "mem_util",
+    "mem_used",
+    "mem_total",
+    "temp",
+    "sm_clock",
+    "energy_mj",
+    "throttle_bitmask",
+    "pstate",
+    "mig",
+)
+"""Order of the rows in recordings made before release 0.2.0, whose lines do not name their columns. Never changes."""
 HANDLE_ERROR: Final = "handle"
-"""Key in the errors of a board whose handle could not be opened: the row then holds its index and nothing else."""
+"""Key in the errors of a GPU whose handle could not be opened: its row then holds the index and nothing else."""
 
-FIELD_OF_COLUMN: Final[Mapping[str, str]] = {
-    "uuid": "uuid",
-    "pci_bus_id": "pci_bus_id",
-    "name": "name",
-    "power_mw": "power_watts",
-    "power_limit_mw": "power_limit_watts",
-    "util": "utilization_percent",
-    "mem_util": "memory_utilization_percent",
-    "mem_used": "memory_used_bytes",
-    "mem_total": "memory_total_bytes",
-    "temp": "temperature_celsius",
-    "sm_clock": "sm_clock_mhz",
-    "energy_mj": "energy_joules",
-    "throttle_bitmask": "throttle_reasons",
-    "pstate": "performance_state",
-    "mig": "mig",
-}
-LIVE_FIELDS: Final = (
-    "power_watts",
-    "utilization_percent",
-    "memory_utilization_percent",
-    "memory_used_bytes",
-    "temperature_celsius",
-    "sm_clock_mhz",
-    "energy_joules",
-    "throttle_reasons",
-)
-"""What may not be believed of a lost board: it goes on answering some of them, with old numbers or zeros."""
+LIVE_FIELDS: Final = tuple(name for name, reading in GPU_READINGS.items() if reading.live)
+"""What must not be trusted of a lost GPU: it keeps returning some of these, with old numbers or zeros."""
 
 THROTTLE_BITS: Final = (
     (0x001, "gpu_idle"),
@@ -83,16 +68,60 @@ THROTTLE_BITS: Final = (
 """nvml.h, nvmlClocksEventReason*; the names are those of nvidia-smi's columns."""
 
 MAX_ENERGY_INTERVAL_SECONDS: Final = 120.0
-"""A mean over a longer gap (a reconnect) would say what the board did before it, not what it does now."""
+"""After a longer gap (a reconnect) the mean would describe what the GPU did before it, not what it does now. Chosen
+to span a renewed connection and a slow node, not measured."""
 
 _NOT_AVAILABLE: Final = frozenset({0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})  # NVML_VALUE_NOT_AVAILABLE, 32 and 64 bits
-_MAX_VALUE: Final = 1e18
+_MAX_VALUE: Final = 1e18  # of no reading; larger numbers are garbage in memory that NVML did not fill
 _UNKNOWN_CODE: Final = 999
 _CODES: Final[Mapping[int, Mapping[str, str]]] = {
     int(code): entry
     for code, entry in tomllib.loads((resources.files(__package__) / "nvml_codes.toml").read_text("utf-8")).items()
 }
 _REASONS: Final[Mapping[int, ReadingStatus]] = {code: ReadingStatus(entry["reason"]) for code, entry in _CODES.items()}
+_FIELD_OF_KEY: Final = {reading.nvml_key: name for name, reading in GPU_READINGS.items() if reading.nvml_key}
+_SLOTS: Final = {each.name: slot for slot, each in enumerate(fields(GpuSample))}  # field -> position in the class
+
+
+class NvmlColumns:
+    """The names of the values in a row, resolved once: reading a row by name then costs no look-up.
+
+    A column that the row does not have has the place -1, where `gpu_from_nvml` puts a None.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        place = {name: place for place, name in enumerate(names)}
+        numbers = [
+            (name, reading)
+            for name, reading in GPU_READINGS.items()
+            if reading.kind == "number" and reading.nvml_key in place
+        ]
+        self.width = len(names)
+        self.identity = place.get("index", -1), place.get("pci_bus_id", -1)
+        self.special = tuple(place.get(key, -1) for key in ("index", "mig", "power_mw", "throttle_bitmask", "pstate"))
+        self.texts = [
+            (place[reading.nvml_key], _SLOTS[name])
+            for name, reading in GPU_READINGS.items()
+            if reading.kind == "text" and reading.nvml_key in place
+        ]
+        self.numbers = [
+            (
+                place[reading.nvml_key],
+                _SLOTS[name],
+                name,
+                reading.nvml_divisor,
+                reading.lowest * reading.nvml_divisor,
+                _MAX_VALUE if reading.highest is None else reading.highest * reading.nvml_divisor,
+            )
+            for name, reading in numbers
+        ]
+        self.number_slots = {name: _SLOTS[name] for name, _ in numbers}
+
+
+@lru_cache(maxsize=32)
+def nvml_columns(names: tuple[str, ...]) -> NvmlColumns:
+    """The columns of a line. Cached: every line of a probe names the same ones."""
+    return NvmlColumns(names)
 
 
 def _code_entry(code: object) -> Mapping[str, str]:
@@ -107,7 +136,7 @@ def status_of_code(code: object) -> ReadingStatus:
 
 
 def host_status_of(code: int) -> tuple[HostStatus, str]:
-    """What nvmlInit's or nvmlDeviceGetCount's return code says of the whole machine, with a sentence."""
+    """What the return code of nvmlInit or nvmlDeviceGetCount says of the whole host, with a sentence."""
     entry = _code_entry(code)
     status = HostStatus(entry.get("host", HostStatus.DRIVER_DOWN))
     return status, f"{entry['detail']} (NVML {code})"
@@ -123,145 +152,131 @@ def throttle_names(bitmask: int) -> frozenset[str]:
     return frozenset(names)
 
 
+# Computed once: it is needed for every GPU of every line.
 _KNOWN_MASKS: Final[dict[int, frozenset[str]]] = {}
 _KNOWN_MASKS.update({mask: throttle_names(mask) for mask in range(0x200)})
 
 
+_UNNAMED: Final = NvmlColumns(UNNAMED_COLUMNS)
+_UTILIZATION, _ENERGY = _SLOTS["utilization_percent"], _SLOTS["energy_joules"]
+_INDEX, _POWER, _POWER_SOURCE, _THROTTLE, _STATE, _MIG, _REASONS_SLOT = (
+    _SLOTS[name]
+    for name in ("index", "power_watts", "power_source", "throttle_reasons", "performance_state", "mig", "reasons")
+)
+
+
 def gpu_from_nvml(
-    row: Sequence[object],
+    row: Sequence[Any],
     errors: Mapping[str, int] | None,
     previous_energy: tuple[float, float] | None,
     node_seconds: float,
+    columns: NvmlColumns = _UNNAMED,
 ) -> GpuSample:
-    """One board of one probe line.
+    """One GPU of one probe line.
 
-    `errors`: column -> NVML return code, non-zero only (None or empty for a sound board). `previous_energy`: this
-    board's (node_seconds, joules) of the line before, for mean watts; `node_seconds`: the same clock, now. Never
-    raises on what a node may send: a value of the wrong type is unreadable. Power: the energy counter's mean over the
-    interval; the instant draw where there is no counter, no interval, or the counter stood still or went back.
+    `errors`: column -> NVML return code, non-zero only (None or empty for a healthy GPU). `previous_energy`: this
+    GPU's (node_seconds, joules) in the previous line, for mean watts; `node_seconds`: the same clock, now. `columns`:
+    the names of the values in `row`; a name that this version does not know is ignored, a reading whose column is not
+    there was not queried.
+
+    Never raises on what a node may send: a value of the wrong type is unreadable. Power: the energy counter's mean
+    over the interval; the instant draw where there is no counter, no interval, or the counter did not move forward.
     """
-    if len(row) != len(ROW_COLUMNS):
-        row = (*row[: len(ROW_COLUMNS)], *(None,) * (len(ROW_COLUMNS) - len(row)))
-    (
-        index,
-        uuid,
-        bus,
-        name,
-        power_mw,
-        limit_mw,
-        util,
-        mem_util,
-        used,
-        total,
-        temp,
-        clock,
-        energy_mj,
-        mask,
-        pstate,
-        mig,
-    ) = row
-    reasons: dict[str, ReadingStatus] = {}
-    if errors:
-        reasons = _statuses_of_errors(errors)
-    lost = ReadingStatus.LOST in reasons.values()
-    sliced = None if mig is None else mig == 1
-    if sliced:
-        # The utilisation of a sliced board has no meaning for the whole of it, whatever the call returned.
-        util = mem_util = None
-        reasons["utilization_percent"] = reasons["memory_utilization_percent"] = ReadingStatus.MIG
-
-    utilization = _number(util, "utilization_percent", reasons, top=100.0)
-    energy = _number(energy_mj, "energy_joules", reasons, scale=1000.0)
-    power, source = _power(power_mw, utilization, energy, previous_energy, node_seconds, reasons)
-    sample = GpuSample(
-        index if type(index) is int else None,
-        uuid if type(uuid) is str else None,
-        bus if type(bus) is str else None,
-        name if type(name) is str else None,
-        power,
-        source,
-        _number(limit_mw, "power_limit_watts", reasons, scale=1000.0),
-        utilization,
-        _number(mem_util, "memory_utilization_percent", reasons, top=100.0),
-        _number(used, "memory_used_bytes", reasons),
-        _number(total, "memory_total_bytes", reasons),
-        _number(temp, "temperature_celsius", reasons, bottom=-100.0),
-        _number(clock, "sm_clock_mhz", reasons),
-        energy,
-        throttle_names(mask) if type(mask) is int and mask >= 0 and "throttle_reasons" not in reasons else None,
-        f"P{pstate}" if type(pstate) is int and 0 <= pstate < 16 and "performance_state" not in reasons else None,
-        sliced,
-        reasons or NO_REASONS,
+    missing = columns.width - len(row)
+    row = (*row, *(None,) * (missing + 1)) if missing >= 0 else (*row[: columns.width], None)
+    at_index, at_mig, at_power, at_throttle, at_state = columns.special
+    reasons: dict[str, ReadingStatus] = _statuses_of_errors(errors) if errors else {}
+    values: list[Any] = [None] * len(_SLOTS)
+    if row[at_mig] is not None:
+        values[_MIG] = row[at_mig] == 1
+        if values[_MIG]:
+            # Utilization of a GPU divided into MIG instances has no meaning for the whole of it, whatever NVML returns.
+            reasons["utilization_percent"] = reasons["memory_utilization_percent"] = ReadingStatus.MIG
+    for place, slot in columns.texts:
+        text = row[place]
+        if type(text) is str:
+            values[slot] = text
+    failed = [columns.number_slots.get(name) for name in reasons]
+    for place, slot, name, divisor, lowest, highest in columns.numbers:
+        value = row[place]
+        kind = type(value)
+        if (kind is int or kind is float) and lowest <= value <= highest and value not in _NOT_AVAILABLE:
+            values[slot] = value / divisor
+        elif value is not None:
+            reasons.setdefault(name, _why_not_a_number(value))
+    for failed_slot in failed:
+        if failed_slot is not None:
+            values[failed_slot] = None  # a value beside an error code is not one
+    values[_POWER], values[_POWER_SOURCE] = _power(
+        row[at_power], values[_UTILIZATION], values[_ENERGY], previous_energy, node_seconds, reasons
     )
-    return discard_live_readings(sample) if lost else sample
+    mask, state, index = row[at_throttle], row[at_state], row[at_index]
+    if type(mask) is int and mask >= 0 and "throttle_reasons" not in reasons:
+        values[_THROTTLE] = throttle_names(mask)
+    if type(state) is int and 0 <= state < 16 and "performance_state" not in reasons:  # 32: unknown
+        values[_STATE] = f"P{state}"
+    if type(index) is int:
+        values[_INDEX] = index
+    values[_REASONS_SLOT] = reasons or NO_REASONS
+    sample = GpuSample(*values)
+    return discard_live_readings(sample) if reasons and ReadingStatus.LOST in reasons.values() else sample
 
 
-def missing_from_nvml(row: Sequence[object], errors: Mapping[str, int] | None) -> MissingGpu | None:
-    """The board whose handle NVML would not give, else None: it counts as missing, not as a row."""
+def missing_from_nvml(
+    row: Sequence[Any], errors: Mapping[str, int] | None, columns: NvmlColumns = _UNNAMED
+) -> MissingGpu | None:
+    """The GPU whose handle NVML would not open, else None: it counts as missing and has no sample."""
     code = (errors or {}).get(HANDLE_ERROR, 0)
     if not code:
         return None
-    index = row[0] if row and type(row[0]) is int else None
-    bus = row[2] if len(row) > 2 and type(row[2]) is str else None
-    detail = _code_entry(code)["detail"]
-    return MissingGpu(index, bus, status_of_code(code), f"NVML gave no handle for GPU {index}: {detail} (NVML {code})")
+    index, bus = (row[place] if 0 <= place < len(row) else None for place in columns.identity)
+    index = index if type(index) is int else None
+    detail = f"NVML cannot open GPU {index}: {_code_entry(code)['detail']} (NVML {code})"
+    return MissingGpu(index, bus if type(bus) is str else None, status_of_code(code), detail)
 
 
 def _statuses_of_errors(errors: Mapping[str, int]) -> dict[str, ReadingStatus]:
-    """Field name -> reason; a handle that could not be opened is the reason of every field."""
+    """Field name -> status; a handle that could not be opened is the reason for every field."""
     if errors.get(HANDLE_ERROR):
-        return dict.fromkeys(FIELD_OF_COLUMN.values(), status_of_code(errors[HANDLE_ERROR]))
-    return {
-        FIELD_OF_COLUMN[column]: status_of_code(code)
-        for column, code in errors.items()
-        if code and column in FIELD_OF_COLUMN
-    }
+        return dict.fromkeys(_FIELD_OF_KEY.values(), status_of_code(errors[HANDLE_ERROR]))
+    return {_FIELD_OF_KEY[key]: status_of_code(code) for key, code in errors.items() if code and key in _FIELD_OF_KEY}
 
 
-def _number(
-    value: object,
-    name: str,
-    reasons: dict[str, ReadingStatus],
-    scale: float = 1.0,
-    bottom: float = 0.0,
-    top: float = _MAX_VALUE,
-) -> float | None:
-    """The value in our unit, or None with its reason in `reasons`. A value beside an error code is not one."""
-    if value is None or (reasons and name in reasons):
-        return None
-    if (type(value) is int or type(value) is float) and bottom <= value <= top and value not in _NOT_AVAILABLE:
-        return value / scale
+def _why_not_a_number(value: object) -> ReadingStatus:
+    """NVML's "not available" is absence; a wrong type or a value out of range is a reading that failed."""
     absent = type(value) is int and value in _NOT_AVAILABLE
-    reasons[name] = ReadingStatus.UNSUPPORTED if absent else ReadingStatus.UNREADABLE
-    return None
+    return ReadingStatus.UNSUPPORTED if absent else ReadingStatus.UNREADABLE
 
 
 def _power(
-    power_mw: object,
+    power_mw: Any,
     utilization: float | None,
     energy: float | None,
     previous: tuple[float, float] | None,
     node_seconds: float,
     reasons: dict[str, ReadingStatus],
 ) -> tuple[float | None, PowerSource | None]:
-    """Mean watts by the energy counter, else the draw; 0 W beside a busy board is a reading that failed."""
+    """Mean watts by the energy counter, else the draw; 0 W on a busy GPU is a reading that failed."""
     if energy is not None and previous is not None:
         seconds = node_seconds - previous[0]
         joules = energy - previous[1]
-        # A counter that stood still or went back (driver reloaded) measures nothing: never 0 W, never negative.
+        # A counter that did not move, or went back (driver reloaded), measures nothing: never 0 W, never negative.
         if 0.0 < seconds <= MAX_ENERGY_INTERVAL_SECONDS and joules > 0.0:
             reasons.pop("power_watts", None)
             return joules / seconds, PowerSource.ENERGY_COUNTER
-    watts = _number(power_mw, "power_watts", reasons, scale=1000.0)
-    if watts is None:
+    if power_mw is None or "power_watts" in reasons:
         return None, None
-    if watts == 0.0 and utilization:
+    is_number = type(power_mw) is int or type(power_mw) is float
+    if not (is_number and 0.0 <= power_mw <= _MAX_VALUE and power_mw not in _NOT_AVAILABLE):
+        reasons["power_watts"] = _why_not_a_number(power_mw)
+        return None, None
+    if power_mw == 0 and utilization:
         reasons["power_watts"] = ReadingStatus.UNREADABLE
         return None, None
-    return watts, PowerSource.DRAW
+    return power_mw / 1000.0, PowerSource.DRAW
 
 
 def discard_live_readings(sample: GpuSample) -> GpuSample:
-    """A lost board: who it was and its limits stay, every live reading goes."""
+    """A lost GPU: identity and limits stay, every live reading goes."""
     reasons = dict(sample.reasons) | dict.fromkeys(LIVE_FIELDS, ReadingStatus.LOST)
     return replace(sample, **dict.fromkeys(LIVE_FIELDS), power_source=None, performance_state=None, reasons=reasons)

@@ -16,7 +16,14 @@ from typing import Any, Final
 import orjson
 
 from wattwatch.collectors.checkpoints import CheckpointListing, parse_folder, parse_root_files, read_checkpoints
-from wattwatch.collectors.nvml import HANDLE_ERROR, gpu_from_nvml, host_status_of, missing_from_nvml
+from wattwatch.collectors.nvml import (
+    HANDLE_ERROR,
+    UNNAMED_COLUMNS,
+    gpu_from_nvml,
+    host_status_of,
+    missing_from_nvml,
+    nvml_columns,
+)
 from wattwatch.collectors.probe.node_probe import TAIL_BYTES
 from wattwatch.collectors.probe.request import ProbeRequest
 from wattwatch.collectors.progress import find_external_stop, read_heartbeat, read_progress
@@ -34,7 +41,7 @@ from wattwatch.collectors.samples import (
     ProgressSample,
     WorkerSample,
 )
-from wattwatch.collectors.smi import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, SmiReport, read_query_csv
+from wattwatch.collectors.smi import SmiReport, read_query_csv
 
 MAX_LINE_BYTES: Final = 64 * 1024
 GPU_CALLS: Final = frozenset({"nvml", "nvidia-smi"})
@@ -43,6 +50,17 @@ PROCESS_LIST_MAX_AGE_SECONDS: Final = 10.0
 CHECKPOINT_REFRESH_SECONDS: Final = 5.0
 WRONG_VALUE_ERRORS: Final = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError)
 HEARTBEAT_HOST: Final = re.compile(r'"host":\s*"([^"]*)"')
+UNNAMED_OLD_QUERY_FIELDS: Final = (
+    "index", "uuid", "pci.bus_id", "name", "power.draw", "power.limit", "utilization.gpu", "utilization.memory",
+    "memory.used", "memory.total", "temperature.gpu", "clocks.sm", "pstate",
+)  # fmt: skip
+UNNAMED_QUERY_FIELDS: Final = (
+    "index", "uuid", "pci.bus_id", "name", "power.draw", "enforced.power.limit", "utilization.gpu",
+    "utilization.memory", "memory.used", "memory.total", "temperature.gpu", "clocks.sm", "pstate",
+    "clocks_event_reasons.active", "mig.mode.current", "power.draw.average", "power.draw.instant",
+)  # fmt: skip
+"""What nvidia-smi was asked for in recordings made before release 0.2.0, whose lines name the columns only where the
+driver refused some. Never change."""
 
 
 @dataclass(slots=True)
@@ -218,7 +236,7 @@ class ProbeReader:
         asked = _to_float(answer.get("t", now))
         self._driver = _to_optional_text(answer.get("driver"))
         if answer["src"] == "nvml":
-            self._gpus = self._read_nvml(answer["rows"], asked)
+            self._gpus = self._read_nvml(answer["rows"], tuple(answer.get("columns", UNNAMED_COLUMNS)), asked)
             return
         report = self._read_smi(answer)
         boards = report.snapshots[-1].gpus if report.snapshots else None
@@ -232,26 +250,26 @@ class ProbeReader:
         )
 
     def _read_smi(self, answer: Mapping[str, Any]) -> SmiReport:
-        fields: Sequence[str] = QUERY_FIELDS
-        if answer.get("few"):
-            fields = FALLBACK_QUERY_FIELDS
-        elif "fields" in answer:
-            fields = tuple(str(name) for name in answer["fields"])
+        if "fields" in answer:
+            fields: Sequence[str] = tuple(str(name) for name in answer["fields"])
+        else:
+            fields = UNNAMED_OLD_QUERY_FIELDS if answer.get("few") else UNNAMED_QUERY_FIELDS
         out, err = str(answer["out"]).encode(), str(answer.get("err", "")).encode()
         return read_query_csv(out, err, int(answer["rc"]), fields)
 
-    def _read_nvml(self, rows: Sequence[Sequence[Any]], asked: float) -> GpuQueryResult:
+    def _read_nvml(self, rows: Sequence[Sequence[Any]], names: tuple[str, ...], asked: float) -> GpuQueryResult:
         boards: list[GpuSample] = []
         missing: list[MissingGpu] = []
         energy: dict[str, tuple[float, float]] = {}
+        columns, uuid = nvml_columns(names), names.index("uuid")
         for entry in rows:
             row, errors = entry[0], entry[1] if len(entry) > 1 else None
             if errors and HANDLE_ERROR in errors:
-                lost = missing_from_nvml(row, errors)
+                lost = missing_from_nvml(row, errors, columns)
                 if lost is not None:
                     missing.append(lost)
                     continue
-            board = gpu_from_nvml(row, errors, self._energy.get(row[1]), asked)
+            board = gpu_from_nvml(row, errors, self._energy.get(row[uuid]), asked, columns)
             if board.energy_joules is not None and board.uuid is not None:
                 energy[board.uuid] = (asked, board.energy_joules)
             boards.append(board)

@@ -1,92 +1,194 @@
-"""What a node said: the frozen types that every other file reads.
+"""The samples that collectors produce: frozen types with units in their names. Everything downstream reads these.
 
-A value is a number or None. A None always has a reason in the sample's `reasons`: `unsupported` (this board has no
-such reading) and `unreadable` (it should have, and did not say) never merge. Units stand in the names.
+A value is a number or None, and every None has a reason: `unsupported` (this GPU has no such reading) and `unreadable`
+(it should have one and the driver did not return it) are different findings and never merge.
+
+A reading of a GPU is declared once, as a field of `GpuSample`: its name with the unit, its type, and where it comes
+from (`GpuReading`). The probe, the NVML reader and the nvidia-smi readers take it from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final, Literal
 
 
 class ReadingStatus(StrEnum):
-    """Why a reading has a value, or has none."""
+    """Whether a reading has a value and, if not, why."""
 
     OK = "ok"
-    UNSUPPORTED = "unsupported"  # [N/A], [Not Supported], a column nobody asked for: absent by design
-    UNREADABLE = "unreadable"  # [Unknown Error], ERR!: the driver should have said and did not
-    LOST = "lost"  # [GPU is lost]: fell off the bus
+    UNSUPPORTED = "unsupported"  # [N/A], [Not Supported], or never queried: absent by design, never a fault
+    UNREADABLE = "unreadable"  # [Unknown Error], ERR!: the driver should have returned a value and did not
+    LOST = "lost"  # [GPU is lost]: it fell off the bus
     RESET_REQUIRED = "reset_required"  # [GPU requires reset]
-    MIG = "mig"  # utilisation has no meaning for the whole board while it is sliced
+    MIG = "mig"  # utilization has no meaning for the whole GPU while it is divided into MIG instances
 
 
 class HostStatus(StrEnum):
-    """Can this host be seen, and if not, what stands in the way."""
+    """Whether this host can be observed and, if not, what prevents it."""
 
     OK = "ok"
-    UNREACHABLE = "unreachable"  # no TCP, no banner, no line in time
+    UNREACHABLE = "unreachable"  # no TCP connection, no SSH banner, or no line in time
     AUTH_FAILED = "auth_failed"
     HOST_KEY_CHANGED = "host_key_changed"  # also: host key unknown; the detail says which
     SAMPLER_TIMEOUT = "sampler_timeout"  # the node answers, its GPU query does not
-    DRIVER_DOWN = "driver_down"  # NVML mismatch, driver not loaded, container lost its devices
+    DRIVER_DOWN = "driver_down"  # NVML version mismatch, driver not loaded, container lost its devices
     NO_DEVICES = "no_devices"
-    PARSE_ERROR = "parse_error"  # it answered, and nothing of it could be read
+    PARSE_ERROR = "parse_error"  # it answered, and none of the answer could be parsed
 
 
 class PowerSource(StrEnum):
-    """Which reading `power_watts` came from. They differ by up to 17 W on one board at one time."""
+    """Which reading `power_watts` came from. They differ by up to 17 W on one GPU at the same moment."""
 
     ENERGY_COUNTER = "energy_counter"  # mean over the interval: joules / seconds
-    DRAW = "power.draw"  # 1 s average on most boards since Ampere, instantaneous before
+    DRAW = "power.draw"  # 1 s average on most GPUs since Ampere, instantaneous before
     AVERAGE = "power.draw.average"
     INSTANT = "power.draw.instant"
     TABLE = "table"  # the default nvidia-smi table
 
 
 MIN_UNREADABLE_FIELDS: Final = 2
-FAULT_IF_UNREADABLE: Final = frozenset(
-    {"ecc", "name"}
-)  # memory errors that cannot be counted; a board that forgot its name
+"""One sensor can fail on a GPU that works; in the public reports of broken GPUs several readings fail together."""
+FAULT_IF_UNREADABLE: Final = frozenset({"ecc", "name"})
+"""Exceptions: memory errors that cannot be counted, and a GPU that no longer knows its name, are faults alone."""
 NO_REASONS: Final[Mapping[str, ReadingStatus]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One value with its reason; `value is None` exactly when `reason is not Reason.OK`."""
+    """One value with its status; `value is None` exactly when `reason is not ReadingStatus.OK`."""
 
     value: float | None
     reason: ReadingStatus
 
 
 @dataclass(frozen=True, slots=True)
+class GpuReading:
+    """Where one field of `GpuSample` comes from: NVML through the probe, and the columns of nvidia-smi.
+
+    A reading that is a plain number or text needs nothing but this declaration. `special` marks those with code of
+    their own in nvml.py and smi/gpu_cells.py (a choice between sources, a bit mask, a switch).
+    """
+
+    kind: Literal["number", "text", "special"] = "number"
+    nvml_key: str = ""
+    """Its column in the rows that the probe sends, and its key among their errors. Recordings contain it: never
+    rename one. Empty: not read through NVML."""
+    nvml_calls: tuple[tuple[str | int, ...], ...] = ()
+    """Functions of pynvml that take a device handle, each with its further arguments (a string names a constant of
+    pynvml). The first that the driver accepts is used: newer drivers renamed some, older ones lack some."""
+    nvml_part: str | int | None = None
+    """Attribute or item of what the function returns; None for the result itself. Readings that come from the same
+    call share it: the driver is asked once."""
+    nvml_divisor: float = 1.0  # NVML's units in one of ours: 1000 for milliwatts
+    steady: bool = False  # only an administrator changes it: read every ten seconds, which halves the driver calls
+    live: bool = False  # must not be trusted once the GPU is lost: it keeps returning old numbers, or zeros
+    column: str = ""  # name of the column in smi/columns.toml
+    query: str = ""  # what to ask of nvidia-smi --query-gpu
+    old_query: str = ""  # the same for drivers that refuse one of the newer columns; known to every driver since 2013
+    query_unit: str = ""  # unit of that column where nvidia-smi prints none
+    lowest: float = 0.0  # outside of lowest..highest (our unit) a value is unreadable
+    highest: float | None = None
+
+
+def gpu_reading(**source: Any) -> Any:
+    """A field of `GpuSample` that is None by default, with the `GpuReading` that says where it comes from."""
+    return field(default=None, metadata={"reading": GpuReading(**source)})
+
+
+@dataclass(frozen=True, slots=True)
 class GpuSample:
-    """One board at one moment. Never renumbered: `index` is what the driver said, with its gaps."""
+    """One GPU at one moment. Never renumbered: `index` is the driver's own, gaps included."""
 
     index: int | None
-    uuid: str | None = None
-    pci_bus_id: str | None = None  # as printed, full domain: 00000001:1A:00.0 is not 00000000:1A:00.0
-    name: str | None = None
-    power_watts: float | None = None
+    uuid: str | None = gpu_reading(
+        kind="text",
+        nvml_key="uuid", nvml_calls=(("nvmlDeviceGetUUID",),), steady=True,
+        column="uuid", query="uuid", old_query="uuid",
+    )  # fmt: skip
+    pci_bus_id: str | None = gpu_reading(  # as printed, full domain: 00000001:1A:00.0 is not 00000000:1A:00.0
+        kind="text",
+        nvml_key="pci_bus_id", nvml_calls=(("nvmlDeviceGetPciInfo",),), nvml_part="busId", steady=True,
+        column="pci_bus_id", query="pci.bus_id", old_query="pci.bus_id",
+    )  # fmt: skip
+    name: str | None = gpu_reading(
+        kind="text",
+        nvml_key="name", nvml_calls=(("nvmlDeviceGetName",),), steady=True,
+        column="name", query="name", old_query="name",
+    )  # fmt: skip
+    power_watts: float | None = gpu_reading(  # which of several sources it is: `power_source`
+        kind="special", live=True,
+        nvml_key="power_mw", nvml_calls=(("nvmlDeviceGetPowerUsage",),), nvml_divisor=1000.0,
+        column="power_draw", query="power.draw", old_query="power.draw",
+    )  # fmt: skip
     power_source: PowerSource | None = None
-    power_limit_watts: float | None = None  # enforced limit where known
-    utilization_percent: float | None = None  # 0..100
-    memory_utilization_percent: float | None = None  # 0..100
-    memory_used_bytes: float | None = None
-    memory_total_bytes: float | None = None
-    temperature_celsius: float | None = None
-    sm_clock_mhz: float | None = None
-    energy_joules: float | None = None  # counter since driver load
-    throttle_reasons: frozenset[str] | None = None  # lower case, e.g. {"gpu_idle"}, {"hw_thermal_slowdown"}
-    performance_state: str | None = None
-    mig: bool | None = None
+    power_limit_watts: float | None = gpu_reading(  # the enforced limit where known
+        nvml_key="power_limit_mw", nvml_calls=(("nvmlDeviceGetEnforcedPowerLimit",),), nvml_divisor=1000.0, steady=True,
+        column="power_limit_enforced", query="enforced.power.limit", old_query="power.limit",
+    )  # fmt: skip
+    utilization_percent: float | None = gpu_reading(
+        live=True, highest=100.0,
+        nvml_key="util", nvml_calls=(("nvmlDeviceGetUtilizationRates",),), nvml_part="gpu",
+        column="utilization", query="utilization.gpu", old_query="utilization.gpu",
+    )  # fmt: skip
+    memory_utilization_percent: float | None = gpu_reading(
+        live=True, highest=100.0,
+        nvml_key="mem_util", nvml_calls=(("nvmlDeviceGetUtilizationRates",),), nvml_part="memory",
+        column="memory_utilization", query="utilization.memory", old_query="utilization.memory",
+    )  # fmt: skip
+    # Version 2 of the memory call counts as nvidia-smi does, without the driver's reserve; drivers before 510 have
+    # only version 1.
+    memory_used_bytes: float | None = gpu_reading(
+        live=True,
+        nvml_key="mem_used", nvml_part="used",
+        nvml_calls=(("nvmlDeviceGetMemoryInfo", "nvmlMemory_v2"), ("nvmlDeviceGetMemoryInfo",)),
+        column="memory_used", query="memory.used", old_query="memory.used", query_unit="MiB",
+    )  # fmt: skip
+    memory_total_bytes: float | None = gpu_reading(
+        nvml_key="mem_total", nvml_part="total",
+        nvml_calls=(("nvmlDeviceGetMemoryInfo", "nvmlMemory_v2"), ("nvmlDeviceGetMemoryInfo",)),
+        column="memory_total", query="memory.total", old_query="memory.total", query_unit="MiB",
+    )  # fmt: skip
+    temperature_celsius: float | None = gpu_reading(
+        live=True, lowest=-100.0, highest=1000.0,
+        nvml_key="temp", nvml_calls=(("nvmlDeviceGetTemperature", 0),),  # 0: NVML_TEMPERATURE_GPU
+        column="temperature", query="temperature.gpu", old_query="temperature.gpu",
+    )  # fmt: skip
+    sm_clock_mhz: float | None = gpu_reading(
+        live=True,
+        nvml_key="sm_clock", nvml_calls=(("nvmlDeviceGetClockInfo", 1),),  # 1: NVML_CLOCK_SM
+        column="sm_clock", query="clocks.sm", old_query="clocks.sm",
+    )  # fmt: skip
+    energy_joules: float | None = gpu_reading(  # counter since the driver was loaded
+        live=True,
+        nvml_key="energy_mj", nvml_calls=(("nvmlDeviceGetTotalEnergyConsumption",),), nvml_divisor=1000.0,
+    )  # fmt: skip
+    performance_state: str | None = gpu_reading(  # "P0": NVML returns a number, nvidia-smi prints the text
+        kind="special",
+        nvml_key="pstate", nvml_calls=(("nvmlDeviceGetPerformanceState",),),
+        column="performance_state", query="pstate", old_query="pstate",
+    )  # fmt: skip
+    throttle_reasons: frozenset[str] | None = gpu_reading(  # lower case, e.g. {"gpu_idle"}, {"hw_thermal_slowdown"}
+        kind="special", live=True,
+        nvml_key="throttle_bitmask",
+        nvml_calls=(  # renamed in driver 535
+            ("nvmlDeviceGetCurrentClocksEventReasons",),
+            ("nvmlDeviceGetCurrentClocksThrottleReasons",),
+        ),
+        column="throttle_mask", query="clocks_event_reasons.active",
+    )  # fmt: skip
+    mig: bool | None = gpu_reading(
+        kind="special",
+        nvml_key="mig", nvml_calls=(("nvmlDeviceGetMigMode",),), nvml_part=0, steady=True,  # [current, pending]
+        column="mig", query="mig.mode.current",
+    )  # fmt: skip
     reasons: Mapping[str, ReadingStatus] = field(default_factory=lambda: NO_REASONS)  # field name -> why it is None
 
     def reading(self, name: str) -> Reading:
-        """The named field with its reason. A None without a recorded reason was never asked for: unsupported."""
+        """The named field with its status. A None without a recorded reason was never queried: unsupported."""
         value = getattr(self, name)
         if value is not None:
             return Reading(float(value), ReadingStatus.OK)
@@ -99,9 +201,9 @@ class GpuSample:
 
     @property
     def fault(self) -> ReadingStatus | None:
-        """LOST or RESET_REQUIRED where any reading says so, UNREADABLE where several fail; None for a sound board.
+        """LOST or RESET_REQUIRED where any reading says so, UNREADABLE where several fail; None for a healthy GPU.
 
-        One reading may fail for itself (a sensor, 0 W beside a load); a broken board fails in several at once.
+        A single reading may fail alone (a sensor, 0 W on a busy GPU); on a broken GPU several fail at once.
         """
         if not self.reasons:
             return None
@@ -111,16 +213,19 @@ class GpuSample:
         if ReadingStatus.RESET_REQUIRED in reasons:
             return ReadingStatus.RESET_REQUIRED
         unreadable = {name for name, reason in self.reasons.items() if reason is ReadingStatus.UNREADABLE}
-        return (
-            ReadingStatus.UNREADABLE
-            if len(unreadable) >= MIN_UNREADABLE_FIELDS or unreadable & FAULT_IF_UNREADABLE
-            else None
-        )
+        broken = len(unreadable) >= MIN_UNREADABLE_FIELDS or unreadable & FAULT_IF_UNREADABLE
+        return ReadingStatus.UNREADABLE if broken else None
+
+
+GPU_READINGS: Final[Mapping[str, GpuReading]] = MappingProxyType(
+    {each.name: each.metadata["reading"] for each in fields(GpuSample) if "reading" in each.metadata}
+)
+"""Field of `GpuSample` -> where it comes from, in the order of the class."""
 
 
 @dataclass(frozen=True, slots=True)
 class MissingGpu:
-    """A board that the tool named and could not open ("Unable to determine the device handle for GPU...")."""
+    """A GPU that the tool named and could not open ("Unable to determine the device handle for GPU...")."""
 
     index: int | None
     pci_bus_id: str | None
@@ -130,42 +235,42 @@ class MissingGpu:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSample:
-    """One process of the job, from /proc/PID/{stat,comm} only: those never block on a stuck process."""
+    """One process of the job, from /proc/PID/{stat,comm} only: reading those never blocks on a stuck process."""
 
     pid: int
     name: str  # comm
     state: str  # R S D Z T ..., as in /proc/PID/stat
-    started_seconds: float  # on the node's boot clock; pid + start identify a process
+    started_seconds: float  # on the node's boot clock; pid and start time together identify a process
     cpu_seconds: float | None = None
-    gpu_indexes: tuple[int, ...] = ()  # boards it holds a context on
+    gpu_indexes: tuple[int, ...] = ()  # GPUs on which it holds a context
     rank: int | None = None  # from its heartbeat, matched by pid
-    cpu_percent: float | None = None  # of one core, over the last seconds; None: seen for too short a time
-    wait_channel: str | None = None  # kernel function that it sleeps in, in state D where the node tells it
+    cpu_percent: float | None = None  # of one core, over the last seconds; None: not observed for long enough
+    wait_channel: str | None = None  # kernel function in which it sleeps; only in state D, where the kernel shows it
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """A child of a process of the job: a loader's worker, most often. It holds no board and is no rank."""
+    """A child of a process of the job, usually a data loader worker. It holds no GPU and is not a rank."""
 
     pid: int
     parent_pid: int
     name: str  # comm
     state: str
-    cpu_percent: float | None = None  # of one core, as of ProcessSample
+    cpu_percent: float | None = None  # of one core, as in ProcessSample
     wait_channel: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressSample:
-    """How far the job says it is, from one log or one heartbeat file."""
+    """How far the job says it has come, from one log or one heartbeat file."""
 
     source: str  # path
     format: str  # "heartbeat", "torchtitan", "hf_trainer", "megatron_lm", "regex"
     step: int | None
     total_steps: int | None = None
-    loss: float | None = None  # may be nan or inf: the job said so
-    tokens_per_second: float | None = None  # whole job; None where the source only says it per GPU and world is unknown
-    line_interval_seconds: float | None = None  # seconds between progress lines, from their own stamps
+    loss: float | None = None  # may be nan or inf if that is what the job printed
+    tokens_per_second: float | None = None  # whole job; None if the source gives it per GPU and world is unknown
+    line_interval_seconds: float | None = None  # seconds between progress lines, from their own timestamps
     age_seconds: float | None = None  # since the source last changed, on the node's clocks
     rank: int | None = None
     world: int | None = None
@@ -174,12 +279,15 @@ class ProgressSample:
     phase: str | None = None  # load train save barrier eval done
     data_wait_ms: float | None = None
     why: str = ""  # what was found, or why step is None
-    stopped: str | None = None  # what the log says, behind its last step, of being stopped from outside
+    stopped: str | None = None  # how the job was stopped from outside, if its log says so after the last step
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEntry:
-    """One checkpoint below a directory; `complete` is None where the layout leaves no mark and it is not quiet yet."""
+    """One checkpoint in a directory.
+
+    `complete` is None where the layout has no completion marker and the files changed too recently to tell.
+    """
 
     name: str
     step: int | None
@@ -191,17 +299,17 @@ class CheckpointEntry:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSample:
-    """A checkpoint directory as the node sees it; newest last. `error` says why it could not be read."""
+    """A checkpoint directory as the node sees it, newest checkpoint last. `error`: why it could not be read."""
 
     directory: str
     entries: tuple[CheckpointEntry, ...]
-    age_seconds: float  # since the listing was made: a hung file system serves an old one
+    age_seconds: float  # since the directory was listed: while a file system hangs, this is an old listing
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KernelEvent:
-    """One line of the kernel log that names a fault."""
+    """One line of the kernel log that reports a fault."""
 
     kind: str  # "xid", "oom", "segfault"
     text: str
@@ -222,6 +330,8 @@ class HungCall:
 
 @dataclass(frozen=True, slots=True)
 class FilesystemSample:
+    """Space on the file system that holds `path`; `error` where statvfs failed."""
+
     path: str
     free_bytes: int | None
     total_bytes: int | None
@@ -231,7 +341,7 @@ class FilesystemSample:
 
 @dataclass(frozen=True, slots=True)
 class HostLoad:
-    """Load average over 1 min, pressure-stall shares (some, avg10, 0..100), memory; None where the kernel has none."""
+    """Load average over 1 min, pressure-stall shares (some, avg10, 0..100), memory. None where the kernel lacks it."""
 
     load_1m: float | None = None
     cpu_count: int | None = None
@@ -247,21 +357,21 @@ class HostLoad:
 class NodeSample:
     """One line of a node's probe, typed. A node that did not answer is a gap, never a sample with zeros.
 
-    `gpus` is None when GPUs could not be read at all (status and detail say why); an empty tuple never occurs
-    with status OK. `processes` is None when they could not be listed.
+    `gpus` is None when no GPU could be read (status and detail say why); with status OK it is never empty.
+    `processes` is None when they could not be listed.
     """
 
     node: str
     status: HostStatus
-    detail: str  # "" when OK; else one sentence with what was seen
+    detail: str  # "" when OK; else one sentence with what was observed
     sequence: int
     node_seconds: float  # the node's monotonic clock: for rates
-    wall_seconds: float  # the node's wall clock: for people and skew
-    received_seconds: float  # control host's monotonic clock: for deadlines
+    wall_seconds: float  # the node's wall clock: for people and clock skew
+    received_seconds: float  # the control host's monotonic clock: for deadlines
     gpu_source: str = ""  # "nvml", "nvidia-smi", "shell", "csv", "table", "xml"
     gpus: tuple[GpuSample, ...] | None = None
     missing_gpus: tuple[MissingGpu, ...] = ()
-    warnings: tuple[str, ...] = ()  # lines that were read, understood and harmless, or not understood
+    warnings: tuple[str, ...] = ()  # harmless messages, and lines that were not understood
     processes: tuple[ProcessSample, ...] | None = None
     progress: tuple[ProgressSample, ...] = ()
     checkpoints: tuple[CheckpointSample, ...] = ()
@@ -269,6 +379,6 @@ class NodeSample:
     hung_calls: tuple[HungCall, ...] = ()
     filesystems: tuple[FilesystemSample, ...] = ()
     load: HostLoad = HostLoad()
-    gpus_age_seconds: float = 0.0  # since the boards were asked: a slow query's answer stands in several lines
-    workers: tuple[WorkerSample, ...] = ()  # children of `processes`, looked at every few seconds
+    gpus_age_seconds: float = 0.0  # since the GPUs were queried: one answer of a slow query appears in several lines
+    workers: tuple[WorkerSample, ...] = ()  # children of `processes`, read every few seconds
     driver_version: str | None = None  # "580.95.05", of the kernel module that is loaded

@@ -50,6 +50,8 @@ there. Paths of jobs, logs and checkpoints are real files in any case. Empty on 
 TOOL_PATH = os.environ.get("PATH", "") + ":/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/nvidia/bin:/opt/bin"
 """sshd gives a command a short PATH; container images keep nvidia-smi where the runtime mounts it."""
 
+FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED = 13, 15, 16  # nvml.h, enum nvmlReturn_t
+
 KERNEL_FAULT = re.compile(r"NVRM: Xid|[Oo]ut of memory|oom-kill|oom_reaper|segfault at|general protection fault")
 CHILDREN: set[int] = set()  # process groups to end when we end
 
@@ -158,123 +160,116 @@ class PendingLine:
 
 
 class NvmlReader:
-    """Rows of NVML in the order that collectors/nvml.py names ROW_COLUMNS; failures as return codes beside them."""
+    """Reads every GPU through NVML: one row of values per GPU in the order of `columns`, failures as return codes.
 
-    def __init__(self, nvml: Any) -> None:
+    `readings`: (column, alternative calls, part of the result, steady), as `GpuSample` on the control host declares
+    them. Readings that come from the same call share it.
+    """
+
+    def __init__(self, nvml: Any, readings: list[Any]) -> None:
         self.nvml = nvml
         nvml.nvmlInit()
         self.count = nvml.nvmlDeviceGetCount()
+        self.columns = ["index"] + [column for column, _, _, _ in readings]
         self.handles: dict[int, Any] = {}
-        self.steady: dict[int, tuple[float, dict[str, Any], dict[str, int]]] = {}
+        self.steady: dict[int, tuple[float, list[Any], dict[str, int]]] = {}  # index -> when read, values, errors
+        self.steady_calls = self.plan([reading for reading in readings if reading[3]])
+        self.live_calls = self.plan([reading for reading in readings if not reading[3]])
+
+    def plan(self, readings: list[Any]) -> list[tuple[list[Any], list[Any]]]:
+        """Calls as ([(function, arguments), ...], [(place in the row, column, part of the result), ...])."""
+        calls: dict[Any, tuple[list[Any], list[Any]]] = {}
+        for column, alternatives, part, _ in readings:
+            if alternatives not in calls:
+                known = [(getattr(self.nvml, name, None), arguments) for name, *arguments in alternatives]
+                found = []
+                for function, arguments in known:
+                    values = [getattr(self.nvml, one, None) if isinstance(one, str) else one for one in arguments]
+                    if function is not None and None not in values:  # an older pynvml lacks some
+                        found.append((function, values))
+                calls[alternatives] = (found, [])
+            calls[alternatives][1].append((self.columns.index(column), column, part))
+        return list(calls.values())
 
     def read(self, now: float) -> list[Any]:
         self.count = self.nvml.nvmlDeviceGetCount()
         return [self.row(index, now) for index in range(self.count)]
 
     def row(self, index: int, now: float) -> list[Any]:
-        """[values, {column: return code}]; a board whose handle cannot be opened has its index only."""
-        nvml = self.nvml
+        """[values] or [values, {column: return code}]; a GPU whose handle cannot be opened has only its index."""
+        nothing = [index] + [None] * (len(self.columns) - 1)
         handle = self.handles.get(index)
         if handle is None:
             try:
-                handle = self.handles[index] = nvml.nvmlDeviceGetHandleByIndex(index)
-            except nvml.NVMLError as error:
-                return [[index] + [None] * 15, {"handle": error.value}]
+                handle = self.handles[index] = self.nvml.nvmlDeviceGetHandleByIndex(index)
+            except self.nvml.NVMLError as error:
+                return [nothing, {"handle": error.value}]
         known = self.steady.get(index)
         if known is None or now - known[0] > DISCOVERY_SECONDS:
-            known = self.steady[index] = self.read_steady(handle, now)
-        s = known[1]
-        errors = dict(known[2])
-
-        def ask(column: str, name: str, *arguments: Any) -> Any:
-            return self.ask(errors, column, name, handle, *arguments)
-
-        rates = ask("util", "nvmlDeviceGetUtilizationRates")
-        if "util" in errors:
-            errors["mem_util"] = errors["util"]
-        memory = self.memory(handle, errors)
-        values = [
-            index,
-            s["uuid"],
-            s["pci"],
-            s["name"],
-            ask("power_mw", "nvmlDeviceGetPowerUsage"),
-            s["limit"],
-            None if rates is None else rates.gpu,
-            None if rates is None else rates.memory,
-            None if memory is None else memory.used,
-            None if memory is None else memory.total,
-            ask("temp", "nvmlDeviceGetTemperature", 0),
-            ask("sm_clock", "nvmlDeviceGetClockInfo", 1),
-            ask("energy_mj", "nvmlDeviceGetTotalEnergyConsumption"),
-            self.throttle(handle, errors),
-            ask("pstate", "nvmlDeviceGetPerformanceState"),
-            s["mig"],
-        ]
-        if 15 in errors.values() or 16 in errors.values():  # lost, reset required: a new handle may tell otherwise
+            known = self.steady[index] = (now, nothing, {})
+            self.call_all(self.steady_calls, handle, known[1], known[2])
+        values, errors = list(known[1]), dict(known[2])
+        self.call_all(self.live_calls, handle, values, errors)
+        if GPU_IS_LOST in errors.values() or RESET_REQUIRED in errors.values():  # a new handle may work again
             self.handles.pop(index, None)
             self.steady.pop(index, None)
         return [values, errors] if errors else [values]
 
-    def ask(self, errors: dict[str, int], column: str, name: str, *arguments: Any) -> Any:
+    def call_all(self, calls: list[Any], handle: Any, values: list[Any], errors: dict[str, int]) -> None:
+        for alternatives, readings in calls:
+            code, result = FUNCTION_NOT_FOUND, None
+            for function, arguments in alternatives:
+                try:
+                    code, result = 0, function(handle, *arguments)
+                    break
+                except self.nvml.NVMLError as error:
+                    code = error.value
+                except (AttributeError, TypeError):  # an older pynvml takes no version, for example
+                    code = FUNCTION_NOT_FOUND
+            for place, column, part in readings:
+                if code:
+                    errors[column] = code
+                else:
+                    values[place] = part_of(result, part)
+
+    def driver_version(self) -> str:
         try:
-            value = getattr(self.nvml, name)(*arguments)
-        except self.nvml.NVMLError as error:
-            errors[column] = error.value
-            return None
-        return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-
-    def read_steady(self, handle: Any, now: float) -> tuple[float, dict[str, Any], dict[str, int]]:
-        """What changes only by hand: half the driver calls of a line saved."""
-        errors: dict[str, int] = {}
-        pci = self.ask(errors, "pci_bus_id", "nvmlDeviceGetPciInfo", handle)
-        bus = None if pci is None else pci.busId
-        mig = self.ask(errors, "mig", "nvmlDeviceGetMigMode", handle)
-        values = {
-            "uuid": self.ask(errors, "uuid", "nvmlDeviceGetUUID", handle),
-            "pci": bus.decode("ascii", "replace") if isinstance(bus, bytes) else bus,
-            "name": self.ask(errors, "name", "nvmlDeviceGetName", handle),
-            "limit": self.ask(errors, "power_limit_mw", "nvmlDeviceGetEnforcedPowerLimit", handle),
-            "mig": mig[0] if isinstance(mig, (list, tuple)) else mig,
-        }
-        return now, values, errors
-
-    def memory(self, handle: Any, errors: dict[str, int]) -> Any:
-        """Version 2 counts as nvidia-smi does (without the driver's reserve); drivers before 510 know version 1."""
-        try:
-            return self.nvml.nvmlDeviceGetMemoryInfo(handle, self.nvml.nvmlMemory_v2)
-        except (self.nvml.NVMLError, AttributeError, TypeError):
-            memory = self.ask(errors, "mem_used", "nvmlDeviceGetMemoryInfo", handle)
-            if "mem_used" in errors:
-                errors["mem_total"] = errors["mem_used"]
-            return memory
-
-    def throttle(self, handle: Any, errors: dict[str, int]) -> Any:
-        """Renamed in driver 535; code 13 is "function not found"."""
-        mask = self.ask(errors, "throttle_bitmask", "nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if errors.get("throttle_bitmask") == 13:
-            del errors["throttle_bitmask"]
-            mask = self.ask(errors, "throttle_bitmask", "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        return mask
+            return str(part_of(self.nvml.nvmlSystemGetDriverVersion(), None))
+        except self.nvml.NVMLError:
+            return ""
 
     def holders(self) -> dict[int, list[Any]]:
-        """pid -> indexes of the boards it holds a compute context on."""
+        """pid -> indexes of the GPUs on which it holds a compute context."""
         found: dict[int, list[Any]] = {}
         for index, handle in list(self.handles.items()):
-            ignored: dict[str, int] = {}
-            for process in self.ask(ignored, "pids", "nvmlDeviceGetComputeRunningProcesses", handle) or []:
+            try:
+                processes = self.nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            except self.nvml.NVMLError:
+                continue
+            for process in processes or []:
                 found.setdefault(int(process.pid), []).append(index)
         return found
+
+
+def part_of(result: Any, part: Any) -> Any:
+    """An attribute or an item of what NVML returned, or all of it; bytes of an older pynvml become text."""
+    if isinstance(part, str):
+        result = getattr(result, part)
+    elif part is not None and isinstance(result, (list, tuple)):
+        result = result[part]
+    return result.decode("utf-8", "replace") if isinstance(result, bytes) else result
 
 
 class GpuCollector:
     """NVML first, nvidia-smi second; one query of either in flight, ever."""
 
-    def __init__(self, outbox: PendingLine, query: list[str], form: str, nvml_source: str) -> None:
+    def __init__(
+        self, outbox: PendingLine, query: list[str], form: str, nvml_readings: list[Any], nvml_source: str
+    ) -> None:
         self.outbox = outbox
         self.query = query
         self.form = form
-        self.whole_query = len(query)
+        self.nvml_readings = nvml_readings
         self.nvml_source = nvml_source
         self.nvml_module: Any = None
         self.reader: NvmlReader | None = None
@@ -309,7 +304,7 @@ class GpuCollector:
             if self.nvml_module is None:
                 self.nvml_module = load_nvml(self.nvml_source)
             if self.nvml_module is not None:
-                self.reader = NvmlReader(self.nvml_module)
+                self.reader = NvmlReader(self.nvml_module, self.nvml_readings)
                 self.nvml_source = ""
                 self.init_code = None
         except Exception as error:  # noqa: BLE001 - an NVMLError's class is unknown before the module is loaded
@@ -333,7 +328,7 @@ class GpuCollector:
             self.close()
             return False
         self.reads += 1
-        answer: dict[str, Any] = {"src": "nvml", "t": round(now, 4), "rows": rows}
+        answer: dict[str, Any] = {"src": "nvml", "t": round(now, 4), "columns": reader.columns, "rows": rows}
         if self.driver is not None:
             answer["driver"] = self.driver
         self.outbox.set("gpu", answer)
@@ -351,8 +346,7 @@ class GpuCollector:
             self.query.remove(unknown.group(1))
         self.reads += 1
         answer: dict[str, Any] = {"src": "nvidia-smi", "t": round(now, 4), "rc": code, "out": out[:24_000]}
-        if len(self.query) != self.whole_query:
-            answer["fields"] = self.query
+        answer["fields"] = list(self.query)
         if err:
             answer["err"] = err[:4000]
         if self.init_code is not None:
@@ -378,7 +372,7 @@ def driver_version(reader: NvmlReader | None) -> str | None:
     try:
         text = read_text(ROOT + "/proc/driver/nvidia/version")
     except OSError:
-        text = "" if reader is None else str(reader.ask({}, "driver", "nvmlSystemGetDriverVersion") or "")
+        text = "" if reader is None else reader.driver_version()
     found = re.search(r"\b\d{2,}\.\d+(\.\d+)*\b", text)
     return None if found is None else found.group()
 
@@ -998,7 +992,7 @@ def sleep_to_boundary(interval: float) -> None:
     time.sleep(min(max(target - wall, 0.0), 2 * interval))
 
 
-def main(request: dict[str, Any], nvml_source: str = "") -> None:
+def main(request: dict[str, Any], nvml_readings: list[Any], nvml_source: str = "") -> None:
     for name in ("SIGHUP", "SIGTERM", "SIGINT"):
         signal.signal(getattr(signal, name), exit_probe)
     threading.stack_size(256 * 1024)
@@ -1006,7 +1000,7 @@ def main(request: dict[str, Any], nvml_source: str = "") -> None:
     interval = float(request["interval"])
     host = node_host_name()
     outbox = PendingLine()
-    gpu = GpuCollector(outbox, list(request["query"]), request["form"], nvml_source)
+    gpu = GpuCollector(outbox, list(request["query"]), request["form"], nvml_readings, nvml_source)
     beats = [HeartbeatCollector(outbox, directory, host) for directory in request["runs"]]
     gpu_lane = CollectorThread("nvml", gpu)
     prompt = [CollectorThread("read " + beat.directory, beat) for beat in beats]

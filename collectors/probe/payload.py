@@ -19,11 +19,20 @@ from pathlib import Path
 from typing import Final
 
 from wattwatch.collectors.probe.request import ProbeRequest
+from wattwatch.collectors.samples import GPU_READINGS
 from wattwatch.collectors.smi import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, QUERY_FORMAT
 
 LEASE_RENEWAL_SECONDS: Final = 20.0
 """How often the watcher writes LEASE_LINE: the probe ends itself after 60 s without one."""
 LEASE_LINE: Final = b"\n"
+
+NVML_READINGS: Final = [
+    (reading.nvml_key, reading.nvml_calls, reading.nvml_part, reading.steady)
+    for reading in GPU_READINGS.values()
+    if reading.nvml_key
+]
+"""What the probe reads through NVML, as declared in `GpuSample`. Part of the program that is sent, not of the request:
+compressed with it, and the same for every node."""
 
 PYTHON_CANDIDATES: Final = "python3 python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python"
 
@@ -65,7 +74,7 @@ def probe_payload(request: ProbeRequest) -> bytes:
 def _python_probe() -> bytes:
     probe = resources.files(__package__).joinpath("node_probe.py").read_text("utf-8")
     # The request follows the compressed program: zlib keeps it as unused_data, and one program serves all nodes.
-    start = f"\nmain(json.loads(bytes(z.unused_data)), {_pynvml_source()!r})\n"
+    start = f"\nmain(json.loads(bytes(z.unused_data)), {NVML_READINGS!r}, {_pynvml_source()!r})\n"
     return zlib.compress((probe + start).encode("utf-8"), 9)
 
 
@@ -78,6 +87,6 @@ def _pynvml_source() -> str:
 def _shell_probe(request: ProbeRequest) -> bytes:
     script = resources.files(__package__).joinpath("shell_probe.sh").read_text("utf-8")
     seconds = max(1, round(request.interval_seconds))  # sleep(1) of POSIX knows whole seconds
-    settings = f"interval={seconds}\nfields={','.join(QUERY_FIELDS)}\nfew={','.join(FALLBACK_QUERY_FIELDS)}\n"
+    settings = f"interval={seconds}\nfields={','.join(QUERY_FIELDS)}\nold_fields={','.join(FALLBACK_QUERY_FIELDS)}\n"
     settings += f"form={QUERY_FORMAT}\n"
     return (settings + script).encode("ascii")

@@ -1,5 +1,5 @@
 # The probe where a node has no Python: nvidia-smi as printed, in the same JSON line. POSIX shell, writes no file.
-# `interval`, `fields`, `few` and `form` are set by the lines that payload.py puts before this. /bin/sh reads it from the SSH
+# `interval`, `fields`, `old_fields` and `form` are set by the lines that payload.py puts before this. /bin/sh reads it from the SSH
 # channel's stdin; what follows on it (the Python program, then the watcher's lease lines) is swallowed at the end.
 #
 # One query in flight, ever: a round starts only when the last one is gone; until then the line says for how long.
@@ -39,15 +39,16 @@ round() {
     at=$(seconds)
     out=$(nvidia-smi --query-gpu="$fields" --format="$form" 2>&1 </dev/null)
     code=$?
-    asked=
-    # An older driver refuses a field it does not know: ask for what every driver has.
+    asked=$fields
+    # An older driver refuses all of it for one field it does not know: ask for what every driver has.
     case "$code$out" in
         2*"is not a valid field"*)
-            out=$(nvidia-smi --query-gpu="$few" --format="$form" 2>&1 </dev/null)
+            asked=$old_fields
+            out=$(nvidia-smi --query-gpu="$asked" --format="$form" 2>&1 </dev/null)
             code=$?
-            asked=',"few":true'
             ;;
     esac
+    asked=$(printf '%s' "$asked" | sed 's/,/","/g')
     holders=
     [ "$code" = 0 ] && holders=$(nvidia-smi --query-compute-apps=pid,gpu_uuid --format=csv,noheader 2>/dev/null </dev/null |
         sed -n 's/^ *\([0-9][0-9]*\), *\(GPU-[0-9a-fA-F-]*\).*/\1,\2/p')
@@ -56,7 +57,7 @@ round() {
     # Everything is known before the line is begun: it goes out in one write.
     out=$(printf '%s\n' "$out" | quote)
     held=$(processes)
-    printf '{"v":1,"seq":%s,"t":%s,"w":%s,"gpu":{"src":"shell","t":%s,"rc":%s%s%s,"out":"%s"}%s,"load":[%s,null,null,null,null]}\n' \
+    printf '{"v":1,"seq":%s,"t":%s,"w":%s,"gpu":{"src":"shell","t":%s,"rc":%s,"fields":["%s"]%s,"out":"%s"}%s,"load":[%s,null,null,null,null]}\n' \
         "$1" "$(seconds)" "$(date +%s)" "$at" "$code" "$asked" "${driver:+,\"driver\":\"$driver\"}" "$out" "${held:+,\"proc\":[$held]}" "$load"
 }
 

@@ -1,4 +1,7 @@
-"""One cell of any tool's output -> a number in our unit, or None with the reason."""
+"""Names of columns, cells and timestamps as any tool printed them -> our fields, numbers in our units, seconds.
+
+Facts are data: tokens.toml (words that stand where a number should) and columns.toml (names of columns in all ages).
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,89 @@ from functools import lru_cache
 from importlib import resources
 from typing import Final
 
-from wattwatch.collectors.samples import Reading, ReadingStatus
+from wattwatch.collectors.samples import GPU_READINGS, Reading, ReadingStatus
 
+# Columns --------------------------------------------------------------------------------------------------------------
 
-def _load(name: str) -> dict[str, dict[str, str]]:
-    return tomllib.loads((resources.files(__package__) / name).read_text("utf-8"))
+_UNIT_SUFFIX: Final = re.compile(r"\s*[\[(]\s*([^\])]*?)\s*[\])]\s*$")
+_TRAILING_UNIT: Final = re.compile(r"\.(mib|mb|w|watts|mw|gb|gib|bytes|b)$")
+_SEPARATORS: Final = re.compile(r"[\s._\-]+")
+_THROTTLE_COLUMN: Final = re.compile(r"clocks\.(?:event|throttle)\.reasons\.(?!active$|supported$)([a-z.]+)$")
+_HEADER_CELL: Final = re.compile(r"[A-Za-z][\w .\-/]*(\s*[\[(][^\])]*[\])])?$")
 
-
-TOKENS: Final[Mapping[str, ReadingStatus]] = {
-    token: ReadingStatus(reason) for reason, words in _load("tokens.toml").items() for token in words
+_NAMES: Final[dict[str, list[str]]] = tomllib.loads((resources.files(__package__) / "columns.toml").read_text("utf-8"))
+FIELD_OF_NAME: Final[Mapping[str, str]] = {
+    **{_SEPARATORS.sub(".", reading.query): reading.column for reading in GPU_READINGS.values() if reading.query},
+    **{name: field for field, names in _NAMES.items() for name in names},
 }
+_FIELDS: Final = frozenset(FIELD_OF_NAME.values())
+DEFAULT_UNITS: Final[Mapping[str, str]] = {
+    reading.column: reading.query_unit for reading in GPU_READINGS.values() if reading.query_unit
+}
+READING_FIELDS: Final = frozenset(
+    {"power_draw", "power_average", "power_instant", "utilization", "memory_used", "memory_utilization", "temperature"}
+)
+"""A table with none of these, and without a GPU's identity, contains nothing about GPUs."""
+IDENTITY_FIELDS: Final = frozenset({"index", "uuid", "pci_bus_id", "name"})
+REQUIRED_COLUMNS: Final = "timestamp, index, power.draw, utilization.gpu, memory.used, enforced.power.limit"
+"""The columns that messages tell people to ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: the field it fills ("" for one that is not read) and the unit of cells that have none."""
+
+    field: str
+    unit: str
+    printed: str
+
+
+def read_column(printed: str) -> Column:
+    """`power.draw [W]` -> ("power_draw", "W"). Also `power_draw`, `Power Draw (W)`, `memory_used_mb`."""
+    text = printed.strip().strip('"')
+    found = _UNIT_SUFFIX.search(text)
+    unit = found[1] if found else ""
+    name = _SEPARATORS.sub(".", (text[: found.start()] if found else text).casefold()).strip(".")
+    if throttle := _THROTTLE_COLUMN.match(name):
+        return Column(f"throttle {throttle[1].replace('.', '_')}", unit, text)
+    if name.startswith("ecc.errors."):
+        return Column("ecc", unit, text)
+    field = FIELD_OF_NAME.get(name, "")
+    if not unit and (trailing := _TRAILING_UNIT.search(name)):
+        unit = trailing[1]
+    if name.endswith(".ms") and field == "timestamp":
+        unit = "ms"
+    return Column(field, unit or DEFAULT_UNITS.get(field, ""), text)
+
+
+def read_header(cells: Sequence[str]) -> tuple[Column, ...] | None:
+    """The columns if this line is a header, else None. A header consists of words, at least one of them a column."""
+    # An empty cell is allowed: pandas leaves the name of its own index empty.
+    if not all(not cell or (len(cell) < 100 and _HEADER_CELL.match(cell)) for cell in cells):
+        return None
+    columns = tuple(read_column(cell) for cell in cells)
+    known = [column for column in columns if column.field]
+    if not known or (len(cells) == 1 and known[0].field in {"timestamp"}):
+        return None
+    return columns
+
+
+def columns_from_names(names: Sequence[str]) -> tuple[Column, ...]:
+    """Columns that the caller names, in nvidia-smi's words or ours."""
+    return tuple(
+        Column(name, DEFAULT_UNITS.get(name, ""), name) if name in _FIELDS else read_column(name) for name in names
+    )
+
+
+# Cells ----------------------------------------------------------------------------------------------------------------
+
+
+def _load_tokens() -> dict[str, ReadingStatus]:
+    table = tomllib.loads((resources.files(__package__) / "tokens.toml").read_text("utf-8"))
+    return {token: ReadingStatus(status) for status, tokens in table.items() for token in tokens}
+
+
+TOKENS: Final[Mapping[str, ReadingStatus]] = _load_tokens()
 UNITS: Final[Mapping[str, float]] = {
     "": 1.0,
     "w": 1.0,
@@ -46,23 +122,21 @@ _NUMBER_WITH_UNIT: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]
 _ABSENT_WORDS: Final = re.compile(
     r"not (supported|available|applicable|active)|permission|deprecat|unsupported|secondary"
 )
-
-
-# A log of a day has half a million rows, and few different cells.
 CELL_CACHE_SIZE: Final = 1 << 15
+"""A log of one day has half a million rows and few distinct cells."""
 
 
 @lru_cache(CELL_CACHE_SIZE)
 def status_of_text(text: str) -> ReadingStatus | None:
-    """The reason that this text states, or None where it is no token (a number, a name, a word we do not know)."""
+    """Why this text is no value, or None where it is no such token (a number, a name, an unknown word)."""
     word = text.strip()
     bracketed = word.startswith("[") and word.endswith("]")
     word = " ".join(word.strip("[]").split()).casefold().rstrip(".")
-    if (reason := TOKENS.get(word)) is not None:
-        return reason
+    if (status := TOKENS.get(word)) is not None:
+        return status
     if not bracketed and not word.startswith(("gpu is lost", "gpu requires reset", "err!")):
         return None
-    # A bracketed text that nobody has listed yet: its own words, else a reading that failed.
+    # A bracketed text that is not in the table yet: judged by its own words, else a reading that failed.
     if "lost" in word:
         return ReadingStatus.LOST
     if "reset" in word:
@@ -73,28 +147,30 @@ def status_of_text(text: str) -> ReadingStatus | None:
 
 
 @lru_cache(CELL_CACHE_SIZE)
-def read_number(text: str, unit: str = "", bottom: float = 0.0, top: float = 1e18) -> Reading:
-    """The number of a cell in our unit. `unit`: what counts where the cell names none, e.g. from the header.
+def read_number(text: str, unit: str = "", lowest: float = 0.0, highest: float = 1e18) -> Reading:
+    """The number in a cell, in our unit. `unit`: the unit of a cell that prints none, e.g. from the header.
 
-    A value outside `bottom`..`top` (our unit), a word, or a unit that we do not know is unreadable.
+    A value outside `lowest`..`highest` (our unit), a word, or an unknown unit is unreadable.
     """
-    if (reason := status_of_text(text)) is not None:
-        return Reading(None, reason)
+    if (status := status_of_text(text)) is not None:
+        return Reading(None, status)
     match = _NUMBER_WITH_UNIT.match(text.strip())
     scale = UNITS.get((match[2] or unit).casefold()) if match else None
     if match is None or scale is None:
         return Reading(None, ReadingStatus.UNREADABLE)
     value = float(match[1]) * scale
-    return Reading(value, ReadingStatus.OK) if bottom <= value <= top else Reading(None, ReadingStatus.UNREADABLE)
+    if lowest <= value <= highest:
+        return Reading(value, ReadingStatus.OK)
+    return Reading(None, ReadingStatus.UNREADABLE)
 
 
 def unit_of_cell(text: str) -> str:
-    """The unit that a numeric cell carries, "" without one."""
+    """The unit that a numeric cell prints, "" without one."""
     match = _NUMBER_WITH_UNIT.match(text.strip())
     return match[2] if match else ""
 
 
-# Time stamps of logs -> seconds. Only differences matter: a stamp without a zone is taken as UTC.
+# Timestamps: only differences matter, so one without a time zone is taken as UTC --------------------------------------
 
 _YEAR_FIRST: Final = re.compile(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})[ T]+(\d{1,2}):(\d{2})(?::(\d{2})([.,]\d+)?)?")
 _YEAR_LAST: Final = re.compile(
@@ -111,16 +187,16 @@ _MONTHS: Final = {name: number for number, name in enumerate(_MONTH_NAMES, 1)}
 
 
 def is_timestamp(text: str) -> bool:
-    """A date with a time of day; a bare number is none (it may be anything)."""
+    """A date with a time of day; a bare number is not one (it may be anything)."""
     text = text.strip()
     return bool(_YEAR_FIRST.match(text) or _YEAR_LAST.match(text) or _DATE_IN_WORDS.match(text))
 
 
 def parse_timestamps(texts: Sequence[str]) -> list[float | None]:
-    """Seconds of each stamp, None where it is none.
+    """Seconds of each timestamp of one log, None where it is none.
 
-    03-11-2026 is 3 November or 11 March: one of the stamps with a number above 12 settles it, else the reading under
-    which the log spans less time, else day first.
+    03-11-2026 is 3 November or 11 March. A timestamp with a number above 12 decides for the whole log; without one,
+    the order under which the log spans less time is taken, and day first if both span the same.
     """
     day_first = _parse_all(texts, day_first=True)
     if not any(_YEAR_LAST.match(text.strip()) for text in texts[:1000]):
@@ -157,7 +233,7 @@ def _parse_timestamp(text: str, day_first: bool) -> float | None:
         return _to_seconds(year, month, day, match["h"], match["min"], match["s"], None, match["half"])
     if _EPOCH.match(text):
         value = float(text)
-        return value / 1000.0 if value > 1e11 else value
+        return value / 1000.0 if value > 1e11 else value  # milliseconds: 1e11 s would be the year 5138
     return None
 
 
@@ -181,70 +257,3 @@ def _to_seconds(
     except ValueError:
         return None
     return moment.timestamp() + (float("0." + fraction[1:]) if fraction else 0.0)
-
-
-# Headers of any age and hand -> our field names and units.
-
-_NAMES: Final[dict[str, list[str]]] = tomllib.loads((resources.files(__package__) / "columns.toml").read_text("utf-8"))
-FIELD_OF_NAME: Final[Mapping[str, str]] = {name: field for field, names in _NAMES.items() for name in names}
-DEFAULT_UNITS: Final[Mapping[str, str]] = {"memory_used": "MiB", "memory_total": "MiB"}
-READING_FIELDS: Final = frozenset(
-    {"power_draw", "power_average", "power_instant", "utilization", "memory_used", "memory_utilization", "temperature"}
-)
-"""A table without any of these and without a board's identity says nothing of GPUs."""
-IDENTITY_FIELDS: Final = frozenset({"index", "uuid", "pci_bus_id", "name"})
-REQUIRED_COLUMNS: Final = "timestamp, index, power.draw, utilization.gpu, memory.used, enforced.power.limit"
-"""What to ask for, in words for people."""
-
-_UNIT_SUFFIX: Final = re.compile(r"\s*[\[(]\s*([^\])]*?)\s*[\])]\s*$")
-_TRAILING_UNIT: Final = re.compile(r"\.(mib|mb|w|watts|mw|gb|gib|bytes|b)$")
-_SEPARATORS: Final = re.compile(r"[\s._\-]+")
-_THROTTLE_COLUMN: Final = re.compile(r"clocks\.(?:event|throttle)\.reasons\.(?!active$|supported$)([a-z.]+)$")
-_HEADER_CELL: Final = re.compile(r"[A-Za-z][\w .\-/]*(\s*[\[(][^\])]*[\])])?$")
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column: the field it fills ("" for one that is not read) and the unit of cells that name none."""
-
-    field: str
-    unit: str
-    printed: str
-
-
-def read_column(printed: str) -> Column:
-    """`power.draw [W]` -> ("power_draw", "W"). Also `power_draw`, `Power Draw (W)`, `memory_used_mb`."""
-    text = printed.strip().strip('"')
-    found = _UNIT_SUFFIX.search(text)
-    unit = found[1] if found else ""
-    name = _SEPARATORS.sub(".", (text[: found.start()] if found else text).casefold()).strip(".")
-    if throttle := _THROTTLE_COLUMN.match(name):
-        return Column(f"throttle {throttle[1].replace('.', '_')}", unit, text)
-    if name.startswith("ecc.errors."):
-        return Column("ecc", unit, text)
-    field = FIELD_OF_NAME.get(name, "")
-    if not unit and (trailing := _TRAILING_UNIT.search(name)):
-        unit = trailing[1]
-    if name.endswith(".ms") and field == "timestamp":
-        unit = "ms"
-    return Column(field, unit or DEFAULT_UNITS.get(field, ""), text)
-
-
-def read_header(cells: Sequence[str]) -> tuple[Column, ...] | None:
-    """The columns if this line is a header, else None. A header is made of words, and knows one of our columns."""
-    if not all(
-        not cell or (len(cell) < 100 and _HEADER_CELL.match(cell)) for cell in cells
-    ):  # pandas leaves the name of its own index empty
-        return None
-    columns = tuple(read_column(cell) for cell in cells)
-    known = [column for column in columns if column.field]
-    if not known or (len(cells) == 1 and known[0].field in {"timestamp"}):
-        return None
-    return columns
-
-
-def columns_from_names(names: Sequence[str]) -> tuple[Column, ...]:
-    """Columns that the caller tells, in nvidia-smi's or our own names."""
-    return tuple(
-        Column(name, DEFAULT_UNITS.get(name, ""), name) if name in _NAMES else read_column(name) for name in names
-    )

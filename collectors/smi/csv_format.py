@@ -138,9 +138,7 @@ def _with_columns(found: _CsvRows, said: MessageLog) -> list[tuple[int, int, tup
         inferred = later or infer_columns([cells for _, _, _, cells in bare if len(cells) == width])
         if later is None and any(column.field for column in inferred):
             names = ", ".join(column.field or "?" for column in inferred)
-            said.warn(
-                f"no header: columns inferred from the values as {names}; name the columns to read all of them"
-            )
+            said.warn(f"no header: columns inferred from the values as {names}; name the columns to read all of them")
     result = []
     for number, block, columns, cells in found.rows:
         if columns is None and len(cells) != len(inferred):

@@ -1,12 +1,12 @@
-"""The cells of one board -> `GpuSample`. Every format ends here, so that all of them say the same of a board."""
+"""The cells of one GPU -> `GpuSample`. Every format ends here, so that all of them give the same for the same GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from wattwatch.collectors.nvml import discard_live_readings, throttle_names
-from wattwatch.collectors.samples import NO_REASONS, GpuSample, PowerSource, ReadingStatus
+from wattwatch.collectors.samples import GPU_READINGS, NO_REASONS, GpuSample, PowerSource, ReadingStatus
 from wattwatch.collectors.smi.columns import read_number, status_of_text
 
 GpuCells = Mapping[str, tuple[str, str]]
@@ -17,6 +17,13 @@ _POWER: Final = (
     ("power_average", PowerSource.AVERAGE),
     ("power_instant", PowerSource.INSTANT),
 )
+_TWO_COLUMNS: Final = frozenset({"power_limit_watts", "sm_clock_mhz"})  # numbers that one of two columns may give
+_NUMBERS: Final = tuple(
+    (name, reading.column, reading.lowest, 1e18 if reading.highest is None else reading.highest)
+    for name, reading in GPU_READINGS.items()
+    if reading.kind == "number" and reading.column and name not in _TWO_COLUMNS
+)
+_TEXTS: Final = tuple((name, reading.column) for name, reading in GPU_READINGS.items() if reading.kind == "text")
 _SEVERITY_ORDER: Final = (
     ReadingStatus.LOST,
     ReadingStatus.RESET_REQUIRED,
@@ -26,63 +33,57 @@ _SEVERITY_ORDER: Final = (
 
 
 def gpu_from_cells(cells: GpuCells, power_source: PowerSource | None = None) -> GpuSample:
-    """One board from its cells; a column that is not there was not asked for, and leaves no reason.
+    """One GPU from its cells; a column that is not there was not queried, and leaves no reason.
 
     `power_source`: where `power_draw` comes from if not from nvidia-smi's column of that name.
     """
     reasons: dict[str, ReadingStatus] = {}
-
-    def number(field: str, into: str, bottom: float = 0.0, top: float = 1e18) -> float | None:
-        if field not in cells:
-            return None
-        reading = read_number(*cells[field], bottom, top)
-        if reading.value is None:
-            reasons[into] = reading.reason
-        return reading.value
-
-    mig = _switch(cells, "mig", "mig", reasons)
-    utilization = number("utilization", "utilization_percent", top=100.0)
-    memory_utilization = number("memory_utilization", "memory_utilization_percent", top=100.0)
+    values: dict[str, Any] = {}
+    mig = _switch(cells, "mig", reasons)
+    for name, column, lowest, highest in _NUMBERS:
+        cell = cells.get(column)
+        if cell is None:
+            continue
+        number = read_number(*cell, lowest, highest)
+        values[name] = number.value
+        if number.value is None:
+            reasons[name] = number.reason
+    for name, column in _TEXTS:
+        values[name] = _text(cells, column, name, reasons)
     if mig:
-        # No figure for the whole board exists while it is sliced, whatever is printed.
-        utilization = memory_utilization = None
+        # A GPU divided into MIG instances has no utilization as a whole, whatever is printed.
+        values["utilization_percent"] = values["memory_utilization_percent"] = None
         reasons["utilization_percent"] = reasons["memory_utilization_percent"] = ReadingStatus.MIG
-    power, source = _power(cells, utilization, reasons)
+    power, source = _power(cells, values.get("utilization_percent"), reasons)
     if "ecc" in cells and (reason := status_of_text(cells["ecc"][0])) not in (None, ReadingStatus.UNSUPPORTED):
         reasons["ecc"] = reason
     sample = GpuSample(
         index=_index(cells, reasons),
-        uuid=_text(cells, "uuid", "uuid", reasons),
-        pci_bus_id=_text(cells, "pci_bus_id", "pci_bus_id", reasons),
-        name=_text(cells, "name", "name", reasons),
         power_watts=power,
         power_source=power_source if power is not None and power_source else source,
         power_limit_watts=_limit(cells, reasons),
-        utilization_percent=utilization,
-        memory_utilization_percent=memory_utilization,
-        memory_used_bytes=number("memory_used", "memory_used_bytes"),
-        memory_total_bytes=number("memory_total", "memory_total_bytes"),
-        temperature_celsius=number("temperature", "temperature_celsius", bottom=-100.0, top=1000.0),
-        sm_clock_mhz=number("sm_clock" if "sm_clock" in cells else "graphics_clock", "sm_clock_mhz"),
+        sm_clock_mhz=_sm_clock(cells, reasons),
         throttle_reasons=_throttle(cells, reasons),
         performance_state=_text(cells, "performance_state", "performance_state", reasons),
         mig=mig,
         reasons=reasons or NO_REASONS,
+        **values,
     )
     return discard_live_readings(sample) if ReadingStatus.LOST in reasons.values() else sample
 
 
 def is_blank_row(cells: GpuCells) -> bool:
-    """True for a row of nothing but absence: it names no board and no value."""
+    """True for a row in which every cell is absent: it contains no GPU and no value."""
     return all(status_of_text(text) is ReadingStatus.UNSUPPORTED for text, _ in cells.values())
 
 
 def _power(
     cells: GpuCells, utilization: float | None, reasons: dict[str, ReadingStatus]
 ) -> tuple[float | None, PowerSource | None]:
-    """power.draw, else the average, else the instant reading; 0 W on a busy board is a reading that failed.
+    """power.draw, else the average, else the instant reading; 0 W on a busy GPU is a reading that failed.
 
-    They differ by up to 17 W on one board at one time, hence the source. Module power is never read.
+    They differ by up to 17 W on one GPU at the same moment, hence the source. Module power is never read: on Grace
+    parts it includes the CPU.
     """
     seen = [(read_number(*cells[field]), source) for field, source in _POWER if field in cells]
     for reading, source in seen:
@@ -94,6 +95,17 @@ def _power(
     if seen:
         reasons["power_watts"] = _worst(reading.reason for reading, _ in seen)
     return None, None
+
+
+def _sm_clock(cells: GpuCells, reasons: dict[str, ReadingStatus]) -> float | None:
+    """The SM clock, else the graphics clock where only that column was logged."""
+    cell = cells.get("sm_clock") or cells.get("graphics_clock")
+    if cell is None:
+        return None
+    number = read_number(*cell)
+    if number.value is None:
+        reasons["sm_clock_mhz"] = number.reason
+    return number.value
 
 
 def _limit(cells: GpuCells, reasons: dict[str, ReadingStatus]) -> float | None:
@@ -133,18 +145,18 @@ def _index(cells: GpuCells, reasons: dict[str, ReadingStatus]) -> int | None:
     text = text.strip().removesuffix(".0")  # pandas writes a column with a gap as floats
     if text.isascii() and text.isdigit() and len(text) < 6:
         return int(text)
-    if reason := status_of_text(text):  # other words make a ragged row, not a faulty board
+    if reason := status_of_text(text):  # other words mean a ragged row, not a faulty GPU
         reasons["index"] = reason
     return None
 
 
-def _switch(cells: GpuCells, field: str, into: str, reasons: dict[str, ReadingStatus]) -> bool | None:
+def _switch(cells: GpuCells, field: str, reasons: dict[str, ReadingStatus]) -> bool | None:
     if field not in cells:
         return None
     text = cells[field][0].strip().casefold()
     if text in {"enabled", "disabled"}:
         return text == "enabled"
-    reasons[into] = status_of_text(text) or ReadingStatus.UNREADABLE
+    reasons[field] = status_of_text(text) or ReadingStatus.UNREADABLE
     return None
 
 

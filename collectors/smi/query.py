@@ -1,77 +1,83 @@
-"""The probe's own question to nvidia-smi, and the quick way to read its answer."""
+"""What the probe asks of nvidia-smi, and the fast path for the answer it usually gets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import fields
+from typing import Any, Final
 
 from wattwatch.collectors.nvml import throttle_names
-from wattwatch.collectors.samples import NO_REASONS, GpuSample, HostStatus, PowerSource
-from wattwatch.collectors.smi.columns import columns_from_names
+from wattwatch.collectors.samples import GPU_READINGS, NO_REASONS, GpuSample, HostStatus, PowerSource
+from wattwatch.collectors.smi.columns import UNITS, columns_from_names
 from wattwatch.collectors.smi.gpu_cells import gpu_from_cells
 from wattwatch.collectors.smi.read_output import read_gpu_output
 from wattwatch.collectors.smi.report import GpuSnapshot, SmiReport
 
+_OTHER_POWER: Final = ("power.draw.average", "power.draw.instant")  # for GPUs without power.draw
 QUERY_FIELDS: Final = (
     "index",
-    "uuid",
-    "pci.bus_id",
-    "name",
-    "power.draw",
-    "enforced.power.limit",
-    "utilization.gpu",
-    "utilization.memory",
-    "memory.used",
-    "memory.total",
-    "temperature.gpu",
-    "clocks.sm",
-    "pstate",
-    "clocks_event_reasons.active",
-    "mig.mode.current",
-    "power.draw.average",
-    "power.draw.instant",
+    *(reading.query for reading in GPU_READINGS.values() if reading.query),
+    *_OTHER_POWER,
 )
-"""What to ask for: `nvidia-smi --query-gpu=<these, with commas> --format=csv,noheader,nounits`. One field that the
-driver does not know empties the whole answer (exit 2, `SmiReport.invalid_fields`): then ask for the shorter list."""
-FALLBACK_QUERY_FIELDS: Final = (
-    "index",
-    "uuid",
-    "pci.bus_id",
-    "name",
-    "power.draw",
-    "power.limit",
-    "utilization.gpu",
-    "utilization.memory",
-    "memory.used",
-    "memory.total",
-    "temperature.gpu",
-    "clocks.sm",
-    "pstate",
-)
-"""Known to every driver since 2013."""
+"""What to ask for: `nvidia-smi --query-gpu=<these, with commas> --format=csv,noheader,nounits`. One column that the
+driver does not know empties the whole answer (exit 2, `SmiReport.invalid_fields`): then ask for fewer."""
+FALLBACK_QUERY_FIELDS: Final = ("index", *(reading.old_query for reading in GPU_READINGS.values() if reading.old_query))
+"""Known to every driver since 2013: for the shell probe, which cannot drop single columns."""
 QUERY_FORMAT: Final = "csv,noheader,nounits"
 
-_MEBIBYTE: Final = 2.0**20
-_COLUMNS: Final = tuple(column.field for column in columns_from_names(QUERY_FIELDS))
+_FIELDS: Final = tuple(column.field for column in columns_from_names(QUERY_FIELDS))
 _UNITS: Final = tuple(column.unit for column in columns_from_names(QUERY_FIELDS))
+_SLOTS: Final = {each.name: slot for slot, each in enumerate(fields(GpuSample))}  # field -> position in the class
+_NUMBERS: Final = tuple(
+    (
+        QUERY_FIELDS.index(reading.query),
+        _SLOTS[name],
+        UNITS[reading.query_unit.casefold()],
+        reading.lowest,
+        float("inf") if reading.highest is None else reading.highest,
+    )
+    for name, reading in GPU_READINGS.items()
+    if reading.query and reading.kind == "number"
+)
+_TEXTS: Final = tuple(
+    (QUERY_FIELDS.index(reading.query), _SLOTS[name])
+    for name, reading in GPU_READINGS.items()
+    if reading.query and reading.kind == "text"
+)
+_UUID, _POWER, _STATE, _THROTTLE, _MIG = (
+    _FIELDS.index(field) for field in ("uuid", "power_draw", "performance_state", "throttle_mask", "mig")
+)
+_LIMIT_SLOT, _POWER_SLOT, _SOURCE_SLOT, _STATE_SLOT, _THROTTLE_SLOT, _MIG_SLOT, _REASONS_SLOT = (
+    _SLOTS[name]
+    for name in (
+        "power_limit_watts",
+        "power_watts",
+        "power_source",
+        "performance_state",
+        "throttle_reasons",
+        "mig",
+        "reasons",
+    )
+)
 
 
 def read_query_csv(
-    data: bytes, stderr: bytes = b"", exit_code: int | None = None, fields: Sequence[str] = QUERY_FIELDS
+    data: bytes, stderr: bytes = b"", exit_code: int | None = None, names: Sequence[str] = QUERY_FIELDS
 ) -> SmiReport:
-    """Like `read_gpu_output` for rows of `fields` without header and units; quick where every line is such a row.
+    """Like `read_gpu_output` for rows of the columns `names`, without header and units.
 
-    Anything else in the answer (a warning, an error line, a shorter row) takes the general way.
+    Fast where every line is such a row. Anything else in the answer (a warning, an error line, a shorter row) takes
+    the general way.
     """
-    if fields is QUERY_FIELDS and not stderr and not exit_code:
+    if not stderr and not exit_code and tuple(names) == QUERY_FIELDS:
         gpus = _plain_gpus(data)
         if gpus:
             return SmiReport("csv", HostStatus.OK, "", (GpuSnapshot(None, gpus),))
-    return read_gpu_output(data, stderr, exit_code, fields)
+    return read_gpu_output(data, stderr, exit_code, names)
 
 
 def _plain_gpus(data: bytes) -> tuple[GpuSample, ...] | None:
-    """The boards if every line is a row of ours with a board's number, else None."""
+    """The GPUs if every line is a row of QUERY_FIELDS with a GPU's index, else None."""
     gpus = []
     try:
         for line in data.decode("ascii").splitlines():
@@ -79,7 +85,7 @@ def _plain_gpus(data: bytes) -> tuple[GpuSample, ...] | None:
             try:
                 gpus.append(_plain_gpu(cells))
             except ValueError:  # one absent or failed cell
-                gpus.append(gpu_from_cells(dict(zip(_COLUMNS, zip(cells, _UNITS, strict=True), strict=True))))
+                gpus.append(gpu_from_cells(dict(zip(_FIELDS, zip(cells, _UNITS, strict=True), strict=True))))
     except ValueError:  # not ASCII, not our number of cells: the general reader knows what it is
         return None
     indexes = {gpu.index for gpu in gpus}
@@ -87,31 +93,25 @@ def _plain_gpus(data: bytes) -> tuple[GpuSample, ...] | None:
 
 
 def _plain_gpu(cells: Sequence[str]) -> GpuSample:
-    (
-        index, uuid, bus, name, draw, limit, utilization, memory_utilization, used, total, temperature, clock, state,
-        throttle, mig, _, _,
-    ) = cells  # fmt: skip
-    watts, load, memory_load = float(draw), float(utilization), float(memory_utilization)
-    in_range = 0.0 <= load <= 100.0 and 0.0 <= memory_load <= 100.0 and watts > 0.0 and float(limit) > 0.0
-    if not in_range or mig != "Disabled" or state[:1] != "P" or name[:1] == "[" or uuid[:4] != "GPU-":
+    """A row in which every reading is a plain number. Raises ValueError for any other: `gpu_from_cells` reads those."""
+    if len(cells) != len(_FIELDS):
         raise ValueError(cells)
-    return GpuSample(
-        int(index),
-        uuid,
-        bus,
-        name,
-        watts,
-        PowerSource.DRAW,
-        float(limit),
-        load,
-        memory_load,
-        float(used) * _MEBIBYTE,
-        float(total) * _MEBIBYTE,
-        float(temperature),
-        float(clock),
-        None,
-        throttle_names(int(throttle, 16)),
-        state,
-        False,
-        NO_REASONS,
-    )
+    state, watts = cells[_STATE], float(cells[_POWER])
+    if cells[_MIG] != "Disabled" or state[:1] != "P" or cells[_UUID][:4] != "GPU-" or not watts > 0.0:
+        raise ValueError(cells)
+    values: list[Any] = [None] * len(_SLOTS)
+    for place, slot in _TEXTS:
+        text = values[slot] = cells[place]
+        if text[:1] == "[":  # [N/A], [Unknown Error]
+            raise ValueError(cells)
+    for place, slot, factor, lowest, highest in _NUMBERS:
+        value = values[slot] = float(cells[place]) * factor
+        if not lowest <= value <= highest:
+            raise ValueError(cells)
+    if not values[_LIMIT_SLOT]:  # 0 W is no limit
+        raise ValueError(cells)
+    values[0] = int(cells[0])  # the index comes first in both
+    values[_POWER_SLOT], values[_SOURCE_SLOT] = watts, PowerSource.DRAW
+    values[_STATE_SLOT], values[_MIG_SLOT], values[_REASONS_SLOT] = state, False, NO_REASONS
+    values[_THROTTLE_SLOT] = throttle_names(int(cells[_THROTTLE], 16))
+    return GpuSample(*values)

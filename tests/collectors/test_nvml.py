@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from wattwatch.collectors.nvml import (
     HANDLE_ERROR,
     LIVE_FIELDS,
-    ROW_COLUMNS,
+    UNNAMED_COLUMNS,
     gpu_from_nvml,
     host_status_of,
     missing_from_nvml,
@@ -41,7 +41,7 @@ SOUND: dict[str, Any] = {
 
 
 def row(**changes: object) -> list[object]:
-    return [{**SOUND, **changes}[column] for column in ROW_COLUMNS]
+    return [{**SOUND, **changes}[column] for column in UNNAMED_COLUMNS]
 
 
 def test_a_sound_board() -> None:
@@ -128,7 +128,7 @@ def test_throttle_bits_have_names_and_unknown_bits_are_kept() -> None:
 
 
 def test_a_board_without_a_handle_is_missing() -> None:
-    nothing = [5, *[None] * (len(ROW_COLUMNS) - 1)]
+    nothing = [5, *[None] * (len(UNNAMED_COLUMNS) - 1)]
     missing = missing_from_nvml(nothing, {HANDLE_ERROR: 15})
     assert missing is not None
     assert (missing.index, missing.reason) == (5, ReadingStatus.LOST)
@@ -168,7 +168,7 @@ VALUES = (
 
 @given(
     st.lists(VALUES, max_size=20),
-    st.dictionaries(st.sampled_from([*ROW_COLUMNS, HANDLE_ERROR, "x"]), st.integers(-5, 1000), max_size=6),
+    st.dictionaries(st.sampled_from([*UNNAMED_COLUMNS, HANDLE_ERROR, "x"]), st.integers(-5, 1000), max_size=6),
     st.none() | st.tuples(st.floats(0, 200), st.floats(0, 1e9)),
 )
 @settings(max_examples=300, deadline=None)

@@ -123,7 +123,7 @@ def test_an_unknown_field_asks_for_the_smaller_list_and_that_one_is_read() -> No
     refused = read_query_csv(b'Field "clocks_event_reasons.active" is not a valid field to query.\n', b"", 2)
     assert refused.invalid_fields == ("clocks_event_reasons.active",)
     answer = b"0, GPU-0, 00000000:01:00.0, Tesla K80, 76.10, 149.00, 100, 3, 0, 11441, 56, 562, P0\n"
-    (gpu,) = read_query_csv(answer, fields=FALLBACK_QUERY_FIELDS).snapshots[0].gpus
+    (gpu,) = read_query_csv(answer, names=FALLBACK_QUERY_FIELDS).snapshots[0].gpus
     assert (gpu.name, gpu.power_watts, gpu.power_limit_watts, gpu.utilization_percent) == (
         "Tesla K80",
         76.1,
