@@ -278,7 +278,10 @@ def _line(message: dict[str, Any], names: Pseudonyms, specs: Sequence[JobSpec], 
     """A probe's line, field by field; what this version does not know is left out."""
     new: dict[str, Any] = {key: message[key] for key in ("v", "seq", "t", "w", "load", "gpu") if key in message}
     if "gpu" in new:
-        new["gpu"] = _strings(new["gpu"], names.driver)
+        answer = message["gpu"]
+        new["gpu"] = _strings(answer, names.driver)
+        if isinstance(answer, dict):  # names of columns stay: without them the rows could not be read
+            new["gpu"] |= {key: answer[key] for key in ("columns", "fields") if key in answer}
     if message.get("hello"):
         new["hello"] = {"host": names.hosts.get(str(message["hello"]["host"]), node)}
     if "beat" in message:
