@@ -1,7 +1,9 @@
-"""wattwatch.toml: one tree of settings. A field's description is its documentation; a wrong key says what was meant.
+"""The settings of wattwatch.toml, as a tree of pydantic models.
 
-Durations are written "90s", "2m", "8h"; node lists "gpu-[01-16]" (parsed by ClusterShell). Secrets are only ever
-named by file. `load_config` raises ConfigError with the place, what was expected and the nearest valid key.
+The description of a field is its documentation: `wattwatch config --reference` and docs/configuration.md are generated
+from it. Durations are written "90s", "2m", "8h", lists of nodes "gpu-[01-16]" (ClusterShell syntax). Secrets are never
+in the file itself: a setting names the file that holds the secret. `load_config` raises ConfigError with every problem:
+its location, what was expected, and the nearest valid key.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -28,16 +31,17 @@ from pydantic import (
 
 from wattwatch.collectors.probe.request import LogSource, ProbeRequest
 from wattwatch.watcher.detection.model import AlertName, JobSpec, Severity
-from wattwatch.watcher.diagnosis.capture.collector import CaptureSettings
-from wattwatch.watcher.diagnosis.nccl_ras.client import RAS_PORT
 
 UNIT_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 DURATION_PATTERN: Final = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|s|m|h|d))+")
 DURATION_PART_PATTERN: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+NCCL_RAS_PORT: Final = (
+    28028  # NCCL's default: docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html
+)
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used. Each problem is one line: place, what is wrong, what was expected."""
+    """The configuration cannot be used. Each of `problems` is one line: location, what is wrong, what was expected."""
 
     def __init__(self, path: Path, problems: list[str]) -> None:
         self.path = path
@@ -46,7 +50,7 @@ class ConfigError(Exception):
 
 
 def parse_duration(value: object) -> float:
-    """Seconds of "90s", "2m", "1h30m", "500ms". A bare number has no unit and is refused."""
+    """The seconds in "90s", "2m", "1h30m" or "500ms". Raises ValueError, also for a number without a unit."""
     if not isinstance(value, str) or not DURATION_PATTERN.fullmatch(value):
         raise ValueError(f'expected a duration like "30s", "2m" or "8h", got {value!r}')
     return sum(float(number) * UNIT_SECONDS[unit] for number, unit in DURATION_PART_PATTERN.findall(value))
@@ -56,23 +60,43 @@ Duration = Annotated[float, BeforeValidator(parse_duration)]
 
 
 class Section(BaseModel):
-    """A table of the file: unknown keys are errors, values are not coerced."""
+    """One table of the file. Unknown keys are errors, and values are not converted: `port = "22"` is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureSettings:
+    """What a capture of a hung job may use, as configured for the job."""
+
+    recorder_files: str | None = None  # the job's TORCH_FR_DUMP_TEMP_FILE: prefix of the dumps; the rank follows
+    recorder_pipe: str | None = None  # its TORCH_NCCL_DEBUG_INFO_PIPE_FILE: prefix of the FIFOs that request a dump
+    ras_port: int = NCCL_RAS_PORT
+
+
 class WatcherSection(Section):
-    listen: str = Field("127.0.0.1:9560", description="address and port of the page, API and metrics")
+    """The watcher itself."""
+
+    listen: str = Field("127.0.0.1:9560", description="address and port of the web page, the API and /metrics")
     state_directory: Path = Field(
-        Path("/var/lib/wattwatch"), strict=False, description="episodes and outbox over a restart (SQLite)"
+        Path("/var/lib/wattwatch"),
+        strict=False,
+        description="directory for everything that survives a restart: alert episodes, the delivery queue, learned "
+        "power values, incident recordings and captures",
     )
-    interval: Duration = Field(1.0, description="one sample of each node per interval")
-    token_file: Path | None = Field(None, strict=False, description="bearer token; required to listen beyond loopback")
+    interval: Duration = Field(1.0, description='time between two samples of a node, from "200ms" to "60s"')
+    token_file: Path | None = Field(
+        None, strict=False, description="file with the bearer token of the API; required to listen beyond loopback"
+    )
     allow_unauthenticated: bool = Field(
-        False, description="listen beyond loopback without a token: anyone who reaches the port can read"
+        False, description="listen beyond loopback without a token; anyone who reaches the port can read everything"
     )
-    external_url: str | None = Field(None, description="how people reach the page; linked from messages")
-    reminder: Duration | None = Field(None, description="repeat a message while its episode is open; never if absent")
+    external_url: str | None = Field(
+        None, description="address under which people reach the web page; alerts link to it"
+    )
+    reminder: Duration | None = Field(
+        None, description="repeat the message of an open alert at this interval; if not set, it is sent once"
+    )
 
     @field_validator("interval")
     @classmethod
@@ -99,77 +123,116 @@ class WatcherSection(Section):
 
 
 class SshSection(Section):
-    user: str | None = Field(None, description="login name; else ssh_config, else the current user")
-    port: int | None = Field(None, description="TCP port; else ssh_config, else 22", ge=1, le=65535)
+    """How the watcher logs in to the nodes. Host keys are always verified."""
+
+    user: str | None = Field(None, description="login name; if not set, from ssh_config, then the current user")
+    port: int | None = Field(None, description="TCP port; if not set, from ssh_config, then 22", ge=1, le=65535)
     config_file: Path = Field(
         Path("~/.ssh/config"),
         strict=False,
-        description="HostName Port User IdentityFile CertificateFile ProxyJump UserKnownHostsFile are honoured",
+        description="OpenSSH client configuration; HostName, Port, User, IdentityFile, CertificateFile, ProxyJump and "
+        "UserKnownHostsFile are honored",
     )
     known_hosts_file: Path | None = Field(
-        None, strict=False, description="host keys; else ssh_config, else ~/.ssh/known_hosts"
+        None, strict=False, description="known host keys; if not set, from ssh_config, then ~/.ssh/known_hosts"
     )
     identity_files: tuple[Annotated[Path, Field(strict=False)], ...] = Field(
-        (), strict=False, description="private keys; else ssh_config, else the usual names in ~/.ssh"
+        (), strict=False, description="private keys; if empty, from ssh_config, then the default names in ~/.ssh"
     )
     certificate_file: Path | None = Field(None, strict=False, description="user certificate of the first key")
-    passphrase_file: Path | None = Field(None, strict=False, description="file with the keys' passphrase")
-    use_agent: bool = Field(False, description="ask the SSH agent as well")
-    connect_timeout: Duration = Field(10.0, description="limit on each of TCP, banner, authentication, channel")
-    max_simultaneous_logins: int = Field(8, description="logins under way at once over all nodes", ge=1, le=64)
-    renew_after: Duration = Field(8 * 3600.0, description="each connection is replaced this often, make before break")
+    passphrase_file: Path | None = Field(None, strict=False, description="file with the passphrase of the keys")
+    use_agent: bool = Field(False, description="also use the keys of a running SSH agent")
+    connect_timeout: Duration = Field(
+        10.0, description="time limit for each of: TCP connection, SSH banner, authentication, opening a channel"
+    )
+    max_simultaneous_logins: int = Field(
+        8, description="how many nodes may be logging in at the same time", ge=1, le=64
+    )
+    renew_after: Duration = Field(
+        8 * 3600.0, description="age at which a connection is replaced; the new one is up before the old one closes"
+    )
 
 
 class JobSection(Section):
-    name: str = Field(description="job name: label train_job in metrics", min_length=1, max_length=100)
-    nodes: str = Field(description='node list, e.g. "gpu-[01-16]"')
-    run_directory: Path | None = Field(None, strict=False, description="run directory of wattwatch-train")
-    logs: tuple[str, ...] = Field((), strict=False, description="log files (shell patterns) to read progress from")
-    log_pattern: str | None = Field(
-        None, description="regex with (?P<step>) and optionally total, loss, tokens_per_second; else built-in ones"
+    """One training job to watch. At least one table is needed."""
+
+    name: str = Field(
+        description="name of the job in alerts, on the page and as the label train_job of the metrics",
+        min_length=1,
+        max_length=100,
     )
-    checkpoint_directory: Path | None = Field(None, strict=False, description="else checkpoints/ of the run directory")
-    processes: str | None = Field(None, description="regex on process names; else any process on a GPU")
-    gpus_per_node: int | None = Field(None, description="boards a node should have; else the most ever seen", ge=1)
-    floor_tokens_per_second: float | None = Field(None, strict=False, description="JobSlow below this", gt=0)
-    checkpoint_every: Duration | None = Field(None, description="CheckpointOverdue after twice this without one")
+    nodes: str = Field(description='nodes of the job, such as "gpu-[01-16]"')
+    run_directory: Path | None = Field(
+        None, strict=False, description="run directory of wattwatch-train; progress is read from its heartbeats"
+    )
+    logs: tuple[str, ...] = Field(
+        (), strict=False, description="training logs to read progress from: paths on the nodes, shell patterns allowed"
+    )
+    log_pattern: str | None = Field(
+        None,
+        description="regular expression for a log line, with the group (?P<step>...) and optionally total, loss and "
+        "tokens_per_second; if not set, the built-in formats",
+    )
+    checkpoint_directory: Path | None = Field(
+        None, strict=False, description="directory of the checkpoints; if not set, checkpoints/ in run_directory"
+    )
+    processes: str | None = Field(
+        None, description="regular expression for the names of the job's processes; if not set, any process on a GPU"
+    )
+    gpus_per_node: int | None = Field(
+        None, description="GPUs that each node should have; if not set, the most that were ever seen on it", ge=1
+    )
+    floor_tokens_per_second: float | None = Field(
+        None, strict=False, description="throughput below which JobSlow is raised", gt=0
+    )
+    checkpoint_every: Duration | None = Field(
+        None, description="interval of checkpoints; CheckpointOverdue is raised after twice this time without one"
+    )
     stall_limit: Duration | None = Field(
-        None, description="JobHung after this long without a step; else learned from the job's own pace"
+        None,
+        description="time without a new step after which JobHung is raised; if not set, learned from the job's steps",
     )
     capture: bool = Field(
-        True, description="when the job hangs, ask its ranks and nodes once for flight records, stacks and NCCL RAS"
+        True,
+        description="when the job hangs, collect flight-recorder dumps, stacks and NCCL RAS reports from its ranks and "
+        "nodes, once",
     )
     flight_recorder_files: str | None = Field(
-        None, description="prefix of torch's dumps, as in TORCH_FR_DUMP_TEMP_FILE; else only those of run_directory"
+        None,
+        description="path prefix of torch's flight-recorder dumps, as in the job's TORCH_FR_DUMP_TEMP_FILE; if not "
+        "set, only dumps in run_directory are found",
     )
     flight_recorder_pipe: str | None = Field(
         None,
-        description="prefix of torch's FIFOs, as in TORCH_NCCL_DEBUG_INFO_PIPE_FILE: a capture asks through them for "
-        "dumps, which writes flight_recorder_files on the nodes; never if absent, nor in a save",
+        description="path prefix of torch's dump pipes, as in the job's TORCH_NCCL_DEBUG_INFO_PIPE_FILE; a capture "
+        "then requests dumps through them, which makes the job write flight_recorder_files on its nodes; never during "
+        "a checkpoint, and never if not set",
     )
     nccl_ras_port: int = Field(
-        RAS_PORT, description="port of NCCL RAS on the nodes, as in NCCL_RAS_ADDR", ge=1, le=65535
+        NCCL_RAS_PORT, description="port of NCCL RAS on the nodes, as in the job's NCCL_RAS_ADDR", ge=1, le=65535
     )
 
     @field_validator("name")
     @classmethod
     def name_fits_a_url(cls, value: str) -> str:
         if not value.isprintable() or "/" in value or value != value.strip():
-            raise ValueError(f"expected a name without slashes, control characters or outer blanks, got {value!r}")
+            raise ValueError(
+                f"expected a name without slashes, control characters or surrounding spaces, got {value!r}"
+            )
         return value
 
     @field_validator("nodes")
     @classmethod
     def nodes_parse(cls, value: str) -> str:
         if not expand_nodes(value):
-            raise ValueError('no nodes: expected a list like "gpu-[01-16]"')
+            raise ValueError('no nodes; expected a list like "gpu-[01-16]"')
         return value
 
     @field_validator("log_pattern")
     @classmethod
     def pattern_has_step(cls, value: str | None) -> str | None:
         if value is not None and "step" not in compile_pattern(value).groupindex:
-            raise ValueError("expected a group named step: (?P<step>\\d+)")
+            raise ValueError("expected a group named step, such as (?P<step>\\d+)")
         return value
 
     @field_validator("processes")
@@ -184,7 +247,7 @@ class JobSection(Section):
     def prefix_is_absolute(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith("/"):
             raise ValueError(
-                f'expected an absolute path to which the rank is added, like "/nfs/fr/dump_", got {value!r}'
+                f'expected an absolute path prefix (torch appends the rank), like "/nfs/fr/dump_", got {value!r}'
             )
         return value
 
@@ -192,7 +255,7 @@ class JobSection(Section):
     def dumps_can_be_found(self) -> JobSection:
         if self.flight_recorder_pipe is not None and self.flight_recorder_files is None:
             raise ValueError(
-                "flight_recorder_pipe needs flight_recorder_files: where the dumps that it asks for appear"
+                "flight_recorder_pipe needs flight_recorder_files too: the prefix of the dumps that it requests"
             )
         return self
 
@@ -204,11 +267,15 @@ class JobSection(Section):
     def capture_settings(self) -> CaptureSettings:
         return CaptureSettings(self.flight_recorder_files, self.flight_recorder_pipe, self.nccl_ras_port)
 
+    @property
+    def effective_checkpoint_directory(self) -> Path | None:
+        if self.checkpoint_directory is None and self.run_directory is not None:
+            return self.run_directory / "checkpoints"
+        return self.checkpoint_directory
+
     def spec(self, interval_seconds: float) -> JobSpec:
-        """The same as the judge reads it. Checkpoints: checkpoints/ of the run directory by default."""
-        checkpoints = self.checkpoint_directory
-        if checkpoints is None and self.run_directory is not None:
-            checkpoints = self.run_directory / "checkpoints"
+        """The job as detection takes it, with the default of the checkpoint directory filled in."""
+        checkpoints = self.effective_checkpoint_directory
         return JobSpec(
             name=self.name,
             nodes=self.node_names,
@@ -234,10 +301,12 @@ RECEIVER_TYPES: Final = {
 
 
 class ReceiverSection(Section):
-    name: str = Field(description="named by routes", min_length=1)
+    """A receiver of alerts. A receiver without a route gets no alerts."""
+
+    name: str = Field(description="name of the receiver, used in routes", min_length=1)
     type: str = Field(description="; ".join(f"{name}: {text}" for name, text in RECEIVER_TYPES.items()))
-    url_file: Path = Field(strict=False, description="file whose first line is the URL")
-    send_resolved: bool = Field(True, description="also tell when an episode closes")
+    url_file: Path = Field(strict=False, description="file whose first line is the URL to post to (a secret)")
+    send_resolved: bool = Field(True, description="also send a message when an alert is resolved")
 
     @field_validator("type")
     @classmethod
@@ -248,27 +317,33 @@ class ReceiverSection(Section):
 
 
 class RouteSection(Section):
+    """Which alerts a receiver gets. Conditions are combined; one that is not set matches everything."""
+
     receiver: str = Field(description="name of a receiver")
     severities: tuple[Annotated[Severity, Field(strict=False)], ...] = Field(
-        (), strict=False, description="only these; all if absent"
+        (), strict=False, description="only alerts of these severities; all if empty"
     )
     alerts: tuple[Annotated[AlertName, Field(strict=False)], ...] = Field(
-        (), strict=False, description="only these; all if absent"
+        (), strict=False, description="only these alerts; all if empty"
     )
-    jobs: tuple[str, ...] = Field((), strict=False, description="only these; all if absent")
+    jobs: tuple[str, ...] = Field((), strict=False, description="only alerts about these jobs; all if empty")
 
 
 class ProfileSection(Section):
-    """What a board draws here, in watts: `wattwatch calibrate` writes it, `wattwatch triage --profile` takes its file.
-    What is left out is as shipped for a board of this name."""
+    """What one GPU model draws here, in watts. `wattwatch calibrate` writes such a table, and `wattwatch triage
+    --profile` reads it. A value that is left out is taken from the shipped profile of the model."""
 
-    name: str = Field(min_length=1)
-    match: str = Field(description="regex on the board's name")
+    name: str = Field(description="name of the profile", min_length=1)
+    match: str = Field(description="regular expression for the name of the GPU, as nvidia-smi prints it")
     limit_watts: float = Field(strict=False, gt=0, description="enforced power limit")
-    idle_watts: float = Field(strict=False, gt=0, description="no process")
-    floor_watts: float = Field(strict=False, gt=0, description="spinning in a collective, or waiting with a context")
-    communication_watts: float | None = Field(None, strict=False, gt=0)
-    compute_watts: float | None = Field(None, strict=False, gt=0, description="lower end of the compute plateau")
+    idle_watts: float = Field(strict=False, gt=0, description="power of a GPU without a process")
+    floor_watts: float = Field(
+        strict=False, gt=0, description="power while spinning in a collective, or while waiting with a CUDA context"
+    )
+    communication_watts: float | None = Field(
+        None, strict=False, gt=0, description="power while all ranks are busy with communication"
+    )
+    compute_watts: float | None = Field(None, strict=False, gt=0, description="lower end of the power while computing")
 
     @model_validator(mode="after")
     def watts_rise(self) -> ProfileSection:
@@ -284,6 +359,8 @@ class ProfileSection(Section):
 
 
 class Config(Section):
+    """The whole file."""
+
     watcher: WatcherSection = WatcherSection()
     ssh: SshSection = SshSection()
     jobs: tuple[JobSection, ...] = Field((), strict=False)
@@ -299,10 +376,12 @@ class Config(Section):
             *find_duplicates("profiles", [profile.name for profile in self.profiles]),
         ]
         if not self.jobs:
-            problems.append("jobs: no [[jobs]] table: expected at least one with name, nodes and run_directory or logs")
+            problems.append(
+                "jobs: no [[jobs]] table; expected at least one, with name, nodes and run_directory or logs"
+            )
         known = [receiver.name for receiver in self.receivers]
         problems += [
-            f"routes[{i}].receiver: no receiver is named {route.receiver!r}{suggest(route.receiver, known)}"
+            f"routes[{i}].receiver: there is no receiver {route.receiver!r}{suggest(route.receiver, known)}"
             for i, route in enumerate(self.routes)
             if route.receiver not in known
         ]
@@ -311,7 +390,19 @@ class Config(Section):
         return self
 
 
+# The tables of the file, by name.
+TABLES: Final[dict[str, type[Section]]] = {
+    "watcher": WatcherSection,
+    "ssh": SshSection,
+    "jobs": JobSection,
+    "receivers": ReceiverSection,
+    "routes": RouteSection,
+    "profiles": ProfileSection,
+}
+
+
 def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Raises ValueError, which pydantic turns into a problem of the configuration."""
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -319,7 +410,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
-    """Node names of "gpu-[01-16],login"; ValueError where the list cannot be read."""
+    """The node names in "gpu-[01-16],login". Raises ValueError if the list cannot be parsed."""
     try:
         return tuple(NodeSet(text, resolver=RESOLVER_NOGROUP))
     except NodeSetException as error:
@@ -330,16 +421,17 @@ def find_duplicates(table: str, names: list[str]) -> Iterator[str]:
     for i, name in enumerate(names):
         first = names.index(name)
         if first != i:
-            yield f"{table}[{i}].name: {name!r} is already the name of {table}[{first}]; names must differ"
+            yield f"{table}[{i}].name: {name!r} is also the name of {table}[{first}]; names must differ"
 
 
 def suggest(word: str, known: list[str]) -> str:
+    """ "; did you mean 'x'?", or nothing if no known word is close."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def load_config(path: Path) -> Config:
-    """Read and check the file. Raises ConfigError with every problem found, each naming its place."""
+    """Reads and validates the file. Raises ConfigError with every problem found, each with its location."""
     data = read_toml(path)
     try:
         return Config.model_validate(data)
@@ -352,15 +444,15 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(path, [f"cannot be read: {error.strerror}"]) from None
+        raise ConfigError(path, [f"cannot read the file: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(path, [f"is not UTF-8 text (byte {error.start})"]) from None
+        raise ConfigError(path, [f"not UTF-8 text (byte {error.start})"]) from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(path, [f"is not TOML: {error}"]) from None
+        raise ConfigError(path, [f"not valid TOML: {error}"]) from None
 
 
 def describe_validation_error(item: Any) -> list[str]:
-    """One validation error of pydantic as lines "place: what; expected ...; did you mean ...?"."""
+    """One validation error of pydantic as lines "location: what is wrong; what was expected"."""
     location = list(item["loc"])
     place = format_location(location)
     if item["type"] == "extra_forbidden":
@@ -368,7 +460,7 @@ def describe_validation_error(item: Any) -> list[str]:
         hint = suggest(str(location[-1]), known) or f"; expected one of {', '.join(known)}"
         return [f"{place}: unknown key{hint}"]
     if item["type"] == "missing":
-        return [f"{place}: missing; {expected_value(location)}"]
+        return [f"{place}: missing{expected_value(location)}"]
     message = str(item["msg"]).removeprefix("Value error, ")
     if not place:
         return message.splitlines()
@@ -385,19 +477,8 @@ def format_location(location: list[str | int]) -> str:
 
 
 def find_section(location: list[str | int]) -> type[Section]:
-    """The model that holds the keys below `location`."""
-    section: type[Section] = Config
-    tables: dict[str, type[Section]] = {
-        "watcher": WatcherSection,
-        "ssh": SshSection,
-        "jobs": JobSection,
-        "receivers": ReceiverSection,
-        "routes": RouteSection,
-        "profiles": ProfileSection,
-    }
-    if location:
-        section = tables.get(str(location[0]), Config)
-    return section
+    """The model whose keys are valid below `location`."""
+    return TABLES.get(str(location[0]), Config) if location else Config
 
 
 def known_keys(location: list[str | int]) -> set[str]:
@@ -405,28 +486,32 @@ def known_keys(location: list[str | int]) -> set[str]:
 
 
 def expected_value(location: list[str | int]) -> str:
+    """What a missing key is for, after a semicolon; empty if there is no description."""
     field = find_section(location[:-1]).model_fields.get(str(location[-1]))
-    return f"expected {field.description}" if field is not None and field.description else "expected a value"
+    return f"; expected: {field.description}" if field is not None and field.description else ""
 
 
 def read_secret(path: Path) -> str:
-    """First line of a secret's file; relative names are looked for in $CREDENTIALS_DIRECTORY first (systemd)."""
+    """The first line of a file that holds a secret. Raises OSError or ValueError.
+
+    A relative path is looked up in $CREDENTIALS_DIRECTORY first, where systemd puts the credentials of a service.
+    """
     directory = os.environ.get("CREDENTIALS_DIRECTORY")
     if directory and not path.is_absolute() and (Path(directory) / path).exists():
         path = Path(directory) / path
     lines = path.expanduser().read_text("utf-8").splitlines()
     if not lines or not lines[0].strip():
-        raise ValueError(f"{path} is empty: expected the secret on its first line")
+        raise ValueError(f"{path} is empty; expected the secret on its first line")
     return lines[0].strip()
 
 
-# What each node is asked to report: everything that any of its jobs needs.
+# The request to the probe of a node
 
 LEADING_FLAGS: Final = re.compile(r"\(\?([aimsux]+)\)")
 
 
 def probe_request_for(specs: Sequence[JobSpec], node: str) -> ProbeRequest:
-    """One request for one node; the shortest interval of its jobs serves them all."""
+    """Everything that any job on this node needs, in one request. The shortest interval of its jobs applies."""
     mine = [spec for spec in specs if node in spec.nodes]
     patterns = [spec.processes for spec in mine if spec.processes]
     return ProbeRequest(
@@ -439,6 +524,7 @@ def probe_request_for(specs: Sequence[JobSpec], node: str) -> ProbeRequest:
 
 
 def _as_alternative(pattern: str) -> str:
-    """A pattern that may stand beside others. Flags at its start hold for it alone: elsewhere they are an error."""
+    """The pattern as one alternative of a larger one. Python accepts global flags such as (?i) only at the very start
+    of an expression, so flags at the start of a pattern become flags of its group."""
     flags = LEADING_FLAGS.match(pattern)
     return f"(?:{pattern})" if flags is None else f"(?{flags[1]}:{pattern[flags.end() :]})"

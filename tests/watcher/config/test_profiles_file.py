@@ -88,8 +88,8 @@ def test_a_file_holds_for_the_boards_that_it_matches(shell: Shell, tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "no [[profiles]] table in it"),
-        ("[[profiles", "is not TOML"),
+        ("", "the file has no [[profiles]] table"),
+        ("[[profiles", "not valid TOML"),
         (TABLE.replace("floor", "flor"), "did you mean"),
         (TABLE.replace('"B300"', '"("'), "profiles[0].match: not a regular expression"),
         (TABLE + "compute_watts = 50\n", "compute_watts 50 is not above floor_watts 235"),

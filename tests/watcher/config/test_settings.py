@@ -1,4 +1,4 @@
-"""A configuration that cannot be used says where, what was expected, and what was probably meant."""
+"""Errors in the configuration: where, what was expected, and what was probably meant."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from wattwatch.watcher.config.settings import Config, ConfigError, load_config, parse_duration, read_secret
-from wattwatch.watcher.diagnosis.capture.collector import CaptureSettings
+from wattwatch.watcher.config.settings import (
+    CaptureSettings,
+    Config,
+    ConfigError,
+    load_config,
+    parse_duration,
+    read_secret,
+)
 
 MINIMUM = """
 [[jobs]]
@@ -29,7 +35,7 @@ def problems(tmp_path: Path, text: str) -> list[str]:
     return caught.value.problems
 
 
-def test_five_lines_watch_a_cluster(tmp_path: Path) -> None:
+def test_three_keys_are_enough_to_watch_a_cluster(tmp_path: Path) -> None:
     config = loaded(tmp_path, MINIMUM)
     spec = config.jobs[0].spec(config.watcher.interval)
     assert len(spec.nodes) == 16
@@ -50,22 +56,22 @@ def test_five_lines_watch_a_cluster(tmp_path: Path) -> None:
         ('[watcher]\nlisten = "9560"\n' + MINIMUM, 'watcher.listen: expected "host:port"'),
         ("[ssh]\nport = 99999\n" + MINIMUM, "ssh.port: Input should be less than or equal to 65535"),
         ('[ssh]\nport = "22"\n' + MINIMUM, "ssh.port: Input should be a valid integer"),
-        ("[[jobs]]\nname = 'a'\n", 'jobs[0].nodes: missing; expected node list, e.g. "gpu-[01-16]"'),
+        ("[[jobs]]\nname = 'a'\n", 'jobs[0].nodes: missing; expected: nodes of the job, such as "gpu-[01-16]"'),
         ("[[jobs]]\nname = 'a'\nnodes = ''\n", "jobs[0].nodes: no nodes"),
         ("[[jobs]]\nname = 'a'\nnodes = 'gpu-[01-'\n", "jobs[0].nodes: not a node list"),
-        (MINIMUM + MINIMUM, "jobs[1].name: 'pretrain' is already the name of jobs[0]"),
+        (MINIMUM + MINIMUM, "jobs[1].name: 'pretrain' is also the name of jobs[0]"),
         (MINIMUM + "log_pattern = 'step (\\d+)'\n", "jobs[0].log_pattern: expected a group named step"),
         (MINIMUM + "log_pattern = '(?P<step>'\n", "jobs[0].log_pattern: not a regular expression"),
         ("[[jobs]]\nname = 'a/b'\nnodes = 'n1'\n", "jobs[0].name: expected a name without slashes"),
         ("", "jobs: no [[jobs]] table"),
-        ("[[jobs]\n", "is not TOML: "),
+        ("[[jobs]\n", "not valid TOML: "),
         (
             MINIMUM + "flight_recorder_file = '/nfs/fr_'\n",
             "jobs[0].flight_recorder_file: unknown key; did you mean 'flight_recorder_files'?",
         ),
         (
             MINIMUM + "flight_recorder_files = 'fr_'\n",
-            "jobs[0].flight_recorder_files: expected an absolute path to which the rank is added",
+            "jobs[0].flight_recorder_files: expected an absolute path prefix",
         ),
         (
             MINIMUM + "flight_recorder_pipe = '/tmp/fr_'\n",
@@ -79,15 +85,15 @@ def test_five_lines_watch_a_cluster(tmp_path: Path) -> None:
             MINIMUM
             + "[[receivers]]\nname = 'ops'\ntype = 'slack'\nurl_file = 'u'\n"
             + "[[routes]]\nreceiver = 'opps'\n",
-            "routes[0].receiver: no receiver is named 'opps'; did you mean 'ops'?",
+            "routes[0].receiver: there is no receiver 'opps'; did you mean 'ops'?",
         ),
     ],
 )
-def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, text: str, expected: str) -> None:
+def test_each_problem_is_reported_with_its_location(tmp_path: Path, text: str, expected: str) -> None:
     assert any(problem.startswith(expected) for problem in problems(tmp_path, text)), problems(tmp_path, text)
 
 
-def test_what_a_capture_may_ask_for_is_as_configured(tmp_path: Path) -> None:
+def test_capture_settings_are_taken_from_the_job(tmp_path: Path) -> None:
     job = loaded(tmp_path, MINIMUM).jobs[0]
     assert (job.capture, job.capture_settings) == (True, CaptureSettings())
     job = loaded(
@@ -97,31 +103,31 @@ def test_what_a_capture_may_ask_for_is_as_configured(tmp_path: Path) -> None:
     assert job.capture_settings == CaptureSettings("/nfs/fr_", "/tmp/fr_", 28029)
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     assert len(problems(tmp_path, '[watcher]\nlissten = "x"\ninterval = 1\n[[jobs]]\nname = "a"\n')) == 3
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"/nonexistent/wattwatch.toml: cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"/nonexistent/wattwatch.toml: cannot read the file: No such file"):
         load_config(Path("/nonexistent/wattwatch.toml"))
 
 
-def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_a_binary_file_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "wattwatch.toml"
     path.write_bytes(b"\xff\xfe[\x00")
-    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
         load_config(path)
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90s", 90), ("2m", 120), ("1h30m", 5400), ("500ms", 0.5), ("1.5h", 5400), ("1d", 86400)]
 )
-def test_durations_carry_their_unit(text: str, seconds: float) -> None:
+def test_durations_are_parsed_with_their_unit(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "90", "-5s", "5 s", "s", "5x", 90, None, True])
-def test_a_duration_without_a_unit_is_refused(text: object) -> None:
+def test_a_duration_without_a_unit_is_an_error(text: object) -> None:
     with pytest.raises(ValueError, match="expected a duration"):
         parse_duration(text)
 

@@ -23,6 +23,7 @@ from wattwatch.collectors.probe.payload import PYTHON_CANDIDATES
 from wattwatch.collectors.samples import HostStatus
 from wattwatch.collectors.ssh.channels import CommandResult, NodeChannels
 from wattwatch.watcher.common.formatting import single_line
+from wattwatch.watcher.config.settings import CaptureSettings
 from wattwatch.watcher.detection.model import JobSample, JobSpec, NodeState
 from wattwatch.watcher.diagnosis.capture.files import (
     AgentFrame,
@@ -32,7 +33,7 @@ from wattwatch.watcher.diagnosis.capture.files import (
     node_file_name,
     rank_file_name,
 )
-from wattwatch.watcher.diagnosis.nccl_ras.client import RAS_PORT, RasChannel, poll_twice
+from wattwatch.watcher.diagnosis.nccl_ras.client import RasChannel, poll_twice
 
 MAX_PROCESSES_PER_NODE: Final = 64  # of a node
 MIB: Final = 2**20
@@ -40,15 +41,6 @@ ANSWERING_STATUSES: Final = frozenset(
     {HostStatus.OK, HostStatus.SAMPLER_TIMEOUT, HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES}
 )
 """The node answers, whatever its boards do."""
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureSettings:
-    """As configured for a job."""
-
-    recorder_files: str | None = None  # TORCH_FR_DUMP_TEMP_FILE: prefix of dumps, the rank follows
-    recorder_pipe: str | None = None  # TORCH_NCCL_DEBUG_INFO_PIPE_FILE: prefix of FIFOs that ask for a dump
-    ras_port: int = RAS_PORT
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 from wattwatch.collectors.clock import Clock
+from wattwatch.watcher.config.settings import NCCL_RAS_PORT
 
-RAS_PORT: Final = 28028  # of 127.0.0.1, unless NCCL_RAS_ADDR says otherwise
 DEADLINE_SECONDS = 15.0  # RAS takes up to twice its own timeout, 5 s by default
 MAX_REPORT_BYTES = 32 * 1024 * 1024  # 1,024 ranks in 20 communicators are about 10 MB of JSON
 _MAX_LINE_BYTES = 4096
@@ -163,7 +163,7 @@ def _decode_line(raw: bytes) -> str:
 # Two reports some seconds apart: a hang can only be seen between two.
 
 POLL_INTERVAL_SECONDS = 10.0  # longer than most steps; launches of a job that runs go on within it
-DEFAULT_ADDRESS = f"127.0.0.1:{RAS_PORT}"
+DEFAULT_ADDRESS = f"127.0.0.1:{NCCL_RAS_PORT}"
 
 
 @dataclass(frozen=True, slots=True)

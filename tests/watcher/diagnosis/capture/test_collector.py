@@ -18,10 +18,10 @@ from tests.collectors.ssh.running_fleet import RunningFleet, running_fleet
 from tests.watcher.diagnosis.capture import worker_servers as servers
 from tests.watcher.diagnosis.nccl_ras.ras_servers import serving, speaks_ras
 from wattwatch.collectors.clock import Clock
+from wattwatch.watcher.config.settings import CaptureSettings
 from wattwatch.watcher.diagnosis.capture.collector import (
     CapturePlan,
     CaptureResult,
-    CaptureSettings,
     NodeCapturePlan,
     capture_evidence,
 )

@@ -14,7 +14,8 @@ import pytest
 
 from tests.watcher.diagnosis.capture import worker_servers as servers
 from tests.watcher.diagnosis.capture.local_node_agent import Answer, ask
-from wattwatch.watcher.diagnosis.capture.collector import CapturePlan, CaptureSettings, NodeCapturePlan
+from wattwatch.watcher.config.settings import CaptureSettings
+from wattwatch.watcher.diagnosis.capture.collector import CapturePlan, NodeCapturePlan
 
 
 @pytest.fixture

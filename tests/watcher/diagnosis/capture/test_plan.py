@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from wattwatch.collectors.samples import GpuSample, HostStatus, ProcessSample, ProgressSample
+from wattwatch.watcher.config.settings import CaptureSettings
 from wattwatch.watcher.detection.model import JobProgress, JobSample, JobSpec, NodeState, RankGpu
-from wattwatch.watcher.diagnosis.capture.collector import CaptureSettings, NodeCapturePlan, plan_capture
+from wattwatch.watcher.diagnosis.capture.collector import NodeCapturePlan, plan_capture
 
 NODES = ("node-01", "node-02", "node-03")
 SPEC = JobSpec("llama", NODES, run_directory="/nfs/runs/llama")
