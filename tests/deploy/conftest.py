@@ -19,7 +19,7 @@ from wattwatch.watcher.demo.receiver import DemoReceiver
 SPEED = 5.0
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def exporter_address() -> Iterator[str]:
     """http://host:port of a wattwatch that has something to tell: whatever the queries are run on."""
     with SimulatedCluster([get_scenario("deadlock"), get_scenario("checkpoint")], SPEED) as cluster:
@@ -49,7 +49,7 @@ def with_a_broken_receiver(cluster: SimulatedCluster, receiver_address: str) -> 
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def prometheus(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[PrometheusServer]:
     require_tool("prometheus")  # before a cluster is started for nothing
     address = request.getfixturevalue("exporter_address")

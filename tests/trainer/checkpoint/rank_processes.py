@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
+
+from tests.trainer.preloaded_processes import preloaded_context
 
 LONG_SECONDS: Final = 60.0
 
@@ -24,8 +25,7 @@ class Ended:
 
 def run_ranks(world: int, work: Callable[..., Any], **arguments: Any) -> list[Ended]:
     """`work(rank, world, **arguments)` in each of `world` processes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.trainer.checkpoint.scenarios"])
+    context = preloaded_context()
     with tempfile.TemporaryDirectory() as meeting:
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         processes = [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Final
+
+from tests.trainer.preloaded_processes import preloaded_context
 
 DEADLINE_SECONDS: Final = 100.0
 
@@ -24,7 +25,7 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
 
     It must be importable, and return what pickles. Raises RuntimeError with the traceback of a rank that raised.
     """
-    context, port = multiprocessing.get_context("spawn"), free_port()
+    context, port = preloaded_context(), free_port()
     processes, ends = [], []
     for rank in range(world):
         ours, theirs = context.Pipe()
@@ -35,7 +36,6 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
             "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
         }
         process = context.Process(target=_child, args=(theirs, environment, function, arguments))
         process.start()
@@ -65,6 +65,9 @@ def _answer(rank: int, end: Connection) -> Any:
 
 
 def _child(end: Connection, environment: dict[str, str], function: Callable[..., Any], arguments: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # as torchrun does by OMP_NUM_THREADS
     os.environ.update(environment)
     try:
         answer = (True, function(*arguments))

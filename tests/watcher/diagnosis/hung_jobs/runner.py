@@ -13,11 +13,14 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final
 
+from tests.trainer.preloaded_processes import preloaded_context
 from wattwatch.trainer.run_directory import RunDirectory
 from wattwatch.watcher.diagnosis.model import DiagnosisVerdict, HangCause
 
@@ -25,6 +28,9 @@ WORLD: Final = 4
 STEPS_BEFORE: Final = 3  # one all_reduce each
 PATIENCE_SECONDS: Final = 90.0
 TRAIN: Final = Path(__file__).parent / "train.py"
+ENVIRONMENT: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "GLOO_SOCKET_IFNAME": "lo"}
+
+RankProcess = subprocess.Popen[bytes] | BaseProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +117,11 @@ class HungJob:
     name: str
     kind: Kind
     run_directory: Path
-    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)  # by rank
+    processes: dict[int, RankProcess] = field(default_factory=dict)  # by rank
 
     @property
     def pids(self) -> dict[int, int]:
-        return {rank: process.pid for rank, process in self.processes.items()}
+        return {rank: process.pid for rank, process in self.processes.items() if process.pid is not None}
 
     @property
     def answering(self) -> list[int]:
@@ -145,19 +151,45 @@ def hung_job(name: str, directory: Path) -> Iterator[HungJob]:
         for process in job.processes.values():
             process.kill()
         for process in job.processes.values():
-            process.wait(10)
+            (process.join if isinstance(process, BaseProcess) else process.wait)(10)
 
 
-def start(name: str, run: RunDirectory, rank: int) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with run.rank_log(1, rank).open("wb") as log:
+def start(name: str, run: RunDirectory, rank: int) -> RankProcess:
+    log = run.rank_log(1, rank)
+    arguments = (str(run.path), rank, WORLD, name, STEPS_BEFORE)
+    if not KINDS[name].dies:
+        return start_preloaded(log, arguments)
+    # Waited for by nobody, a rank that died stays as a zombie, which the capture must see: so it is our own child.
+    with log.open("wb") as opened:
         return subprocess.Popen(
-            [sys.executable, "-u", str(TRAIN), str(run.path), str(rank), str(WORLD), name, str(STEPS_BEFORE)],
-            env={**environment, "PYTHONPATH": str(TRAIN.parents[4])},
+            [sys.executable, "-u", str(TRAIN), *map(str, arguments)],
+            env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TRAIN.parents[4])},
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=opened,
+            stderr=opened,
         )
+
+
+def start_preloaded(log: Path, arguments: tuple[str, int, int, str, int]) -> BaseProcess:
+    """The same program, forked from a process that has torch loaded: importing it takes longer than hanging."""
+    process = preloaded_context().Process(target=train_preloaded, args=(log, arguments))
+    process.start()
+    return process
+
+
+def train_preloaded(log: Path, arguments: tuple[str, int, int, str, int]) -> None:
+    from tests.watcher.diagnosis.hung_jobs.train import train
+
+    os.environ.update(ENVIRONMENT)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    try:
+        train(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        raise SystemExit(1) from None  # as the interpreter ends a program: it still waits for threads
 
 
 def wait_until_hung(job: HungJob) -> None:

@@ -82,9 +82,9 @@ def hang(kind: str, rank: int, heartbeat: HeartbeatWriter) -> None:
     odd.get((kind, rank), reduce_gradients)()
 
 
-def main() -> None:
-    run, rank, world, kind, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+def train(run_path: str, rank: int, world: int, kind: str, steps: int) -> None:
     torch.set_num_threads(1)
+    run = Path(run_path)
     directory = RunDirectory(run)
     with (
         HeartbeatWriter(directory, run=run.name, rank=rank, world=world, attempt=1, steps=100) as heartbeat,
@@ -107,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
