@@ -148,7 +148,7 @@ def command_and_stdin(plan: CapturePlan, node: NodeCapturePlan, seconds: float) 
 def _compressed_node_agent() -> bytes:
     program = resources.files(__package__).joinpath("node_agent.py").read_text("utf-8")
     # The plan follows the compressed program: zlib keeps it as unused_data.
-    return zlib.compress((program + "\nmain(json.loads(bytes(z.unused_data)))\n").encode("utf-8"), 9)
+    return zlib.compress((program + "\nrun_agent(json.loads(bytes(z.unused_data)))\n").encode("utf-8"), 9)
 
 
 # A hung job's nodes are asked for their evidence, all at once, over the connections that the fleet holds. Rim.

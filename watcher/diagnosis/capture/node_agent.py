@@ -1,6 +1,6 @@
 """What runs on a node of a hung job, once: asks its ranks for flight records and stacks, and prints what it gets.
 
-Standard library only, Python 3.8 and later; travels over stdin and writes nothing on the node. `main(plan)` prints
+Standard library only, Python 3.8 and later; travels over stdin and writes nothing on the node. `run_agent(plan)` prints
 frames: one JSON line, then as many bytes as its "bytes" says. README.md in this folder describes both.
 
 The job must not notice: no signal, no ptrace, no lock of its own but those that torch's handlers take. A hung job often

@@ -187,7 +187,7 @@ def train_preloaded(log: Path, arguments: tuple[str, int, int, str, int]) -> Non
     os.close(file)
     try:
         train(*arguments)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - its log shows it, as that of any program
         traceback.print_exc()
         raise SystemExit(1) from None  # as the interpreter ends a program: it still waits for threads
 
