@@ -121,9 +121,9 @@ def write_report(page: Path, directory: Path, evidence: Evidence, diagnosis: Dia
         for name in diagnosis.evidence:
             data = paths.get(name, directory / name).read_bytes()
             files.append(EvidenceFile(name, len(data), hashlib.sha256(data).hexdigest()))
-        job = evidence.seen.job if evidence.seen is not None else directory.resolve().name
+        job = evidence.live.job if evidence.live is not None else directory.resolve().name
         incident = IncidentReport(
-            job, diagnosis, evidence.seen, stacks=evidence.stacks, files=tuple(files), directory=str(directory)
+            job, diagnosis, evidence.live, stacks=evidence.stacks, files=tuple(files), directory=str(directory)
         )
         page.write_text(render_incident_report(incident), "utf-8")
         click.echo(f"the incident's page is in {page}", err=True)

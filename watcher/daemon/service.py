@@ -61,7 +61,7 @@ def create_capture_scheduler(
 
     allowed = {job.name: job.capture for job in config.jobs}
     return CaptureScheduler(
-        incidents, allowed, Investigator(ask, concluding.conclude, render_report, clock.wall), tell, clock
+        incidents, allowed, Investigator(ask, concluding.diagnose, render_report, clock.wall), tell, clock
     )
 
 
@@ -265,7 +265,7 @@ class Service:
         """Each line as it comes, on the fleet's reader thread."""
         if self._recorder is not None:
             self._recorder.line(node, received_seconds, line)
-        self._incidents.line(node, received_seconds, line)
+        self._incidents.add_line(node, received_seconds, line)
 
     # The engine's thread
 
@@ -290,9 +290,9 @@ class Service:
         if snapshot is not before:
             told = {name: view.findings for name, view in snapshot.jobs.items()}
             now = self._clock.monotonic()
-            self._incidents.look(self._fleet.links(), told, now, self._clock.wall(), self._engine.known)
+            self._incidents.update(self._fleet.links(), told, now, self._clock.wall(), self._engine.known)
             try:
-                self._diagnosing.look(snapshot)
+                self._diagnosing.update(snapshot)
             except Exception as error:  # noqa: BLE001 - as above
                 self._engine_failed(error)
             self._log_episodes(before, snapshot)

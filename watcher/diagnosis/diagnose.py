@@ -1,8 +1,7 @@
-"""All evidence weighed together: `Evidence` -> `Diagnosis`. Pure; any part of the evidence may be missing.
+"""`diagnose`: all evidence together gives a `Diagnosis`. Pure; any part of the evidence may be missing.
 
-The flight records decide where they are conclusive. Where they are not, or there are none, NCCL's RAS, the state of the
-processes, how ranks ended, faults of nodes, stacks, heartbeats and power are weighed against each other
-(`witnesses/weigh.py`).
+The flight records decide where they are conclusive. Otherwise NCCL RAS, processes, exit reports, logs, node faults,
+stacks, heartbeats and power are weighed against each other (`signals/combine.py`).
 """
 
 from __future__ import annotations
@@ -42,133 +41,151 @@ from wattwatch.watcher.diagnosis.signals.from_job import (
     stacks_signal,
 )
 from wattwatch.watcher.diagnosis.signals.root_cause import find_root_cause
-from wattwatch.watcher.diagnosis.signals.signal import FLIGHT_RECORDER, HEARTBEATS, POWER, PROCESSES, THROTTLING, Signal
+from wattwatch.watcher.diagnosis.signals.signal import (
+    FLIGHT_RECORDER,
+    HEARTBEATS,
+    POWER,
+    PROCESSES,
+    THROTTLING,
+    Signal,
+)
 from wattwatch.watcher.diagnosis.stacks.activity import add_lines_from_stacks
 from wattwatch.watcher.diagnosis.summary import describe_culprits, explain, summarize
 
 MAX_STACKS: Final = 4  # of culprits
-MAX_LOGS: Final = 2
-ABSENT_RECORD_WEIGHT: Final = 0.25  # who left no record is not named for that, only where another source names it too
-NOT_HUNG_STATES: Final = frozenset({"computing", "communicating", "completed", "unknown"})  # states that are no hang
+MAX_LOGS: Final = 2  # of culprits
+# A missing record may just be lost, so its rank is named only if another source names it too. Chosen, not fitted.
+ABSENT_RECORD_WEIGHT: Final = 0.25
+NOT_HUNG_STATES: Final = frozenset({"computing", "communicating", "completed", "unknown"})
+# Observed from outside the job: they raise suspicion, but do not show that the others wait for a rank.
 EXTERNAL_SOURCES: Final = frozenset({POWER, HEARTBEATS, THROTTLING})
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Neither the order of files nor that of ranks changes the answer."""
+    """Neither the order of files nor the order of ranks changes the result."""
     evidence = drop_foreign_ras_reports(sorted_evidence(evidence))
-    reading = analyze_collectives(evidence.records, evidence.unread) if evidence.records else None
+    collectives = analyze_collectives(evidence.records, evidence.unreadable) if evidence.records else None
     ras = analyze_ras(evidence.ras) if evidence.ras else None
-    witnesses = collect_signals(evidence, reading, ras)
-    weighed = combine_signals(witnesses, reading)
+    signals = collect_signals(evidence, collectives, ras)
+    combined = combine_signals(signals, collectives)
     if ras is not None:
         evidence = replace(evidence, node_of_rank=ras_suspect_hosts(ras, evidence) | dict(evidence.node_of_rank))
-    nothing_open = _no_open_collective(evidence, reading, weighed, witnesses)
-    verdict = decide_verdict(weighed, reading, ras, nothing_open)
-    cause = HangCause.UNKNOWN if nothing_open else find_root_cause(verdict, weighed, witnesses, reading, evidence)
-    culprits = describe_culprits(weighed.ranks, evidence, witnesses, reading)
+    no_hang = _shows_no_hang(evidence, collectives, combined, signals)
+    verdict = decide_verdict(combined, collectives, ras, no_hang)
+    cause = HangCause.UNKNOWN if no_hang else find_root_cause(verdict, combined, signals, collectives, evidence)
+    culprits = describe_culprits(combined.ranks, evidence, signals, collectives)
     step = _job_step(evidence)
     return Diagnosis(
         verdict=verdict,
-        conclusive=reading is not None and reading.conclusive and bool(reading.culprits),
+        conclusive=collectives is not None and collectives.conclusive and bool(collectives.culprits),
         cause=cause,
         culprits=culprits,
-        confidence=round(weighed.confidence, 2) if culprits or verdict is not DiagnosisVerdict.UNKNOWN else 0.0,
+        confidence=round(combined.confidence, 2) if culprits or verdict is not DiagnosisVerdict.UNKNOWN else 0.0,
         step=step,
-        summary=summarize(verdict, culprits, weighed, witnesses, reading, step, nothing_open),
-        why=explain(weighed, witnesses, reading),
-        advice=recommend_next_step(verdict, cause, culprits, evidence, nothing_open, ras, reading),
-        testimonies=tuple(SignalSummary(witness.source, yes, witness.words) for witness, yes in weighed.agrees),
-        reading=None if reading is None else add_lines_from_stacks(reading, evidence.stacks),
+        summary=summarize(verdict, culprits, combined, signals, collectives, step, no_hang),
+        why=explain(combined, signals, collectives),
+        advice=recommend_next_step(verdict, cause, culprits, evidence, no_hang, ras, collectives),
+        signals=tuple(SignalSummary(signal.source, yes, signal.text) for signal, yes in combined.agrees),
+        collectives=None if collectives is None else add_lines_from_stacks(collectives, evidence.stacks),
         evidence=_source_files(evidence),
         missing=(*evidence.missing, *(ras.notes if ras is not None else ())),
-        unread=evidence.unread,
-        stacks=tuple(s for s in evidence.stacks if s.rank in weighed.ranks)[:MAX_STACKS],
-        nothing_open=nothing_open,
-        logs=tuple(log for log in evidence.logs if log.rank in weighed.ranks)[:MAX_LOGS],
+        unreadable=evidence.unreadable,
+        stacks=tuple(each for each in evidence.stacks if each.rank in combined.ranks)[:MAX_STACKS],
+        no_hang=no_hang,
+        logs=tuple(log for log in evidence.logs if log.rank in combined.ranks)[:MAX_LOGS],
     )
 
 
 def sorted_evidence(evidence: Evidence) -> Evidence:
-    """So that two words on one rank are always heard in the same order."""
-    seen = evidence.seen
-    if seen is not None:
-        ranks = sorted(seen.ranks, key=lambda each: (each.rank, each.node, str(each.gpu)))
-        seen = replace(seen, ranks=tuple(ranks), faults=tuple(sorted(seen.faults, key=repr)))
+    """In a fixed order, because the first of two statements about one rank wins."""
+    live = evidence.live
+    if live is not None:
+        ranks = sorted(live.ranks, key=lambda each: (each.rank, each.node, str(each.gpu)))
+        live = replace(live, ranks=tuple(ranks), faults=tuple(sorted(live.faults, key=repr)))
     return replace(
         evidence,
         stacks=tuple(sorted(evidence.stacks, key=lambda each: (each.rank, each.source))),
         processes=tuple(
             sorted(evidence.processes, key=lambda each: (str(each.rank), each.node, each.pid, str(each.state)))
         ),
-        endings=tuple(sorted(evidence.endings, key=lambda each: (each.rank, each.source, each.code))),
-        seen=seen,
+        exit_reports=tuple(sorted(evidence.exit_reports, key=lambda each: (each.rank, each.source, each.code))),
+        live=live,
         logs=tuple(sorted(evidence.logs, key=lambda each: (each.rank, each.source))),
     )
 
 
-def collect_signals(evidence: Evidence, reading: CollectiveAnalysis | None, ras: RasAnalysis | None) -> list[Signal]:
-    """All that have something to say."""
-    seen = evidence.seen
-    heard = [
-        flight_record_signal(reading) if reading is not None else None,
+def collect_signals(
+    evidence: Evidence, collectives: CollectiveAnalysis | None, ras: RasAnalysis | None
+) -> list[Signal]:
+    live = evidence.live
+    signals = [
+        flight_record_signal(collectives) if collectives is not None else None,
         ras_signal(ras, evidence) if ras is not None else None,
         *fault_signals(evidence),
         processes_signal(evidence),
         logs_signal(evidence),
         exit_reports_signal(evidence),
         stacks_signal(evidence),
-        heartbeats_signal(seen) if seen is not None else None,
-        power_signal(seen) if seen is not None else None,
+        heartbeats_signal(live) if live is not None else None,
+        power_signal(live) if live is not None else None,
     ]
-    return [witness for witness in heard if witness is not None]
+    return [signal for signal in signals if signal is not None]
 
 
-def flight_record_signal(reading: CollectiveAnalysis) -> Signal:
-    if reading.absent:
-        return Signal(FLIGHT_RECORDER, reading.why, frozenset(reading.absent), ABSENT_RECORD_WEIGHT)
-    joined = reading.verdict is DiagnosisVerdict.NO_DESYNC and bool(reading.groups)
-    return Signal(FLIGHT_RECORDER, reading.why, frozenset(reading.culprits), reading.confidence, all_alike=joined)
+def flight_record_signal(collectives: CollectiveAnalysis) -> Signal:
+    if collectives.absent:
+        return Signal(FLIGHT_RECORDER, collectives.why, frozenset(collectives.absent), ABSENT_RECORD_WEIGHT)
+    all_alike = collectives.verdict is DiagnosisVerdict.NO_DESYNC and bool(collectives.groups)
+    culprits = frozenset(collectives.culprits)
+    return Signal(FLIGHT_RECORDER, collectives.why, culprits, collectives.confidence, all_alike=all_alike)
 
 
 def decide_verdict(
-    weighed: CombinedSignals, reading: CollectiveAnalysis | None, ras: RasAnalysis | None, nothing_open: bool
+    combined: CombinedSignals, collectives: CollectiveAnalysis | None, ras: RasAnalysis | None, no_hang: bool
 ) -> DiagnosisVerdict:
-    """The records', where they tell; else that of RAS; else what the state of a process means for its peers."""
-    nobody_waits = reading is None or (reading.verdict is DiagnosisVerdict.NO_DESYNC and not reading.groups)
-    if reading is not None and (nothing_open or not nobody_waits) and reading.verdict is not DiagnosisVerdict.UNKNOWN:
-        return reading.verdict
+    """The verdict of the flight records if they have one, else that of RAS, else what the other signals imply."""
+    if collectives is not None and collectives.verdict is not DiagnosisVerdict.UNKNOWN:
+        # "No desync" without a group means that no rank waits in a collective: a verdict only if there is no hang.
+        no_rank_waits = collectives.verdict is DiagnosisVerdict.NO_DESYNC and not collectives.groups
+        if no_hang or not no_rank_waits:
+            return collectives.verdict
     from_ras = None if ras is None else RAS_VERDICTS.get(ras.finding)
     if from_ras is not None:
         return from_ras
-    printed = next((witness.verdict for witness, yes in weighed.agrees if yes and witness.verdict is not None), None)
-    if printed is not None:
-        return printed
-    hard = any(yes and witness.source not in EXTERNAL_SOURCES for witness, yes in weighed.agrees)
-    return DiagnosisVerdict.NEVER_ARRIVED if weighed.ranks and hard else DiagnosisVerdict.UNKNOWN
+    implied = next((signal.verdict for signal, yes in combined.agrees if yes and signal.verdict is not None), None)
+    if implied is not None:
+        return implied
+    # A rank that is stopped, gone or elsewhere in its code has not arrived where the others wait.
+    direct = any(yes and signal.source not in EXTERNAL_SOURCES for signal, yes in combined.agrees)
+    return DiagnosisVerdict.NEVER_ARRIVED if combined.ranks and direct else DiagnosisVerdict.UNKNOWN
 
 
-def _no_open_collective(
-    evidence: Evidence, reading: CollectiveAnalysis | None, weighed: CombinedSignals, witnesses: Sequence[Signal]
+def _shows_no_hang(
+    evidence: Evidence,
+    collectives: CollectiveAnalysis | None,
+    combined: CombinedSignals,
+    signals: Sequence[Signal],
 ) -> bool:
-    """Whole records of all ranks, nobody in a collective, and nothing else that speaks of a hang."""
-    if any(witness.source == PROCESSES and witness.doing for witness in witnesses):
+    """Whether the evidence is complete and shows no hang: no rank waits in a collective, or all ranks exited with 0."""
+    if any(signal.source == PROCESSES and signal.rank_text for signal in signals):
         return False
-    if weighed.ranks or (evidence.seen is not None and evidence.seen.state not in NOT_HUNG_STATES):
+    if combined.ranks or (evidence.live is not None and evidence.live.state not in NOT_HUNG_STATES):
         return False
-    if reading is None and any(witness.shows_progress for witness in witnesses):
+    if collectives is None and any(signal.shows_progress for signal in signals):
         return True
-    if reading is None:
-        ended = {ending.rank for ending in evidence.endings if ending.code == 0}
-        return bool(ended) and ended >= known_ranks(evidence)
-    told = any(part.group.members for record in evidence.records for part in record.groups)
-    whole = told and not evidence.unread and {record.rank for record in evidence.records} >= known_ranks(evidence)
-    return whole and reading.verdict is DiagnosisVerdict.NO_DESYNC and not reading.groups
+    if collectives is None:
+        exited = {report.rank for report in evidence.exit_reports if report.code == 0}
+        return bool(exited) and exited >= known_ranks(evidence)
+    # A rank whose record is missing or unreadable may be the one that hangs.
+    members_known = any(part.group.members for record in evidence.records for part in record.groups)
+    complete = {record.rank for record in evidence.records} >= known_ranks(evidence) and not evidence.unreadable
+    return members_known and complete and collectives.verdict is DiagnosisVerdict.NO_DESYNC and not collectives.groups
 
 
 def _job_step(evidence: Evidence) -> int | None:
-    if evidence.seen is not None and (step := median_step(evidence.seen)) is not None:
+    if evidence.live is not None and (step := median_step(evidence.live)) is not None:
         return step
-    return min((ending.step for ending in evidence.endings if ending.step is not None), default=None)
+    return min((report.step for report in evidence.exit_reports if report.step is not None), default=None)
 
 
 def _source_files(evidence: Evidence) -> tuple[str, ...]:
@@ -176,7 +193,7 @@ def _source_files(evidence: Evidence) -> tuple[str, ...]:
         *(record.source for record in evidence.records),
         *(stacks.source for stacks in evidence.stacks),
         *(process.source for process in evidence.processes),
-        *(ending.source for ending in evidence.endings),
+        *(report.source for report in evidence.exit_reports),
         *(log.source for log in evidence.logs),
         *(report.source for polls in evidence.ras for report in polls.reports),
     }

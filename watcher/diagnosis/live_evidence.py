@@ -1,4 +1,4 @@
-"""The job from outside, as evidence: what the watcher has seen of each rank and node when a capture begins. Pure."""
+"""What the watcher knows about a job from outside, as evidence: readings of its ranks, faults of its nodes. Pure."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from wattwatch.watcher.diagnosis.model import LiveEvidence, NodeFault, RankReadi
 
 DRIVER_STATUSES: Final = frozenset({HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES, HostStatus.SAMPLER_TIMEOUT})
 DRIVER_CALLS: Final = ("nvml", "nvidia-smi")
-KERNEL_CALLS: Final = frozenset({"read /proc"})  # no file system of the job
+KERNEL_CALLS: Final = frozenset({"read /proc"})  # hangs with the kernel, says nothing about a file system of the job
 STOPPED_STATES: Final = {
     "T": "is stopped by a signal",
     "t": "is stopped by a debugger",
-    "Z": "has ended and was not reaped",
+    "Z": "has exited and was not reaped by its parent",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class NodeKernelEvent:
-    """A line of a node's kernel log, and how long ago it was written. The kernel says it once; keep it for a while."""
+    """A line of a node's kernel log."""
 
     node: str
     event: KernelEvent
-    age_seconds: float | None  # None: the node does not tell
+    age_seconds: float | None  # time since it was written; None: unknown
 
 
 def collect_live_evidence(
@@ -47,7 +47,7 @@ def collect_live_evidence(
     state: JobState,
     events: Sequence[NodeKernelEvent] = (),
 ) -> LiveEvidence:
-    """`events`: kernel lines of the last minutes, those of the sample among them or not."""
+    """`events`: kernel log lines of the last minutes, with or without those of the sample."""
     suspects = [*verdict.suspects, *(suspect for finding in findings for suspect in finding.suspects)]
     return LiveEvidence(
         job=sample.job,
@@ -63,24 +63,24 @@ def collect_live_evidence(
 
 
 def rank_readings(sample: JobSample) -> Iterator[RankReadings]:
-    """Each rank that has a board, a process or a heartbeat."""
-    boards = {board.rank: board for board in sample.gpus if board.rank is not None}
+    """Every rank that has a GPU, a process or a heartbeat."""
+    gpus = {rank_gpu.rank: rank_gpu for rank_gpu in sample.gpus if rank_gpu.rank is not None}
     sources = newest_progress_by_rank(sample.progress.sources)
-    homes = {p.rank: n.node for n in sample.nodes for p in n.processes or () if p.rank is not None}
+    node_of_rank = {p.rank: n.node for n in sample.nodes for p in n.processes or () if p.rank is not None}
     listed = {node.node for node in sample.nodes if node.processes is not None}
-    for rank in {*boards, *sources, *homes}:
-        board, source = boards.get(rank), sources.get(rank)
-        node = board.node if board is not None else homes.get(rank, "")
-        alive: bool | None = True if rank in homes else None
+    for rank in {*gpus, *sources, *node_of_rank}:
+        rank_gpu, source = gpus.get(rank), sources.get(rank)
+        node = rank_gpu.node if rank_gpu is not None else node_of_rank.get(rank, "")
+        alive: bool | None = True if rank in node_of_rank else None
         if alive is None and source is not None and source.pid is not None and node in listed:
             alive = False  # its heartbeat names a process that the node does not list
-        throttle = None if board is None else board.gpu.throttle_reasons
+        throttle = None if rank_gpu is None else rank_gpu.gpu.throttle_reasons
         yield RankReadings(
             rank=rank,
             node=node,
-            gpu=None if board is None else board.gpu.index,
-            power_watts=None if board is None else board.gpu.power_watts,
-            utilization_percent=None if board is None else board.gpu.utilization_percent,
+            gpu=None if rank_gpu is None else rank_gpu.gpu.index,
+            power_watts=None if rank_gpu is None else rank_gpu.gpu.power_watts,
+            utilization_percent=None if rank_gpu is None else rank_gpu.gpu.utilization_percent,
             step=None if source is None else source.step,
             phase=None if source is None else source.phase,
             alive=alive,
@@ -90,7 +90,7 @@ def rank_readings(sample: JobSample) -> Iterator[RankReadings]:
 
 
 def newest_progress_by_rank(sources: Iterable[ProgressSample]) -> Mapping[int, ProgressSample]:
-    """By rank, of the latest start of the job; a rank may have left words of an earlier one."""
+    """By rank, from the latest restart of the job: files of an earlier attempt may still be there."""
     newest: dict[int, ProgressSample] = {}
     for source in sources:
         if source.rank is None:
@@ -101,11 +101,11 @@ def newest_progress_by_rank(sources: Iterable[ProgressSample]) -> Mapping[int, P
     return newest
 
 
-def suspect_rank(suspect: Suspect, boards: Sequence[RankGpu]) -> int | None:
-    """A suspect without a rank may have a board that has one."""
+def suspect_rank(suspect: Suspect, gpus: Sequence[RankGpu]) -> int | None:
+    """The rank of the suspect itself, or of its GPU."""
     if suspect.rank is not None or suspect.gpu is None:
         return suspect.rank
-    return next((b.rank for b in boards if (b.node, b.gpu.index) == (suspect.node, suspect.gpu)), None)
+    return next((b.rank for b in gpus if (b.node, b.gpu.index) == (suspect.node, suspect.gpu)), None)
 
 
 def collect_node_faults(
@@ -113,9 +113,9 @@ def collect_node_faults(
 ) -> Iterator[NodeFault]:
     yield from gpu_faults(sample, findings)
     yield from throttled_gpus(sample)
-    for told in events:
-        yield kernel_fault(told.node, told.event, told.age_seconds)
-    kept = {(told.node, told.event.text) for told in events}
+    for reported in events:
+        yield kernel_fault(reported.node, reported.event, reported.age_seconds)
+    kept = {(reported.node, reported.event.text) for reported in events}
     for node in sample.nodes:
         for event in node.kernel_events:
             if (node.node, event.text) not in kept:
@@ -127,39 +127,42 @@ def collect_node_faults(
 
 
 def gpu_faults(sample: JobSample, findings: Sequence[Finding]) -> Iterator[NodeFault]:
-    """By the detector, which remembers what the kernel said minutes ago; else by the board's own words."""
-    told: set[tuple[str, int | None]] = set()
+    """From the detector's findings, which remember kernel messages of minutes ago; else from the GPU's own readings."""
+    reported: set[tuple[str, int | None]] = set()
     for finding in findings:
         if finding.alert is AlertName.GPU_FAULT:
             suspect = finding.suspects[0] if finding.suspects else Suspect(finding.scope.partition("/")[0])
-            told.add((suspect.node, suspect.gpu))
+            reported.add((suspect.node, suspect.gpu))
             words = "; ".join(finding.evidence) or finding.summary
             yield NodeFault("gpu", suspect.node, words, suspect_rank(suspect, sample.gpus), suspect.gpu)
-    for board in sample.gpus:
-        fault = board.gpu.fault
-        # Unreadable once is no fault yet: the detector says when it is.
-        if fault not in (None, ReadingStatus.UNREADABLE) and (board.node, board.gpu.index) not in told:
-            words = f"GPU {board.gpu.index} {fault.value.replace('_', ' ')}" if fault is not None else ""
-            yield NodeFault("gpu", board.node, words, board.rank, board.gpu.index)
+    for rank_gpu in sample.gpus:
+        fault = rank_gpu.gpu.fault
+        # A single unreadable sample is no fault yet: the detector decides when it becomes one.
+        if fault not in (None, ReadingStatus.UNREADABLE) and (rank_gpu.node, rank_gpu.gpu.index) not in reported:
+            words = f"GPU {rank_gpu.gpu.index} {fault.value.replace('_', ' ')}" if fault is not None else ""
+            yield NodeFault("gpu", rank_gpu.node, words, rank_gpu.rank, rank_gpu.gpu.index)
     for node in sample.nodes:
         for missing in node.missing_gpus:
-            if (node.node, missing.index) not in told:
+            if (node.node, missing.index) not in reported:
                 yield NodeFault("gpu", node.node, missing.text, None, missing.index)
 
 
 def throttled_gpus(sample: JobSample) -> Iterator[NodeFault]:
-    for board in sample.gpus:
-        slowed = (board.gpu.throttle_reasons or frozenset()) & SLOWDOWN_REASONS
+    for rank_gpu in sample.gpus:
+        slowed = (rank_gpu.gpu.throttle_reasons or frozenset()) & SLOWDOWN_REASONS
         if slowed:
-            clock, heat = board.gpu.sm_clock_mhz, board.gpu.temperature_celsius
+            clock, heat = rank_gpu.gpu.sm_clock_mhz, rank_gpu.gpu.temperature_celsius
             numbers = [] if clock is None else [f"{clock:.0f} MHz"]
             numbers += [] if heat is None else [f"{heat:.0f} °C"]
-            words = f"GPU {board.gpu.index} slows itself: {', '.join([*sorted(slowed), *numbers])}"
-            yield NodeFault("throttle", board.node, words, board.rank, board.gpu.index)
+            words = f"GPU {rank_gpu.gpu.index} is throttled: {', '.join([*sorted(slowed), *numbers])}"
+            yield NodeFault("throttle", rank_gpu.node, words, rank_gpu.rank, rank_gpu.gpu.index)
 
 
 def kernel_fault(node: str, event: KernelEvent, age_seconds: float | None) -> NodeFault:
-    """An out-of-memory kill, a crash, or an Xid: of the board, or of the program that ran on it."""
+    """An out-of-memory kill, a crash, or an Xid.
+
+    Xids that are not in the tables of fatal and degrading ones are errors of the program, not of the GPU.
+    """
     ago = "" if age_seconds is None else f" ({age_seconds:.0f} s ago)"
     if event.kind == "oom":
         return NodeFault("oom", node, f"out-of-memory kill: {event.text}{ago}")
@@ -171,21 +174,22 @@ def kernel_fault(node: str, event: KernelEvent, age_seconds: float | None) -> No
 
 
 def node_faults(node: NodeState) -> Iterator[NodeFault]:
-    """What does not answer there: the node itself, its driver, its file systems, its processes."""
+    """What does not respond on the node: the node itself, its GPU driver, file systems or processes."""
     if node.status is HostStatus.UNREACHABLE:
         yield NodeFault("host", node.node, f"the node does not answer: {node.detail}")
     elif node.status in DRIVER_STATUSES:
-        yield NodeFault("gpu", node.node, f"the GPU driver does not answer as it should: {node.detail}")
+        yield NodeFault("gpu", node.node, f"the GPU driver does not respond correctly: {node.detail}")
     for call in node.hung_calls:
         driver = call.call.startswith(DRIVER_CALLS)
         if driver or ("/" in call.call and call.call not in KERNEL_CALLS):
+            # A call with a path, such as `statvfs /mnt/data`, hangs in that file system.
             words = f"`{call.call}` has not returned for {call.age_seconds:.0f} s"
             yield NodeFault("gpu" if driver else "storage", node.node, words)
-    for place in node.filesystems:
-        if place.error is not None:
-            yield NodeFault("storage", node.node, f"{place.path}: {place.error}")
-        elif place.free_bytes == 0:
-            yield NodeFault("storage", node.node, f"{place.path} is full")
+    for filesystem in node.filesystems:
+        if filesystem.error is not None:
+            yield NodeFault("storage", node.node, f"{filesystem.path}: {filesystem.error}")
+        elif filesystem.free_bytes == 0:
+            yield NodeFault("storage", node.node, f"{filesystem.path} is full")
     for process in node.processes or ():
         if process.rank is not None and process.state in STOPPED_STATES:
             words = f"rank {process.rank} (pid {process.pid}, {process.name}) {STOPPED_STATES[process.state]}"

@@ -1,6 +1,7 @@
-"""All that a diagnosis may rest on, from whatever source. Data only; every part may be missing.
+"""The data of a diagnosis: the evidence that goes in, and the conclusion that comes out. Any part may be missing.
 
-Read from a directory by `directory/`: one that `capture/` filled from a live job, or anybody's.
+`loading/` reads the evidence from a directory: a capture that `capture/` took from a running job, a run directory, or
+dumps that somebody copied together. `diagnose.py` turns it into a `Diagnosis`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from wattwatch.watcher.diagnosis.flight_recorder.model import (
     UnreadableRecord,
 )
 from wattwatch.watcher.diagnosis.nccl_ras.model import RasPolls
+
+# Evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,55 +48,58 @@ class RankStacks:
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """A rank's process as the kernel sees it. `state` as in /proc/PID/stat; None: it is gone."""
+    """The process of a rank as the kernel reports it."""
 
     rank: int | None
     node: str
     pid: int
-    state: str | None
-    wait_channel: str | None = None  # kernel function that it sleeps in; None: running, or not allowed to read
-    cpu_percent: float | None = None  # over the time between two looks
+    state: str | None  # one letter, as in /proc/PID/stat; None: the process no longer exists
+    wait_channel: str | None = None  # kernel function that it sleeps in; None: it runs, or we may not read it
+    cpu_percent: float | None = None  # of one core, between two samples half a second apart
     source: str = ""
     kernel_stack: tuple[str, ...] = ()  # innermost first; only root may read it
 
 
 @dataclass(frozen=True, slots=True)
 class RankExitReport:
-    """How a rank ended, as it says itself. A rank that was killed says nothing."""
+    """How a rank ended, as it reported itself before it exited. A rank that was killed leaves no report."""
 
     rank: int
     code: int
     why: str
     step: int | None = None
-    follows: bool = False  # it may well be that another rank's end was the cause
+    is_consequence: bool = False  # the rank may have ended only because another rank did
     source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LogError:
-    """What a rank's log ends with. `kind` is a row of failures.toml, or "raised"; `cause` a value of `Cause`."""
+    """The error that a rank's log ends with."""
 
-    kind: str
-    words: str
-    follows: bool = False  # a consequence of another rank's end
-    cause: str | None = None
-    frame: StackFrame | None = None  # innermost line of its own code
+    kind: str  # a row of log_errors.toml, or "raised"
+    message: str
+    is_consequence: bool = False  # the rank may have failed only because another rank did
+    cause: str | None = None  # a value of `HangCause`
+    frame: StackFrame | None = None  # innermost line of the job's own code
 
 
 @dataclass(frozen=True, slots=True)
 class RankLog:
-    """The end of a rank's log. `lines`: the last, without anything that a terminal would obey."""
+    """The end of a rank's log, without terminal escape sequences."""
 
     rank: int
     source: str
     lines: tuple[str, ...]
     failure: LogError | None = None
-    age_seconds: float | None = None  # since it was written to, as the capture came; None: not known
+    age_seconds: float | None = None  # time since the last write when the capture read it; None: unknown
+
+
+# `LiveEvidence` and the two classes below are stored as seen.json in every capture: their field names are its keys.
 
 
 @dataclass(frozen=True, slots=True)
 class RankReadings:
-    """One rank from outside, as the watcher saw it. None: not known."""
+    """What the watcher knew about one rank, from outside the job. None: unknown."""
 
     rank: int
     node: str
@@ -101,77 +107,75 @@ class RankReadings:
     power_watts: float | None = None
     utilization_percent: float | None = None
     step: int | None = None
-    phase: str | None = None  # of its heartbeat
+    phase: str | None = None  # from its heartbeat
     alive: bool | None = None
     data_wait_ms: float | None = None
     throttled: bool | None = None
-    blocks_left: int | None = None  # of its share of the data
-
-
-@dataclass(frozen=True, slots=True)
-class LiveEvidence:
-    """The job from outside at the moment of the capture: power, progress, faults."""
-
-    job: str
-    wall_seconds: float
-    state: str  # of the job: "hung", "checkpointing"
-    shape: str  # over the ranks: "one_low_rest_busy"
-    step: int | None
-    ranks: tuple[RankReadings, ...]
-    suspects: tuple[int, ...] = ()  # ranks that stand out by power and utilisation, or by their step
-    at_floor: bool = False
-    faults: tuple[NodeFault, ...] = ()
+    blocks_left: int | None = None  # blocks of training data that this rank has not used yet
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFault:
-    """A fault that a node reports: an Xid, a lost board, an out-of-memory kill, a link, a hung file system."""
+    """A fault that a node reports, such as an Xid, an out-of-memory kill, a link that is down or a hung file system."""
 
-    kind: str  # "gpu", "oom", "host", "network", "storage", "process", "throttle"
+    kind: str  # "gpu", "oom", "host", "network", "storage", "process" or "throttle"
     node: str
-    words: str  # with its numbers
+    words: str  # description with its numbers
     rank: int | None = None
     gpu: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
-    """`missing`: what was asked for and not had, one sentence each."""
+class LiveEvidence:
+    """What the watcher knew about the job, from outside, when the capture began: power, progress and faults."""
 
+    job: str
+    wall_seconds: float  # Unix time
+    state: str  # of the job, for example "hung" or "checkpointing"
+    shape: str  # utilization pattern over the ranks, for example "one_low_rest_busy"
+    step: int | None
+    ranks: tuple[RankReadings, ...]
+    suspects: tuple[int, ...] = ()  # ranks that differ from the others in power, utilization or step
+    at_floor: bool = False  # the GPUs draw no more than a hang or a checkpoint does
+    faults: tuple[NodeFault, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
     records: tuple[RankRecord, ...] = ()
-    unread: tuple[UnreadableRecord, ...] = ()
+    unreadable: tuple[UnreadableRecord, ...] = ()
     stacks: tuple[RankStacks, ...] = ()
     processes: tuple[RankProcess, ...] = ()
     ras: tuple[RasPolls, ...] = ()
-    seen: LiveEvidence | None = None
-    endings: tuple[RankExitReport, ...] = ()
+    live: LiveEvidence | None = None
+    exit_reports: tuple[RankExitReport, ...] = ()
     node_of_rank: Mapping[int, str] = field(default_factory=dict)
-    sources: tuple[str, ...] = ()  # files that something was read from
-    missing: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()  # names of the files that were read
+    missing: tuple[str, ...] = ()  # what was asked for and could not be had, one sentence each
     logs: tuple[RankLog, ...] = ()  # of ranks that are gone or did not answer
 
     @property
     def live_ranks(self) -> tuple[RankReadings, ...]:
-        """() where nobody looked from outside."""
-        return () if self.seen is None else self.seen.ranks
+        """Empty if the watcher did not observe the job."""
+        return () if self.live is None else self.live.ranks
 
 
-# Who, where, why, and how sure. Data only.
+# Conclusion
 
 
 class DiagnosisVerdict(StrEnum):
-    DESYNC = "desync"  # different collectives at one slot of one group, or groups entered in different orders
-    MISMATCH = "mismatch"  # the same collective with other sizes or types
-    NEVER_ARRIVED = "never_arrived"  # the rest waits for ranks that did not launch it, or did not finish it
-    NO_DESYNC = "no_desync"  # all wait in the same operation: not the program
+    DESYNC = "desync"  # ranks launched different collectives at one slot of a group, or entered groups in other orders
+    MISMATCH = "mismatch"  # ranks launched the same collective with different sizes or types
+    NEVER_ARRIVED = "never_arrived"  # the others wait for ranks that did not launch the collective, or not finish it
+    NO_DESYNC = "no_desync"  # all ranks wait in the same operation: the program is not the cause
     UNKNOWN = "unknown"
 
 
 class HangCause(StrEnum):
-    """What is to blame, as far as the evidence goes."""
+    """What is to blame, as far as the evidence shows."""
 
     GPU = "gpu"
-    RANK = "rank"  # its process: stopped, looping, waiting for something else
+    RANK = "rank"  # the rank's process: stopped, in an endless loop, or waiting for something outside the job
     HOST = "host"
     STORAGE = "storage"
     NETWORK = "network"
@@ -181,39 +185,40 @@ class HangCause(StrEnum):
 
 
 class MemberState(StrEnum):
-    """Where one member of a group stands against the slot that the group is stuck at."""
+    """Where a member of a process group is, relative to the slot that the group is stuck at.
 
-    WAITING = "waiting"  # launched it, not finished
-    BEHIND = "behind"  # has not launched it, and waits elsewhere
-    SILENT = "silent"  # has not launched it, and waits in nothing: it is in its own code
+    The values are stored in diagnosis.json and served by the API.
+    """
+
+    WAITING = "waiting"  # launched the operation and did not finish it
+    BEHIND = "behind"  # has not launched it, because it waits in another operation
+    SILENT = "silent"  # has not launched it and waits in no operation: it executes its own code
     AHEAD = "ahead"  # finished it
-    ABSENT = "absent"  # no record of it
+    ABSENT = "absent"  # has no record of it
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
     rank: int
-    place: MemberState
-    operation: Operation | None = None  # at the slot; None where it has none there
+    state: MemberState
+    operation: Operation | None = None  # at the slot; None: it has none there
     last_enqueued: int | None = None
     last_completed: int | None = None
-    frame: LaunchFrame | None = (
-        None  # innermost line of the job's own code that launched it, or where the rank is instead
-    )
+    frame: LaunchFrame | None = None  # innermost line of the job's own code that launched it, or where the rank is now
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSlotStatus:
-    """Where each member of a group stands against one slot: the conclusion rests on it, or somebody waits in it."""
+    """The state of every member of a group at one slot: the slot that proves the verdict, or one where ranks wait."""
 
     group: ProcessGroup
     slot: int
-    members: tuple[GroupMember, ...]  # in the order of ranks
+    members: tuple[GroupMember, ...]  # ordered by rank
 
 
 @dataclass(frozen=True, slots=True)
 class WaitEdge:
-    """One edge of the wait-for graph: `rank` cannot go on before `awaited` does something."""
+    """One edge of the wait-for graph: `rank` cannot continue before `awaited` does."""
 
     rank: int
     awaited: int
@@ -225,27 +230,27 @@ class WaitEdge:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveAnalysis:
-    """What the flight records alone say. Pure function of the set of records: their order does not matter."""
+    """What the flight records alone show. It depends on the set of records, never on their order."""
 
     verdict: DiagnosisVerdict
     conclusive: bool
     culprits: tuple[int, ...]
-    tied: tuple[tuple[int, ...], ...]  # sets of ranks of which one is wrong and the records cannot tell which
+    tied: tuple[tuple[int, ...], ...]  # sets of ranks: one of them is wrong, and the records cannot tell which
     confidence: float  # 0..1
     why: str
-    groups: tuple[GroupSlotStatus, ...] = ()  # those that matter first
+    groups: tuple[GroupSlotStatus, ...] = ()  # most relevant first
     waits: tuple[WaitEdge, ...] = ()
-    sources: tuple[str, ...] = ()  # files that it rests on
-    absent: tuple[int, ...] = ()  # the one without a record for whom all wait: its record may only be lost
+    sources: tuple[str, ...] = ()  # names of the files that it is based on
+    absent: tuple[int, ...] = ()  # ranks without a record for which all others wait: the record may just be lost
 
 
 @dataclass(frozen=True, slots=True)
 class SignalSummary:
-    """One source that speaks for or against the conclusion."""
+    """One source of evidence that supports or contradicts the conclusion."""
 
-    source: str  # a name of witnesses/witness.py: "flight recorder", "kernel log"
+    source: str  # a name defined in signals/signal.py, for example "flight recorder"
     agrees: bool
-    words: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,39 +263,42 @@ class Culprit:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Everything weighed together: what is printed, told, served and put on the incident page."""
+    """The conclusion from all evidence: what is printed, alerted, served by the API and shown in the report."""
 
     verdict: DiagnosisVerdict
-    conclusive: bool
+    conclusive: bool  # the flight records prove who is to blame
     cause: HangCause
     culprits: tuple[Culprit, ...]
     confidence: float  # 0..1
     step: int | None
-    summary: str  # one sentence: who, where, in what, against whom
-    why: str  # with the numbers
+    summary: str  # one sentence: which ranks, where, in which operation, what the others do
+    why: str  # the evidence with its numbers
     advice: str  # the next step
-    testimonies: tuple[SignalSummary, ...] = ()
-    reading: CollectiveAnalysis | None = None
-    evidence: tuple[str, ...] = ()  # files
+    signals: tuple[SignalSummary, ...] = ()
+    collectives: CollectiveAnalysis | None = None
+    evidence: tuple[str, ...] = ()  # file names
     missing: tuple[str, ...] = ()
-    unread: tuple[UnreadableRecord, ...] = ()  # records that are there and cannot be used
-    stacks: tuple[RankStacks, ...] = ()  # of the culprits; the others' are in the evidence
-    nothing_open: bool = False  # the records are whole, and no rank is in a collective: no hang in them
-    logs: tuple[RankLog, ...] = ()  # of the culprits: their last lines
+    unreadable: tuple[UnreadableRecord, ...] = ()  # records that exist and could not be used
+    stacks: tuple[RankStacks, ...] = ()  # of the culprits; the stacks of the others are in the evidence
+    no_hang: bool = False  # the evidence is complete, and nothing in it shows a hang
+    logs: tuple[RankLog, ...] = ()  # the last lines of the culprits' logs
 
 
-# Which ranks the evidence knows of, how many there are, and on which nodes: by whichever source tells. Pure.
+# Ranks and nodes, from whichever source knows them
 
 
 def nodes_by_rank(evidence: Evidence) -> dict[int, str]:
-    """Those that any source places."""
+    """The node of every rank for which any source names one."""
     nodes = {process.rank: process.node for process in evidence.processes if process.rank is not None}
     nodes |= {each.rank: each.node for each in evidence.live_ranks if each.node}
     return nodes | dict(evidence.node_of_rank)
 
 
 def known_ranks(evidence: Evidence) -> frozenset[int]:
-    """Ranks that records, the watcher, nodes or processes name; not those of stacks, endings and logs alone."""
+    """Ranks named by records, the watcher, nodes or processes.
+
+    Stacks, exit reports and logs do not count: they alone do not show that the list of ranks is complete.
+    """
     members = (rank for record in evidence.records for part in record.groups for rank in part.group.members)
     return (
         frozenset(members)
@@ -302,7 +310,7 @@ def known_ranks(evidence: Evidence) -> frozenset[int]:
 
 
 def job_world_size(evidence: Evidence) -> int | None:
-    """Ranks of the whole job, where its default group tells: other groups may leave some out."""
+    """Number of ranks of the whole job, taken from its default process group; other groups may leave ranks out."""
     return max(
         (
             len(part.group.members)
@@ -315,6 +323,6 @@ def job_world_size(evidence: Evidence) -> int | None:
 
 
 def nodes_by_rank_if_complete(evidence: Evidence) -> dict[int, str]:
-    """By rank; nothing where the node of any rank that may be there is not known."""
+    """The node of every rank; empty if the node of any rank of the job is unknown."""
     nodes, world = nodes_by_rank(evidence), job_world_size(evidence)
     return nodes if world is not None and known_ranks(evidence) <= nodes.keys() else {}

@@ -1,7 +1,7 @@
-"""The next step for people: commands with what is known filled in, and words for what is not. Pure.
+"""The recommended next step: text from next_steps.toml, with the commands to run on the nodes of the culprits. Pure.
 
-Nodes come from files of any origin, and people paste what stands here: a name that is more than a name is never in a
-command.
+What is known (node, pid, GPU) is filled into the commands, what is not is described in words. Node names come from
+files of any origin, and people paste these commands into a shell: only a plain host name becomes part of a command.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from wattwatch.watcher.diagnosis.nccl_ras.model import RasAnalysis, RasSuspect
 from wattwatch.watcher.diagnosis.signals.from_job import ras_suspect_job_rank
 from wattwatch.watcher.diagnosis.stacks.log_errors import SIZE_MISMATCH, UNCLASSIFIED_EXCEPTION
 
-MAX_COMMANDS: Final = 3  # that have a command of their own
+MAX_COMMANDS: Final = 3  # an alert with more is not readable on a phone
 SAFE_NODE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}")
 
 
 @dataclass(frozen=True, slots=True)
 class CommandTarget:
-    """Where a command would run. None: not known; `rank` None: the whole node."""
+    """Where to run a command. None: unknown."""
 
-    rank: int | None
+    rank: int | None  # None: the whole node
     node: str | None
     gpu: int | None = None
     pid: int | None = None
@@ -47,15 +47,16 @@ def recommend_next_step(
     cause: HangCause,
     culprits: Sequence[Culprit],
     evidence: Evidence,
-    nothing_open: bool,
+    no_hang: bool,
     ras: RasAnalysis | None,
-    reading: CollectiveAnalysis | None,
+    collectives: CollectiveAnalysis | None,
 ) -> str:
-    step = _load_next_steps()[_choose_row(verdict, cause, culprits, evidence, nothing_open, reading)]
-    spots = command_targets(culprits, evidence, ras)
+    """One paragraph for the person on call."""
+    step = _load_next_steps()[_choose_row(verdict, cause, culprits, evidence, no_hang, collectives)]
+    targets = command_targets(culprits, evidence, ras)
     return step["text"].format(
-        run=f"Run {format_commands(step.get('run', ''), step.get('bare', ''), spots)}",
-        then=format_commands(step.get("then", ""), step.get("then", ""), spots),
+        run=f"Run {format_commands(step.get('run', ''), step.get('bare', ''), targets)}",
+        then=format_commands(step.get("then", ""), step.get("then", ""), targets),
         ranks=format_ranks(culprit.rank for culprit in culprits) if culprits else "each rank",
     )
 
@@ -65,11 +66,11 @@ def _choose_row(
     cause: HangCause,
     culprits: Sequence[Culprit],
     evidence: Evidence,
-    nothing_open: bool,
-    reading: CollectiveAnalysis | None,
+    no_hang: bool,
+    collectives: CollectiveAnalysis | None,
 ) -> str:
-    if nothing_open:
-        return "nothing"
+    if no_hang:
+        return "no_hang"
     first = culprits[0] if culprits else Culprit(-1)
     printed = next((log.failure for log in evidence.logs if log.rank == first.rank and log.failure is not None), None)
     if printed is not None and cause.value == printed.cause and printed.kind in (UNCLASSIFIED_EXCEPTION, SIZE_MISMATCH):
@@ -78,13 +79,13 @@ def _choose_row(
         return _choose_row_for_rank(first, evidence) if culprits else "gone"
     if cause is HangCause.DATA and verdict is DiagnosisVerdict.NEVER_ARRIVED:
         return "loader"
-    return cause.value if cause is not HangCause.UNKNOWN else _choose_row_for_unknown(evidence, reading)
+    return cause.value if cause is not HangCause.UNKNOWN else _choose_row_for_unknown(evidence, collectives)
 
 
-def _choose_row_for_unknown(evidence: Evidence, reading: CollectiveAnalysis | None) -> str:
-    """What is there already is not asked for again."""
-    if reading is not None and len({wait.group for wait in reading.waits}) > 1:
-        return "circle"
+def _choose_row_for_unknown(evidence: Evidence, collectives: CollectiveAnalysis | None) -> str:
+    """Never asks for evidence that is already there."""
+    if collectives is not None and len({wait.group for wait in collectives.waits}) > 1:
+        return "opposite_order"
     if {each.rank for each in evidence.stacks} >= known_ranks(evidence) and evidence.stacks:
         return "stacks"
     return "unknown" if evidence.records else "unrecorded"
@@ -94,13 +95,13 @@ def _choose_row_for_rank(culprit: Culprit, evidence: Evidence) -> str:
     process = next((each for each in evidence.processes if each.rank == culprit.rank), None)
     if process is not None:
         return {"T": "stopped", "t": "stopped", None: "gone", "Z": "gone"}.get(process.state, "rank")
-    seen = evidence.live_ranks
-    gone = any(each.rank == culprit.rank and each.alive is False for each in seen)
-    return "gone" if gone or any(each.rank == culprit.rank for each in evidence.endings) else "rank"
+    live = evidence.live_ranks
+    gone = any(each.rank == culprit.rank and each.alive is False for each in live)
+    return "gone" if gone or any(each.rank == culprit.rank for each in evidence.exit_reports) else "rank"
 
 
 def command_targets(culprits: Sequence[Culprit], evidence: Evidence, ras: RasAnalysis | None) -> list[CommandTarget]:
-    """Of the culprits, from whichever source tells; without any the nodes that are known."""
+    """The culprits, with node, GPU and pid from whichever source knows them; without culprits, all known nodes."""
     nodes = {*nodes_by_rank(evidence).values(), *(polls.node for polls in evidence.ras)} - {""}
     if not culprits:
         return [CommandTarget(None, node) for node in sorted(nodes)] or [CommandTarget(None, None)]
@@ -108,11 +109,11 @@ def command_targets(culprits: Sequence[Culprit], evidence: Evidence, ras: RasAna
     if ras is not None:
         suspects = {ras_suspect_job_rank(each, ras, evidence): each for each in ras.suspects}
     only = nodes.pop() if len(nodes) == 1 else None
-    spots = []
+    targets = []
     for culprit in culprits:
         process = next((each for each in evidence.processes if each.rank == culprit.rank), None)
         suspect = suspects.get(culprit.rank)
-        spots.append(
+        targets.append(
             CommandTarget(
                 culprit.rank,
                 culprit.node or (suspect.host if suspect is not None else None) or only,
@@ -120,26 +121,29 @@ def command_targets(culprits: Sequence[Culprit], evidence: Evidence, ras: RasAna
                 process.pid if process is not None else suspect.pid if suspect is not None else None,
             )
         )
-    return spots
+    return targets
 
 
-def format_commands(run: str, bare: str, spots: Iterable[CommandTarget]) -> str:
-    """`ssh node-01 'py-spy dump --pid 4003'` and `py-spy dump` for the process of rank 9 on its node."""
+def format_commands(run: str, bare: str, targets: Iterable[CommandTarget]) -> str:
+    """`ssh node-01 'py-spy dump --pid 4003'` and `py-spy dump` for the process of rank 9 on its node.
+
+    `run`: command with {pid} or {gpu}; `bare`: the same without them, where they are unknown.
+    """
     whole: dict[str, None] = {}
-    rest: dict[str, list[int]] = {}  # ranks by place, "" where the node is not known
-    for spot in spots:
-        command = run.format(pid=spot.pid, gpu=spot.gpu)
-        of_process = "{pid}" in run
-        if ("{gpu}" in run and spot.gpu is None) or (of_process and spot.pid is None):
+    rest: dict[str, list[int]] = {}  # ranks by node, "" where the node is unknown
+    for target in targets:
+        command = run.format(pid=target.pid, gpu=target.gpu)
+        needs_pid = "{pid}" in run
+        if ("{gpu}" in run and target.gpu is None) or (needs_pid and target.pid is None):
             command = bare
-        if spot.node and SAFE_NODE_NAME.fullmatch(spot.node) and not (of_process and spot.pid is None):
-            whole[f"`ssh {spot.node} '{command}'`"] = None
+        if target.node and SAFE_NODE_NAME.fullmatch(target.node) and not (needs_pid and target.pid is None):
+            whole[f"`ssh {target.node} '{command}'`"] = None
         else:
-            named = spot.node if spot.node and SAFE_NODE_NAME.fullmatch(spot.node) else ""
-            rest.setdefault(named, []).extend([] if spot.rank is None else [spot.rank])
+            named = target.node if target.node and SAFE_NODE_NAME.fullmatch(target.node) else ""
+            rest.setdefault(named, []).extend([] if target.rank is None else [target.rank])
     listed = [*whole, *(_command_with_location(run, bare, node, ranks) for node, ranks in rest.items())]
     if len(listed) > MAX_COMMANDS:
-        more = f"{len(listed) - MAX_COMMANDS:,} more of the same"
+        more = f"{len(listed) - MAX_COMMANDS:,} more like these"
         return f"{', '.join(listed[:MAX_COMMANDS])} and {more}"
     return " and ".join([", ".join(listed[:-1]), listed[-1]] if len(listed) > 1 else listed)
 

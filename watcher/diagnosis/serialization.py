@@ -1,6 +1,7 @@
-"""A diagnosis as a plain document: what `diagnose --json` prints, the API answers and diagnosis.json holds. Pure.
+"""A diagnosis as plain values: what `diagnose --json` prints, the API returns and diagnosis.json holds. Pure.
 
-Ranks that stand alike are one row, so that the document of a thousand ranks stays readable.
+Ranks in the same state share a row, so that the document of a thousand ranks stays readable. The keys are a public
+contract; some are older than the names in `model.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ MAX_FRAMES: Final = 12
 
 
 def diagnosis_document(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Plain values only."""
-    reading = diagnosis.reading
+    collectives = diagnosis.collectives
     return {
         "verdict": diagnosis.verdict.value,
         "conclusive": diagnosis.conclusive,
@@ -29,18 +29,18 @@ def diagnosis_document(diagnosis: Diagnosis) -> dict[str, Any]:
         "why": diagnosis.why,
         "advice": diagnosis.advice,
         "who": [{"rank": who.rank, "node": who.node, "gpu": who.gpu, "doing": who.doing} for who in diagnosis.culprits],
-        "tied": [] if reading is None else [list(ranks) for ranks in reading.tied],
-        "groups": [] if reading is None else [group_document(group) for group in reading.groups],
-        "waits": [] if reading is None else wait_documents(reading.waits),
+        "tied": [] if collectives is None else [list(ranks) for ranks in collectives.tied],
+        "groups": [] if collectives is None else [group_document(group) for group in collectives.groups],
+        "waits": [] if collectives is None else wait_documents(collectives.waits),
         "testimonies": [
-            {"source": each.source, "agrees": each.agrees, "words": each.words} for each in diagnosis.testimonies
+            {"source": each.source, "agrees": each.agrees, "words": each.text} for each in diagnosis.signals
         ],
         "stacks": [stack_document(each) for each in diagnosis.stacks],
         "logs": [{"rank": log.rank, "source": log.source, "lines": list(log.lines)} for log in diagnosis.logs],
         "evidence": list(diagnosis.evidence),
         "missing": list(diagnosis.missing),
-        "nothing_open": diagnosis.nothing_open,
-        "unread": [{"source": each.source, "rank": each.rank, "why": each.why} for each in diagnosis.unread],
+        "nothing_open": diagnosis.no_hang,
+        "unread": [{"source": each.source, "rank": each.rank, "why": each.why} for each in diagnosis.unreadable],
     }
 
 
@@ -61,26 +61,26 @@ def group_document(group: GroupSlotStatus) -> dict[str, Any]:
 
 
 def member_row_key(member: GroupMember) -> tuple[str, str | None, str | None]:
-    """Members with the same three stand in the same place."""
+    """State, operation and line: members with the same key share a row."""
     operation = None if member.operation is None else describe_operation(member.operation, sizes=True)
     line = None if member.frame is None else format_frame(member.frame)
-    return member.place.value, operation, line
+    return member.state.value, operation, line
 
 
 def wait_documents(waits: tuple[WaitEdge, ...]) -> list[dict[str, Any]]:
-    """Who waits for whom, in what and why; those that wait for the same ranks in the same slot together."""
+    """Who waits for whom, in which operation and why. Ranks that wait for the same ranks at one slot share a row."""
     awaited: dict[tuple[str, int, str, str], dict[int, list[int]]] = {}
     for wait in waits:
         key = (str(wait.group), wait.slot, describe_operation(wait.operation), wait.why)
         awaited.setdefault(key, {}).setdefault(wait.rank, []).append(wait.awaited)
     found = []
     for (group, slot, operation, why), by_rank in awaited.items():
-        together: dict[tuple[int, ...], list[int]] = {}
+        by_awaited: dict[tuple[int, ...], list[int]] = {}
         for rank, others in by_rank.items():
-            together.setdefault(tuple(sorted(others)), []).append(rank)
+            by_awaited.setdefault(tuple(sorted(others)), []).append(rank)
         found += [
             _wait_document(sorted(ranks), list(others), group, slot, operation, why)
-            for others, ranks in together.items()
+            for others, ranks in by_awaited.items()
         ]
     return found
 
@@ -92,27 +92,30 @@ def _wait_document(
 
 
 def waits_at_shared_slot(diagnosis: Diagnosis, culprits: frozenset[int]) -> list[dict[str, Any]]:
-    """Where ranks met at one slot in different operations, each waits for the others: there is no edge to draw."""
-    groups = () if diagnosis.reading is None else diagnosis.reading.groups
+    """Rows like those of `wait_documents` for ranks that launched different operations at one slot.
+
+    The wait-for graph has no edges for them, because each side waits for the other.
+    """
+    groups = () if diagnosis.collectives is None else diagnosis.collectives.groups
     group = next((each for each in groups if culprits & {member.rank for member in each.members}), None)
     if group is None:
         return []
-    held: dict[str, list[int]] = {}
+    of_culprits: dict[str, list[int]] = {}
     others: dict[str, list[int]] = {}
     for member in group.members:
-        if member.operation is not None and (member.rank in culprits or member.place is MemberState.WAITING):
-            side = held if member.rank in culprits else others
+        if member.operation is not None and (member.rank in culprits or member.state is MemberState.WAITING):
+            side = of_culprits if member.rank in culprits else others
             side.setdefault(describe_operation(member.operation), []).append(member.rank)
     slot = str(group.group), group.slot
     return [
         _wait_document(ranks, awaited, *slot, operation, f"in {theirs} at the same slot")
         for operation, ranks in others.items()
-        for theirs, awaited in held.items()
+        for theirs, awaited in of_culprits.items()
     ]
 
 
 def culprits_first(waits: Sequence[Mapping[str, Any]], culprits: Collection[int]) -> list[Mapping[str, Any]]:
-    """Who waits for a culprit, then the most ranks: the order in which people are shown `wait_documents`."""
+    """The rows of `wait_documents` in display order: waits for a culprit first, then by number of waiting ranks."""
     return sorted(waits, key=lambda row: (not {*culprits} & {*row["awaited"]}, -len(row["ranks"])))
 
 

@@ -1,7 +1,7 @@
-"""One look into a hung job, from the question to the page: capture, conclusion, report. Runs in a thread of its own.
+"""One investigation of a hung job: capture, diagnosis, report. Runs in a thread of its own.
 
-What it asks and how it concludes is given to it; what it adds is that a failure of one part costs only that part. A
-capture that fails leaves what the watcher has seen from outside; a page that cannot be drawn leaves the diagnosis.
+A failure of one part costs only that part: without a capture, what the watcher knows from outside is still diagnosed;
+without a report, the diagnosis is still published.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import gmtime, strftime
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import orjson
 
-from wattwatch.watcher.diagnosis.loading.directory import DIAGNOSIS_NAME, LIVE_EVIDENCE_NAME, MANIFEST_NAME, REPORT_NAME
+from wattwatch.watcher.diagnosis.loading.directory import (
+    DIAGNOSIS_NAME,
+    LIVE_EVIDENCE_NAME,
+    MANIFEST_NAME,
+    REPORT_NAME,
+)
 from wattwatch.watcher.diagnosis.model import Diagnosis, Evidence, LiveEvidence
 from wattwatch.watcher.diagnosis.report.page import EvidenceFile, IncidentReport, render_incident_report
 from wattwatch.watcher.diagnosis.serialization import diagnosis_document
@@ -29,35 +34,18 @@ from wattwatch.watcher.incidents.diagnosis_process import DiagnosisError
 from wattwatch.watcher.incidents.recorder import MAX_RECORDINGS
 
 CAPTURE_SUFFIX: Final = ".capture"
-MAX_CAPTURE_BYTES: Final = 2 << 30  # of all captures; a thousand ranks give some 450 MB
+MAX_CAPTURE_BYTES: Final = 2 << 30  # of all captures together; a capture of a thousand ranks takes about 450 MB
+NOT_LISTED_AS_EVIDENCE: Final = frozenset({MANIFEST_NAME, REPORT_NAME, DIAGNOSIS_NAME})
 
-log = logging.getLogger("wattwatch.diagnosing")
-
-
-class CaptureFunction(Protocol):
-    """Asks the job's nodes for what gives a hang away, and leaves the answers as files in the directory."""
-
-    def __call__(self, view: JobView, directory: Path) -> None: ...
-
-
-class DiagnoseFunction(Protocol):
-    """Reads a capture directory and weighs what is in it. Raises CannotConclude."""
-
-    def __call__(self, directory: Path) -> tuple[Evidence, Diagnosis]: ...
-
-
-class ReportFunction(Protocol):
-    """The page of the incident, as HTML."""
-
-    def __call__(self, view: JobView, episode: EpisodeView, result: InvestigationResult) -> str: ...
+log = logging.getLogger("wattwatch.incidents")
 
 
 @dataclass(frozen=True, slots=True)
 class InvestigationResult:
-    """What one inquiry gave. Exactly one of `diagnosis` and `trouble` says something."""
+    """Either `diagnosis` is set, or `trouble` says in a sentence why there is none."""
 
     directory: Path
-    seen: LiveEvidence
+    live: LiveEvidence
     ended_wall_seconds: float
     evidence: Evidence | None = None
     diagnosis: Diagnosis | None = None
@@ -65,56 +53,63 @@ class InvestigationResult:
     report: Path | None = None
 
 
+CaptureFunction = Callable[[JobView, Path], None]
+"""Collects evidence from the nodes of the job into the directory."""
+DiagnoseFunction = Callable[[Path], tuple[Evidence, Diagnosis]]
+"""Diagnoses the capture in the directory; raises DiagnosisError."""
+ReportFunction = Callable[[JobView, EpisodeView, InvestigationResult], str]
+"""Renders the incident report as HTML."""
+
+
 @dataclass(frozen=True, slots=True)
 class Investigator:
-    """How a job is looked into. Shared by all threads; holds nothing of any job."""
+    """How to investigate a job. Holds no state of any job, so all threads share one."""
 
     capture: CaptureFunction
-    conclude: DiagnoseFunction
+    diagnose: DiagnoseFunction
     report: ReportFunction
-    wall: Callable[[], float]
+    wall: Callable[[], float]  # Unix time
 
-    def run(self, episode: EpisodeView, view: JobView, seen: LiveEvidence, directory: Path) -> InvestigationResult:
-        """Never raises: whatever fails is said in the result, and in the log."""
+    def run(self, episode: EpisodeView, view: JobView, live: LiveEvidence, directory: Path) -> InvestigationResult:
+        """Never raises: whatever fails is in the result and in the log."""
         try:
-            return self._look_into(episode, view, seen, directory)
+            return self._investigate(episode, view, live, directory)
         except Exception as error:
-            log.error("a diagnosis of %s failed", view.name, exc_info=error)
-            words = f"an error inside the watcher ({type(error).__name__}: {str(error)[:200]}); its log has the rest"
-            return InvestigationResult(directory, seen, self.wall(), trouble=words)
+            log.error("the diagnosis of %s failed", view.name, exc_info=error)
+            words = f"internal error ({type(error).__name__}: {str(error)[:200]}); see the watcher's log"
+            return InvestigationResult(directory, live, self.wall(), trouble=words)
 
-    def _look_into(
-        self, episode: EpisodeView, view: JobView, seen: LiveEvidence, directory: Path
+    def _investigate(
+        self, episode: EpisodeView, view: JobView, live: LiveEvidence, directory: Path
     ) -> InvestigationResult:
         failure = ""
         try:
             prune_captures(directory.parent)
             directory.mkdir(mode=0o700, parents=True)
-            (directory / LIVE_EVIDENCE_NAME).write_bytes(orjson.dumps(seen))
+            (directory / LIVE_EVIDENCE_NAME).write_bytes(orjson.dumps(live))
         except OSError as error:
             words = f"{directory} cannot be written: {error.strerror or error}"
-            return InvestigationResult(directory, seen, self.wall(), trouble=words)
+            return InvestigationResult(directory, live, self.wall(), trouble=words)
         try:
             self.capture(view, directory)
         except Exception as error:
             log.error("the capture of %s failed", view.name, exc_info=error)
             failure = f"the capture failed ({type(error).__name__}: {str(error)[:200]})"
         try:
-            evidence, diagnosis = self.conclude(directory)
+            evidence, diagnosis = self.diagnose(directory)
         except DiagnosisError as error:
-            return InvestigationResult(
-                directory, seen, self.wall(), trouble=f"{failure}; {error}" if failure else str(error)
-            )
+            words = f"{failure}; {error}" if failure else str(error)
+            return InvestigationResult(directory, live, self.wall(), trouble=words)
         if failure:
             diagnosis = replace(diagnosis, missing=(*diagnosis.missing, failure))
-        with contextlib.suppress(OSError):  # a full disk: it is told all the same
+        with contextlib.suppress(OSError):  # a full disk must not keep the diagnosis from the alert
             text = orjson.dumps(diagnosis_document(diagnosis), option=orjson.OPT_INDENT_2)
             (directory / DIAGNOSIS_NAME).write_bytes(text + b"\n")
-        result = InvestigationResult(directory, seen, self.wall(), evidence, diagnosis)
+        result = InvestigationResult(directory, live, self.wall(), evidence, diagnosis)
         return replace(result, report=self.write_report(view, episode, result))
 
     def write_report(self, view: JobView, episode: EpisodeView, result: InvestigationResult) -> Path | None:
-        """None where it cannot be drawn or written; the log says why."""
+        """The path of the report; None if it cannot be rendered or written (the log says why)."""
         path = result.directory / REPORT_NAME
         try:
             path.write_bytes(self.report(view, episode, result).encode("utf-8", "replace"))
@@ -124,16 +119,18 @@ class Investigator:
         return path
 
 
+# Directories of captures
+
+
 def capture_directory_name(job: str, alert: str, wall: float, number: int) -> str:
-    """Sorts by time, beside the recording of the incident."""
+    """Begins with the time like the name of the incident's recording, so both sort together."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", job)[:60] or "job"
-    return (
-        f"{strftime('%Y%m%dT%H%M%SZ', gmtime(wall))}-{name}-{alert}{f'-{number + 1}' if number else ''}{CAPTURE_SUFFIX}"
-    )
+    suffix = f"-{number + 1}" if number else ""
+    return f"{strftime('%Y%m%dT%H%M%SZ', gmtime(wall))}-{name}-{alert}{suffix}{CAPTURE_SUFFIX}"
 
 
 def prune_captures(directory: Path, kept: int = MAX_RECORDINGS, kept_bytes: int = MAX_CAPTURE_BYTES) -> None:
-    """Makes room for one more; the newest stay."""
+    """Removes the oldest captures to make room for one more within both limits."""
     left = kept_bytes
     for place, capture in enumerate(sorted(directory.glob(f"*{CAPTURE_SUFFIX}"), reverse=True), 1):
         left -= sum(file.stat().st_size for file in capture.iterdir() if file.is_file()) if left > 0 else 0
@@ -141,20 +138,18 @@ def prune_captures(directory: Path, kept: int = MAX_RECORDINGS, kept_bytes: int 
             shutil.rmtree(capture, ignore_errors=True)
 
 
-# The page of an incident, from the job as the watcher saw it and what the capture gave.
-
-NOT_LISTED_AS_EVIDENCE: Final = frozenset({MANIFEST_NAME, REPORT_NAME, DIAGNOSIS_NAME})
+# The report
 
 
 def render_report(view: JobView, episode: EpisodeView, result: InvestigationResult) -> str:
-    """HTML. Raises ValueError where there is no diagnosis to show."""
+    """The incident report as HTML. Raises ValueError if the result has no diagnosis."""
     if result.diagnosis is None:
         raise ValueError("there is no diagnosis")
     return render_incident_report(
         IncidentReport(
             job=view.name,
             diagnosis=result.diagnosis,
-            seen=result.seen,
+            live=result.live,
             alert=episode.alert,
             summary=episode.summary,
             facts=episode.evidence,
@@ -172,16 +167,17 @@ def render_report(view: JobView, episode: EpisodeView, result: InvestigationResu
 
 
 def list_evidence_with_digests(directory: Path) -> tuple[EvidenceFile, ...]:
-    """As the capture has listed them; what it has not, is read for its digest. Files that go meanwhile are left out."""
+    """Digests come from the capture's manifest; files that it does not list are hashed here. Files that disappear in
+    the meantime are left out."""
     listed = files_in_manifest(directory)
     found = []
     for path in sorted(directory.iterdir()):
         if path.name in NOT_LISTED_AS_EVIDENCE or path.name.startswith(".") or not path.is_file():
             continue
-        told = listed.get(path.name, {})
-        about = [str(told[key]) for key in ("node", "source") if told.get(key)]
+        entry = listed.get(path.name, {})
+        about = [str(entry[key]) for key in ("node", "source") if entry.get(key)]
         try:
-            size, digest = path.stat().st_size, told.get("sha256") or hashlib.sha256(path.read_bytes()).hexdigest()
+            size, digest = path.stat().st_size, entry.get("sha256") or hashlib.sha256(path.read_bytes()).hexdigest()
         except OSError:
             continue
         found.append(EvidenceFile(path.name, size, str(digest), ", ".join(about)))
@@ -189,10 +185,11 @@ def list_evidence_with_digests(directory: Path) -> tuple[EvidenceFile, ...]:
 
 
 def files_in_manifest(directory: Path) -> dict[str, dict[str, Any]]:
+    """By file name; empty without a usable manifest."""
     try:
         files = json.loads((directory / MANIFEST_NAME).read_bytes())["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return (
-        {str(name): told for name, told in files.items() if isinstance(told, dict)} if isinstance(files, dict) else {}
-    )
+    if not isinstance(files, dict):
+        return {}
+    return {str(name): entry for name, entry in files.items() if isinstance(entry, dict)}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.watcher.command_shell import Shell
-from tests.watcher.diagnosis.hung_job_evidence import WORLD, record, records, seen
+from tests.watcher.diagnosis.hung_job_evidence import WORLD, record, records, live
 from wattwatch.watcher.cli.diagnose import diagnosis_exit_code, headline
 from wattwatch.watcher.diagnosis.diagnose import diagnose
 from wattwatch.watcher.diagnosis.model import Evidence
@@ -31,7 +31,7 @@ def test_a_proven_culprit_is_critical(shell: Shell) -> None:
     assert answer.exit_code == 2
     first, second = answer.out.splitlines()[:2]
     assert first.endswith("DESYNC (proven by the records; cause: program)")
-    assert second == "  who       rank 3 is in barrier, 3 ranks are in all_gather: slot 7 of default_pg"
+    assert second == "  who       rank 3 is in barrier while 3 ranks are in all_gather at sequence number 7 of default_pg"
 
 
 def test_a_likely_culprit_is_a_warning_with_its_stack(shell: Shell) -> None:
@@ -44,7 +44,7 @@ def test_a_likely_culprit_is_a_warning_with_its_stack(shell: Shell) -> None:
 
 
 def test_the_first_word_fits_what_was_found() -> None:
-    named = diagnosis_document(diagnose(Evidence(seen=seen((3,)))))
+    named = diagnosis_document(diagnose(Evidence(live=live((3,)))))
     assert (named["verdict"], named["culprits"], headline(named)) == ("unknown", [3], "SUSPECTED")
     assert headline(diagnosis_document(diagnose(Evidence()))) == "UNKNOWN"
     assert headline(diagnosis_document(diagnose(Evidence(records({3: None}))))) == "NEVER ARRIVED"
@@ -60,7 +60,7 @@ def test_a_job_that_moves_reads_as_no_hang(shell: Shell, tmp_path: Path) -> None
     assert answer.exit_code == 0
     assert answer.out.splitlines()[0] == f"{tmp_path}: NO HANG"
     assert "not proved" not in page.read_text()
-    assert "<h1>The job moves" in page.read_text()
+    assert "<h1>The job is making progress" in page.read_text()
 
 
 def test_the_json_of_the_contract(shell: Shell) -> None:

@@ -89,7 +89,7 @@ def processes(odd: Mapping[int, tuple[str | None, str | None]] | None = None) ->
     return tuple(rows)
 
 
-def seen(low: tuple[int, ...] = (), suspects: tuple[int, ...] | None = None, **changes: object) -> LiveEvidence:
+def live(low: tuple[int, ...] = (), suspects: tuple[int, ...] | None = None, **changes: object) -> LiveEvidence:
     """Ranks of `low` at 0 %, the rest spins."""
     ranks = tuple(
         RankReadings(

@@ -85,7 +85,7 @@ def incident(world: int = 16, culprit: int = 3, per_node: int = 8) -> IncidentRe
         else GroupMember(rank, MemberState.WAITING, REDUCE, 41, 40, STEP)
         for rank in range(world)
     )
-    reading = CollectiveAnalysis(
+    collectives = CollectiveAnalysis(
         verdict=DiagnosisVerdict.DESYNC,
         conclusive=True,
         culprits=(culprit,),
@@ -111,7 +111,7 @@ def incident(world: int = 16, culprit: int = 3, per_node: int = 8) -> IncidentRe
         "184 W, the others spin at 100 % and 191 W.",
         advice="Its shard ended one block before the others': set `drop_last` or pad the shards, and end the job; the "
         "newest complete checkpoint is step-00003500.",
-        testimonies=(
+        signals=(
             SignalSummary("flight recorder", True, f"{world - 1} ranks at slot 41 agree, rank {culprit} differs"),
             SignalSummary(
                 "power and utilisation", True, f"rank {culprit} alone at 0 %, all others at 100 % and at the floor"
@@ -119,13 +119,13 @@ def incident(world: int = 16, culprit: int = 3, per_node: int = 8) -> IncidentRe
             SignalSummary("stacks", True, f"rank {culprit} is in save_checkpoint, {world - 1} in clip_gradients"),
             SignalSummary("NCCL RAS", False, "all ranks answer, and no communicator counts a difference"),
         ),
-        reading=reading,
+        collectives=collectives,
         evidence=("rank-00003.recorder",),
         missing=("node-02: py-spy is not installed", "rank 9: worker socket did not answer in 3 s"),
-        unread=(UnreadableRecord("rank-00011.recorder", 11, "cut off after 4,096 bytes", incomplete=True),),
+        unreadable=(UnreadableRecord("rank-00011.recorder", 11, "cut off after 4,096 bytes", incomplete=True),),
         stacks=(stacks(culprit, barrier=True),),
     )
-    seen = LiveEvidence(
+    live = LiveEvidence(
         job="finetune-evenfix",
         wall_seconds=NOW - 190,
         state="hung",
@@ -148,7 +148,7 @@ def incident(world: int = 16, culprit: int = 3, per_node: int = 8) -> IncidentRe
     return IncidentReport(
         job="finetune-evenfix",
         diagnosis=diagnosis,
-        seen=seen,
+        live=live,
         alert="JobHung",
         summary="No step for 3 min 40 s where the job's pace is 4.9 s, and the boards draw 191 W at 100 % utilisation.",
         facts=("Step 3,854 is 3 min 40 s old; the pace is 4.9 s.", "Power fell from 985 W to 191 W at 10:10:50 UTC."),

@@ -49,16 +49,16 @@ def test_with_the_board_that_rests_it_is_surer(name: str, kind: Kind) -> None:
         RankReadings(rank, "node-01", rank, *((190.0, 0.0) if rank in kind.culprits else (230.0, 100.0)))
         for rank in range(4)
     )
-    seen = LiveEvidence("job", 0.0, "hung", "one_low_rest_busy", 100, ranks, kind.culprits)
-    alone, together = diagnose(evidence), diagnose(replace(evidence, seen=seen))
+    live = LiveEvidence("job", 0.0, "hung", "one_low_rest_busy", 100, ranks, kind.culprits)
+    alone, together = diagnose(evidence), diagnose(replace(evidence, live=live))
     assert named(together) == kind.culprits
     assert together.confidence >= alone.confidence
 
 
 def test_an_early_end_is_the_data_once_a_heartbeat_tells_the_phase() -> None:
     ranks = tuple(RankReadings(rank, "node-01", phase="save" if rank == 3 else "train") for rank in range(4))
-    seen = LiveEvidence("job", 0.0, "hung", "unknown", 3, ranks)
-    found = diagnose(replace(load_evidence(CAPTURES / "early_end"), seen=seen))
+    live = LiveEvidence("job", 0.0, "hung", "unknown", 3, ranks)
+    found = diagnose(replace(load_evidence(CAPTURES / "early_end"), live=live))
     assert (named(found), found.cause) == ((3,), HangCause.DATA)
 
 
@@ -69,7 +69,7 @@ def test_a_job_that_has_died_is_no_riddle_of_collectives() -> None:
     assert "ranks 0-1, 3 all launched all_reduce of [64] Float" in found.why
     silent = diagnose(replace(load_evidence(CAPTURES / "size_mismatch"), logs=()))
     assert named(silent) == ()
-    assert not silent.nothing_open
+    assert not silent.no_hang
     assert "4 of 4 processes: ranks 0-3 are gone" in silent.summary
 
 
@@ -77,7 +77,7 @@ def test_the_log_of_a_rank_that_raised_tells_why() -> None:
     found = diagnose(load_evidence(CAPTURES / "raised"))
     assert "it raised ValueError: shard 7 holds no tokens, at read_shard" in found.summary
     assert found.logs[0].lines[-1] == "ValueError: shard 7 holds no tokens"
-    assert "the log of rank 2 tell, code or data" in found.advice
+    assert "the log of rank 2, in the code or in the data" in found.advice
 
 
 @pytest.mark.parametrize(("name", "kind"), HANG.items(), ids=list(HANG))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.watcher.diagnosis.hung_job_evidence import GROUP, launch, node_of, processes, record, records, seen, stacks
+from tests.watcher.diagnosis.hung_job_evidence import GROUP, launch, live, node_of, processes, record, records, stacks
 from wattwatch.watcher.diagnosis.diagnose import diagnose
 from wattwatch.watcher.diagnosis.flight_recorder.model import GroupRecord, OperationLaunch, ProcessGroup, RankRecord
 from wattwatch.watcher.diagnosis.model import (
@@ -38,20 +38,20 @@ class Case:
     most: float = 1.0
 
 
-def with_ranks(seen: LiveEvidence, **of_rank_3: object) -> LiveEvidence:
+def with_ranks(live: LiveEvidence, **of_rank_3: object) -> LiveEvidence:
     """Rank 3 differs."""
     return replace(
-        seen,
-        ranks=tuple(replace(each, **of_rank_3) if each.rank == 3 else each for each in seen.ranks),  # type: ignore[arg-type]
+        live,
+        ranks=tuple(replace(each, **of_rank_3) if each.rank == 3 else each for each in live.ranks),  # type: ignore[arg-type]
     )
 
 
 def fault(kind: str, words: str, rank: int | None = 3, gpu: int | None = None) -> LiveEvidence:
-    return seen(faults=(NodeFault(kind, node_of(3), words, rank, gpu),))
+    return live(faults=(NodeFault(kind, node_of(3), words, rank, gpu),))
 
 
 def alive() -> LiveEvidence:
-    return replace(seen(), ranks=tuple(replace(each, alive=True) for each in seen().ranks))
+    return replace(live(), ranks=tuple(replace(each, alive=True) for each in live().ranks))
 
 
 def kernel_stack(place: str) -> tuple[RankProcess, ...]:
@@ -74,7 +74,7 @@ CASES = (
     Case("records prove it", Evidence(records({3: "barrier"})), DESYNC, (3,), HangCause.PROGRAM, True, 0.95),
     Case(
         "records and power agree",
-        Evidence(records({3: "barrier"}), seen=seen((3,))),
+        Evidence(records({3: "barrier"}), live=live((3,))),
         DESYNC,
         (3,),
         HangCause.PROGRAM,
@@ -83,7 +83,7 @@ CASES = (
     ),
     Case(
         "power names another than proven records",
-        Evidence(records({3: "barrier"}), seen=seen((5,))),
+        Evidence(records({3: "barrier"}), live=live((5,))),
         DESYNC,
         (3,),
         HangCause.PROGRAM,
@@ -93,7 +93,7 @@ CASES = (
     ),
     Case(
         "out of data: the paper's hang",
-        Evidence(records({3: "barrier"}), seen=with_ranks(seen((3,)), phase="barrier", blocks_left=0)),
+        Evidence(records({3: "barrier"}), live=with_ranks(live((3,)), phase="barrier", blocks_left=0)),
         DESYNC,
         (3,),
         HangCause.DATA,
@@ -134,7 +134,7 @@ CASES = (
     ),
     Case(
         "one never came, and its board has an Xid",
-        Evidence(records({3: None}), seen=fault("gpu", "Xid 79: fallen off the bus")),
+        Evidence(records({3: None}), live=fault("gpu", "Xid 79: fallen off the bus")),
         NEVER,
         (3,),
         HangCause.GPU,
@@ -159,7 +159,7 @@ CASES = (
     Case("two left no record", Evidence(records(without=(3, 5))), UNKNOWN, (), HangCause.UNKNOWN, most=0.1),
     Case(
         "two left no record, one was killed for memory",
-        Evidence(records(without=(3, 5)), seen=fault("oom", "out-of-memory kill of python")),
+        Evidence(records(without=(3, 5)), live=fault("oom", "out-of-memory kill of python")),
         NEVER,
         (3,),
         HangCause.HOST,
@@ -175,7 +175,7 @@ CASES = (
     Case("all in the same operation", Evidence(records()), SAME, (), HangCause.NETWORK, least=0.7),
     Case(
         "all in the same operation, all boards spin",
-        Evidence(records(), stacks=stacks(), seen=seen()),
+        Evidence(records(), stacks=stacks(), live=live()),
         SAME,
         (),
         HangCause.NETWORK,
@@ -183,14 +183,14 @@ CASES = (
     ),
     Case(
         "all in the same operation, and a link is down",
-        Evidence(records(), seen=fault("network", "mlx5_3 port 1 is down", None)),
+        Evidence(records(), live=fault("network", "mlx5_3 port 1 is down", None)),
         SAME,
         (),
         HangCause.NETWORK,
     ),
     Case(
         "all in the same operation, and a board fell off",
-        Evidence(records(), seen=fault("gpu", "Xid 79", None, 3)),
+        Evidence(records(), live=fault("gpu", "Xid 79", None, 3)),
         SAME,
         (3,),
         HangCause.GPU,
@@ -205,20 +205,20 @@ CASES = (
     ),
     Case("stacks alone", Evidence(stacks=stacks({3: "own"})), NEVER, (3,), HangCause.RANK, least=0.5, most=0.7),
     Case("stacks that all look alike", Evidence(stacks=stacks()), UNKNOWN, (), HangCause.UNKNOWN),
-    Case("power alone", Evidence(seen=seen((3,))), UNKNOWN, (3,), HangCause.UNKNOWN, least=0.45, most=0.55),
+    Case("power alone", Evidence(live=live((3,))), UNKNOWN, (3,), HangCause.UNKNOWN, least=0.45, most=0.55),
     Case(
         "power and stacks",
-        Evidence(seen=seen((3,)), stacks=stacks({3: "own"})),
+        Evidence(live=live((3,)), stacks=stacks({3: "own"})),
         NEVER,
         (3,),
         HangCause.RANK,
         least=0.7,
     ),
-    Case("phases alone", Evidence(seen=with_ranks(seen(), phase="barrier")), UNKNOWN, (3,), HangCause.DATA, most=0.7),
-    Case("boards that all spin", Evidence(seen=seen()), UNKNOWN, (), HangCause.UNKNOWN),
+    Case("phases alone", Evidence(live=with_ranks(live(), phase="barrier")), UNKNOWN, (3,), HangCause.DATA, most=0.7),
+    Case("boards that all spin", Evidence(live=live()), UNKNOWN, (), HangCause.UNKNOWN),
     Case(
         "one ended by itself, the others gave up on it",
-        Evidence(endings=(*ENDED[:3], RankExitReport(3, 1, "ValueError: bad batch", 12), *ENDED[4:])),
+        Evidence(exit_reports=(*ENDED[:3], RankExitReport(3, 1, "ValueError: bad batch", 12), *ENDED[4:])),
         NEVER,
         (3,),
         HangCause.RANK,
@@ -226,7 +226,7 @@ CASES = (
     ),
     Case(
         "one left no word, the others gave up on it",
-        Evidence(endings=(*ENDED[:3], *ENDED[4:]), node_of_rank={rank: node_of(rank) for rank in range(8)}),
+        Evidence(exit_reports=(*ENDED[:3], *ENDED[4:]), node_of_rank={rank: node_of(rank) for rank in range(8)}),
         NEVER,
         (3,),
         HangCause.RANK,
@@ -259,12 +259,12 @@ def test_the_order_of_files_and_ranks_changes_nothing(case: Case) -> None:
         shuffle = random.Random(seed).sample
         parts = {
             name: tuple(shuffle(value, len(value)))
-            for name in ("records", "stacks", "processes", "endings", "unread")
+            for name in ("records", "stacks", "processes", "exit_reports", "unreadable")
             if (value := getattr(case.evidence, name))
         }
-        seen = case.evidence.seen
-        if seen is not None:
-            parts["seen"] = replace(seen, ranks=tuple(shuffle(seen.ranks, len(seen.ranks))))  # type: ignore[assignment]
+        live = case.evidence.live
+        if live is not None:
+            parts["live"] = replace(live, ranks=tuple(shuffle(live.ranks, len(live.ranks))))  # type: ignore[assignment]
         assert diagnose(replace(case.evidence, **parts)) == expected  # type: ignore[arg-type]
 
 
@@ -275,11 +275,11 @@ def halves(**more: object) -> Evidence:
 def test_records_that_are_even_name_nobody() -> None:
     found = diagnose(halves())
     assert (found.verdict, found.culprits, found.conclusive) == (DESYNC, (), False)
-    assert "as many on each side" in found.summary
+    assert "as many ranks on each side" in found.summary
 
 
 @pytest.mark.parametrize(
-    "evidence", [halves(seen=seen((6,))), halves(stacks=stacks({6: "own"}))], ids=["power", "stacks"]
+    "evidence", [halves(live=live((6,))), halves(stacks=stacks({6: "own"}))], ids=["power", "stacks"]
 )
 def test_another_source_breaks_a_tie_and_says_so(evidence: Evidence) -> None:
     found = diagnose(evidence)
@@ -289,34 +289,36 @@ def test_another_source_breaks_a_tie_and_says_so(evidence: Evidence) -> None:
 
 
 def test_sources_on_both_sides_do_not_break_a_tie() -> None:
-    assert diagnose(halves(seen=seen((1, 6), suspects=(1, 6)))).culprits == ()
+    assert diagnose(halves(live=live((1, 6), suspects=(1, 6)))).culprits == ()
 
 
 def test_disagreement_is_shown_and_lowers_the_confidence() -> None:
     alone = diagnose(Evidence(records({3: None})))
-    against = diagnose(Evidence(records({3: None}), seen=seen((5,))))
-    with_it = diagnose(Evidence(records({3: None}), seen=seen((3,))))
+    against = diagnose(Evidence(records({3: None}), live=live((5,))))
+    with_it = diagnose(Evidence(records({3: None}), live=live((3,))))
     assert against.confidence < alone.confidence < with_it.confidence
-    assert [(t.source, t.agrees) for t in against.testimonies] == [
+    assert [(t.source, t.agrees) for t in against.signals] == [
         ("flight recorder", True),
         ("power and utilisation", False),
     ]
-    assert "rank 5 at 0 % and 190 W, beside 7 ranks at 100 % and 232 W" in against.why
+    assert "rank 5 at 0 % and 190 W, the other 7 ranks at 100 % and 232 W" in against.why
 
 
 def test_the_summary_says_who_where_in_what_against_how_many_and_at_which_step() -> None:
-    found = diagnose(Evidence(records({3: "barrier"}), seen=seen((3,))))
+    found = diagnose(Evidence(records({3: "barrier"}), live=live((3,))))
     assert found.summary == (
-        "rank 3 (node-01, GPU 3) is in barrier, 7 ranks are in all_reduce: slot 7 of default_pg, step 1,204"
+        "rank 3 (node-01, GPU 3) is in barrier while 7 ranks are in all_reduce at sequence number 7 of default_pg, "
+        "step 1,204"
     )
-    assert found.culprits[0].doing == "in barrier at slot 7 of default_pg (do_barrier, /job/train.py:40)"
+    assert found.culprits[0].doing == "in barrier at sequence number 7 of default_pg (do_barrier, /job/train.py:40)"
 
 
 def test_of_a_rank_that_never_came_the_summary_says_what_it_does_instead() -> None:
-    found = diagnose(Evidence(records({3: None}), stacks=stacks({3: "own"}), seen=seen((3,))))
+    found = diagnose(Evidence(records({3: None}), stacks=stacks({3: "own"}), live=live((3,))))
     assert found.summary == (
-        "7 ranks wait in all_reduce at slot 7 of default_pg for rank 3 (node-01, GPU 3), which has not launched it and "
-        "waits in nothing: it is in its own code: count_forever (/job/metrics.py:12), step 1,204"
+        "7 ranks wait in all_reduce at sequence number 7 of default_pg for rank 3 (node-01, GPU 3), which has not "
+        "launched it and is in no other collective: it is executing its own code at count_forever "
+        "(/job/metrics.py:12), step 1,204"
     )
     assert [each.rank for each in found.stacks] == [3]
 
@@ -340,8 +342,10 @@ def test_the_line_of_a_rank_is_that_of_its_stack_where_its_record_has_none() -> 
     )
 
     def lines(of: Diagnosis) -> set[str]:
-        assert of.reading is not None
-        return {"" if m.frame is None else f"{m.frame.function}:{m.frame.line}" for m in of.reading.groups[0].members}
+        assert of.collectives is not None
+        return {
+            "" if m.frame is None else f"{m.frame.function}:{m.frame.line}" for m in of.collectives.groups[0].members
+        }
 
     assert lines(found) == {"train_step:40", "count_forever:12"}
     assert lines(without) == {""}
@@ -356,15 +360,15 @@ def test_a_stopped_process_is_named_with_the_command_that_lets_it_go_on() -> Non
 def test_whole_records_of_a_job_that_waits_for_nothing_are_no_hang() -> None:
     evidence = Evidence(tuple(record(rank, done=True) for rank in range(8)))
     found = diagnose(evidence)
-    assert found.nothing_open
+    assert found.no_hang
     assert "no hang" in found.summary
-    assert not diagnose(replace(evidence, seen=seen())).nothing_open, "the watcher saw it hang"
-    assert not diagnose(Evidence(evidence.records[:-1])).nothing_open, "the one that is missing may be the one"
+    assert not diagnose(replace(evidence, live=live())).no_hang, "the watcher saw it hang"
+    assert not diagnose(Evidence(evidence.records[:-1])).no_hang, "the one that is missing may be the one"
 
 
 def test_a_job_that_ended_well_is_no_hang() -> None:
     ends = tuple(RankExitReport(rank, 0, "done", 20) for rank in range(8))
-    assert diagnose(Evidence(endings=ends)).nothing_open
+    assert diagnose(Evidence(exit_reports=ends)).no_hang
 
 
 def test_a_node_of_which_all_ranks_hang_is_to_blame_itself() -> None:
@@ -385,11 +389,11 @@ def test_counters_that_move_are_shown_against_a_hang() -> None:
     )
     alone = diagnose(Evidence(parts))
     found = diagnose(Evidence(parts, ras=ras))
-    assert ("NCCL RAS", False) in [(t.source, t.agrees) for t in found.testimonies]
+    assert ("NCCL RAS", False) in [(t.source, t.agrees) for t in found.signals]
     assert found.confidence < alone.confidence
     only = diagnose(Evidence(ras=ras))
-    assert (only.culprits, only.nothing_open) == ((), True)
-    assert only.summary.startswith("the job moves: ")
+    assert (only.culprits, only.no_hang) == ((), True)
+    assert only.summary.startswith("the job is making progress: ")
 
 
 def test_ras_alone_names_rank_and_host() -> None:
@@ -405,12 +409,12 @@ def test_one_record_of_unknown_groups_proves_no_absence_of_a_hang() -> None:
     alone = record(0, done=True)
     part = alone.groups[0]
     unknown = replace(alone, groups=(replace(part, group=part.group._replace(members=())),))
-    assert not diagnose(Evidence((unknown,))).nothing_open
+    assert not diagnose(Evidence((unknown,))).no_hang
 
 
 def test_numbers_that_are_not_finite_do_no_harm() -> None:
     odd = RankReadings(3, "node-01", 3, float("nan"), float("inf"))
-    found = diagnose(Evidence(seen=replace(seen(), ranks=(odd, *seen().ranks[:3]))))
+    found = diagnose(Evidence(live=replace(live(), ranks=(odd, *live().ranks[:3]))))
     assert found.summary
 
 
@@ -439,7 +443,7 @@ def test_ranks_at_one_slot_wait_for_a_missing_one_each_in_its_own_operation() ->
 def test_odd_ranks_in_different_operations_are_not_said_to_be_in_one() -> None:
     diagnosis = diagnose(Evidence(records=records({1: "barrier", 3: "broadcast"})))
 
-    assert "ranks 1, 3 are in barrier and broadcast, 6 ranks are in all_reduce" in diagnosis.summary
+    assert "ranks 1, 3 are in barrier and broadcast while 6 ranks are in all_reduce" in diagnosis.summary
     assert [(row["awaited"], row["why"]) for row in waits_at_shared_slot(diagnosis, frozenset({1, 3}))] == [
         ([1], "in barrier at the same slot"),
         ([3], "in broadcast at the same slot"),
@@ -454,8 +458,8 @@ def test_groups_entered_in_different_orders_are_told_by_where_each_rank_waits() 
     diagnosis = diagnose(Evidence(records=(*others, odd)))
 
     assert diagnosis.summary == (
-        "rank 3 is in broadcast at slot 1 of DATA, 3 ranks are in all_reduce at slot 1 of default_pg: groups that were "
-        "entered in different orders"
+        "rank 3 is in broadcast at sequence number 1 of DATA while 3 ranks are in all_reduce at sequence number 1 "
+        "of default_pg: they use these groups in different orders"
     )
 
 
@@ -464,5 +468,5 @@ def test_all_ranks_in_an_operation_of_uneven_sizes_are_counted_together() -> Non
 
     diagnosis = diagnose(Evidence(records=tuple(uneven)))
 
-    assert diagnosis.summary.startswith("all 4 ranks wait in the same all_to_all at slot 1 of default_pg")
+    assert diagnosis.summary.startswith("all 4 ranks wait in the same all_to_all at sequence number 1 of default_pg")
     assert "the same all_to_all at sequence number 1" in diagnosis.why

@@ -1,4 +1,4 @@
-"""The job from outside as evidence: ranks with their boards and words, and every fault that a node reports."""
+"""What the watcher knows from outside, as evidence: the readings of each rank, and every fault that a node reports."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_slowed_board_is_told_with_its_clock() -> None:
     )
     (fault,) = faults(gpus=(RankGpu("n1", 0, hot),))
     assert (fault.kind, fault.rank) == ("throttle", 0)
-    assert fault.words == "GPU 0 slows itself: hw_thermal_slowdown, 600 MHz, 93 °C"
+    assert fault.words == "GPU 0 is throttled: hw_thermal_slowdown, 600 MHz, 93 °C"
 
 
 def test_a_kernel_line_that_is_remembered_is_told_once() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.watcher.diagnosis.hung_job_evidence import seen
+from tests.watcher.diagnosis.hung_job_evidence import live
 from wattwatch.watcher.diagnosis.diagnose import diagnose
 from wattwatch.watcher.diagnosis.loading.evidence import NoEvidenceError, load_evidence
 from wattwatch.watcher.diagnosis.model import DiagnosisVerdict, HangCause
@@ -37,7 +37,7 @@ def capture(tmp_path: Path) -> Path:
         tmp_path / "node-node-02.processes.json",
         [{"rank": 1, "pid": 77, "state": "S", "wait_channel": "sk_wait_data", "cpu_percent": 0.0}],
     )
-    write(tmp_path / "seen.json", asdict(seen()))
+    write(tmp_path / "seen.json", asdict(live()))
     return tmp_path
 
 
@@ -46,7 +46,7 @@ def test_all_parts_of_a_capture(capture: Path) -> None:
     assert [record.rank for record in evidence.records] == [0, 1]
     assert [each.rank for each in evidence.stacks] == [0, 1]
     assert [(each.rank, each.node, each.pid) for each in evidence.processes] == [(1, "node-02", 77)]
-    assert evidence.seen == seen()
+    assert evidence.live == live()
     assert evidence.node_of_rank == {0: "node-01", 1: "node-02"}
     assert evidence.missing == ("no RAS",)
     assert set(evidence.sources) >= {"rank-00000.recorder.json", "rank-00001.stacks.txt", "node-node-02.processes.json"}
@@ -58,7 +58,7 @@ def test_all_parts_of_a_capture(capture: Path) -> None:
 def test_answers_that_were_saved_by_hand_under_other_names() -> None:
     found = diagnose(load_evidence(PAIR))
     assert ([culprit.rank for culprit in found.culprits], found.cause) == ([1], HangCause.RANK)
-    assert {testimony.source for testimony in found.testimonies} == {"flight recorder", "stacks"}
+    assert {testimony.source for testimony in found.signals} == {"flight recorder", "stacks"}
 
 
 @pytest.mark.parametrize("part", ["manifest.json", "seen.json", "node-node-02.processes.json"])
@@ -96,9 +96,9 @@ def test_of_a_run_the_newest_attempt_counts(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "flight", tmp_path / "flight" / "attempt-02"):
         evidence = load_evidence(directory)
         assert evidence.node_of_rank == {0: "a", 1: "a", 2: "b", 3: "b"}
-        assert [(each.rank, each.step) for each in evidence.endings] == [(rank, 9) for rank in range(4)]
-        assert evidence.seen is not None
-        assert [each.rank for each in evidence.seen.ranks] == [3], "rank 2 has not beaten since the first attempt"
+        assert [(each.rank, each.step) for each in evidence.exit_reports] == [(rank, 9) for rank in range(4)]
+        assert evidence.live is not None
+        assert [each.rank for each in evidence.live.ranks] == [3], "rank 2 has not beaten since the first attempt"
         found = diagnose(evidence)
         assert ([culprit.rank for culprit in found.culprits], found.conclusive) == ([3], True)
         assert found.culprits[0].node == "b"
@@ -122,7 +122,7 @@ def test_how_ranks_ended_is_read_of_a_capture_and_of_a_run_alike(tmp_path: Path)
     write(run / "logs" / "attempt-02" / "rank-00002.log", raised)
     for directory in (capture, run):
         evidence = load_evidence(directory)
-        assert [(each.rank, each.follows) for each in evidence.endings] == [(0, True)]
+        assert [(each.rank, each.is_consequence) for each in evidence.exit_reports] == [(0, True)]
         assert [each.rank for each in evidence.logs] == [2]
         found = diagnose(evidence)
         assert ([culprit.rank for culprit in found.culprits], found.cause) == ([2], HangCause.PROGRAM)
@@ -166,7 +166,7 @@ def test_a_fifo_beside_the_dumps_is_not_opened(capture: Path) -> None:
 def test_a_torn_record_is_told(capture: Path) -> None:
     (capture / "rank-00000.recorder.json").write_text('{"version": "2.10", "entries": [')
     evidence = load_evidence(capture)
-    assert [(each.source, each.rank) for each in evidence.unread] == [("rank-00000.recorder.json", 0)]
+    assert [(each.source, each.rank) for each in evidence.unreadable] == [("rank-00000.recorder.json", 0)]
 
 
 def test_stacks_of_nobody_are_told(capture: Path) -> None:

@@ -67,7 +67,7 @@ def raised(message: str) -> str:
 )
 def test_an_exception_says_what_is_to_blame_and_where(message: str, cause: HangCause) -> None:
     found = failure(raised(message))
-    assert (found.words, found.cause, found.follows) == (message, cause.value, False)
+    assert (found.message, found.cause, found.is_consequence) == (message, cause.value, False)
     assert found.frame is not None
     assert (found.frame.function, found.frame.line) == ("step", 41)
 
@@ -87,7 +87,7 @@ def test_an_exception_says_what_is_to_blame_and_where(message: str, cause: HangC
 )
 def test_a_line_of_native_code(line: str, cause: HangCause | None) -> None:
     found = failure(f"step 40\n{line}\n")
-    assert (found.cause, found.follows) == (None if cause is None else cause.value, False)
+    assert (found.cause, found.is_consequence) == (None if cause is None else cause.value, False)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_line_of_native_code(line: str, cause: HangCause | None) -> None:
     ],
 )
 def test_who_lost_a_peer_is_not_to_blame(line: str) -> None:
-    assert failure(line).follows
+    assert failure(line).is_consequence
     witness = logs_signal(Evidence(logs=(log_of(line),)))
     assert witness is not None
     assert not witness.ranks
@@ -114,11 +114,11 @@ def test_what_the_clean_up_met_does_not_hide_why() -> None:
     text = raised("ValueError: no tokens") + (
         "\nDuring handling of the above exception, another exception occurred:\n\n" + raised(CLOSED)
     )
-    assert (failure(text).words, failure(text).follows) == ("ValueError: no tokens", False)
+    assert (failure(text).message, failure(text).is_consequence) == ("ValueError: no tokens", False)
     wrapped = raised(CLOSED) + (
         "\nThe above exception was the direct cause of the following exception:\n\n" + raised("Exit: training failed")
     )
-    assert failure(wrapped).follows
+    assert failure(wrapped).is_consequence
 
 
 def test_a_worker_of_a_loader_raised() -> None:
@@ -131,7 +131,7 @@ def test_a_worker_of_a_loader_raised() -> None:
         "ValueError: shard 7 is cut off\n"
     )
     found = failure(text)
-    assert (found.words, found.cause) == ("ValueError: shard 7 is cut off", HangCause.DATA.value)
+    assert (found.message, found.cause) == ("ValueError: shard 7 is cut off", HangCause.DATA.value)
     assert found.frame is not None
     assert found.frame.function == "__getitem__"
 
@@ -147,7 +147,7 @@ def test_a_failure_that_the_rank_survived_is_none() -> None:
 def test_a_hostile_log_is_cut_and_rid_of_what_a_terminal_obeys() -> None:
     text = "\x1b]0;owned\x07\x1b[2J" + raised("ValueError: \x1b[31mred\x1b[0m\x00\u202e" + "x" * 100_000)
     log = log_of(text + "bar 1%\rbar 2%\r\n")
-    assert log.failure is None or len(log.failure.words) <= MAX_LINE_CHARACTERS
+    assert log.failure is None or len(log.failure.message) <= MAX_LINE_CHARACTERS
     shown = "".join(log.lines)
     assert shown.isprintable()
     assert "owned" not in shown
@@ -196,7 +196,7 @@ def test_of_two_sizes_the_one_that_no_other_has_is_wrong() -> None:
         "  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 32 vs 8. Received ...", 3
     )
     assert aborted.failure is not None
-    assert aborted.failure.words.startswith("op.preamble.length")
+    assert aborted.failure.message.startswith("op.preamble.length")
     receiver = logs_signal(Evidence(tuple(record_of(rank, 64) for rank in (0, 1, 2)), logs=(aborted,)))
     sender = logs_signal(
         Evidence(tuple(record_of(rank, 256 if rank == 2 else 64) for rank in (0, 1, 2)), logs=(aborted,))
@@ -212,6 +212,6 @@ def test_of_two_sizes_the_one_that_no_other_has_is_wrong() -> None:
 
 def test_an_ending_tells_the_cause_too() -> None:
     ending = RankExitReport(2, 5, "/nfs/ckpt: No space left on device")
-    witness = exit_reports_signal(Evidence(endings=(ending,), node_of_rank=dict.fromkeys(range(8), "n")))
+    witness = exit_reports_signal(Evidence(exit_reports=(ending,), node_of_rank=dict.fromkeys(range(8), "n")))
     assert witness is not None
     assert witness.cause is HangCause.STORAGE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.watcher.diagnosis.hung_job_evidence import processes, record, records, seen, stacks
+from tests.watcher.diagnosis.hung_job_evidence import live, processes, record, records, stacks
 from wattwatch.watcher.diagnosis.diagnose import diagnose
 from wattwatch.watcher.diagnosis.loading.evidence import load_evidence
 from wattwatch.watcher.diagnosis.model import Culprit, DiagnosisVerdict, Evidence, HangCause
@@ -22,7 +22,7 @@ PLACEHOLDER = re.compile(r"\b(PID|NODE|RANK|GPU|PATH_\w+)\b|None|[{}]")
 
 def advice(cause: HangCause, culprits: tuple[Culprit, ...], evidence: Evidence | None = None) -> str:
     return recommend_next_step(
-        NEVER, cause, culprits, evidence or Evidence(), nothing_open=False, ras=None, reading=None
+        NEVER, cause, culprits, evidence or Evidence(), no_hang=False, ras=None, collectives=None
     )
 
 
@@ -53,7 +53,7 @@ def test_every_culprit_has_its_command_up_to_three() -> None:
     assert "the log of ranks 1, 6," in two
     five = advice(HangCause.RANK, tuple(Culprit(rank, "node-01") for rank in range(5)), held)
     assert five.count("ssh ") == 3
-    assert "and 2 more of the same before" in five
+    assert "and 2 more like these before" in five
 
 
 def test_a_node_is_asked_once_however_many_of_its_ranks_are_named() -> None:
@@ -79,7 +79,7 @@ def test_where_nobody_can_be_named_the_nodes_that_are_known_are_asked() -> None:
 
 
 def test_what_only_the_next_run_can_have_is_not_asked_of_this_one() -> None:
-    found = diagnose(Evidence(seen=seen()))
+    found = diagnose(Evidence(live=live()))
     now, _, later = found.advice.partition("For the next run")
     assert "TORCH" not in now
     assert "TORCH_FR_BUFFER_SIZE=2000 (before torch 2.8: TORCH_NCCL_TRACE_BUFFER_SIZE)" in later
@@ -90,7 +90,7 @@ def test_what_only_the_next_run_can_have_is_not_asked_of_this_one() -> None:
 def test_what_is_there_is_not_asked_for_again() -> None:
     stood = diagnose(Evidence(stacks=stacks()))
     assert (stood.cause, "py-spy" in stood.advice) == (HangCause.UNKNOWN, False)
-    assert "once more in a minute" in stood.advice
+    assert "again in a minute" in stood.advice
     assert "py-spy" in diagnose(Evidence(processes=processes(), stacks=stacks(without=(3,)))).advice
 
 

@@ -92,18 +92,18 @@ def test_its_policy_allows_its_own_style_and_nothing_else() -> None:
 
 def test_what_a_job_calls_itself_is_text_and_no_markup() -> None:
     whole = incident()
-    testimonies = (Said(HOSTILE, True, HOSTILE), Said(HOSTILE, False, HOSTILE))
+    signals = (Said(HOSTILE, True, HOSTILE), Said(HOSTILE, False, HOSTILE))
     diagnosis = replace(
         whole.diagnosis,
         summary=HOSTILE,
         why=HOSTILE,
         advice=HOSTILE,
         missing=(HOSTILE,),
-        testimonies=testimonies,
+        signals=signals,
         logs=(RankLog(3, HOSTILE, (HOSTILE, "ValueError: no tokens")),),
     )
-    assert whole.seen is not None
-    ranks = tuple(replace(rank, node=HOSTILE) for rank in whole.seen.ranks)
+    assert whole.live is not None
+    ranks = tuple(replace(rank, node=HOSTILE) for rank in whole.live.ranks)
     page = render_incident_report(
         replace(
             whole,
@@ -112,7 +112,7 @@ def test_what_a_job_calls_itself_is_text_and_no_markup() -> None:
             summary=HOSTILE,
             facts=(HOSTILE,),
             diagnosis=diagnosis,
-            seen=replace(whole.seen, ranks=ranks, faults=(replace(whole.seen.faults[0], words=HOSTILE),)),
+            live=replace(whole.live, ranks=ranks, faults=(replace(whole.live.faults[0], words=HOSTILE),)),
             files=(EvidenceFile(HOSTILE, 1, "0" * 64, HOSTILE),),
             directory=HOSTILE,
         )
@@ -132,9 +132,9 @@ def test_words_between_backticks_are_code_and_escaped() -> None:
 def test_where_little_is_known_the_page_says_so_and_draws_nothing() -> None:
     page = render_incident_report(LITTLE)
     assert "Nothing is known." in page
-    assert "not proved · 0 % sure" in page
+    assert "not proven · 0 % confidence" in page
     assert "What happened" not in page
-    assert "Rank by rank" not in page
+    assert "Power and utilization of each rank" not in page
     parsed(page)
 
 
@@ -142,7 +142,7 @@ def test_it_names_who_where_and_how_sure() -> None:
     page = render_incident_report(incident())
     for words in (
         "Rank 3 on node-01 is in the save&#39;s barrier",
-        "conclusive · 97 % sure",
+        "proven · 97 % confidence",
         "cause: the program",
         "ranks 0-2, 4-15",
         "save_checkpoint (/opt/job/train.py:88)",
@@ -224,15 +224,15 @@ def test_marks_above_each_other_have_room() -> None:
 
 def test_ranks_that_met_at_one_slot_in_different_operations_wait_for_the_one_that_is_wrong() -> None:
     made = incident()
-    reading = made.diagnosis.reading
+    reading = made.diagnosis.collectives
     assert reading is not None
     (group,) = reading.groups
-    met = tuple(replace(member, place=MemberState.WAITING) for member in group.members)
+    met = tuple(replace(member, state=MemberState.WAITING) for member in group.members)
     parted = replace(reading, waits=(), groups=(replace(group, members=met),))
-    page = render_incident_report(replace(made, diagnosis=replace(made.diagnosis, reading=parted)))
+    page = render_incident_report(replace(made, diagnosis=replace(made.diagnosis, collectives=parted)))
     assert "Who waits for whom" in page
     assert "15 ranks in all_reduce" in page
     assert "in barrier at the same slot" in page
     alone = replace(parted, groups=())
-    without = render_incident_report(replace(made, diagnosis=replace(made.diagnosis, reading=alone)))
+    without = render_incident_report(replace(made, diagnosis=replace(made.diagnosis, collectives=alone)))
     assert "Who waits for whom" not in without

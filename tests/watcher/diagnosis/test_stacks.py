@@ -56,7 +56,7 @@ def read(text: str) -> RankStacks:
 
 
 @pytest.mark.parametrize(
-    ("rank", "words", "line"), [(0, "waits in a collective", 22), (1, "waits for an answer over the network", 18)]
+    ("rank", "words", "line"), [(0, "waits in a collective", 22), (1, "waits for a reply over the network", 18)]
 )
 def test_what_torchs_worker_server_answers_of_a_pair_that_hangs(rank: int, words: str, line: int) -> None:
     standing = rank_activity(read((DATA / f"rank{rank}_dump_traceback.txt").read_text()))

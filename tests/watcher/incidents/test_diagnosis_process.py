@@ -1,4 +1,4 @@
-"""Concluding in another process: the same answer, errors as sentences, and nothing left when the watcher ends."""
+"""Diagnosing in a child process: the same result, errors as sentences, and nothing left when the watcher ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.watcher.diagnosis.sample_incidents import incident
 from wattwatch.watcher.diagnosis.diagnose import diagnose
 from wattwatch.watcher.diagnosis.loading.evidence import load_evidence
-from wattwatch.watcher.incidents import diagnosis_process as concluding
+from wattwatch.watcher.incidents import diagnosis_process
 from wattwatch.watcher.incidents.diagnosis_process import DiagnosisError, DiagnosisProcesses
 
 DEADLINE_SECONDS = 30.0
@@ -19,12 +19,12 @@ DEADLINE_SECONDS = 30.0
 
 @pytest.fixture
 def capture(tmp_path: Path) -> Path:
-    (tmp_path / "seen.json").write_bytes(orjson.dumps(incident().seen))
+    (tmp_path / "seen.json").write_bytes(orjson.dumps(incident().live))
     return tmp_path
 
 
-def test_it_is_what_this_process_would_conclude(capture: Path) -> None:
-    evidence, diagnosis = DiagnosisProcesses().conclude(capture)
+def test_the_result_is_the_same_as_in_this_process(capture: Path) -> None:
+    evidence, diagnosis = DiagnosisProcesses().diagnose(capture)
     assert evidence == load_evidence(capture)
     assert diagnosis == diagnose(evidence)
     assert [culprit.rank for culprit in diagnosis.culprits] == [3]
@@ -32,44 +32,57 @@ def test_it_is_what_this_process_would_conclude(capture: Path) -> None:
 
 def test_a_directory_without_evidence_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(DiagnosisError, match=str(tmp_path)):
-        DiagnosisProcesses().conclude(tmp_path)
+        DiagnosisProcesses().diagnose(tmp_path)
     with pytest.raises(DiagnosisError, match=r"not a directory|No such file"):
-        DiagnosisProcesses().conclude(tmp_path / "seen.json")
+        DiagnosisProcesses().diagnose(tmp_path / "seen.json")
 
 
-def test_what_fails_in_it_is_told_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concluding, "START", "raise ValueError('a slot of no group')")
+def test_a_failure_is_reported_with_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis_process, "START", "raise ValueError('a slot of no group')")
     with pytest.raises(DiagnosisError, match="failed: ValueError: a slot of no group"):
-        DiagnosisProcesses().conclude(tmp_path)
+        DiagnosisProcesses().diagnose(tmp_path)
 
 
-def test_one_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concluding, "START", "import time; time.sleep(600)")
-    monkeypatch.setattr(concluding, "LONGEST_SECONDS", 0.2)
+def test_a_diagnosis_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis_process, "START", "import time; time.sleep(600)")
+    monkeypatch.setattr(diagnosis_process, "TIMEOUT_SECONDS", 0.2)
     with pytest.raises(DiagnosisError, match="took longer"):
-        DiagnosisProcesses().conclude(tmp_path)
+        DiagnosisProcesses().diagnose(tmp_path)
 
 
-def test_its_process_ends_with_the_watcher_and_none_is_begun_after(
+def test_the_child_ends_with_the_watcher_and_none_is_started_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(concluding, "START", "import time; time.sleep(600)")
-    works = DiagnosisProcesses()
-    said: list[str] = []
+    monkeypatch.setattr(diagnosis_process, "START", "import time; time.sleep(600)")
+    processes = DiagnosisProcesses()
+    errors: list[str] = []
 
     def ask() -> None:
         with pytest.raises(DiagnosisError) as error:
-            works.conclude(tmp_path)
-        said.append(str(error.value))
+            processes.diagnose(tmp_path)
+        errors.append(str(error.value))
 
     thread = threading.Thread(target=ask)
     thread.start()
     pause = threading.Event()
-    while not works._running and thread.is_alive():
+    while not processes._running and thread.is_alive():
         pause.wait(0.01)
-    works.stop()
+    processes.stop()
     thread.join(DEADLINE_SECONDS)
     assert not thread.is_alive()
-    assert "its process ended with -9" in said[0]
-    with pytest.raises(DiagnosisError, match="is ending"):
-        works.conclude(tmp_path)
+    assert "its process exited with code -9" in errors[0]
+    with pytest.raises(DiagnosisError, match="is shutting down"):
+        processes.diagnose(tmp_path)
+
+
+def test_modules_in_the_working_directory_or_on_pythonpath_do_not_replace_ours(
+    capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    for name in ("wattwatch", "watcher", "trainer", "collectors"):
+        (planted / f"{name}.py").write_text("raise SystemExit('a planted module was imported')\n")
+    monkeypatch.chdir(planted)
+    monkeypatch.setenv("PYTHONPATH", str(planted))
+    _, diagnosis = DiagnosisProcesses().diagnose(capture)
+    assert [culprit.rank for culprit in diagnosis.culprits] == [3]

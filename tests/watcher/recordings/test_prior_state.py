@@ -171,10 +171,10 @@ def test_an_incident_carries_what_was_known_minutes_before_it(tmp_path: Path) ->
     began = job.now
     for second in range(600):
         for sample in job.tell(phase, 1.0):
-            incidents.line(sample.node, job.now, probes[sample.node].line(sample))
+            incidents.add_line(sample.node, job.now, probes[sample.node].line(sample))
         known = PriorState((floor("node-1", "a", 100.0 + second),), {"pretrain": HABITS, "other": HABITS})
         told = {"pretrain": (HANG,) if second > 550 else ()}
-        incidents.look(links, told, job.now, job.wall, lambda known=known: known)  # type: ignore[misc]
+        incidents.update(links, told, job.now, job.wall, lambda known=known: known)  # type: ignore[misc]
     incidents.stop()
     (path,) = tmp_path.glob("*.gz")
     recording = open_recording(path)

@@ -160,8 +160,8 @@ def test_the_page_of_an_incident_lists_its_evidence_with_digests(tmp_path: Path)
         ("rank-00003.recorder", "feed", "node-01"),
         ("seen.json", "ba7816bf", ""),
     ]
-    assert MADE.seen is not None
-    result = InvestigationResult(tmp_path, MADE.seen, handmade.NOW, Evidence(stacks=MADE.stacks), MADE.diagnosis)
+    assert MADE.live is not None
+    result = InvestigationResult(tmp_path, MADE.live, handmade.NOW, Evidence(stacks=MADE.stacks), MADE.diagnosis)
     page = render_report(handmade.hung(), handmade.episodes()[0], result)
     assert "rank-00003.recorder" in page
     assert "0.97 <small>GPU-hours" in page

@@ -44,8 +44,8 @@ MAX_OBJECT_BYTES: Final = 1024 * 1024  # a heartbeat, an ending, run.json
 
 @dataclass(frozen=True, slots=True)
 class RunEvidence:
-    seen: LiveEvidence | None
-    endings: tuple[RankExitReport, ...]
+    live: LiveEvidence | None
+    exit_reports: tuple[RankExitReport, ...]
     node_of_rank: dict[int, str]
     missing: tuple[str, ...]
     logs: tuple[RankLog, ...] = ()
@@ -61,7 +61,7 @@ def load_run_evidence(directory: Path) -> RunEvidence:
     missing: list[str] = []
     record = read_json_object(run / "run.json", missing, MAX_OBJECT_BYTES)
     attempt = _attempt(directory, run)
-    endings = tuple(
+    exit_reports = tuple(
         ending
         for path in sorted((run / "logs" / f"attempt-{attempt:02d}").glob("rank-*.ending.json"))
         if (ending := load_exit_report(path, run, missing)) is not None
@@ -77,12 +77,12 @@ def load_run_evidence(directory: Path) -> RunEvidence:
     ranks = tuple(each for beat in beats if (each := _readings_from_heartbeat(beat, attempt)) is not None)
     nodes = _nodes_from_run_record(record) | {each.rank: each.node for each in ranks if each.node}
     if not ranks:
-        return RunEvidence(None, endings, nodes, tuple(missing), logs)
+        return RunEvidence(None, exit_reports, nodes, tuple(missing), logs)
     steps = [each.step for each in ranks if each.step is not None]
     walls = [wall for beat in beats if (wall := _as_finite_float(beat.get("t_wall"))) is not None]
     name = str(record.get("run") or run.name)
-    seen = LiveEvidence(name, max(walls, default=0.0), "unknown", "unknown", min(steps, default=None), ranks)
-    return RunEvidence(seen, endings, nodes, tuple(missing), logs)
+    live = LiveEvidence(name, max(walls, default=0.0), "unknown", "unknown", min(steps, default=None), ranks)
+    return RunEvidence(live, exit_reports, nodes, tuple(missing), logs)
 
 
 def _attempt(directory: Path, run: Path) -> int:
@@ -179,14 +179,16 @@ def load_evidence(directory: Path) -> Evidence:
     _require_one_record_per_rank(directory, kinds[EvidenceKind.RECORD])
     manifest = read_json_object(directory / MANIFEST_NAME, missing)
     run = load_run_evidence(directory)
-    records, unread = _load_records(kinds[EvidenceKind.RECORD])
+    records, unreadable = _load_records(kinds[EvidenceKind.RECORD])
     stacks = tuple(_load_stacks(kinds[EvidenceKind.STACKS], missing))
     processes = tuple(_load_processes(kinds[EvidenceKind.PROCESSES], missing))
     ras = tuple(_load_ras_polls(directory, kinds[EvidenceKind.RAS], missing))
-    seen = _load_live_evidence(directory / LIVE_EVIDENCE_NAME, missing) or run.seen
-    endings = (*run.endings, *_load_exit_reports(directory, kinds[EvidenceKind.ENDING], missing))
+    live = _load_live_evidence(directory / LIVE_EVIDENCE_NAME, missing) or run.live
+    exit_reports = (*run.exit_reports, *_load_exit_reports(directory, kinds[EvidenceKind.ENDING], missing))
     logs = (*run.logs, *_load_logs(kinds[EvidenceKind.LOG], manifest, missing))
-    if not (records or unread or stacks or processes or ras or seen or endings or any(log.failure for log in logs)):
+    if not (
+        records or unreadable or stacks or processes or ras or live or exit_reports or any(log.failure for log in logs)
+    ):
         raise NoEvidenceError(_no_evidence_message(directory, len(listing.files), missing))
     used = (
         EvidenceKind.RECORD,
@@ -198,12 +200,12 @@ def load_evidence(directory: Path) -> Evidence:
     )
     return Evidence(
         records,
-        unread,
+        unreadable,
         stacks,
         processes,
         ras,
-        seen,
-        endings,
+        live,
+        exit_reports,
         run.node_of_rank | _nodes_from_manifest(manifest),
         tuple(found.name for kind in used for found in kinds[kind]),
         (*_missing_from_manifest(manifest), *run.missing, *missing),
@@ -248,10 +250,10 @@ def _load_records(files: Sequence[ListedFile]) -> tuple[tuple[RankRecord, ...], 
     if not files:
         return (), ()
     names = {str(found.path): found.name for found in files}
-    records, unread = read_flight_records([found.path for found in files])
+    records, unreadable = read_flight_records([found.path for found in files])
     return (
         tuple(replace(record, source=names.get(record.source, record.source)) for record in records),
-        tuple(replace(each, source=names.get(each.source, each.source)) for each in unread),
+        tuple(replace(each, source=names.get(each.source, each.source)) for each in unreadable),
     )
 
 

@@ -1,6 +1,7 @@
-"""An incident on one page: HTML that is complete in itself, for reading, printing and passing on. Pure.
+"""The incident report: one HTML page that is complete in itself, for reading, printing and forwarding. Pure.
 
-Nothing is loaded and nothing runs; every word of the job, its nodes and its files is escaped by the template.
+It loads nothing and runs no script, and its security policy says so. All text that comes from the job, its nodes or its
+files is escaped by the template.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
 from importlib.metadata import version
@@ -23,11 +23,13 @@ from wattwatch.watcher.common.formatting import (
     MEMBER_STATE_TEXT,
     agree_with_count,
     capitalize_first,
+    format_bytes,
     format_count,
     format_duration,
     format_energy,
     format_hours,
     format_ranks,
+    format_utc_time,
     group_by_rank,
     replace_unprintable,
 )
@@ -48,6 +50,7 @@ from wattwatch.watcher.diagnosis.serialization import (
     wait_documents,
     waits_at_shared_slot,
 )
+from wattwatch.watcher.diagnosis.signals.signal import source_label
 from wattwatch.watcher.diagnosis.stacks.activity import group_by_activity, rank_activities
 from wattwatch.watcher.diagnosis.stacks.python_stacks import displayed_frames
 from wattwatch.watcher.diagnosis.stacks.user_code import is_library
@@ -56,18 +59,19 @@ STYLE: Final = (resources.files("wattwatch.watcher.diagnosis.report") / "templat
 _HASH: Final = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 REPORT_SECURITY_POLICY: Final = f"default-src 'none'; style-src 'sha256-{_HASH}'; base-uri 'none'; form-action 'none'"
 
+# Limits that keep the report of a job of a thousand ranks readable; diagnosis.json has everything.
 MAX_GROUPS: Final = 8
-MAX_ROWS: Final = 10  # of a group, and of who waits for whom
+MAX_ROWS: Final = 10  # of a process group, and of the waits
 MAX_FRAMES: Final = 10
 MAX_FILES: Final = 60
 MAX_STACKS: Final = 4
 
 VERDICT_TEXT: Final = {
     DiagnosisVerdict.DESYNC: "ranks are in different collectives",
-    DiagnosisVerdict.MISMATCH: "one collective with other sizes or types",
-    DiagnosisVerdict.NEVER_ARRIVED: "ranks that never arrived",
-    DiagnosisVerdict.NO_DESYNC: "all ranks in the same collective",
-    DiagnosisVerdict.UNKNOWN: "not known",
+    DiagnosisVerdict.MISMATCH: "the sizes or types of a collective differ",
+    DiagnosisVerdict.NEVER_ARRIVED: "ranks are missing in a collective",
+    DiagnosisVerdict.NO_DESYNC: "all ranks are in the same collective",
+    DiagnosisVerdict.UNKNOWN: "verdict unknown",
 }
 CAUSE_TEXT: Final = {
     HangCause.GPU: "a GPU",
@@ -77,7 +81,7 @@ CAUSE_TEXT: Final = {
     HangCause.NETWORK: "the network",
     HangCause.DATA: "the data",
     HangCause.PROGRAM: "the program",
-    HangCause.UNKNOWN: "not known",
+    HangCause.UNKNOWN: "unknown",
 }
 
 
@@ -86,16 +90,16 @@ class EvidenceFile:
     name: str
     bytes: int
     sha256: str
-    about: str = ""  # where it came from
+    about: str = ""  # the node and path, or command, that it came from
 
 
 @dataclass(frozen=True, slots=True)
 class IncidentReport:
-    """What the page is drawn from. Wall seconds are Unix time; what is not known is None or empty."""
+    """The content of the report. Wall seconds are Unix time; None or empty: unknown."""
 
     job: str
     diagnosis: Diagnosis
-    seen: LiveEvidence | None = None
+    live: LiveEvidence | None = None
     alert: str = ""
     summary: str = ""  # of the alert
     facts: tuple[str, ...] = ()  # the alert's evidence
@@ -103,7 +107,7 @@ class IncidentReport:
     closed_wall_seconds: float | None = None
     diagnosed_wall_seconds: float | None = None
     timeline: tuple[TimelinePoint, ...] = ()
-    stacks: tuple[RankStacks, ...] = ()  # of all ranks that gave them
+    stacks: tuple[RankStacks, ...] = ()  # of every rank that has any
     files: tuple[EvidenceFile, ...] = ()
     directory: str = ""
     gpu_hours_lost: float = 0.0
@@ -114,18 +118,18 @@ class IncidentReport:
 class StackView:
     title: str
     note: str
-    frames: tuple[tuple[StackFrame, bool], ...]  # and whether it is of the job's own code
-    more: int
+    frames: tuple[tuple[StackFrame, bool], ...]  # innermost first; True: the job's own code
+    more: int  # frames left out
 
 
 def render_incident_report(incident: IncidentReport) -> str:
-    """The whole page as text; encode it as UTF-8."""
-    diagnosis, reading = incident.diagnosis, incident.diagnosis.reading
+    """The whole page. Encode it as UTF-8."""
+    diagnosis, collectives = incident.diagnosis, incident.diagnosis.collectives
     culprits = frozenset(culprit.rank for culprit in diagnosis.culprits)
-    waited = [] if reading is None else wait_documents(reading.waits)
+    waited = [] if collectives is None else wait_documents(collectives.waits)
     waits = culprits_first(waited or waits_at_shared_slot(diagnosis, culprits), culprits)
-    groups = [] if reading is None else [group_document(group) for group in reading.groups]
-    ranks = () if incident.seen is None else incident.seen.ranks
+    groups = [] if collectives is None else [group_document(group) for group in collectives.groups]
+    ranks = () if incident.live is None else incident.live.ranks
     values: Mapping[str, Any] = {
         "incident": incident,
         "diagnosis": diagnosis,
@@ -134,10 +138,10 @@ def render_incident_report(incident: IncidentReport) -> str:
         "verdict": describe_verdict(diagnosis),
         "missing": group_by_rank(diagnosis.missing),
         "cause": CAUSE_TEXT[diagnosis.cause],
-        "places": MEMBER_STATE_TEXT,
-        "for_it": [each for each in diagnosis.testimonies if each.agrees],
-        "against": [each for each in diagnosis.testimonies if not each.agrees],
-        "tied": () if reading is None else reading.tied,
+        "member_states": MEMBER_STATE_TEXT,
+        "supporting": [each for each in diagnosis.signals if each.agrees],
+        "contradicting": [each for each in diagnosis.signals if not each.agrees],
+        "tied": () if collectives is None else collectives.tied,
         "timeline": draw_timeline(
             incident.timeline,
             incident.opened_wall_seconds,
@@ -151,7 +155,7 @@ def render_incident_report(incident: IncidentReport) -> str:
         "groups": groups[:MAX_GROUPS],
         "culprits": culprits,
         "groups_left": len(groups) - MAX_GROUPS,
-        "rows_most": MAX_ROWS,
+        "max_rows": MAX_ROWS,
         "stacks": stack_views(incident, culprits),
         "files": incident.files[:MAX_FILES],
         "files_left": len(incident.files) - MAX_FILES,
@@ -161,7 +165,7 @@ def render_incident_report(incident: IncidentReport) -> str:
 
 
 def describe_verdict(diagnosis: Diagnosis) -> str:
-    if diagnosis.nothing_open:
+    if diagnosis.no_hang:
         return "no hang"
     if diagnosis.verdict is DiagnosisVerdict.UNKNOWN and diagnosis.culprits:
         return "suspected"
@@ -169,15 +173,15 @@ def describe_verdict(diagnosis: Diagnosis) -> str:
 
 
 def stack_views(incident: IncidentReport, culprits: frozenset[int]) -> Sequence[StackView]:
-    """Those of the culprits, then one of the largest group of the others: where they wait."""
+    """The stacks of the culprits, then one from the largest group of other ranks, to show where those wait."""
     own = {each.rank: each for each in incident.diagnosis.stacks}
     own |= {each.rank: each for each in incident.stacks if each.rank in culprits}
-    views = [stack_view(own[rank], f"rank {rank}", "holds the job up") for rank in sorted(own)[:MAX_STACKS]]
+    views = [stack_view(own[rank], f"rank {rank}", "blocks the job") for rank in sorted(own)[:MAX_STACKS]]
     others = group_by_activity([each for each in rank_activities(incident.stacks) if each.rank not in culprits])
     if others:
         largest = others[0]
         example = next(each for each in incident.stacks if each.rank == largest.ranks[0])
-        note = f"{format_count(len(largest.ranks), 'rank')} at this line: {largest.words}"
+        note = f"{format_count(len(largest.ranks), 'rank')} at this line; each {largest.words}"
         views.append(stack_view(example, format_ranks(largest.ranks), note))
     return views
 
@@ -189,12 +193,12 @@ def stack_view(stacks: RankStacks, title: str, note: str) -> StackView:
 
 
 def highest_watts(incident: IncidentReport) -> float | None:
-    """What a board drew at most while the job was watched: against that, all boards of a hang stand at the floor."""
+    """The highest power of any GPU in the timeline. As the top of the scale, it shows how low a hang is."""
     return max((p.power_watts_high for p in incident.timeline if p.power_watts_high is not None), default=None)
 
 
 def backticks_to_code(text: str) -> Markup:
-    """What stands between backticks as code; all of it escaped."""
+    """Text between backticks as <code>; all of it escaped."""
     parts = text.split("`")
     if len(parts) % 2 == 0:
         return escape(text)
@@ -203,27 +207,14 @@ def backticks_to_code(text: str) -> Markup:
     )
 
 
-def format_size(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
-
-
-def format_wall_time(wall_seconds: float) -> str:
-    return datetime.fromtimestamp(wall_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def format_rank_and_node_count(seen: LiveEvidence | None) -> str:
-    if seen is None or not seen.ranks:
+def format_rank_and_node_count(live: LiveEvidence | None) -> str:
+    if live is None or not live.ranks:
         return ""
-    nodes = Counter(rank.node for rank in seen.ranks)
-    return f"{format_count(len(seen.ranks), 'rank')} on {format_count(len(nodes), 'node')}"
+    nodes = Counter(rank.node for rank in live.ranks)
+    return f"{format_count(len(live.ranks), 'rank')} on {format_count(len(nodes), 'node')}"
 
 
-def _shown(value: object) -> object:
-    """What a template writes out."""
+def _without_control_characters(value: object) -> object:
     return type(value)(replace_unprintable(value)) if isinstance(value, str) else value
 
 
@@ -233,20 +224,25 @@ def templates() -> Environment:
         loader=PackageLoader("wattwatch.watcher.diagnosis.report", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_shown,
+        finalize=_without_control_characters,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters.update(
         ranks=format_ranks,
-        size=format_size,
-        amount=format_hours,
+        size=format_bytes,
+        hours=format_hours,
         energy=format_energy,
         duration=format_duration,
-        moment=format_wall_time,
-        ticked=backticks_to_code,
-        capital=capitalize_first,
+        utc_time=format_utc_time,
+        code=backticks_to_code,
+        capitalized=capitalize_first,
+        source_label=source_label,
         thousands="{:,}".format,
     )
-    environment.globals.update(node_words=format_rank_and_node_count, counted=format_count, agreeing=agree_with_count)
+    environment.globals.update(
+        rank_and_node_count=format_rank_and_node_count,
+        count=format_count,
+        agree=agree_with_count,
+    )
     return environment

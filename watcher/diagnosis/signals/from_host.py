@@ -1,4 +1,4 @@
-"""The witnesses of what the watcher saw of each rank: power and utilisation, heartbeats. Pure."""
+"""Signals from outside the job: power and utilization, heartbeats, processes, and faults that nodes report. Pure."""
 
 from __future__ import annotations
 
@@ -22,40 +22,44 @@ from wattwatch.watcher.diagnosis.signals.signal import (
     Signal,
 )
 
+# All weights here are chosen, not fitted (see combine.py).
+
+# Power and utilization
+
 BUSY_PERCENT: Final = 90.0
 IDLE_PERCENT: Final = 10.0
+# One rank at 0 % while the rest is pinned at 100 % is the hang of arXiv 2608.05944; rank 0 alone at 0 % is also what a
+# checkpoint looks like, so it weighs less.
 SHAPE_WEIGHTS: Final = {"one_low_rest_busy": 0.5, "rank0_low_rest_busy": 0.4}
 SUSPECT_WEIGHT: Final = 0.3
-# Phases of a heartbeat that a rank comes to when its share of the data is used up, while others still train.
-PHASES_AFTER_TRAINING: Final = frozenset({"barrier", "save", "eval", "done"})
+ALL_BUSY_WEIGHT: Final = 0.4
 
 
-def power_signal(seen: LiveEvidence) -> Signal | None:
-    """Whoever the watcher suspects; without its word, the one board that rests beside others that spin."""
-    shares = {each.rank: each.utilization_percent for each in seen.ranks if each.utilization_percent is not None}
+def power_signal(live: LiveEvidence) -> Signal | None:
+    """Names the watcher's suspects; without any, the single idle GPU among busy ones."""
+    shares = {each.rank: each.utilization_percent for each in live.ranks if each.utilization_percent is not None}
     low = frozenset(rank for rank, share in shares.items() if share <= IDLE_PERCENT)
     busy = frozenset(rank for rank, share in shares.items() if share >= BUSY_PERCENT)
-    named, shape = frozenset(seen.suspects), seen.shape
+    named, shape = frozenset(live.suspects), live.shape
     if not named and len(low) == 1 and len(shares) > 2 and low | busy == frozenset(shares):
         named, shape = low, "one_low_rest_busy"
     if named:
-        weight = SHAPE_WEIGHTS.get(shape, SUSPECT_WEIGHT)
-        return Signal(POWER, _describe_power(seen, named), named, weight)
+        return Signal(POWER, _describe_power(live, named), named, SHAPE_WEIGHTS.get(shape, SUSPECT_WEIGHT))
     if shares and busy == frozenset(shares) and len(shares) > 1:
-        return Signal(
-            POWER, f"all {len(shares)} GPUs read busy{_format_readings(seen.ranks)}", weight=0.4, all_alike=True
-        )
+        text = f"all {len(shares)} GPUs are busy{_format_readings(live.ranks)}"
+        return Signal(POWER, text, weight=ALL_BUSY_WEIGHT, all_alike=True)
     return None
 
 
-def _describe_power(seen: LiveEvidence, named: frozenset[int]) -> str:
-    odd = [each for each in seen.ranks if each.rank in named]
-    rest = [each for each in seen.ranks if each.rank not in named]
-    beside = f", beside {format_count(len(rest), 'rank')}{_format_readings(rest)}" if rest else ""
-    return f"{format_ranks(named)}{_format_readings(odd)}{beside}"
+def _describe_power(live: LiveEvidence, named: frozenset[int]) -> str:
+    odd = [each for each in live.ranks if each.rank in named]
+    rest = [each for each in live.ranks if each.rank not in named]
+    others = f", the other {format_count(len(rest), 'rank')}{_format_readings(rest)}" if rest else ""
+    return f"{format_ranks(named)}{_format_readings(odd)}{others}"
 
 
 def _format_readings(ranks: Iterable[RankReadings]) -> str:
+    """` at 0 % and 190 W`, ` at 98-100 % and 228-232 W`; empty without readings."""
     every = list(ranks)
     parts = []
     for values, unit in (
@@ -69,169 +73,187 @@ def _format_readings(ranks: Iterable[RankReadings]) -> str:
     return f" at {' and '.join(parts)}" if parts else ""
 
 
-def heartbeats_signal(seen: LiveEvidence) -> Signal | None:
-    """Ranks in another phase, or at another step, than more than half of them."""
-    for field, words, weight in (("phase", "in phase {}", 0.6), ("step", "at step {:,}", 0.5)):
-        values = {each.rank: value for each in seen.ranks if (value := getattr(each, field)) is not None}
+# Heartbeats
+
+PHASE_WEIGHT: Final = 0.6
+STEP_WEIGHT: Final = 0.5  # less than a phase: a rank one step behind may just be slow to report
+# Phases that a rank reaches when its share of the data is used up, while others still train.
+PHASES_AFTER_TRAINING: Final = frozenset({"barrier", "save", "eval", "done"})
+
+
+def heartbeats_signal(live: LiveEvidence) -> Signal | None:
+    """Names the ranks in another phase than more than half of the ranks; else those at another step."""
+    for field, words, weight in (("phase", "in phase {}", PHASE_WEIGHT), ("step", "at step {:,}", STEP_WEIGHT)):
+        values = {each.rank: value for each in live.ranks if (value := getattr(each, field)) is not None}
         common = Counter(values.values()).most_common(1)
         if not common or 2 * common[0][1] <= len(values) or common[0][1] == len(values):
             continue
-        usual = common[0][0]
+        usual, count = common[0]
         named = frozenset(rank for rank, value in values.items() if value != usual)
-        told = {rank: f"is {words.format(values[rank])}" for rank in named}
-        cause, left = _compare_blocks_left(seen, named)
-        if (
-            cause is None
-            and field == "phase"
-            and usual == "train"
-            and {values[r] for r in named} <= PHASES_AFTER_TRAINING
-        ):
+        rank_text = {rank: f"is {words.format(values[rank])}" for rank in named}
+        cause, blocks_left = _compare_blocks_left(live, named)
+        others_train = field == "phase" and usual == "train"
+        if cause is None and others_train and {values[rank] for rank in named} <= PHASES_AFTER_TRAINING:
             cause = HangCause.DATA
         odd = f"{format_ranks(named)} {words.format(values[min(named)])}"
-        sentence = f"{odd}, {common[0][1]} others {words.format(usual)}{left}"
-        return Signal(HEARTBEATS, sentence, named, weight, cause, told)
+        text = f"{odd}, {count} others {words.format(usual)}{blocks_left}"
+        return Signal(HEARTBEATS, text, named, weight, cause, rank_text)
     return None
 
 
-def _compare_blocks_left(seen: LiveEvidence, named: frozenset[int]) -> tuple[HangCause | None, str]:
-    """Shares of the data that do not end together: the paper's hang."""
-    left = {each.rank: each.blocks_left for each in seen.ranks if each.blocks_left is not None}
+def _compare_blocks_left(live: LiveEvidence, named: frozenset[int]) -> tuple[HangCause | None, str]:
+    """Shares of the data that end at different steps: the hang of arXiv 2608.05944, where the numbers of packed blocks
+    per rank differed by 53."""
+    left = {each.rank: each.blocks_left for each in live.ranks if each.blocks_left is not None}
     odd = [left[rank] for rank in named if rank in left]
     rest = [blocks for rank, blocks in left.items() if rank not in named]
     if not odd or not rest or max(odd) >= min(rest):
         return None, ""
-    return HangCause.DATA, f"; blocks of data left: {max(odd):,} against {min(rest):,} and more"
+    return HangCause.DATA, f"; blocks of data left: {max(odd):,}, on the others at least {min(rest):,}"
 
 
-def median_step(seen: LiveEvidence) -> int | None:
-    """Of the ranks that tell it, where the job does not."""
-    steps = [each.step for each in seen.ranks if each.step is not None]
-    return seen.step if seen.step is not None else (int(statistics.median_low(steps)) if steps else None)
+def median_step(live: LiveEvidence) -> int | None:
+    """The step of the job; the median step of its ranks if the job's own is unknown."""
+    steps = [each.step for each in live.ranks if each.step is not None]
+    return live.step if live.step is not None else (int(statistics.median_low(steps)) if steps else None)
 
 
-# The witness of processes, as the kernel sees them: gone, stopped, asleep in a driver or a file system. Pure.
+# Processes
 
-# Functions that a process in state D sleeps in: fs/nfs, net/sunrpc, lustre, ceph, fuse, mm/filemap.c, block/.
+# Kernel functions that a process in state D (uninterruptible sleep) waits in, from fs/nfs, net/sunrpc, lustre, ceph,
+# fuse, mm/filemap.c and block/ of Linux.
 STORAGE_CHANNEL: Final = re.compile(
     r"nfs|rpc_|lustre|^ll_|ptlrpc|cl_sync|ceph|fuse|gpfs|cxi|beegfs|folio_wait|wait_on_page|page_lock|io_schedule|"
     r"jbd2|xfs|ext4|btrfs|blk_|blkdev|request_wait|balance_dirty|wb_wait"
 )
 DRIVER_CHANNEL: Final = re.compile(r"nvidia|^_?nv_?\d|uvm|os_acquire|rm_")
-WHOLE_CORE_PERCENT: Final = 90.0  # of one core
+WHOLE_CORE_PERCENT: Final = 90.0
 NO_CORE_PERCENT: Final = 10.0
+SPINNING_ALONE_WEIGHT: Final = 0.4
+IDLE_ALONE_WEIGHT: Final = 0.35
 
 
 def processes_signal(evidence: Evidence) -> Signal | None:
-    """The worst state that a minority of ranks is in."""
+    """The worst state that any process is in; names its ranks if they are a minority."""
     known = [*(process for process in evidence.processes if process.rank is not None), *_gone_processes(evidence)]
-    looks: list[tuple[Callable[[RankProcess], bool], str, HangCause | None, float]] = [
+    # In order: the first row that fits any process decides. The wait channel tells driver from storage; a process in
+    # state D that shows neither is the host's problem.
+    rows: list[tuple[Callable[[RankProcess], bool], str, HangCause | None, float]] = [
         (lambda p: p.state in (None, "Z", "X", "x"), "gone", HangCause.RANK, 0.8),
         (lambda p: p.state in ("T", "t"), "stopped (state {state})", HangCause.RANK, 0.85),
-        (_in_driver, "asleep in the GPU driver (state D, {channel})", HangCause.GPU, 0.65),
-        (_in_storage, "waiting for the file system (state D, {channel})", HangCause.STORAGE, 0.65),
-        (lambda p: p.state == "D", "asleep in the kernel and not to be interrupted (state D)", HangCause.HOST, 0.5),
+        (_in_driver, "blocked in the GPU driver (state D, {channel})", HangCause.GPU, 0.65),
+        (_in_storage, "blocked on the file system (state D, {channel})", HangCause.STORAGE, 0.65),
+        (lambda p: p.state == "D", "in uninterruptible sleep in the kernel (state D)", HangCause.HOST, 0.5),
     ]
-    for fits, words, cause, weight in looks:
+    for fits, words, cause, weight in rows:
         named = [process for process in known if fits(process)]
         if named:
-            told = {p.rank: words.format(state=p.state, channel=p.wait_channel) for p in named if p.rank is not None}
+            states = {p.rank: words.format(state=p.state, channel=p.wait_channel) for p in named if p.rank is not None}
             few = 2 * len(named) < max(len(known), 2) or len(named) == 1
             return Signal(
                 PROCESSES,
-                _describe_states(told, len(known)),
-                frozenset(told) if few else frozenset(),
+                _describe_states(states, len(known)),
+                frozenset(states) if few else frozenset(),
                 weight,
                 cause,
-                {rank: f"is {state}" for rank, state in told.items()},
+                {rank: f"is {state}" for rank, state in states.items()},
             )
     return _cpu_outlier_signal(known)
 
 
 def _gone_processes(evidence: Evidence) -> list[RankProcess]:
-    """Ranks whose heartbeat names a process that its node no longer lists."""
+    """Ranks whose heartbeat names a process that its node does not list any more, as processes without a state."""
     listed = {process.rank for process in evidence.processes}
-    seen = evidence.live_ranks
-    if not any(each.alive for each in seen):
-        return []
+    ranks = evidence.live_ranks
+    if not any(each.alive for each in ranks):
+        return []  # no process is listed at all: more likely the listing failed than that all are gone
     return [
         RankProcess(each.rank, each.node, 0, None if each.alive is False else "S")
-        for each in seen
+        for each in ranks
         if each.alive is not None and each.rank not in listed
     ]
 
 
 def _in_storage(process: RankProcess) -> bool:
-    return process.state == "D" and any(STORAGE_CHANNEL.search(place) for place in _kernel_functions(process))
+    return process.state == "D" and any(STORAGE_CHANNEL.search(name) for name in _kernel_functions(process))
 
 
 def _in_driver(process: RankProcess) -> bool:
-    return process.state == "D" and any(DRIVER_CHANNEL.search(place) for place in _kernel_functions(process))
+    return process.state == "D" and any(DRIVER_CHANNEL.search(name) for name in _kernel_functions(process))
 
 
 def _kernel_functions(process: RankProcess) -> tuple[str, ...]:
-    """Where it is in the kernel; the wait channel alone may be a lock that tells nothing."""
+    """The wait channel and the kernel stack: the channel alone may be a lock that says nothing about what it guards."""
     return (process.wait_channel or "", *process.kernel_stack)
 
 
-def _describe_states(told: dict[int, str], known: int) -> str:
+def _describe_states(states: dict[int, str], known: int) -> str:
     """`rank 3 is gone`, `4 of 8 processes: ranks 0-3 are gone`."""
-    state = told[min(told)]
-    of_how_many = "" if len(told) == 1 else f"{len(told)} of {known} processes: "
-    return f"{of_how_many}{format_ranks(told)} {'is' if len(told) == 1 else 'are'} {state}"
+    state = states[min(states)]
+    share = "" if len(states) == 1 else f"{len(states)} of {known} processes: "
+    return f"{share}{format_ranks(states)} {'is' if len(states) == 1 else 'are'} {state}"
 
 
 def _cpu_outlier_signal(known: Sequence[RankProcess]) -> Signal | None:
-    """Waiting in NCCL takes a whole core, so it is the odd one that tells, whichever way it is odd."""
+    """Names the one rank whose CPU use differs. A rank that waits in NCCL spins on a core, one that waits in gloo does
+    not, so the odd one is suspicious either way."""
     shares = {p.rank: p.cpu_percent for p in known if p.cpu_percent is not None and p.rank is not None}
-    spins = frozenset(rank for rank, share in shares.items() if share >= WHOLE_CORE_PERCENT)
-    rests = frozenset(rank for rank, share in shares.items() if share <= NO_CORE_PERCENT)
-    if len(shares) < 3 or spins | rests != frozenset(shares):
+    spinning = frozenset(rank for rank, share in shares.items() if share >= WHOLE_CORE_PERCENT)
+    idle = frozenset(rank for rank, share in shares.items() if share <= NO_CORE_PERCENT)
+    if len(shares) < 3 or spinning | idle != frozenset(shares):
         return None
-    if len(spins) == 1:
-        words = f"{format_ranks(spins)} takes a whole core, the others rest"
-        return Signal(PROCESSES, words, spins, 0.4, HangCause.RANK, dict.fromkeys(spins, "takes a whole core"))
-    if len(rests) == 1:
-        words = f"{format_ranks(rests)} takes no CPU, the others a whole core each"
-        return Signal(PROCESSES, words, rests, 0.35, None, dict.fromkeys(rests, "takes no CPU"))
+    if len(spinning) == 1:
+        rank_text = dict.fromkeys(spinning, "uses a whole CPU core")
+        text = f"{format_ranks(spinning)} uses a whole CPU core, the others are idle"
+        return Signal(PROCESSES, text, spinning, SPINNING_ALONE_WEIGHT, HangCause.RANK, rank_text)
+    if len(idle) == 1:
+        rank_text = dict.fromkeys(idle, "uses no CPU")
+        text = f"{format_ranks(idle)} uses no CPU, the others use a whole core each"
+        return Signal(PROCESSES, text, idle, IDLE_ALONE_WEIGHT, None, rank_text)
     return None
 
 
-# The witnesses of faults that nodes report: one for each kind. Pure.
+# Faults that nodes report
 
-FAULT_KINDS: Final = {  # kind -> who tells it, what is to blame, how sure that alone would be
+FAULT_KINDS: Final = {  # kind of a NodeFault -> source, what is to blame, weight
     "gpu": (KERNEL_LOG, HangCause.GPU, 0.8),
     "oom": (KERNEL_LOG, HangCause.HOST, 0.8),
     "process": (PROCESSES, HangCause.RANK, 0.7),
     "host": (REACHABILITY, HangCause.HOST, 0.6),  # the node does not answer
     "storage": (FILE_SYSTEM, HangCause.STORAGE, 0.6),
     "network": (LINKS, HangCause.NETWORK, 0.6),
-    "throttle": (THROTTLING, None, 0.15),  # it slows a job, and does not stop it
+    "throttle": (THROTTLING, None, 0.15),  # throttling slows a job down, it does not stop it
 }
+MAX_FAULTS_DESCRIBED: Final = 3
 
 
 def fault_signals(evidence: Evidence) -> tuple[Signal, ...]:
-    """One for each kind of fault."""
-    seen = evidence.seen
-    kinds: dict[str, list[NodeFault]] = defaultdict(list)
-    for fault in seen.faults if seen is not None else ():
-        kinds[fault.kind if fault.kind in FAULT_KINDS else "process"].append(fault)
-    witnesses = []
-    for kind, faults in kinds.items():
+    """One signal for each kind of fault. It weighs half if a fault cannot be tied to a rank or a GPU."""
+    by_kind: dict[str, list[NodeFault]] = defaultdict(list)
+    for fault in evidence.live.faults if evidence.live is not None else ():
+        by_kind[fault.kind if fault.kind in FAULT_KINDS else "process"].append(fault)
+    signals = []
+    for kind, faults in by_kind.items():
         source, cause, weight = FAULT_KINDS[kind]
-        doing = {rank: fault.words for fault in faults for rank in _affected_ranks(fault, evidence)}
+        rank_text = {
+            rank: f"is affected by: {fault.words}" for fault in faults for rank in _affected_ranks(fault, evidence)
+        }
         exact = all(fault.rank is not None or fault.gpu is not None for fault in faults)
-        words = "; ".join(dict.fromkeys(f"{fault.node}: {fault.words}" for fault in faults[:3]))
-        witnesses.append(Signal(source, words, frozenset(doing), weight if exact else weight / 2, cause, doing))
-    return tuple(witnesses)
+        text = "; ".join(dict.fromkeys(f"{fault.node}: {fault.words}" for fault in faults[:MAX_FAULTS_DESCRIBED]))
+        signals.append(Signal(source, text, frozenset(rank_text), weight if exact else weight / 2, cause, rank_text))
+    return tuple(signals)
 
 
 def _affected_ranks(fault: NodeFault, evidence: Evidence) -> list[int]:
-    """Of its board; of the whole node where a fault of its host names none."""
+    """The rank of the fault or of its GPU; all ranks of the node if a fault of the host names neither.
+
+    A file system or a link serves all nodes: such a fault names no rank.
+    """
     if fault.rank is not None:
         return [fault.rank]
-    seen = evidence.live_ranks
+    ranks = evidence.live_ranks
     if fault.gpu is not None:
-        return [each.rank for each in seen if (each.node, each.gpu) == (fault.node, fault.gpu)]
+        return [each.rank for each in ranks if (each.node, each.gpu) == (fault.node, fault.gpu)]
     if fault.kind in ("storage", "network"):
         return []
-    return sorted({each.rank for each in seen if each.node == fault.node})
+    return sorted({each.rank for each in ranks if each.node == fault.node})

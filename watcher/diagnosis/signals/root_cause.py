@@ -1,4 +1,8 @@
-"""What is to blame, from what the sources that agree take for the cause. Pure."""
+"""What is to blame: the GPU, the host, storage, the network, the data or the program. Pure.
+
+Decided from the causes that the agreeing signals point to; where they point to several, the one closest to the root
+wins.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from wattwatch.watcher.diagnosis.signals.signal import (
     Signal,
 )
 
-# A board that the kernel gave up explains a stopped process, and that explains where its stack stands.
+# A GPU that the kernel reports as lost explains a stopped process, and the stopped process explains its stack.
 CLOSEST_TO_ROOT_CAUSE_FIRST: Final = (
     KERNEL_LOG,
     REACHABILITY,
@@ -42,66 +46,74 @@ CLOSEST_TO_ROOT_CAUSE_FIRST: Final = (
     STACKS,
     NCCL_RAS,
 )
-SOURCES_WITHOUT_RANK: Final = (KERNEL_LOG, REACHABILITY, FILE_SYSTEM, LINKS, LOGS, PROCESSES)  # and be the cause still
+# A link or a file system can be the cause although it is not tied to a rank.
+SOURCES_WITHOUT_RANK: Final = (KERNEL_LOG, REACHABILITY, FILE_SYSTEM, LINKS, LOGS, PROCESSES)
 PROGRAM_VERDICTS: Final = frozenset({DiagnosisVerdict.DESYNC, DiagnosisVerdict.MISMATCH})
 
 
 def find_root_cause(
     verdict: DiagnosisVerdict,
-    weighed: CombinedSignals,
-    witnesses: Sequence[Signal],
-    reading: CollectiveAnalysis | None,
+    combined: CombinedSignals,
+    signals: Sequence[Signal],
+    collectives: CollectiveAnalysis | None,
     evidence: Evidence,
 ) -> HangCause:
-    told = {w.source: w.cause for w, yes in weighed.agrees if yes and w.cause is not None}
+    causes = {s.source: s.cause for s, yes in combined.agrees if yes and s.cause is not None}
     if verdict in PROGRAM_VERDICTS:
-        return HangCause.DATA if HangCause.DATA in told.values() else HangCause.PROGRAM
-    if not weighed.ranks:
-        return _cause_without_culprit(verdict, witnesses)
-    found = next((told[source] for source in CLOSEST_TO_ROOT_CAUSE_FIRST if source in told), None)
-    found = found or _cause_from_records(weighed.ranks, verdict, reading, evidence)
-    if found in (HangCause.RANK, HangCause.UNKNOWN) and fully_named_nodes(weighed.ranks, evidence):
+        # Ranks that run out of data early leave the loop and launch other collectives: the data is the cause, not the
+        # code (arXiv 2608.05944, the 16-rank hang at the epoch-end save).
+        return HangCause.DATA if HangCause.DATA in causes.values() else HangCause.PROGRAM
+    if not combined.ranks:
+        return _cause_without_culprit(verdict, signals)
+    found = next((causes[source] for source in CLOSEST_TO_ROOT_CAUSE_FIRST if source in causes), None)
+    found = found or _cause_from_records(combined.ranks, verdict, collectives, evidence)
+    if found in (HangCause.RANK, HangCause.UNKNOWN) and fully_named_nodes(combined.ranks, evidence):
         return HangCause.HOST
     return found
 
 
-def _cause_without_culprit(verdict: DiagnosisVerdict, witnesses: Sequence[Signal]) -> HangCause:
-    """All ranks launched the same: something between them does not carry it. Faults that name no rank count here."""
-    faults = {w.source: w.cause for w in witnesses if w.cause is not None}
-    named = next((faults[source] for source in SOURCES_WITHOUT_RANK if source in faults), None)
-    if named is not None:
-        return named
+def _cause_without_culprit(verdict: DiagnosisVerdict, signals: Sequence[Signal]) -> HangCause:
+    causes = {signal.source: signal.cause for signal in signals if signal.cause is not None}
+    reported = next((causes[source] for source in SOURCES_WITHOUT_RANK if source in causes), None)
+    if reported is not None:
+        return reported
+    # All ranks launched the same operation, and it does not complete: what connects them is left.
     return HangCause.NETWORK if verdict is DiagnosisVerdict.NO_DESYNC else HangCause.UNKNOWN
 
 
 def _cause_from_records(
-    ranks: frozenset[int], verdict: DiagnosisVerdict, reading: CollectiveAnalysis | None, evidence: Evidence
+    ranks: frozenset[int], verdict: DiagnosisVerdict, collectives: CollectiveAnalysis | None, evidence: Evidence
 ) -> HangCause:
-    if reading is None:
+    if collectives is None:
         return HangCause.UNKNOWN
-    places = {member.place for group in reading.groups for member in group.members if member.rank in ranks}
     if verdict is DiagnosisVerdict.NO_DESYNC:
-        return HangCause.GPU  # it launched what all launched, and stands out from outside: its board does not run it
-    if any(is_behind_its_group(reading, rank) for rank in ranks):
+        # The rank launched what all launched, yet it differs from outside: its GPU does not execute it.
         return HangCause.GPU
+    if any(is_behind_its_group(collectives, rank) for rank in ranks):
+        return HangCause.GPU
+    states = {member.state for group in collectives.groups for member in group.members if member.rank in ranks}
     alive = {process.rank for process in evidence.processes if process.state is not None}
-    # It left no record, its process lives: whatever keeps it from answering is in there.
-    return HangCause.RANK if MemberState.SILENT in places or ranks <= alive else HangCause.UNKNOWN
+    # A live process that left no record: whatever keeps it from answering is inside the process.
+    return HangCause.RANK if MemberState.SILENT in states or ranks <= alive else HangCause.UNKNOWN
 
 
-def is_behind_its_group(reading: CollectiveAnalysis, rank: int) -> bool:
-    """It is in an operation that others of the group have finished."""
-    for group in reading.groups:
-        places = {member.rank: member.place for member in group.members}
-        if places.get(rank) is MemberState.WAITING and MemberState.AHEAD in places.values():
+def is_behind_its_group(collectives: CollectiveAnalysis, rank: int) -> bool:
+    """Whether the rank is still in an operation that other members of the group have finished."""
+    for group in collectives.groups:
+        states = {member.rank: member.state for member in group.members}
+        if states.get(rank) is MemberState.WAITING and MemberState.AHEAD in states.values():
             return True
     return False
 
 
 def fully_named_nodes(ranks: frozenset[int], evidence: Evidence) -> tuple[str, ...]:
-    """The nodes of which all of at least two ranks are named, where that is all who are named."""
-    of_node: dict[str, set[int]] = defaultdict(set)
+    """The nodes whose ranks are all in `ranks`, sorted. Empty unless these nodes account for every one of `ranks`.
+
+    Nodes with a single rank do not count, nor does a job on one node: there a rank and its node cannot be told apart.
+    """
+    ranks_of_node: dict[str, set[int]] = defaultdict(set)
     for rank, node in nodes_by_rank(evidence).items():
-        of_node[node].add(rank)
-    whole = tuple(sorted(node for node, held in of_node.items() if len(held) > 1 and held <= ranks))
-    return whole if len(of_node) > 1 and ranks == {rank for node in whole for rank in of_node[node]} else ()
+        ranks_of_node[node].add(rank)
+    full = tuple(sorted(node for node, held in ranks_of_node.items() if len(held) > 1 and held <= ranks))
+    accounted = {rank for node in full for rank in ranks_of_node[node]}
+    return full if len(ranks_of_node) > 1 and ranks == accounted else ()

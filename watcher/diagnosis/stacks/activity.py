@@ -1,7 +1,7 @@
-"""What each rank is doing, from its main thread: an activity in plain words and the line of its own code. Pure.
+"""What each rank is doing, from the stack of its main thread: an activity and the line of its own code. Pure.
 
-Ranks that stand at the same line of their own code in the same activity are one group; where more than half of the
-ranks are in one group, the others stand out.
+Ranks in the same activity at the same line form a group; if one group holds more than half of the ranks, the ranks
+outside it are outliers.
 """
 
 from __future__ import annotations
@@ -25,27 +25,29 @@ USER_CODE: Final = "own_code"
 
 @dataclass(frozen=True, slots=True)
 class ActivityRule:
+    """A row of activity.toml, where the fields are explained."""
+
     name: str
     words: str
     frames: re.Pattern[str]
     anywhere: bool
-    own: re.Pattern[str] | None = None  # function of the user's own line, where that must fit too
+    own: re.Pattern[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RankActivity:
-    """Where one rank is. `frame` is the innermost line of its own code; None where all of it is libraries."""
+    """What one rank is doing."""
 
     rank: int
     activity: str  # name of a row of activities.toml, or "own_code"
-    words: str
-    frame: StackFrame | None
+    words: str  # completes "rank 3 ..."
+    frame: StackFrame | None  # innermost line of its own code; None: all frames are of libraries
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class ActivityGroup:
-    """Ranks at one line in one activity."""
+    """Ranks in the same activity at the same line."""
 
     ranks: tuple[int, ...]
     activity: str
@@ -69,7 +71,7 @@ def activity_rules() -> tuple[ActivityRule, ...]:
 
 
 def rank_activity(stacks: RankStacks) -> RankActivity | None:
-    """None where the dump does not show the main thread."""
+    """None if the dump does not show the main thread."""
     thread = main_thread(stacks)
     if thread is None:
         return None
@@ -81,12 +83,12 @@ def rank_activity(stacks: RankStacks) -> RankActivity | None:
             continue
         if any(activity.frames.search(place) for place in (places if activity.anywhere else places[:depth])):
             return RankActivity(stacks.rank, activity.name, activity.words, own, stacks.source)
-    words = "is in its own code" if depth == 0 else "is in a library, called from its own code"
+    words = "is executing its own code" if depth == 0 else "is in a library called by its own code"
     return RankActivity(stacks.rank, USER_CODE, words, own, stacks.source)
 
 
 def rank_activities(dumps: Sequence[RankStacks]) -> tuple[RankActivity, ...]:
-    """In the order of ranks; of several dumps of a rank the first that shows its main thread."""
+    """Ordered by rank. Of several dumps of a rank, the first that shows its main thread counts."""
     found: dict[int, RankActivity] = {}
     for stacks in sorted(dumps, key=lambda stacks: (stacks.rank, stacks.source)):
         if stacks.rank not in found and (activity := rank_activity(stacks)) is not None:
@@ -95,7 +97,7 @@ def rank_activities(dumps: Sequence[RankStacks]) -> tuple[RankActivity, ...]:
 
 
 def group_by_activity(active: Sequence[RankActivity]) -> tuple[ActivityGroup, ...]:
-    """The largest first."""
+    """Largest group first."""
     groups: dict[tuple[str, StackFrame | None], list[RankActivity]] = defaultdict(list)
     for each in active:
         groups[each.activity, each.frame].append(each)
@@ -107,30 +109,31 @@ def group_by_activity(active: Sequence[RankActivity]) -> tuple[ActivityGroup, ..
 
 
 def outliers(groups: Sequence[ActivityGroup]) -> tuple[ActivityGroup, ...]:
-    """The groups beside the one that holds more than half of the ranks; () where none does: nobody is odd."""
+    """All groups but the one that holds more than half of the ranks; empty if no group does."""
     total = sum(len(group.ranks) for group in groups)
     if len(groups) < 2 or 2 * len(groups[0].ranks) <= total:
         return ()
     return tuple(groups[1:])
 
 
-# The line of code at which a rank stands, for records that have none: JSON, and gloo, carry no stacks. Pure.
-
-# Of who has finished or left no record, the line where it stands is not that of the collective.
+# A rank that finished the operation, or left no record, is at a line that has nothing to do with it.
 BLOCKED_AT_LINE: Final = frozenset({MemberState.WAITING, MemberState.BEHIND, MemberState.SILENT})
 
 
-def add_lines_from_stacks(reading: CollectiveAnalysis, stacks: Sequence[RankStacks]) -> CollectiveAnalysis:
-    """The same, with the innermost line of a rank's own code where its record tells none."""
+def add_lines_from_stacks(collectives: CollectiveAnalysis, stacks: Sequence[RankStacks]) -> CollectiveAnalysis:
+    """Adds the line of code of each rank where its flight record has none.
+
+    Flight records in JSON, and those of gloo, do not include stacks.
+    """
     frames = {
         each.rank: LaunchFrame(each.frame.function, each.frame.file, each.frame.line)
         for each in rank_activities(stacks)
         if each.frame is not None and each.frame.line is not None
     }
 
-    def told(member: GroupMember) -> GroupMember:
-        frame = frames.get(member.rank) if member.frame is None and member.place in BLOCKED_AT_LINE else None
+    def with_line(member: GroupMember) -> GroupMember:
+        frame = frames.get(member.rank) if member.frame is None and member.state in BLOCKED_AT_LINE else None
         return member if frame is None else replace(member, frame=frame)
 
-    groups = tuple(replace(group, members=tuple(map(told, group.members))) for group in reading.groups)
-    return replace(reading, groups=groups)
+    groups = tuple(replace(group, members=tuple(map(with_line, group.members))) for group in collectives.groups)
+    return replace(collectives, groups=groups)

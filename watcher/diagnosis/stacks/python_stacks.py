@@ -1,7 +1,8 @@
-"""Text of Python stacks -> `RankStacks`: faulthandler's form and both forms of `py-spy dump`. Pure; never raises.
+"""Parses Python stacks as faulthandler prints them, and as `py-spy dump` does, text or JSON. Pure; never raises.
 
-faulthandler writes threads newest first, so the main thread is the last one (CPython Python/traceback.c), most recent
-call first. torch's worker server answers `dump_traceback` in this form. py-spy names the main thread "MainThread".
+faulthandler prints the threads newest first, so the main thread comes last, and the most recent call first (CPython
+Python/traceback.c). torch's worker server returns `dump_traceback` in this format. py-spy names the main thread
+"MainThread".
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any, Final
 from wattwatch.watcher.diagnosis.flight_recorder.model import LaunchFrame
 from wattwatch.watcher.diagnosis.model import RankStacks, StackFrame, ThreadStack
 
-MAX_TEXT_CHARACTERS: Final = 4 * 1024 * 1024  # characters; a process with a thousand threads stays below
+MAX_TEXT_CHARACTERS: Final = 4 * 1024 * 1024  # a process with a thousand threads stays below
 MAX_THREADS: Final = 1024
 MAX_FRAMES_PER_THREAD: Final = 256
 MAX_NAME_CHARACTERS: Final = 300
 
-# "Thread 0x00007f99297fa6c0 [pool-1] (most recent call first):"; the name in brackets since CPython 3.14
+# "Thread 0x00007f99297fa6c0 [pool-1] (most recent call first):"; with the thread name since CPython 3.14
 FAULTHANDLER_THREAD: Final = re.compile(
     r"(?:Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[(.{0,64}?)\])? \(most recent call first\):"
 )
@@ -31,7 +32,7 @@ PY_SPY_FRAME: Final = re.compile(r"    (\S.{0,512}?) \((.{1,4096}?)(?::(\d+))?\)
 
 
 def parse_stacks(text: str, rank: int, source: str) -> RankStacks | None:
-    """None where no thread is recognised: it is no dump of stacks."""
+    """None if no thread is recognized: the text is not a dump of Python stacks."""
     text = text[:MAX_TEXT_CHARACTERS]
     for read in (_from_json, _from_faulthandler, _from_py_spy):
         if threads := read(text):
@@ -44,7 +45,7 @@ def _from_faulthandler(text: str) -> tuple[ThreadStack, ...]:
     for line in text.splitlines():
         if found := FAULTHANDLER_THREAD.match(line):
             if len(threads) == MAX_THREADS:
-                threads.pop(0)  # the last one matters: it is the main thread
+                threads.pop(0)  # keep the last ones: the main thread comes last
             threads.append((found[2] or found[1], []))
         elif threads and (found := FAULTHANDLER_FRAME.match(line)) and len(threads[-1][1]) < MAX_FRAMES_PER_THREAD:
             threads[-1][1].append(_frame(found[3], found[1], found[2]))
@@ -55,7 +56,7 @@ def _from_faulthandler(text: str) -> tuple[ThreadStack, ...]:
 
 
 def _from_py_spy(text: str) -> tuple[ThreadStack, ...]:
-    """With --subprocesses the first process is the rank, and the others are its children: loader workers."""
+    """With --subprocesses, the first process is the rank, and the others are its children, such as loader workers."""
     threads: list[tuple[str, int, list[StackFrame]]] = []
     processes = 0
     for line in text.splitlines():
@@ -70,7 +71,7 @@ def _from_py_spy(text: str) -> tuple[ThreadStack, ...]:
 
 
 def _from_json(text: str) -> tuple[ThreadStack, ...]:
-    """`py-spy dump --json`: a list of threads, each with its frames."""
+    """`py-spy dump --json` prints a list of threads, each with its frames."""
     if not text.lstrip().startswith("["):
         return ()
     try:
@@ -95,11 +96,11 @@ def _json_frames(row: dict[str, Any]) -> list[StackFrame]:
 
 
 def _with_main(threads: Iterable[tuple[str, bool, list[StackFrame]]]) -> tuple[ThreadStack, ...]:
-    """The main thread is the one of that name; a dump of a single thread needs no name."""
+    """Marks the main thread: the one named "MainThread", or the only one."""
     rows = list(threads)
     return tuple(
-        ThreadStack(name, tuple(frames), of_rank and (name == "MainThread" or len(rows) == 1))
-        for name, of_rank, frames in rows
+        ThreadStack(name, tuple(frames), is_rank and (name == "MainThread" or len(rows) == 1))
+        for name, is_rank, frames in rows
     )
 
 
@@ -109,12 +110,12 @@ def _frame(function: str, file: str, line: str | None) -> StackFrame:
 
 
 def main_thread(stacks: RankStacks) -> ThreadStack | None:
-    """The one marked so; None where none is, or where it shows no Python frame."""
+    """None if no thread is marked as the main one, or if it has no Python frame."""
     return next((thread for thread in stacks.threads if thread.main and thread.frames), None)
 
 
 def displayed_frames(stacks: RankStacks) -> tuple[StackFrame, ...]:
-    """What people are shown of it: its main thread where it is marked, else the first; innermost first."""
+    """The frames to show to people, innermost first: of the main thread, or of the first one if none is marked."""
     thread = next((each for each in stacks.threads if each.main), next(iter(stacks.threads), None))
     return () if thread is None else thread.frames
 

@@ -1,6 +1,6 @@
-"""Which lines of a stack are the job's own code, and which are of Python, torch or another library. Pure.
+"""Which lines of a stack are the job's own code, and which belong to Python, torch or another library. Pure.
 
-One judgement for all: what a flight record holds of each launch, the threads of a rank, and tracebacks.
+Used for the stacks in flight records, for the threads of a rank, and for tracebacks in logs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from typing import Final, Protocol, TypeVar
 
 LIBRARY_PATH: Final = re.compile(
     r"(^|/)(site-packages|dist-packages)/|(^|/)lib/(python3|python3\.\d+)/|<|\.so(\.\d+)*$"
+    # torch built from source lies outside site-packages
     r"|(^|/)torch/(distributed|nn|autograd|utils|optim|multiprocessing|cuda|_\w+|serialization|functional|amp)\b"
 )
 STANDARD_LIBRARY_PATH: Final = re.compile(r"(^|/)lib/python3[^/]*/(?!(site|dist)-packages/)|<")
-PATH_CACHE_SIZE: Final = 4096  # a job's stacks hold a few hundred paths, thousands of times
+PATH_CACHE_SIZE: Final = 4096  # the stacks of a job hold a few hundred different paths, each thousands of times
 
 
 class SourceLine(Protocol):
+    """A frame of a stack or of a flight record."""
+
     @property
     def file(self) -> str: ...
 
@@ -40,11 +43,11 @@ def known_libraries() -> frozenset[str]:
 @lru_cache(maxsize=PATH_CACHE_SIZE)
 def is_library(file: str) -> bool:
     path = file.replace("\\", "/")
-    return LIBRARY_PATH.search(path) is not None or _short_name_of_library(path)
+    return LIBRARY_PATH.search(path) is not None or _is_shortened_library_path(path)
 
 
-def _short_name_of_library(path: str) -> bool:
-    """py-spy cuts what is on sys.path: "threading.py", "transformers/trainer.py"."""
+def _is_shortened_library_path(path: str) -> bool:
+    """py-spy removes the sys.path entry from paths: `threading.py`, `transformers/trainer.py`."""
     if path.startswith("/"):
         return False
     first, *rest = PurePosixPath(path).parts or ("",)
@@ -53,14 +56,17 @@ def _short_name_of_library(path: str) -> bool:
 
 
 def innermost_user_frame(frames: Sequence[FrameType]) -> FrameType | None:
-    """The innermost line of the job's own code, `frames` innermost first. Where all are below site-packages, that of a
-    package that is not known: a trainer that was installed."""
+    """The innermost frame of the job's own code; `frames` innermost first.
+
+    If all frames are in site-packages, the innermost one of a package that is not in user_code.toml: the training
+    program was installed.
+    """
     own = next((frame for frame in frames if not is_library(frame.file)), None)
-    return own or next((frame for frame in frames if _may_be_a_trainer(frame.file)), None)
+    return own or next((frame for frame in frames if _may_be_installed_program(frame.file)), None)
 
 
 @lru_cache(maxsize=PATH_CACHE_SIZE)
-def _may_be_a_trainer(file: str) -> bool:
+def _may_be_installed_program(file: str) -> bool:
     package = re.split(r"(?:site|dist)-packages/", file.replace("\\", "/"))[-1].partition("/")[0]
-    known = package in known_libraries() or _short_name_of_library(file) or ".so" in file
+    known = package in known_libraries() or _is_shortened_library_path(file) or ".so" in file
     return not known and STANDARD_LIBRARY_PATH.search(file) is None

@@ -73,7 +73,7 @@ def test_it_is_read_as_evidence(watch: RunningFleet, run: Path, tmp_path: Path) 
     result = capture_evidence(plan_for(run), watch.fleet.channels, tmp_path / "capture", Clock())
     evidence = load_evidence(result.directory)
     assert [stacks.rank for stacks in evidence.stacks] == [0, 1, 2, 3]
-    assert not evidence.unread
+    assert not evidence.unreadable
 
 
 def test_two_reports_of_nccl_come_through_the_connection(watch: RunningFleet, run: Path, tmp_path: Path) -> None:

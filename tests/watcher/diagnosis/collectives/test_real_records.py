@@ -146,7 +146,7 @@ def test_different_collectives_at_one_slot_are_conclusive() -> None:
     assert analysis.conclusive
     assert analysis.why == "at sequence number 7 of default_pg, ranks 0-2 are in all_gather, rank 3 is in barrier"
     members = {member.rank: member for member in analysis.groups[0].members}
-    assert all(members[rank].place is MemberState.WAITING for rank in range(4))
+    assert all(members[rank].state is MemberState.WAITING for rank in range(4))
     assert members[3].operation is not None
     assert members[3].operation.name == "barrier"
     assert members[3].frame is not None

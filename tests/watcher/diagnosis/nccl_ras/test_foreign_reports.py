@@ -34,8 +34,8 @@ def test_a_larger_communicator_is_of_another_job(odd: dict[int, str | None]) -> 
     assert replace(found, missing=()) == diagnose(alone)
     assert found.culprits[0].node is None
     assert found.missing == (
-        "desync_crossed_counts_poll1.json, desync_crossed_counts_poll2.json: NCCL RAS of another job, not used: it has "
-        "a communicator of 16 ranks, where this job has 8",
+        "desync_crossed_counts_poll1.json, desync_crossed_counts_poll2.json: NCCL RAS report of another job, ignored: "
+        "it has a communicator of 16 ranks, this job has 8 ranks",
     )
 
 
@@ -47,8 +47,8 @@ def test_more_hosts_than_the_job_has_nodes_are_of_another_job() -> None:
     )
     on_two = Evidence(whole, ras=(FOREIGN,), node_of_rank={rank: f"node-{rank // 8}" for rank in range(16)})
     on_one = replace(on_two, node_of_rank=dict.fromkeys(range(16), "node-0"))
-    assert "NCCL RAS" in [each.source for each in diagnose(on_two).testimonies]
-    assert "NCCL RAS" not in [each.source for each in diagnose(on_one).testimonies]
+    assert "NCCL RAS" in [each.source for each in diagnose(on_two).signals]
+    assert "NCCL RAS" not in [each.source for each in diagnose(on_one).signals]
     assert "its ranks are on 2 hosts, those of this job on 1" in diagnose(on_one).missing[0]
 
 
