@@ -8,6 +8,7 @@ from typing import Final
 
 from tests.faults.plan import Phase, Setting
 from tests.faults.simulated_job import CHECKPOINTS, LOG, RUN_DIRECTORY, SILENT, TOKENS_PER_STEP, SimulatedJob
+from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.samples import HostStatus, NodeSample
 from wattwatch.collectors.ssh.model import NodeLink
 from wattwatch.watcher.detection.model import AlertName, Finding, JobSpec, JobState, Severity
@@ -39,7 +40,7 @@ RANK: Final = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
 
 
 @dataclass(slots=True)
-class SampleSource:
+class SampleSource(Clock):
     """Source and clock in one: what came, how the links stand, what time it is."""
 
     samples: list[NodeSample] = field(default_factory=list)

@@ -30,15 +30,15 @@ def starting(watts: float = 250.0) -> tuple[GpuSample, ...]:
     return tuple(replace(gpu, power_watts=watts, utilization_percent=0.0) for gpu in working())
 
 
-class Keeping:
-    """A memory that counts its writes, and may be full."""
+class Keeping(StateStore):
+    """A store in memory that counts its writes, and may be full."""
 
     def __init__(self) -> None:
         self.rows: dict[str, bytes] = {}
         self.writes: list[int] = []
         self.full = False
 
-    def load_learned(self) -> Mapping[str, bytes]:
+    def load_learned(self) -> dict[str, bytes]:
         return self.rows
 
     def save_learned(self, rows: Mapping[str, bytes | None]) -> None:
@@ -53,15 +53,15 @@ class Keeping:
 
 
 class Watch:
-    def __init__(self, memory: Keeping | StateStore, time: ManualEngineClock | None = None) -> None:
+    def __init__(self, store: StateStore, time: ManualEngineClock | None = None) -> None:
         self.time = ManualEngineClock() if time is None else time
         self.nodes = FakeNodes(self.time, SPEC.nodes)
-        self.engine = Engine([SPEC], self.nodes, RecordingSink(), self.time, memory=memory)
+        self.engine = Engine([SPEC], self.nodes, RecordingSink(), self.time, store=store)
 
     def play(self, seconds: int, gpus: tuple[GpuSample, ...]) -> None:
         for _ in range(seconds):
             self.time.now += 1.0
-            self.nodes.say("c", gpus=gpus)
+            self.nodes.send("c", gpus=gpus)
             self.engine.tick()
 
     def start_and_work(self) -> None:
@@ -77,12 +77,12 @@ class Watch:
 
 
 def test_it_is_written_rarely_and_only_what_changed() -> None:
-    memory = Keeping()
-    watch = Watch(memory)
+    store = Keeping()
+    watch = Watch(store)
     watch.start_and_work()
-    assert memory.writes == [8, 8]  # idle floors, then those with a context
+    assert store.writes == [8, 8]  # idle floors, then those with a context
     watch.play(3 * int(SAVE_LEARNED_EVERY_SECONDS), working())
-    assert memory.writes == [8, 8]
+    assert store.writes == [8, 8]
 
 
 def test_a_watcher_that_starts_again_knows_what_it_knew(tmp_path: Path) -> None:
@@ -115,15 +115,15 @@ def test_garbage_in_the_table_is_ignored_with_a_warning(tmp_path: Path, caplog: 
 
 
 def test_a_full_disk_costs_no_verdict(caplog: pytest.LogCaptureFixture) -> None:
-    memory = Keeping()
-    memory.full = True
-    watch = Watch(memory)
+    store = Keeping()
+    store.full = True
+    watch = Watch(store)
     watch.start_and_work()
-    assert "what was learned of boards is not kept" in caplog.text
+    assert "learned GPU baselines are not saved" in caplog.text
     assert watch.engine.snapshot.jobs["single"].verdict is not None
-    memory.full = False
+    store.full = False
     watch.play(int(SAVE_LEARNED_EVERY_SECONDS) + 5, working())
-    assert memory.writes == [16]
+    assert store.writes == [16]
 
 
 @pytest.mark.skipif(not CORPUS.is_dir(), reason="the public logs are not laid beside this checkout")

@@ -24,7 +24,6 @@ from pydantic import TypeAdapter, ValidationError
 from wattwatch.collectors.clock import Clock
 from wattwatch.watcher.alerting.delivery_queue import DeliveryQueue
 from wattwatch.watcher.alerting.episode import (
-    JOB_STOPPING,
     REOPEN_WINDOW_SECONDS,
     Episode,
     EpisodeDiagnosis,
@@ -52,6 +51,7 @@ from wattwatch.watcher.alerting.notify_policy import CLEAR_SECONDS, decide_notif
 from wattwatch.watcher.alerting.receivers.base import find_receiver
 from wattwatch.watcher.common.state_store import Delivery, EpisodeRow, StateStore, StateStoreError
 from wattwatch.watcher.config.settings import ReceiverSection, RouteSection
+from wattwatch.watcher.detection.alerts import ALERT_KINDS
 from wattwatch.watcher.detection.model import AlertName, Finding, Severity
 from wattwatch.watcher.detection.trackers.recovery import RecoveryEvidence
 from wattwatch.watcher.detection.wasted_time import JOULES_PER_KWH
@@ -210,7 +210,7 @@ class AlertManager:
         A job-stopping finding keeps the time it gives itself: a job can stop, run on, and stop again within an episode.
         """
         episode = self._open.get(finding.key)
-        if episode is None or finding.alert in JOB_STOPPING:
+        if episode is None or ALERT_KINDS[finding.alert].stops_job:
             return finding
         return replace(finding, since_seconds=min(finding.since_seconds, episode.began_seconds))
 

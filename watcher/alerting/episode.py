@@ -13,16 +13,13 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
+from wattwatch.watcher.detection.alerts import ALERT_KINDS
 from wattwatch.watcher.detection.model import AlertName, Finding, Severity, Suspect
 from wattwatch.watcher.detection.trackers.recovery import RecoveryEvidence
 
 # An alert that fires again this soon after it closed is reported as a reopened one, and must stay absent for longer
 # before it closes again. Ten minutes cover a node that reboots; the figure was chosen, not measured.
 REOPEN_WINDOW_SECONDS: Final = 600.0
-
-# Alerts that mean the job has stopped. One that is inhibited by a root cause is still named in a message about that
-# cause: nobody must learn from the bill that a job stood still.
-JOB_STOPPING: Final = frozenset({AlertName.JOB_HUNG, AlertName.JOB_CRASHED, AlertName.CHECKPOINT_STALLED})
 
 SEVERITY_RANK: Final = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
 
@@ -203,7 +200,10 @@ def effective_severity(finding: Finding, consequences: tuple[Finding, ...] = ())
 
 
 def unreported_job_stops(notified: NotifiedState | None, update: EpisodeUpdate) -> tuple[Finding, ...]:
-    """Critical job-stopping consequences that no message of this episode has named yet."""
+    """Critical consequences that have stopped the job and that no message of this episode has named yet.
+
+    They are inhibited, but never silently: nobody should learn from the bill that a job did no work.
+    """
     reported = () if notified is None else notified.reported_consequences
     source = update.finding
     # A critical NodeUnreachable already says in its summary that the job has stopped; a hang adds nothing to that.
@@ -215,7 +215,7 @@ def unreported_job_stops(notified: NotifiedState | None, update: EpisodeUpdate) 
     return tuple(
         each
         for each in update.consequences
-        if each.alert in JOB_STOPPING
+        if ALERT_KINDS[each.alert].stops_job
         and finding_severity(each) is Severity.CRITICAL
         and finding_label(each) not in reported
         and not (says_job_stopped and each.alert is not AlertName.JOB_CRASHED)

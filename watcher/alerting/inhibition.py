@@ -6,15 +6,12 @@ inhibition separately, so that they race (https://github.com/prometheus/alertman
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
-from importlib import resources
 from types import MappingProxyType
 from typing import Final
 
-from wattwatch.watcher.alerting.episode import JOB_STOPPING, SEVERITY_RANK, finding_label, finding_severity
+from wattwatch.watcher.alerting.episode import SEVERITY_RANK, finding_label, finding_severity
+from wattwatch.watcher.detection.alerts import ALERT_KINDS, InhibitionScope
 from wattwatch.watcher.detection.model import AlertName, Finding
 
 EpisodeKey = tuple[str, str, str]
@@ -24,49 +21,16 @@ EpisodeKey = tuple[str, str, str]
 # Two minutes was chosen, not measured; it covers the longest step of a usual job.
 MAX_CONSEQUENCE_DELAY_SECONDS: Final = 120.0
 
-
-class InhibitionScope(StrEnum):
-    """How far from the scope of the cause its consequences may be; see alerts.toml."""
-
-    WATCHER = "watcher"
-    JOB = "job"
-    NODE = "node"
-    OWN = "own"
-
-
-@dataclass(frozen=True, slots=True)
-class InhibitionRule:
-    """One alert that can be the root cause of others."""
-
-    alert: AlertName
-    scope: InhibitionScope
-    explains: frozenset[AlertName]
-    takes_severity: bool  # a consequence more severe than the cause raises the cause
-
-
-def read_inhibition_rules() -> tuple[InhibitionRule, ...]:
-    """causes.toml, strongest cause first. No alert explains itself or one above it, so there can be no cycle.
-
-    A row without `explains` explains every alert below it, including those that have no row.
-    """
-    table = tomllib.loads(resources.files("wattwatch.watcher.alerting").joinpath("causes.toml").read_text("utf-8"))
-    rules: list[InhibitionRule] = []
-    for row in table["causes"]:
-        alert = AlertName(row["alert"])
-        not_below = {rule.alert for rule in rules} | {alert}
-        explains = frozenset(map(AlertName, row.get("explains", AlertName))) - not_below
-        rules.append(InhibitionRule(alert, InhibitionScope(row["reach"]), explains, row["lends"]))
-    return tuple(rules)
-
-
-INHIBITION_RULES: Final = read_inhibition_rules()
-RULE_ORDER: Final = {rule.alert: position for position, rule in enumerate(INHIBITION_RULES)}
+# alerts.toml lists the strongest cause first, and an alert only inhibits alerts below it: there can be no cycle.
+CAUSE_ORDER: Final = {
+    alert: position for position, alert in enumerate(name for name, kind in ALERT_KINDS.items() if kind.inhibits)
+}
 NO_EARLIER_CAUSES: Final[Mapping[EpisodeKey, str]] = MappingProxyType({})
 
 
 def cause_order(finding: Finding) -> int:
     """Sort key that puts causes before their consequences; messages are sent in this order."""
-    return RULE_ORDER.get(finding.alert, len(RULE_ORDER))
+    return CAUSE_ORDER.get(finding.alert, len(CAUSE_ORDER))
 
 
 def root_causes(
@@ -83,28 +47,28 @@ def root_causes(
         by_job.setdefault(finding.job, []).append(finding)
     found: dict[EpisodeKey, Finding] = {}
     for source in active:
-        if source.alert not in RULE_ORDER:
-            break  # sorted: no finding after this one has a rule
-        rule = INHIBITION_RULES[RULE_ORDER[source.alert]]
-        for target in active if rule.scope is InhibitionScope.WATCHER else by_job[source.job]:
-            if target.alert not in rule.explains or target.key in found:
+        if source.alert not in CAUSE_ORDER:
+            break  # sorted: no finding after this one inhibits anything
+        kind = ALERT_KINDS[source.alert]
+        for target in active if kind.inhibition_scope is InhibitionScope.WATCHER else by_job[source.job]:
+            if target.alert not in kind.inhibits or target.key in found:
                 continue
             in_time = began_in_time(target, source) or earlier_causes.get(target.key) == finding_label(source)
-            if in_time and can_explain(target, source, rule):
+            if in_time and can_explain(target, source):
                 found[target.key] = source
     return {key: follow_to_root(source, found) for key, source in found.items()}
 
 
 def follow_to_root(source: Finding, found: Mapping[EpisodeKey, Finding]) -> Finding:
-    """Terminates because a rule only explains alerts below it in the table."""
+    """Terminates because an alert only inhibits alerts below it in the table."""
     while source.key in found:
         source = found[source.key]
     return source
 
 
-def can_explain(target: Finding, source: Finding, rule: InhibitionRule) -> bool:
-    """Whether `source`, an alert of this rule, explains `target`, one of the alerts that the rule lists."""
-    if not is_in_scope(target, source, rule.scope):
+def can_explain(target: Finding, source: Finding) -> bool:
+    """Whether `source` explains `target`, which is one of the alerts that it inhibits."""
+    if not is_in_scope(target, source):
         return False
     # A GPU fault kills the processes of its own node. A crash elsewhere has another cause.
     is_crash = source.alert is AlertName.GPU_FAULT and target.alert is AlertName.JOB_CRASHED
@@ -127,15 +91,15 @@ def find_successors(absent: Finding, present: Iterable[Finding]) -> tuple[Findin
         for each in present
         if each.job == absent.job
         and each.confirmed
-        and each.alert in JOB_STOPPING
+        and ALERT_KINDS[each.alert].stops_job
         and each.alert is not absent.alert
-        and (absent.alert in JOB_STOPPING or absent.alert in INHIBITION_RULES[RULE_ORDER[each.alert]].explains)
+        and (ALERT_KINDS[absent.alert].stops_job or absent.alert in ALERT_KINDS[each.alert].inhibits)
     )
 
 
 def began_in_time(target: Finding, source: Finding) -> bool:
     """Whether `target` began early enough to be a consequence. The end of a job ends all its problems at any time."""
-    if target.alert not in JOB_STOPPING or source.alert is AlertName.JOB_COMPLETED:
+    if not ALERT_KINDS[target.alert].stops_job or source.alert is AlertName.JOB_COMPLETED:
         return True
     return target.since_seconds - source.since_seconds <= MAX_CONSEQUENCE_DELAY_SECONDS
 
@@ -146,7 +110,9 @@ def has_suspect_on_node(crash: Finding, gpu_fault: Finding) -> bool:
     return not crash.suspects or any(suspect.node == node for suspect in crash.suspects)
 
 
-def is_in_scope(target: Finding, source: Finding, scope: InhibitionScope) -> bool:
+def is_in_scope(target: Finding, source: Finding) -> bool:
+    """Whether `target` is where consequences of `source` may be; the scopes are described in alerts.toml."""
+    scope = ALERT_KINDS[source.alert].inhibition_scope
     if scope is InhibitionScope.WATCHER:
         # Other problems of the watcher, such as a full disk, have a scope, and do not keep it from reaching nodes.
         return not source.scope
@@ -166,5 +132,4 @@ def scope_contains(outer: str, inner: str) -> bool:
 
 def takes_consequence_severity(source: Finding) -> bool:
     """Whether a more severe consequence raises the severity of this finding."""
-    position = RULE_ORDER.get(source.alert)
-    return position is not None and INHIBITION_RULES[position].takes_severity
+    return ALERT_KINDS[source.alert].raises_severity

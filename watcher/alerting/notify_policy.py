@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Final
 
 from wattwatch.watcher.alerting.episode import (
-    JOB_STOPPING,
     SEVERITY_RANK,
     Episode,
     EpisodeDiagnosis,
@@ -21,6 +20,7 @@ from wattwatch.watcher.alerting.episode import (
     is_reopening,
     unreported_job_stops,
 )
+from wattwatch.watcher.detection.alerts import ALERT_KINDS, Recovery
 from wattwatch.watcher.detection.model import AlertName, Finding
 
 # An alert is resolved once it was absent in this many evaluations and for this long: one odd sample closes nothing.
@@ -48,25 +48,25 @@ XID_HOLD_SECONDS: Final = 900.0
 
 def clear_seconds(episode: Episode) -> float:
     """How long the finding must be absent before the alert is resolved."""
-    is_observed_directly = episode.finding.alert in JOB_STOPPING or episode.finding.alert is AlertName.JOB_COMPLETED
-    by_reopenings = CLEAR_SECONDS_JOB_STOPPING if is_observed_directly else CLEAR_SECONDS_FLAPPING
+    ends_with_a_step = ALERT_KINDS[episode.finding.alert].recovery is Recovery.STEPS
+    by_reopenings = CLEAR_SECONDS_JOB_STOPPING if ends_with_a_step else CLEAR_SECONDS_FLAPPING
     return by_reopenings[min(episode.reopenings, len(by_reopenings) - 1)]
 
 
 def has_recovered(episode: Episode, update: EpisodeUpdate, absent_seconds: float) -> bool:
     """Whether there is positive evidence against a finding that an earlier watcher process reported."""
-    alert, node = episode.finding.alert, episode.finding.scope.partition("/")[0]
+    kind, node = ALERT_KINDS[episode.finding.alert], episode.finding.scope.partition("/")[0]
     watched_long_enough = absent_seconds >= restart_grace_seconds(episode)
     if not episode.finding.job:
         return watched_long_enough  # an alert about the watcher itself: this process knows its own state
     recovery = update.recovery
     if recovery is None:
         return False
-    if alert in JOB_STOPPING or alert is AlertName.JOB_COMPLETED:
+    if kind.recovery is Recovery.STEPS:
         return recovery.advancing
-    if alert in (AlertName.NODE_UNREACHABLE, AlertName.PROBE_BLIND):
+    if kind.recovery is Recovery.NODE:
         return node in recovery.nodes_ok
-    if alert is AlertName.GPU_FAULT:
+    if kind.recovery is Recovery.GPU:
         from_kernel_log = any(fact.startswith("Xid ") for fact in episode.finding.evidence)
         is_recent = update.now - episode.began_seconds < XID_HOLD_SECONDS
         return node in recovery.nodes_ok and not (from_kernel_log and is_recent)

@@ -1,7 +1,7 @@
-"""What may take its time: pruning, and looking at the disk. APScheduler, because nothing here is urgent.
+"""Tasks that are not urgent: pruning the state store and checking the disk, on APScheduler.
 
-A run that comes too late, or whose forerunner still works, is dropped by the scheduler without a word
-(apscheduler#423): each such run is counted and exported.
+APScheduler silently drops a run that starts too late or while the previous one still runs
+(https://github.com/agronholm/apscheduler/issues/423), so each dropped run is counted and exported as a metric.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from apscheduler.schedulers.background import BackgroundScheduler
 
 from wattwatch.watcher.web.metrics import WatcherMetrics
 
-log = logging.getLogger("wattwatch.slow_tasks")
+log = logging.getLogger("wattwatch.maintenance")
 
 FAILURE_REASONS: Final = {EVENT_JOB_MISSED: "missed", EVENT_JOB_MAX_INSTANCES: "skipped", EVENT_JOB_ERROR: "error"}
 
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceTask:
-    """Called every `every_seconds` of real time, first after that long; up to half of it late."""
+    """Called every `every_seconds` of real time, first after that long. A run may start up to half of it late."""
 
     name: str
     every_seconds: float
@@ -31,14 +31,14 @@ class MaintenanceTask:
 
 
 class MaintenanceScheduler:
-    """Runs the tasks, one thread for all of them."""
+    """Runs the tasks on one thread."""
 
-    def __init__(self, tasks: tuple[MaintenanceTask, ...], own: WatcherMetrics) -> None:
-        self._own = own
+    def __init__(self, tasks: tuple[MaintenanceTask, ...], metrics: WatcherMetrics) -> None:
+        self._metrics = metrics
         self._scheduler = BackgroundScheduler(
             daemon=True,
             executors={"default": {"type": "threadpool", "max_workers": 1}},
-            timezone="UTC",  # no calendar here, and a machine without a time zone is no reason to fail
+            timezone="UTC",  # only intervals here, and a machine without a time zone must not fail
         )
         for task in tasks:
             self._scheduler.add_job(
@@ -50,24 +50,24 @@ class MaintenanceScheduler:
                 max_instances=1,
                 misfire_grace_time=max(1, int(task.every_seconds / 2)),
             )
-            own.slow_task_runs.labels(task.name)
+            metrics.slow_task_runs.labels(task.name)
             for reason in FAILURE_REASONS.values():
-                own.slow_task_failures.labels(task.name, reason)
-        self._scheduler.add_listener(self._note, EVENT_JOB_EXECUTED | sum(FAILURE_REASONS))
+                metrics.slow_task_failures.labels(task.name, reason)
+        self._scheduler.add_listener(self._count, EVENT_JOB_EXECUTED | sum(FAILURE_REASONS))
 
     def start(self) -> None:
         self._scheduler.start()
 
     def stop(self) -> None:
-        """Does not wait for a task that runs: each is safe to leave."""
+        """Does not wait for a running task: each can be interrupted safely."""
         if self._scheduler.running:
             self._scheduler.shutdown(wait=False)
 
-    def _note(self, event: Any) -> None:
-        """`event.exception` is there for errors; the scheduler logs those with their place in the code itself."""
+    def _count(self, event: Any) -> None:
+        """Count a run. The scheduler itself logs an error with its traceback."""
         if event.code == EVENT_JOB_EXECUTED:
-            self._own.slow_task_runs.labels(event.job_id).inc()
+            self._metrics.slow_task_runs.labels(event.job_id).inc()
             return
         reason = FAILURE_REASONS[event.code]
-        self._own.slow_task_failures.labels(event.job_id, reason).inc()
+        self._metrics.slow_task_failures.labels(event.job_id, reason).inc()
         log.warning("task %s did not run: %s", event.job_id, reason)

@@ -1,7 +1,9 @@
-"""From settings to what the parts take; and all that keeps the service from starting, found before it does."""
+"""Everything that would keep the service from starting, found before anything is started; and settings in the form
+that the components take."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +12,10 @@ from wattwatch.collectors.ssh.model import SshSettings
 from wattwatch.watcher.alerting.delivery_queue import ReceiverUrlError, read_receiver_url
 from wattwatch.watcher.config.settings import Config, ProfileSection, SshSection, WatcherSection, read_secret
 from wattwatch.watcher.detection.baselines.profiles import UserProfile
-from wattwatch.watcher.web.app import is_loopback
 
 
 def ssh_settings(section: SshSection) -> SshSettings:
-    """Raises OSError or ValueError where the passphrase cannot be read."""
+    """Raises OSError or ValueError if the passphrase cannot be read."""
     return SshSettings(
         user=section.user,
         port=section.port,
@@ -35,25 +36,25 @@ def to_user_profile(section: ProfileSection) -> UserProfile:
 
 
 def read_token(section: WatcherSection) -> str | None:
-    """Raises OSError or ValueError where the file cannot be read or is empty."""
+    """The API's bearer token. Raises OSError or ValueError if its file cannot be read or is empty."""
     return None if section.token_file is None else read_secret(section.token_file)
 
 
 def preflight_problems(config: Config) -> list[str]:
-    """Why the service must not start, each with its place. The configuration itself has been found well-formed."""
+    """Why the service must not start, each with its key. The configuration itself is already valid."""
     return [*listen_problems(config.watcher), *file_problems(config), *profile_problems(config)]
 
 
 def listen_problems(section: WatcherSection) -> Iterator[str]:
     if section.token_file is None and not section.allow_unauthenticated and not is_loopback(section.listen_host):
         yield (
-            f"watcher.listen: {section.listen} can be reached from other machines and there is no token: set "
-            "watcher.token_file, or allow_unauthenticated = true if everybody there may read"
+            f"watcher.listen: {section.listen} can be reached from other machines, but there is no token: set "
+            "watcher.token_file, or allow_unauthenticated = true if anyone who reaches it may read everything"
         )
 
 
 def file_problems(config: Config) -> Iterator[str]:
-    """Files that are named and cannot be read."""
+    """Files that the configuration names but that cannot be read."""
     for place, secret in (
         ("watcher.token_file", config.watcher.token_file),
         ("ssh.passphrase_file", config.ssh.passphrase_file),
@@ -94,3 +95,11 @@ def profile_problems(config: Config) -> Iterator[str]:
             re.compile(profile.match)
         except re.error as error:
             yield f"profiles[{i}].match: not a regular expression: {error}"
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine can connect. A name other than localhost may resolve to anything: False."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

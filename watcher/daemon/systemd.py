@@ -1,4 +1,4 @@
-"""What systemd is told (sd_notify(3)): one datagram on the socket named in $NOTIFY_SOCKET. Without one, nothing."""
+"""Notifies systemd (sd_notify(3)): one datagram on the socket named in $NOTIFY_SOCKET; nothing if it is not set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 
 class SystemdNotifier:
-    """Tells the service manager how the service stands. Never raises: a manager that is gone stops nothing."""
+    """Tells the service manager the state of the service. Never raises: a manager that is gone must not stop it."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         address = environment.get("NOTIFY_SOCKET", "")
@@ -18,19 +18,16 @@ class SystemdNotifier:
         self.watchdog_seconds = watchdog_seconds(environment)
 
     def ready(self, status: str) -> None:
-        self._tell(f"READY=1\nSTATUS={status}")
+        self._send(f"READY=1\nSTATUS={status}")
 
-    def status(self, status: str) -> None:
-        self._tell(f"STATUS={status}")
-
-    def alive(self, status: str) -> None:
-        """Start the watchdog's time anew: only when everything that must move has moved."""
-        self._tell(f"WATCHDOG=1\nSTATUS={status}")
+    def watchdog(self, status: str) -> None:
+        """Restart the watchdog's timer. Call it only while every thread that must run does."""
+        self._send(f"WATCHDOG=1\nSTATUS={status}")
 
     def stopping(self) -> None:
-        self._tell("STOPPING=1\nSTATUS=stopping")
+        self._send("STOPPING=1\nSTATUS=stopping")
 
-    def _tell(self, message: str) -> None:
+    def _send(self, message: str) -> None:
         if not self._address:
             return
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
@@ -39,7 +36,7 @@ class SystemdNotifier:
 
 
 def watchdog_seconds(environment: Mapping[str, str]) -> float | None:
-    """WatchdogSec= of the unit; None where there is none, or where it is meant for another process."""
+    """WatchdogSec= of the unit; None if it is not set, or is meant for another process."""
     microseconds, pid = environment.get("WATCHDOG_USEC", ""), environment.get("WATCHDOG_PID", "")
     if not microseconds.isdigit() or int(microseconds) == 0 or (pid and pid != str(os.getpid())):
         return None

@@ -1,16 +1,28 @@
-"""What the engine publishes after each tick, and what the API, the page and the metrics read. Frozen: no locks."""
+"""What the engine publishes after each tick, and what the API, the page and the metrics read.
+
+A snapshot is frozen, so threads share it without locks. `LatestSnapshot` at the end is where the engine's thread puts
+each one and where every other thread finds the newest, with its age.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
+from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.samples import NodeSample
 from wattwatch.collectors.ssh.model import NodeLink
 from wattwatch.watcher.detection.model import Finding, JobSample, JobState, Severity, Suspect, Verdict
 from wattwatch.watcher.detection.timeline import TimelinePoint
 from wattwatch.watcher.diagnosis.model import Diagnosis
+
+# A tick may have to wait for a slow disk or a busy machine. A watcher whose last tick is older than this is not
+# working, and everything it serves is out of date. Chosen, not measured.
+FRESH_INTERVALS: Final = 10.0
+FRESH_MIN_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +32,22 @@ class JobView:
     name: str
     state: JobState
     state_since_wall_seconds: float
-    reason: str  # why it is in this state, in words with numbers
+    reason: str  # why it is in this state, a sentence with numbers
     sample: JobSample
     verdict: Verdict
     findings: tuple[Finding, ...]
     wasted_gpu_seconds: Mapping[str, float]  # by alert name
     timeline: tuple[TimelinePoint, ...]  # oldest first, thinned with age
-    wasted_joules: Mapping[str, float] = field(default_factory=dict)  # what those boards drew meanwhile, by alert name
+    wasted_joules: Mapping[str, float] = field(default_factory=dict)  # by alert name: drawn during the wasted time
 
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
+    """One node after a tick."""
+
     node: str
     link: NodeLink
-    sample: NodeSample | None  # the last one that came, however old: see link.last_line_age_seconds
+    sample: NodeSample | None  # the last one, however old: see link.last_line_age_seconds
     jobs: tuple[str, ...]
 
 
@@ -41,7 +55,7 @@ class NodeView:
 class EpisodeView:
     """One open or recently closed alert episode."""
 
-    id: str  # stable over restarts; new for each episode
+    id: str  # stable across restarts; each episode has a new one
     job: str
     alert: str
     scope: str
@@ -54,9 +68,9 @@ class EpisodeView:
     opened_wall_seconds: float
     closed_wall_seconds: float | None
     gpu_hours_lost: float
-    suppressed_by: str | None = None  # root cause that keeps this one quiet, e.g. "NodeUnreachable node-02"
-    kilowatt_hours_lost: float = 0.0  # drawn meanwhile, in looks that saw it
-    diagnosis: str = ""  # who holds the job up, in a sentence, once that is known
+    suppressed_by: str | None = None  # the root cause that is reported instead, e.g. "NodeUnreachable node-02"
+    kilowatt_hours_lost: float = 0.0  # drawn meanwhile, as far as it was measured
+    diagnosis: str = ""  # which rank blocks the job, in a sentence, once known
 
 
 class DiagnosisStage(StrEnum):
@@ -72,22 +86,22 @@ class DiagnosisView:
 
     job: str
     stage: DiagnosisStage  # of the latest capture
-    episode_id: str = ""  # that it belongs to
+    episode_id: str = ""  # the alert episode that it belongs to
     alert: str = ""
     began_wall_seconds: float = 0.0
     ended_wall_seconds: float | None = None
-    diagnosis: Diagnosis | None = None  # of the latest capture that gave one
-    trouble: str = ""  # why the latest gave none, a sentence
-    directory: str = ""  # on the watcher's host, with all that was captured
-    report: str = ""  # path of the HTML page of the incident, there
+    diagnosis: Diagnosis | None = None  # from the latest capture that gave one
+    trouble: str = ""  # why the latest capture gave none, a sentence
+    directory: str = ""  # on the control host, with everything captured
+    report: str = ""  # path of the incident's HTML report on the control host
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryStats:
-    """Counters of the outbox, by receiver and reason; ages on the watcher's clock."""
+    """Counters of the delivery queue; ages by the watcher's clock."""
 
-    sent: Mapping[str, int] = field(default_factory=dict)
-    failed: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (receiver, reason)
+    sent: Mapping[str, int] = field(default_factory=dict)  # by receiver
+    failed: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by (receiver, reason)
     waiting: int = 0
     oldest_waiting_seconds: float = 0.0
 
@@ -98,13 +112,67 @@ class Snapshot:
 
     tick: int
     wall_seconds: float
-    tick_seconds: float  # how long the tick itself took
+    tick_seconds: float  # how long the tick took
     late_seconds: float  # how late it started
     jobs: Mapping[str, JobView]
     nodes: Mapping[str, NodeView]
     episodes: tuple[EpisodeView, ...]
     deliveries: DeliveryStats
-    blind: bool  # most nodes went silent at once: our own network, not theirs
-    ticks_overrun: int = 0
-    detection_delays_seconds: tuple[float, ...] = ()  # from condition to episode, of episodes opened in this tick
-    diagnoses: Mapping[str, DiagnosisView] = field(default_factory=dict)  # by job; none was ever asked for: absent
+    blind: bool  # the watcher has lost most nodes at once: its own network failed, not the nodes
+    ticks_overrun: int = 0  # ticks so late that this process must have been stopped or starved of CPU
+    detection_delays_seconds: tuple[float, ...] = ()  # from condition to finding, of findings new in this tick
+    diagnoses: Mapping[str, DiagnosisView] = field(default_factory=dict)  # by job; no entry if never captured
+
+
+class LatestSnapshot:
+    """The newest snapshot. Only the engine's thread calls `publish`; any thread may read the rest."""
+
+    def __init__(
+        self, snapshot: Snapshot, clock: Clock, interval_seconds: float, recordings: Mapping[str, str] | None = None
+    ) -> None:
+        """`recordings`: by job, the path of the recording of its newest incident; it may change at any time."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[Snapshot], None]] = []
+        self._published_seconds: float | None = None
+        self.interval_seconds = interval_seconds
+        self.recordings: Mapping[str, str] = {} if recordings is None else recordings
+        self.snapshot = snapshot
+        self.ticks = 0  # ticks of the engine, including those in which no job was due
+
+    def listen(self, listener: Callable[[Snapshot], None]) -> None:
+        """Call `listener` with every new snapshot, on the engine's thread: it must return at once."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """The engine has ticked. If no job was due, it passes the same snapshot again, which only renews its age."""
+        self._published_seconds = self._clock.monotonic()
+        self.ticks += 1
+        if snapshot is self.snapshot:
+            return
+        self.snapshot = snapshot
+        with self._lock:
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            listener(snapshot)
+
+    @property
+    def age_seconds(self) -> float:
+        """Seconds since the engine last ticked; infinite before the first tick."""
+        if self._published_seconds is None:
+            return float("inf")
+        return max(0.0, self._clock.monotonic() - self._published_seconds)
+
+    @property
+    def fresh_limit_seconds(self) -> float:
+        return max(FRESH_MIN_SECONDS, FRESH_INTERVALS * self.interval_seconds)
+
+    @property
+    def is_fresh(self) -> bool:
+        return self.age_seconds <= self.fresh_limit_seconds
+
+    @property
+    def wall_seconds(self) -> float:
+        """Now, for people: the ages in the snapshot are counted up to this time."""
+        return self._clock.wall()

@@ -1,4 +1,7 @@
-"""The event stream: what changed, pushed to whoever listens. A slow listener is told to read anew, never waited for."""
+"""The event stream (server-sent events): what changed, pushed to each open stream.
+
+A client that reads too slowly loses its queued events and gets `resync` instead; nothing ever waits for it.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from typing import Any, Final
 from wattwatch.watcher.engine.snapshot import Snapshot
 from wattwatch.watcher.web.schemas import alert_answer, utc_datetime
 
-QUEUE_EVENTS: Final = 128  # a listener that is this far behind has lost the thread
+QUEUE_EVENTS: Final = 128  # a client that is this far behind must read everything again
 MAX_STREAMS: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """`name`: tick, state, alert_opened, alert_closed or resync. `data` is JSON."""
+    """`name` is tick, state, alert_opened, alert_closed or resync. `data` is serialized as JSON."""
 
     name: str
     data: dict[str, Any]
@@ -25,11 +28,11 @@ class StreamEvent:
 
 
 class TooManyStreams(Exception):
-    """All streams are taken."""
+    """MAX_STREAMS are open already."""
 
 
 class EventHub:
-    """Hands events to open streams. Lives on the server's event loop; only `offer` may be called elsewhere."""
+    """Passes events to the open streams. Runs on the server's event loop; other threads may only call `offer`."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -45,12 +48,12 @@ class EventHub:
         self._loop = loop
 
     def offer(self, snapshot: Snapshot) -> None:
-        """A new snapshot, from any thread; returns at once."""
+        """Take a new snapshot. Any thread may call it; returns at once."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._publish, snapshot)
 
     def stop(self) -> None:
-        """End every stream: an open one would keep the server from stopping (uvicorn#251)."""
+        """End every stream: an open one keeps the server from stopping (https://github.com/encode/uvicorn/issues/251)."""
         self._stopped = True
         for queue in self._queues:
             empty_queue(queue)
@@ -58,7 +61,7 @@ class EventHub:
 
     @contextmanager
     def subscribe(self) -> Iterator[asyncio.Queue[StreamEvent | None]]:
-        """A queue of events, ended by None. Raises TooManyStreams."""
+        """A queue of events; None marks its end. Raises TooManyStreams."""
         if len(self._queues) >= MAX_STREAMS:
             raise TooManyStreams
         queue: asyncio.Queue[StreamEvent | None] = asyncio.Queue(QUEUE_EVENTS)
@@ -95,7 +98,7 @@ async def read_queue(queue: asyncio.Queue[StreamEvent | None]) -> AsyncIterator[
 
 
 def snapshot_events(before: Snapshot | None, now: Snapshot) -> Iterator[StreamEvent]:
-    """What happened between two snapshots, and that there is a new one."""
+    """What changed between two snapshots, and one tick event for the new one."""
     tick = str(now.tick)
     if before is not None:
         for name, job in now.jobs.items():

@@ -1,4 +1,9 @@
-"""The one table of metrics (metrics.toml), typed. Exporter, dashboards, rules and tests read names from here."""
+"""The body of /metrics: the table of metrics (metrics.toml), a snapshot as series, and the watcher's own counters.
+
+The series of a snapshot are written by hand: for 96,000 of them prometheus_client holds the interpreter lock for 0.8 s,
+and a scrape must not stall the watcher. Most of that cost is in the labels, so the label text of each GPU is built once
+and kept. The watcher's own counters are few and use prometheus_client.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +31,11 @@ from prometheus_client import (
 
 from wattwatch.collectors.samples import CheckpointEntry, GpuSample, HostStatus
 from wattwatch.watcher.detection.model import JobSample, JobState
-from wattwatch.watcher.engine.latest import LatestSnapshot
-from wattwatch.watcher.engine.snapshot import EpisodeView, JobView, NodeView, Snapshot
+from wattwatch.watcher.engine.snapshot import EpisodeView, JobView, LatestSnapshot, NodeView, Snapshot
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+GZIP_LEVEL: Final = 1  # level 9 takes ten times as long and saves a tenth of the size
+GZIP_WINDOW_BITS: Final = 31  # makes zlib write the gzip format instead of its own
 
 MetricGroup = Literal["gpu", "snapshot", "own"]
 MetricType = Literal["gauge", "counter", "histogram"]
@@ -35,7 +43,7 @@ MetricType = Literal["gauge", "counter", "histogram"]
 
 @dataclass(frozen=True, slots=True)
 class MetricFamily:
-    """One family of series, as in metrics.toml."""
+    """One metric: a row of metrics.toml."""
 
     name: str
     group: MetricGroup
@@ -54,6 +62,7 @@ class MetricFamily:
 
 
 def read_metric_table() -> dict[str, MetricFamily]:
+    """The rows of metrics.toml by name. Exporter, dashboards and alert rules take their names from here."""
     text = (resources.files("wattwatch.watcher.web") / "metrics.toml").read_text("utf-8")
     return {
         name: MetricFamily(
@@ -74,11 +83,6 @@ def read_metric_table() -> dict[str, MetricFamily]:
 METRICS: Final = read_metric_table()
 
 
-# One Snapshot as the body of /metrics.
-#
-# The text is written by hand: prometheus_client takes 0.8 s of held interpreter lock for 96,000 series, and a scrape
-# must not stall the watcher. What costs is naming the series, so each board's label text is made once and kept.
-
 GPU_METRICS: Final = tuple(metric for metric in METRICS.values() if metric.group == "gpu")
 GPU_INFO: Final = "wattwatch_gpu_info"
 GPU_LABELS: Final = GPU_METRICS[0].labels
@@ -88,20 +92,20 @@ SeriesLines = dict[str, list[str]]  # metric -> lines
 
 
 class SnapshotMetrics:
-    """Renders snapshots. Keeps the label text of the boards it saw last; not for two threads at once."""
+    """Renders snapshots as text. Keeps the label text of the GPUs of the last one; not thread-safe."""
 
     def __init__(self, stale_after_seconds: float) -> None:
-        """Boards of a job that was last judged longer ago than `stale_after_seconds` have no series."""
+        """GPUs of a job that was last evaluated longer ago than `stale_after_seconds` get no series."""
         self._stale_after = stale_after_seconds
         self._labels: dict[GpuSeriesKey, str] = {}
 
     def render(self, snapshot: Snapshot) -> bytes:
-        """All families of groups "gpu" and "snapshot" in the text format 0.0.4."""
+        """All metrics of the groups "gpu" and "snapshot", in text format 0.0.4."""
         lines: SeriesLines = {name: [] for name, metric in METRICS.items() if metric.group != "own"}
         fresh = [
             j for j in snapshot.jobs.values() if snapshot.wall_seconds - j.sample.wall_seconds <= self._stale_after
         ]
-        self._boards(fresh, lines)
+        self._add_gpu_series(fresh, lines)
         for job in snapshot.jobs.values():
             add_job_series(job, snapshot.wall_seconds, lines)
         add_alert_series(snapshot.episodes, lines)
@@ -110,21 +114,21 @@ class SnapshotMetrics:
         add_watcher_series(snapshot, lines)
         return "".join(METRICS[name].header + "".join(rows) for name, rows in lines.items() if rows).encode()
 
-    def _boards(self, jobs: Sequence[JobView], lines: SeriesLines) -> None:
+    def _add_gpu_series(self, jobs: Sequence[JobView], lines: SeriesLines) -> None:
         known, self._labels = self._labels, {}
-        boards: list[tuple[str, GpuSample]] = []
+        gpus: list[tuple[str, GpuSample]] = []
         for job in jobs:
-            for board in job.sample.gpus:
-                key = (job.name, board.node, gpu_label(board.gpu), board.rank)
+            for rank_gpu in job.sample.gpus:
+                key = (job.name, rank_gpu.node, gpu_label(rank_gpu.gpu), rank_gpu.rank)
                 if key in self._labels:
-                    continue  # two boards with nothing to tell them apart: one series, never two of one name
+                    continue  # two GPUs that nothing distinguishes: a duplicate series would fail the whole scrape
                 text = known.get(key) or format_labels(zip(GPU_LABELS, map(label_value, key), strict=True))
                 self._labels[key] = text
-                boards.append((text, board.gpu))
-        lines[GPU_INFO] = [f"{GPU_INFO}{text[:-1]}{gpu_info_labels(gpu)} 1\n" for text, gpu in boards]
+                gpus.append((text, rank_gpu.gpu))
+        lines[GPU_INFO] = [f"{GPU_INFO}{text[:-1]}{gpu_info_labels(gpu)} 1\n" for text, gpu in gpus]
         for metric in GPU_METRICS:
             name, reads, divisor = metric.name, metric.reads, metric.divide_by
-            values = [(text, getattr(gpu, reads)) for text, gpu in boards]
+            values = [(text, getattr(gpu, reads)) for text, gpu in gpus]
             if divisor == 1.0:
                 lines[name] = [f"{name}{text} {value}\n" for text, value in values if value is not None]
             else:
@@ -132,7 +136,7 @@ class SnapshotMetrics:
 
 
 def gpu_label(gpu: GpuSample) -> str:
-    """The driver's index, gaps and all; a board that never told one goes by its UUID or PCI id."""
+    """The driver's index; if a GPU has never reported one, its UUID or PCI bus id."""
     return gpu.key if gpu.index is None else str(gpu.index)
 
 
@@ -175,7 +179,7 @@ def add_job_series(job: JobView, wall_seconds: float, lines: SeriesLines) -> Non
 
 
 def newest_complete_checkpoint(sample: JobSample) -> CheckpointEntry | None:
-    """The newest complete checkpoint over the job's directories."""
+    """The newest complete checkpoint in any of the job's checkpoint directories."""
     whole = [entry for listing in sample.checkpoints for entry in listing.entries if entry.complete]
     return max(whole, key=lambda e: (-1 if e.step is None else e.step, -(e.age_seconds or 0.0)), default=None)
 
@@ -212,7 +216,7 @@ def add_node_series(view: NodeView, lines: SeriesLines) -> None:
 
 
 def node_status(view: NodeView) -> HostStatus:
-    """The link's trouble first; of a node that answers, what its last line said."""
+    """A connection problem first; for a node that answers, the status in its last line."""
     if view.link.status is not HostStatus.OK or view.sample is None:
         return view.link.status
     return view.sample.status
@@ -239,13 +243,13 @@ def add_series(lines: SeriesLines, name: str, labels: Iterable[tuple[str, str]],
 
 
 def format_labels(labels: Iterable[tuple[str, str]]) -> str:
-    """`{a="x",b="y"}`, or nothing where there are no labels."""
+    """`{a="x",b="y"}`, or nothing without labels."""
     pairs = ",".join(f'{name}="{escape_label_value(value)}"' for name, value in labels)
     return "{" + pairs + "}" if pairs else ""
 
 
 def escape_label_value(value: str) -> str:
-    """A label's value as the text format wants it. A name that is no Unicode text loses what cannot be written."""
+    """A label value, escaped for the text format. Bytes that were not valid UTF-8 are replaced."""
     if value.isascii() and value.isprintable() and '"' not in value and "\\" not in value:
         return value
     clean = value.encode("utf-8", "replace").decode("utf-8")
@@ -257,25 +261,18 @@ def label_value(value: str | int | None) -> str:
 
 
 def format_metric_value(value: float) -> str:
-    """As Go reads it."""
+    """A number as Prometheus (Go) parses it."""
     if math.isfinite(value):
         return str(value)
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
-# The watcher's counters of itself, kept by prometheus_client, and the whole body of /metrics.
-
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-GZIP_LEVEL: Final = 1  # 9 takes ten times as long and saves a tenth
-GZIP_WINDOW_BITS: Final = 31  # zlib's way to say: the gzip format
-
-
 class WatcherMetrics:
-    """Families of group "own". Counters may be raised from any thread."""
+    """The metrics of the group "own". Any thread may increment a counter."""
 
     def __init__(self) -> None:
-        # A series that says when another was made tells nothing here and doubles the list.
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # the library left this one untyped
+        # prometheus_client would add a *_created series for each counter, which nobody reads.
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # not annotated in the library
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # process_*: memory, CPU, descriptors
         self.detection_delay = self._histogram("wattwatch_detection_delay_seconds")
@@ -288,8 +285,8 @@ class WatcherMetrics:
         self._gauge("wattwatch_threads").set_function(threading.active_count)
         self._gauge("wattwatch_build_info").labels(version("wattwatch"), platform.python_version()).set(1)
 
-    def note(self, snapshot: Snapshot) -> None:
-        """Count what this one tick says. Called once for each snapshot, by the engine's thread."""
+    def observe(self, snapshot: Snapshot) -> None:
+        """Count one tick. Called once for each snapshot, on the engine's thread."""
         self.tick_duration.observe(snapshot.tick_seconds)
         for delay in snapshot.detection_delays_seconds:
             self.detection_delay.observe(delay)
@@ -305,32 +302,35 @@ class WatcherMetrics:
 
 
 class MetricsExporter:
-    """The body of /metrics: a snapshot's part is written once, by the first who asks; the watcher's own each time."""
+    """Builds the body of /metrics. The part of a snapshot is rendered once, by the first scrape; the rest each time."""
 
-    def __init__(self, latest: LatestSnapshot, own: WatcherMetrics, stale_after_seconds: float) -> None:
+    def __init__(self, latest: LatestSnapshot, metrics: WatcherMetrics, stale_after_seconds: float) -> None:
         self._latest = latest
-        self._own = own
-        self._text = SnapshotMetrics(stale_after_seconds)
+        self._metrics = metrics
+        self._snapshot_metrics = SnapshotMetrics(stale_after_seconds)
         self._lock = threading.Lock()
-        self._written: Snapshot | None = None
+        self._rendered: Snapshot | None = None
         self._plain = b""
-        self._packed = b""
-        self._packer = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, GZIP_WINDOW_BITS)
+        self._compressed = b""
+        self._compressor = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, GZIP_WINDOW_BITS)
 
-    def render(self, packed: bool) -> bytes:
-        """The text, or the same as gzip. From any thread; two scrapes at once share the work."""
-        self._own.snapshot_age.set(self._latest.age_seconds)
-        own = generate_latest(self._own.registry)
+    def render(self, compressed: bool) -> bytes:
+        """The text, or the same compressed with gzip. Any thread may call it; concurrent scrapes share the work."""
+        self._metrics.snapshot_age.set(self._latest.age_seconds)
+        own = generate_latest(self._metrics.registry)
         with self._lock:
             snapshot = self._latest.snapshot
-            if snapshot is not self._written:
-                self._plain, self._packed, self._written = self._text.render(snapshot), b"", snapshot
-            return self._pack(own) if packed else self._plain + own
+            if snapshot is not self._rendered:
+                self._plain, self._compressed, self._rendered = self._snapshot_metrics.render(snapshot), b"", snapshot
+            return self._compress(own) if compressed else self._plain + own
 
-    def _pack(self, own: bytes) -> bytes:
-        """One gzip stream, as not every client reads a second one; the packer stands where the snapshot's part ends."""
-        if not self._packed:
-            self._packer = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, GZIP_WINDOW_BITS)
-            self._packed = self._packer.compress(self._plain) + self._packer.flush(zlib.Z_SYNC_FLUSH)
-        packer = self._packer.copy()
-        return self._packed + packer.compress(own) + packer.flush()
+    def _compress(self, own: bytes) -> bytes:
+        """The whole body as one gzip stream: not every client reads a second one appended to it.
+
+        The compressor is kept in its state after the snapshot's part; each scrape continues from a copy of it.
+        """
+        if not self._compressed:
+            self._compressor = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, GZIP_WINDOW_BITS)
+            self._compressed = self._compressor.compress(self._plain) + self._compressor.flush(zlib.Z_SYNC_FLUSH)
+        compressor = self._compressor.copy()
+        return self._compressed + compressor.compress(own) + compressor.flush()

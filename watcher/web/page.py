@@ -1,4 +1,8 @@
-"""What the page draws: paths of small SVG pictures, from numbers. One path for many bars keeps a large job small."""
+"""The page: the snapshot as text and small SVG pictures, complete before any script runs.
+
+The templates escape everything: job names and evidence come from configuration and log files. One SVG path for many
+bars keeps the page of a large job small.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,21 @@ from typing import Any, Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from wattwatch.collectors.samples import HostStatus
-from wattwatch.watcher.common import formatting as words
+from wattwatch.watcher.common import formatting
 from wattwatch.watcher.common.formatting import format_energy
 from wattwatch.watcher.detection.model import JobState, RankGpu, Severity, Suspect
 from wattwatch.watcher.detection.timeline import TimelinePoint
 from wattwatch.watcher.detection.wasted_time import total_kilowatt_hours
 from wattwatch.watcher.diagnosis.report.ranks import BarLayout, bar_paths, format_range
 from wattwatch.watcher.diagnosis.report.timeline import StateSegment, power_band, state_segments, thin_points
-from wattwatch.watcher.engine.latest import LatestSnapshot
-from wattwatch.watcher.engine.snapshot import DiagnosisStage, EpisodeView, JobView, NodeView, Snapshot
+from wattwatch.watcher.engine.snapshot import (
+    DiagnosisStage,
+    EpisodeView,
+    JobView,
+    LatestSnapshot,
+    NodeView,
+    Snapshot,
+)
 from wattwatch.watcher.web.metrics import newest_complete_checkpoint, node_status
 from wattwatch.watcher.web.schemas import report_path
 
@@ -33,72 +43,72 @@ HISTORY_POINTS: Final = 150
 
 @dataclass(frozen=True, slots=True)
 class BarStrip:
-    """One bar a board, in the order of the job's ranks; nodes stand a little apart."""
+    """One bar per GPU, in rank order, with a gap between nodes."""
 
     width: int
     bars: str  # path of the bars with a value
-    marked: str  # path of those of suspects
-    absent: str  # path of small marks where there is no reading
-    top: str  # what the full height means, where it needs saying
-    spread: str  # least and most, in words
+    marked: str  # path of the bars of suspects
+    absent: str  # path of small marks for GPUs without a reading
+    top: str  # what the full height means; "" if obvious
+    spread: str  # lowest and highest, as text
 
 
 @dataclass(frozen=True, slots=True)
 class PowerHistory:
-    """The last ten minutes: power between the lowest and the highest board, its median, and the states below."""
+    """The last ten minutes: the band between the lowest and the highest GPU, the median, and the job's states."""
 
     band: str
     median: str
     segments: tuple[StateSegment, ...]
     top: str
-    span: str  # how long ago it begins
+    span: str  # the time it covers
 
 
-def power_strip(boards: Sequence[RankGpu], suspects: Sequence[Suspect]) -> BarStrip:
-    """Watts against the highest power limit of the job; against the highest reading where no limit is known."""
-    watts = [board.gpu.power_watts for board in boards]
-    top = power_axis_top(boards)
-    return bar_strip(boards, watts, top, suspects, f"{top:,.0f} W", "W")
+def power_strip(gpus: Sequence[RankGpu], suspects: Sequence[Suspect]) -> BarStrip:
+    """Watts, scaled to the highest power limit in the job, or to the highest reading if no limit is known."""
+    watts = [gpu.gpu.power_watts for gpu in gpus]
+    top = power_axis_top(gpus)
+    return bar_strip(gpus, watts, top, suspects, f"{top:,.0f} W", "W")
 
 
-def utilization_strip(boards: Sequence[RankGpu], suspects: Sequence[Suspect]) -> BarStrip:
-    return bar_strip(boards, [b.gpu.utilization_percent for b in boards], 100.0, suspects, "", "%")
+def utilization_strip(gpus: Sequence[RankGpu], suspects: Sequence[Suspect]) -> BarStrip:
+    return bar_strip(gpus, [b.gpu.utilization_percent for b in gpus], 100.0, suspects, "", "%")
 
 
-def power_axis_top(boards: Sequence[RankGpu]) -> float:
-    limits = [b.gpu.power_limit_watts for b in boards if b.gpu.power_limit_watts is not None]
-    readings = [b.gpu.power_watts for b in boards if b.gpu.power_watts is not None]
+def power_axis_top(gpus: Sequence[RankGpu]) -> float:
+    limits = [b.gpu.power_limit_watts for b in gpus if b.gpu.power_limit_watts is not None]
+    readings = [b.gpu.power_watts for b in gpus if b.gpu.power_watts is not None]
     return max([*(limits or readings), *readings], default=1.0) or 1.0
 
 
 def bar_strip(
-    boards: Sequence[RankGpu],
+    gpus: Sequence[RankGpu],
     values: Sequence[float | None],
     top: float,
     suspects: Sequence[Suspect],
-    top_words: str,
+    top_text: str,
     unit: str,
 ) -> BarStrip:
-    marked = [is_suspect(board, suspects) for board in boards]
-    paths = bar_paths([board.node for board in boards], values, marked, top, STRIP_LAYOUT)
+    marked = [is_suspect(gpu, suspects) for gpu in gpus]
+    paths = bar_paths([gpu.node for gpu in gpus], values, marked, top, STRIP_LAYOUT)
     known = [value for value in values if value is not None]
     spread = format_range(known, unit) if known else "no reading"
-    return BarStrip(round(paths.width), paths.plain, paths.marked, paths.absent, top_words, spread)
+    return BarStrip(round(paths.width), paths.plain, paths.marked, paths.absent, top_text, spread)
 
 
-def is_suspect(board: RankGpu, suspects: Sequence[Suspect]) -> bool:
-    index, rank = board.gpu.index, board.rank
-    return any(s.node == board.node and s.gpu in (None, index) and s.rank in (None, rank) for s in suspects)
+def is_suspect(gpu: RankGpu, suspects: Sequence[Suspect]) -> bool:
+    index, rank = gpu.gpu.index, gpu.rank
+    return any(s.node == gpu.node and s.gpu in (None, index) and s.rank in (None, rank) for s in suspects)
 
 
-def power_history(points: Sequence[TimelinePoint], boards: Sequence[RankGpu], now: float) -> PowerHistory | None:
-    """None where there is less than two points to draw."""
+def power_history(points: Sequence[TimelinePoint], gpus: Sequence[RankGpu], now: float) -> PowerHistory | None:
+    """None if there are fewer than two points to draw."""
     recent = [p for p in points if now - p.wall_seconds <= HISTORY_SECONDS]
     if len(recent) < 2:
         return None
     start, span = recent[0].wall_seconds, max(now - recent[0].wall_seconds, 1.0)
     highest = max((p.power_watts_high for p in recent if p.power_watts_high is not None), default=0.0)
-    top = max(power_axis_top(boards), highest)
+    top = max(power_axis_top(gpus), highest)
 
     def x_at(seconds: float) -> float:
         return (seconds - start) / span * HISTORY_WIDTH
@@ -111,23 +121,21 @@ def span_text(span: float) -> str:
     return f"{span / 60:.0f} min" if span >= 90 else f"{span:.0f} s"
 
 
-# The page: the snapshot in words and small pictures, ready before any script runs. Templates escape everything.
-
 SEVERITY_ORDER: Final = {Severity.CRITICAL: 0, Severity.WARNING: 1, Severity.INFO: 2}
 URGENT_STATES: Final = {JobState.HUNG, JobState.CRASHED}
-TABLE_GPUS_MAX: Final = 64  # more than this are listed only where they stand out; the API has them all
+TABLE_GPUS_MAX: Final = 64  # of a larger job only outliers are listed; the API has all GPUs
 CLOSED_ALERTS_MAX: Final = 10
-OUTBOX_LATE_SECONDS: Final = 60.0
-REDRAW_SECONDS: Final = 0.5
+OUTBOX_LATE_SECONDS: Final = 60.0  # undelivered for longer: people do not know of the alert
+REDRAW_SECONDS: Final = 0.5  # requests within this time share one rendering
 
 
 @dataclass(frozen=True, slots=True)
 class DiagnosisNote:
-    """The latest diagnosis of a job, or that it is on its way."""
+    """The latest diagnosis of a job, or the progress of its capture."""
 
-    head: str
-    words: str
-    report: str  # path; "" where there is none
+    heading: str
+    text: str
+    report: str  # path; "" if there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +148,9 @@ class JobCard:
     step_age_seconds: float | None
     checkpoint: str
     checkpoint_age_seconds: float | None
-    done: float | None  # share of the planned steps
+    done: float | None  # fraction of the planned steps
     gpu_hours_lost: float
-    energy_lost: str  # "" where nothing is known to be drawn for nothing
+    energy_lost: str  # "" if no wasted energy was measured
     power: BarStrip
     utilization: BarStrip
     history: PowerHistory | None
@@ -154,20 +162,22 @@ class JobCard:
 
 @dataclass(frozen=True, slots=True)
 class NodeCard:
+    """One node as the page shows it."""
+
     view: NodeView
     status: str
     detail: str
     age_seconds: float | None
-    good: bool
+    ok: bool
 
 
 class PageRenderer:
-    """Renders from the newest snapshot; any thread may ask. What is asked for twice within a moment is drawn once."""
+    """Renders the newest snapshot. Any thread may call it; requests within a moment share one rendering."""
 
     def __init__(self, latest: LatestSnapshot) -> None:
         self._latest = latest
         self._lock = threading.Lock()
-        self._drawn: tuple[Snapshot, float, str] | None = None
+        self._rendered: tuple[Snapshot, float, str] | None = None
         self._templates = Environment(
             loader=PackageLoader("wattwatch.watcher.web", "templates"),
             autoescape=True,
@@ -176,31 +186,35 @@ class PageRenderer:
             lstrip_blocks=True,
         )
         self._templates.filters.update(
-            duration=words.format_duration,
-            count=words.format_number,
-            share=words.format_percent,
-            size=words.format_bytes,
-            clock_time=words.format_utc_time,
+            duration=formatting.format_duration,
+            count=formatting.format_number,
+            share=formatting.format_percent,
+            size=formatting.format_bytes,
+            clock_time=formatting.format_utc_time,
         )
         self._templates.globals["version"] = version("wattwatch")
-        self._templates.tests["suspect"] = lambda board, card: is_suspect(board, card.view.verdict.suspects)
+        self._templates.tests["suspect"] = lambda gpu, card: is_suspect(gpu, card.view.verdict.suspects)
 
     def page(self) -> str:
         """The whole page."""
         return self._templates.get_template("page.html").render(live=self.live())
 
     def live(self) -> str:
-        """The part that changes: the page's script asks for it at every tick."""
+        """The part that changes: the page's script requests it at every tick."""
         with self._lock:
             snapshot, age = self._latest.snapshot, self._latest.age_seconds
-            if self._drawn is not None and self._drawn[0] is snapshot and 0 <= age - self._drawn[1] < REDRAW_SECONDS:
-                return self._drawn[2]
+            if (
+                self._rendered is not None
+                and self._rendered[0] is snapshot
+                and 0 <= age - self._rendered[1] < REDRAW_SECONDS
+            ):
+                return self._rendered[2]
             text = self._templates.get_template("live.html").render(self._values(snapshot))
-            self._drawn = (snapshot, age, text)
+            self._rendered = (snapshot, age, text)
             return text
 
     def docs(self, openapi: dict[str, Any]) -> str:
-        """The API's documentation, from its own description; nothing is loaded from elsewhere."""
+        """The API's documentation, from its OpenAPI document; loads nothing from other hosts."""
         return self._templates.get_template("docs.html").render(api=openapi)
 
     def _values(self, snapshot: Snapshot) -> dict[str, object]:
@@ -210,22 +224,22 @@ class PageRenderer:
             for view in snapshot.jobs.values()
         ]
         nodes = [node_card(view, latest.age_seconds) for view in snapshot.nodes.values()]
-        still_open = [episode for episode in snapshot.episodes if episode.closed_wall_seconds is None]
+        open_episodes = [episode for episode in snapshot.episodes if episode.closed_wall_seconds is None]
         return {
             "snapshot": snapshot,
             "now": latest.wall_seconds,
             "age_seconds": latest.age_seconds,
             "banners": page_banners(snapshot, latest),
             "jobs": sorted(cards, key=lambda card: (card.view.state not in URGENT_STATES, card.view.name)),
-            "alerts": sorted((e for e in still_open if not e.suppressed_by), key=alert_sort_key),
-            "quiet": sorted((e for e in still_open if e.suppressed_by), key=alert_sort_key),
+            "alerts": sorted((e for e in open_episodes if not e.suppressed_by), key=alert_sort_key),
+            "inhibited": sorted((e for e in open_episodes if e.suppressed_by), key=alert_sort_key),
             "closed": sorted(
                 (e for e in snapshot.episodes if e.closed_wall_seconds is not None),
                 key=lambda e: -(e.closed_wall_seconds or 0.0),
             )[:CLOSED_ALERTS_MAX],
             "reports": report_paths(snapshot),
-            "nodes": sorted(nodes, key=lambda cell: (cell.good, cell.view.node)),
-            "nodes_good": sum(cell.good for cell in nodes),
+            "nodes": sorted(nodes, key=lambda card: (card.ok, card.view.node)),
+            "nodes_ok": sum(card.ok for card in nodes),
         }
 
 
@@ -234,29 +248,29 @@ def alert_sort_key(episode: EpisodeView) -> tuple[int, float]:
 
 
 def report_paths(snapshot: Snapshot) -> dict[str, str]:
-    """By the id of the episode; of each job the page of its latest diagnosis is served."""
+    """URL paths by episode id. Only the report of the latest diagnosis of each job is served."""
     return {view.episode_id: report_path(view) for view in snapshot.diagnoses.values() if view.report}
 
 
 def diagnosis_note(snapshot: Snapshot, job: str) -> DiagnosisNote | None:
-    """Only while the episode that it explains is open: afterwards it stands at the closed alert."""
+    """None unless the episode that it belongs to is open; afterwards it is shown with the closed alert."""
     view = snapshot.diagnoses.get(job)
-    still_open = {episode.id for episode in snapshot.episodes if episode.closed_wall_seconds is None}
-    if view is None or view.episode_id not in still_open:
+    open_episodes = {episode.id for episode in snapshot.episodes if episode.closed_wall_seconds is None}
+    if view is None or view.episode_id not in open_episodes:
         return None
     if view.diagnosis is not None:
-        head = "Diagnosed:" if view.diagnosis.conclusive else "Diagnosed, not proved:"
-        return DiagnosisNote(head, view.diagnosis.summary, report_path(view) if view.report else "")
+        heading = "Diagnosis:" if view.diagnosis.conclusive else "Diagnosis (not conclusive):"
+        return DiagnosisNote(heading, view.diagnosis.summary, report_path(view) if view.report else "")
     if view.stage is DiagnosisStage.RUNNING:
-        return DiagnosisNote("Being looked into", f"since {words.format_utc_time(view.began_wall_seconds)}.", "")
-    return DiagnosisNote("Not diagnosed:", f"{view.trouble}.", "")
+        return DiagnosisNote("Capturing evidence", f"since {formatting.format_utc_time(view.began_wall_seconds)}.", "")
+    return DiagnosisNote("No diagnosis:", f"{view.trouble}.", "")
 
 
 def job_card(view: JobView, late_seconds: float, now: float, diagnosis: DiagnosisNote | None) -> JobCard:
     sample, progress = view.sample, view.sample.progress
     suspects = view.verdict.suspects
-    few = len(sample.gpus) <= TABLE_GPUS_MAX
-    listed = tuple(b for b in sample.gpus if few or is_suspect(b, suspects) or b.gpu.fault is not None)
+    list_all = len(sample.gpus) <= TABLE_GPUS_MAX
+    listed = tuple(b for b in sample.gpus if list_all or is_suspect(b, suspects) or b.gpu.fault is not None)
     newest = newest_complete_checkpoint(sample)
     done = None
     if progress.step is not None and progress.total_steps:
@@ -266,7 +280,7 @@ def job_card(view: JobView, late_seconds: float, now: float, diagnosis: Diagnosi
         age_seconds=max(0.0, now - sample.wall_seconds),
         state_seconds=max(0.0, now - view.state_since_wall_seconds),
         step_age_seconds=None if progress.age_seconds is None else progress.age_seconds + late_seconds,
-        checkpoint=words.UNKNOWN_TEXT if newest is None else newest.name,
+        checkpoint=formatting.UNKNOWN_TEXT if newest is None else newest.name,
         checkpoint_age_seconds=None
         if newest is None or newest.age_seconds is None
         else newest.age_seconds + late_seconds,
@@ -286,35 +300,35 @@ def job_card(view: JobView, late_seconds: float, now: float, diagnosis: Diagnosi
 def node_card(view: NodeView, late_seconds: float) -> NodeCard:
     status = node_status(view)
     age = view.link.last_line_age_seconds
-    of_link = status is view.link.status or view.sample is None
+    from_link = status is view.link.status or view.sample is None
     return NodeCard(
         view=view,
         status=status.value.replace("_", " "),
-        detail=view.link.detail if of_link or view.sample is None else view.sample.detail,
+        detail=view.link.detail if from_link or view.sample is None else view.sample.detail,
         age_seconds=None if age is None else age + late_seconds,
-        good=status is HostStatus.OK,
+        ok=status is HostStatus.OK,
     )
 
 
 def page_banners(snapshot: Snapshot, latest: LatestSnapshot) -> Sequence[str]:
-    """What is wrong with the watcher itself: then nothing below can be taken at its word."""
+    """Problems of the watcher itself, which make everything below them on the page unreliable."""
     found = []
-    if not latest.fresh:
+    if not latest.is_fresh:
         found.append(
-            f"The watcher stands still: it last looked {words.format_duration(latest.age_seconds)} ago. "
-            "What is shown below is old. Its log says why."
+            f"The watcher has stopped: its last tick was {formatting.format_duration(latest.age_seconds)} ago. "
+            "Everything below is out of date. Its log says why."
         )
     if snapshot.blind:
         found.append(
-            "The watcher is blind: most nodes went silent together, so its own network is the likely cause. "
-            "Nothing is concluded about any job until they answer again."
+            "The watcher lost contact with most nodes at the same time; its own network is the likely cause. "
+            "Jobs on these nodes are not evaluated until the nodes answer again."
         )
     deliveries = snapshot.deliveries
     if deliveries.oldest_waiting_seconds > OUTBOX_LATE_SECONDS:
         failing = sorted({receiver for receiver, _ in deliveries.failed})
         found.append(
-            f"People are not being told: messages wait to be delivered ({deliveries.waiting}), the oldest for "
-            f"{words.format_duration(deliveries.oldest_waiting_seconds)}."
-            + (f" Deliveries that failed so far: {', '.join(failing)}." if failing else "")
+            f"Alert messages are not being delivered: {deliveries.waiting} undelivered, the oldest for "
+            f"{formatting.format_duration(deliveries.oldest_waiting_seconds)}."
+            + (f" Receivers with failed deliveries: {', '.join(failing)}." if failing else "")
         )
     return found

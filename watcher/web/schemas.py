@@ -1,12 +1,14 @@
-"""What the API answers, as documented models, each made from the frozen snapshot.
+"""The API's responses as documented models, each built from the frozen snapshot.
 
-Times are RFC 3339 in UTC. What is not known is null. Ages are counted up to the moment of the answer, so an answer of
-a watcher that stands still grows old where everybody can see it.
+Times are RFC 3339 in UTC; null means unknown. Ages are counted up to the time of the response, so the age of a stopped
+watcher's data visibly grows. The names of the models are published in /openapi.json: renaming one breaks generated
+clients.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from urllib.parse import quote
@@ -40,7 +42,7 @@ from wattwatch.watcher.web.metrics import newest_complete_checkpoint, node_statu
 
 class SuspectAnswer(BaseModel):
     node: str
-    gpu: int | None = Field(description="index as the driver numbers it")
+    gpu: int | None = Field(description="GPU index as the driver numbers it")
     rank: int | None
 
 
@@ -50,29 +52,29 @@ class AlternativeAnswer(BaseModel):
 
 
 class VerdictAnswer(BaseModel):
-    """What one picture of the job's boards says."""
+    """What one sample of the job's GPUs shows, independent of the time before."""
 
     state: PowerState
-    shape: UtilizationPattern = Field(description="how utilisation lies over the ranks")
+    shape: UtilizationPattern = Field(description="the pattern of utilization over the ranks")
     confidence: float = Field(ge=0, le=1)
-    why: str = Field(description="what decided, with its numbers")
+    why: str = Field(description="what decided, with numbers")
     advice: str
-    power_fraction: float | None = Field(description="median board power as a share of the limit")
+    power_fraction: float | None = Field(description="median GPU power as a fraction of the power limit")
     suspects: list[SuspectAnswer]
     alternative: AlternativeAnswer | None
-    settle: str | None = Field(description="the one observation that decides against the alternative")
+    settle: str | None = Field(description="the one check that would decide between this state and the alternative")
 
 
 class ProgressAnswer(BaseModel):
-    """How far the job says it is."""
+    """The job's progress as it reports it."""
 
-    step: int | None = Field(description="furthest step of any source; null: progress cannot be read")
+    step: int | None = Field(description="highest step in any source; null: progress cannot be read")
     slowest_step: int | None
     total_steps: int | None
     tokens_per_second: float | None
-    loss: float | None = Field(description="null also where it is not finite: see loss_finite")
+    loss: float | None = Field(description="null also if it is not finite: see loss_finite")
     loss_finite: bool | None = Field(description="false: the job reported NaN or Inf")
-    age_seconds: float | None = Field(description="since the step last changed")
+    age_seconds: float | None = Field(description="time since the step last changed")
     restart: int | None = Field(description="how often the launcher has restarted the job")
 
 
@@ -82,20 +84,20 @@ class CheckpointAnswer(BaseModel):
     name: str
     step: int | None
     bytes: int
-    age_seconds: float | None = Field(description="since it last changed")
+    age_seconds: float | None = Field(description="time since it last changed")
 
 
 class JobNodeAnswer(BaseModel):
     node: str
     status: str
-    detail: str = Field(description="empty where all is well")
-    age_seconds: float | None = Field(description="of its last line; null: it never answered")
-    gpus: int = Field(description="boards in the last picture")
+    detail: str = Field(description="what is wrong; empty if nothing is")
+    age_seconds: float | None = Field(description="age of its last data; null: it never answered")
+    gpus: int = Field(description="GPUs in the last sample")
     expected_gpus: int | None
 
 
 class FindingAnswer(BaseModel):
-    """Something that is true of the job now."""
+    """A problem that the job has now."""
 
     alert: str
     severity: Severity
@@ -110,37 +112,37 @@ class FindingAnswer(BaseModel):
 class JobAnswer(BaseModel):
     name: str
     state: JobState
-    since: datetime = Field(description="when it came into this state")
+    since: datetime = Field(description="when the job entered this state")
     reason: str = Field(description="why it is in this state, with numbers")
-    judged: datetime = Field(description="when the job was last looked at")
-    age_seconds: float = Field(description="since then")
+    judged: datetime = Field(description="when the job was last evaluated")
+    age_seconds: float = Field(description="time since it was last evaluated")
     verdict: VerdictAnswer
     progress: ProgressAnswer
-    checkpoint: CheckpointAnswer | None = Field(description="null: none is complete, or none can be seen")
-    gpus: int = Field(description="boards in the last picture")
+    checkpoint: CheckpointAnswer | None = Field(description="null: none is complete, or the directory cannot be read")
+    gpus: int = Field(description="GPUs in the last sample")
     expected_gpus: int | None
     nodes: list[JobNodeAnswer]
     findings: list[FindingAnswer]
-    wasted_gpu_seconds: dict[str, float] = Field(description="by the alert that says why, since the watcher began")
+    wasted_gpu_seconds: dict[str, float] = Field(description="by alert, since the watcher started")
     wasted_energy_joules: dict[str, float] = Field(
-        description="what those boards drew meanwhile; of those that were read"
+        description="energy drawn during that time, by alert; only of GPUs whose power was read"
     )
     incident: str | None = Field(
-        description="the recording of its newest incident, on the watcher's host, for `wattwatch replay`; null: none"
+        description="path of its newest incident recording on the control host, for `wattwatch replay`; null: none"
     )
 
 
 class GpuAnswer(BaseModel):
-    """One board of the job as last read."""
+    """One GPU of the job as last read."""
 
     node: str
     rank: int | None
-    gpu: int | None = Field(description="index as the driver numbers it")
+    gpu: int | None = Field(description="GPU index as the driver numbers it")
     uuid: str | None
     pci_bus_id: str | None
     name: str | None
     power_watts: float | None
-    power_source: str | None = Field(description="which reading the watts are")
+    power_source: str | None = Field(description="which reading power_watts comes from")
     power_limit_watts: float | None
     utilization_percent: float | None
     memory_utilization_percent: float | None
@@ -153,7 +155,7 @@ class GpuAnswer(BaseModel):
 
 
 class TimelineAnswer(BaseModel):
-    """One moment of the job's history."""
+    """One point of the job's history."""
 
     time: datetime
     state: JobState
@@ -168,10 +170,10 @@ class TimelineAnswer(BaseModel):
 class NodeAnswer(BaseModel):
     node: str
     status: str = Field(description="ok, unreachable, auth_failed, host_key_changed, sampler_timeout, driver_down, ...")
-    detail: str = Field(description="empty where all is well; else what was seen")
-    age_seconds: float | None = Field(description="of its last line; null: it never answered")
+    detail: str = Field(description="what is wrong; empty if nothing is")
+    age_seconds: float | None = Field(description="age of its last data; null: it never answered")
     jobs: list[str]
-    gpus: int | None = Field(description="boards in its last line; null: they could not be read")
+    gpus: int | None = Field(description="GPUs in its last data; null: they could not be read")
     gpu_source: str | None = Field(description="nvml, nvidia-smi, shell")
     hung_calls: dict[str, float] = Field(description="calls that have not returned, with their age in seconds")
     clock_skew_seconds: float | None = Field(description="its wall clock minus the watcher's")
@@ -182,14 +184,16 @@ class NodeAnswer(BaseModel):
 
 
 class AlertAnswer(BaseModel):
-    """One alert episode, open or lately closed."""
+    """One alert episode, open or recently closed."""
 
-    id: str = Field(description="the same over restarts, another for each episode")
-    job: str = Field(description="empty: about the watcher itself")
+    id: str = Field(description="stable across restarts; each episode has a new one")
+    job: str = Field(description="empty: the alert is about the watcher itself")
     alert: str
     scope: str
     severity: Severity
-    confirmed: bool = Field(description="false: only power and utilisation say so yet")
+    confirmed: bool = Field(
+        description="false: suspected from power and utilization only, not yet confirmed by progress"
+    )
     summary: str
     evidence: list[str]
     advice: str
@@ -197,9 +201,11 @@ class AlertAnswer(BaseModel):
     opened: datetime
     closed: datetime | None = Field(description="null: open")
     gpu_hours_lost: float
-    kilowatt_hours_lost: float = Field(description="what boards drew meanwhile for nothing; of those read")
-    suppressed_by: str | None = Field(description="root cause that keeps this one quiet")
-    diagnosis: str | None = Field(description="who holds the job up, in a sentence, once that is known")
+    kilowatt_hours_lost: float = Field(
+        description="energy drawn without useful work; only of GPUs whose power was read"
+    )
+    suppressed_by: str | None = Field(description="root cause that is reported instead of this alert")
+    diagnosis: str | None = Field(description="which rank blocks the job, in a sentence, once known")
 
 
 def utc_datetime(seconds: float) -> datetime:
@@ -207,11 +213,9 @@ def utc_datetime(seconds: float) -> datetime:
 
 
 def job_answer(view: JobView, late_seconds: float, now: float, incident: str | None = None) -> JobAnswer:
-    """`late_seconds`: how old the snapshot is, added to every age in it. `incident`: path of the newest recording."""
+    """`late_seconds`: the age of the snapshot, added to every age in it. `incident`: path of the newest recording."""
     sample = view.sample
-    boards: dict[str, int] = {}
-    for board in sample.gpus:
-        boards[board.node] = boards.get(board.node, 0) + 1
+    gpus_by_node = Counter(rank_gpu.node for rank_gpu in sample.gpus)
     newest = newest_complete_checkpoint(sample)
     return JobAnswer(
         name=view.name,
@@ -232,7 +236,7 @@ def job_answer(view: JobView, late_seconds: float, now: float, incident: str | N
         ),
         gpus=len(sample.gpus),
         expected_gpus=sample.expected_gpus,
-        nodes=[job_node_answer(node, boards.get(node.node, 0), late_seconds) for node in sample.nodes],
+        nodes=[job_node_answer(node, gpus_by_node[node.node], late_seconds) for node in sample.nodes],
         findings=[finding_answer(finding) for finding in view.findings],
         wasted_gpu_seconds=dict(view.wasted_gpu_seconds),
         wasted_energy_joules=dict(view.wasted_joules),
@@ -277,13 +281,13 @@ def progress_answer(progress: JobProgress, late_seconds: float) -> ProgressAnswe
     )
 
 
-def job_node_answer(node: NodeState, boards: int, late_seconds: float) -> JobNodeAnswer:
+def job_node_answer(node: NodeState, gpus: int, late_seconds: float) -> JobNodeAnswer:
     return JobNodeAnswer(
         node=node.node,
         status=node.status.value,
         detail=node.detail,
         age_seconds=add_snapshot_age(node.age_seconds, late_seconds),
-        gpus=boards,
+        gpus=gpus,
         expected_gpus=node.expected_gpus,
     )
 
@@ -301,11 +305,11 @@ def finding_answer(finding: Finding) -> FindingAnswer:
     )
 
 
-def gpu_answer(board: RankGpu) -> GpuAnswer:
-    gpu = board.gpu
+def gpu_answer(rank_gpu: RankGpu) -> GpuAnswer:
+    gpu = rank_gpu.gpu
     return GpuAnswer(
-        node=board.node,
-        rank=board.rank,
+        node=rank_gpu.node,
+        rank=rank_gpu.rank,
         gpu=gpu.index,
         uuid=gpu.uuid,
         pci_bus_id=gpu.pci_bus_id,
@@ -379,27 +383,24 @@ def alert_answer(episode: EpisodeView) -> AlertAnswer:
     )
 
 
-# What the API answers of a diagnosis, as documented models; and why there is none, in a sentence.
-
-
 class CulpritAnswer(BaseModel):
     rank: int
     node: str | None
     gpu: int | None
-    doing: str = Field(description="where it is instead, with its line of code where that is known")
+    doing: str = Field(description="what it does instead, with its line of code if known")
 
 
 class StandingAnswer(BaseModel):
-    """Ranks of a group that stand alike at the slot."""
+    """Ranks of a process group in the same state at one sequence number."""
 
     place: MemberState = Field(description="waiting, behind, silent, ahead or absent")
-    operation: str | None = Field(description="what they launched at the slot")
-    line: str | None = Field(description="line of the job's own code that launched it, or where they are instead")
+    operation: str | None = Field(description="the operation they launched at this sequence number")
+    line: str | None = Field(description="the line of the job's own code that launched it, or where they are instead")
     ranks: list[int]
 
 
 class GroupAnswer(BaseModel):
-    """One process group at a slot that the conclusion rests on, or that somebody waits at."""
+    """One process group at a sequence number (`slot`) that the diagnosis is based on, or at which ranks wait."""
 
     group: str
     name: str
@@ -409,7 +410,7 @@ class GroupAnswer(BaseModel):
 
 
 class WaitAnswer(BaseModel):
-    """`ranks` cannot go on before `awaited` do."""
+    """`ranks` cannot continue until `awaited` do."""
 
     ranks: list[int]
     awaited: list[int]
@@ -420,7 +421,7 @@ class WaitAnswer(BaseModel):
 
 
 class TestimonyAnswer(BaseModel):
-    """One source that speaks for the conclusion, or against it."""
+    """One piece of evidence that supports the diagnosis or contradicts it."""
 
     source: str
     agrees: bool
@@ -434,7 +435,7 @@ class StackFrameAnswer(BaseModel):
 
 
 class StackAnswer(BaseModel):
-    """The main thread of a culprit, innermost line first."""
+    """The main thread of a blocking rank, innermost frame first."""
 
     rank: int
     source: str
@@ -442,7 +443,7 @@ class StackAnswer(BaseModel):
 
 
 class LogAnswer(BaseModel):
-    """What a culprit printed last, without what a terminal would obey."""
+    """The last lines that a blocking rank printed, without terminal control sequences."""
 
     rank: int
     source: str
@@ -450,7 +451,7 @@ class LogAnswer(BaseModel):
 
 
 class UnreadAnswer(BaseModel):
-    """A record that is there and cannot be used."""
+    """A record that exists but cannot be used."""
 
     source: str
     rank: int | None
@@ -458,35 +459,38 @@ class UnreadAnswer(BaseModel):
 
 
 class DiagnosisAnswer(BaseModel):
-    """Who holds the job up, where, why, and how sure: the fields of `wattwatch diagnose --json`, and where from."""
+    """Which rank blocks the job, where, why, and how certain that is: the fields of `wattwatch diagnose --json`, and
+    the capture they come from."""
 
     job: str
-    alert: str = Field(description="that it explains")
+    alert: str = Field(description="the alert that it explains")
     episode: str = Field(description="id of the alert episode")
-    stage: DiagnosisStage = Field(description="of the latest capture; running or failed: this is of one before")
+    stage: DiagnosisStage = Field(
+        description="of the latest capture. If it is running or failed, this diagnosis is from an earlier one"
+    )
     began: datetime = Field(description="when the latest capture began")
-    ended: datetime | None = Field(description="null while it runs")
+    ended: datetime | None = Field(description="null while it is running")
     trouble: str | None = Field(description="why the latest capture gave no diagnosis")
-    directory: str = Field(description="on the watcher's host, with the capture: `wattwatch diagnose` reads it")
-    report: str | None = Field(description="path of the incident's page, here")
+    directory: str = Field(description="directory of the capture on the control host; `wattwatch diagnose` reads it")
+    report: str | None = Field(description="URL path of the incident report on this server")
     verdict: DiagnosisVerdict
-    conclusive: bool = Field(description="true: proved, not only likely")
-    culprits: list[int] = Field(description="ranks")
+    conclusive: bool = Field(description="true: proven by the evidence, not only likely")
+    culprits: list[int] = Field(description="blocking ranks")
     confidence: float = Field(ge=0, le=1)
     step: int | None
-    cause: HangCause = Field(description="what is to blame, as far as the evidence goes")
+    cause: HangCause = Field(description="the kind of root cause, as far as the evidence shows")
     summary: str
     why: str
     advice: str
     who: list[CulpritAnswer]
-    tied: list[list[int]] = Field(description="sets of ranks of which one is wrong, and the records do not tell which")
+    tied: list[list[int]] = Field(description="sets of ranks one of which is at fault; the records do not show which")
     groups: list[GroupAnswer]
     waits: list[WaitAnswer]
     testimonies: list[TestimonyAnswer]
     stacks: list[StackAnswer]
     logs: list[LogAnswer]
-    evidence: list[str] = Field(description="files in the directory that it rests on")
-    missing: list[str] = Field(description="what was asked for and not had")
+    evidence: list[str] = Field(description="files in the directory that it is based on")
+    missing: list[str] = Field(description="evidence that was requested but not obtained")
     unread: list[UnreadAnswer]
 
 
@@ -510,11 +514,12 @@ def report_path(view: DiagnosisView) -> str:
 
 
 def no_diagnosis_reason(job: str, view: DiagnosisView | None) -> str:
-    """A sentence for whoever asked and gets none."""
+    """Why there is no diagnosis, one sentence."""
     if view is None:
-        return f"{job!r} has not been looked into: no hang and no stalled checkpoint of it was found so far"
+        return f"{job!r} was never captured: no hang and no stalled checkpoint of it was detected so far"
     if view.stage is DiagnosisStage.OFF:
-        return f"{job!r} is not looked into: its configuration says `capture = false`"
+        return f"{job!r} is never captured: its configuration says `capture = false`"
     if view.stage is DiagnosisStage.RUNNING:
-        return f"{job!r} is being looked into since {utc_datetime(view.began_wall_seconds):%H:%M:%S} UTC: ask again in a moment"
-    return f"the capture of {job!r} gave no diagnosis: {view.trouble}; what it has is in {view.directory}"
+        began = f"{utc_datetime(view.began_wall_seconds):%H:%M:%S} UTC"
+        return f"a capture of {job!r} has been running since {began}: try again in a moment"
+    return f"the capture of {job!r} gave no diagnosis: {view.trouble}; what was captured is in {view.directory}"

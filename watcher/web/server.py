@@ -1,4 +1,4 @@
-"""uvicorn in a thread of its own: the service owns the socket and the signals, and ends it from outside."""
+"""uvicorn in a thread: the service owns the socket and the signals, and stops the server from outside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEARTBEAT_SECONDS: Final = 0.5
 
 
 class ListenError(Exception):
-    """The address cannot be listened on; one sentence."""
+    """The server cannot listen on the address; the text is one sentence."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -37,7 +37,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 class WebServer:
-    """Serves an application on a socket until told to stop."""
+    """Serves an application on a socket until `begin_stop`."""
 
     def __init__(self, app: FastAPI, listener: socket.socket, hub: EventHub) -> None:
         config = uvicorn.Config(
@@ -52,7 +52,7 @@ class WebServer:
         self._hub = hub
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="web", daemon=True)
-        self.beats = 0  # grows while the event loop turns
+        self.heartbeats = 0  # increases while the event loop runs
 
     def start(self) -> None:
         self._thread.start()
@@ -62,9 +62,9 @@ class WebServer:
         return self._server.started and self._thread.is_alive()
 
     def begin_stop(self) -> None:
-        """End the event streams first, or an open one would hold the server until its patience is over."""
+        """End the event streams first: an open one would delay the server's exit until its graceful timeout."""
         if self._loop is not None and not self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # it may close between the two lines
+            with contextlib.suppress(RuntimeError):  # the loop may close between the check and the call
                 self._loop.call_soon_threadsafe(self._hub.stop)
         self._server.should_exit = True
 
@@ -74,13 +74,13 @@ class WebServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        beating = asyncio.create_task(self._beat())
+        heartbeat = asyncio.create_task(self._count_heartbeats())
         try:
             await self._server.serve(sockets=[self._listener])
         finally:
-            beating.cancel()
+            heartbeat.cancel()
 
-    async def _beat(self) -> None:
+    async def _count_heartbeats(self) -> None:
         while True:
-            self.beats += 1
+            self.heartbeats += 1
             await asyncio.sleep(HEARTBEAT_SECONDS)

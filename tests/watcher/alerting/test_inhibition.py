@@ -6,7 +6,7 @@ import pytest
 
 from tests.watcher.alerting.fakes import finding
 from wattwatch.watcher.alerting.inhibition import (
-    INHIBITION_RULES,
+    CAUSE_ORDER,
     find_successors,
     root_causes,
     takes_consequence_severity,
@@ -134,10 +134,12 @@ def test_a_chain_of_causes_is_reported_as_its_first_cause() -> None:
 
 
 def test_a_cause_explains_only_alerts_below_it_so_no_cycle_can_inhibit_everything() -> None:
-    places = {cause.alert: place for place, cause in enumerate(INHIBITION_RULES)}
     everything = [finding(alert, scope) for alert in AlertName for scope in ("", "node-01", "node-01/a")]
     causes = root_causes(everything)
-    assert all(places[source.alert] < places.get(AlertName(key[1]), len(places)) for key, source in causes.items())
+    assert all(
+        CAUSE_ORDER[source.alert] < CAUSE_ORDER.get(AlertName(key[1]), len(CAUSE_ORDER))
+        for key, source in causes.items()
+    )
     assert any(each.key not in causes for each in everything)
 
 

@@ -1,4 +1,4 @@
-"""Slow tasks: what runs is counted, and so is each run that the scheduler drops."""
+"""Maintenance tasks: each run is counted, and so is each run that the scheduler drops."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         pause.wait(0.02)
-    raise AssertionError("did not come about in time")
+    raise AssertionError("the condition did not become true in time")
 
 
 def fail() -> None:
     raise RuntimeError("the disk is gone")
 
 
-def test_runs_and_errors_are_counted_and_an_error_ends_nothing() -> None:
+def test_runs_and_errors_are_counted_and_an_error_stops_nothing() -> None:
     own = WatcherMetrics()
     tasks = MaintenanceScheduler(
         (MaintenanceTask("prune", 0.05, lambda: None), MaintenanceTask("disk", 0.05, fail)), own
@@ -43,7 +43,7 @@ def test_runs_and_errors_are_counted_and_an_error_ends_nothing() -> None:
     assert count(own.registry, "runs", task="disk") == 0.0
 
 
-def test_a_run_whose_forerunner_still_works_is_skipped_and_one_that_comes_too_late_is_missed() -> None:
+def test_a_run_is_skipped_while_the_previous_one_is_active_and_missed_if_it_would_start_too_late() -> None:
     own = WatcherMetrics()
     release = threading.Event()
     started = threading.Event()
@@ -57,7 +57,7 @@ def test_a_run_whose_forerunner_still_works_is_skipped_and_one_that_comes_too_la
     )
     tasks.start()
     assert started.wait(DEADLINE_SECONDS)
-    # A task of this pace may be 1 s late: by now its first run has waited for longer behind the long one.
+    # A task with this interval may start 1 s late; by now its first run has waited longer behind the long one.
     until(lambda: count(own.registry, "failures", task="waiting", reason="skipped") >= 15)
     assert count(own.registry, "failures", task="long", reason="skipped") >= 1
     release.set()

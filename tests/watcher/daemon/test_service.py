@@ -1,4 +1,4 @@
-"""The daemon as a process: what keeps it from starting, what systemd hears, and how it ends."""
+"""The daemon as a process: what keeps it from starting, what it sends to systemd, and how it stops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEADLINE_SECONDS = 60.0  # for events that take a moment; a busy machine may nee
 
 
 def write_config(directory: Path, watcher: str = "", rest: str = "") -> Path:
-    """One job on a node that refuses connections: everything works but the node."""
+    """One job on a node that refuses connections: everything works except the node."""
     path = directory / "wattwatch.toml"
     path.write_text(
         f"""
@@ -71,7 +71,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
     started.stop()
 
 
-def test_it_serves_from_its_start_and_nothing_of_it_is_left_at_its_end(tmp_path: Path) -> None:
+def test_it_serves_once_started_and_leaves_no_thread_when_stopped(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     service = Service(load_config(write_config(tmp_path)), Clock(speed=5.0))
     service.start()
@@ -87,7 +87,7 @@ def test_it_serves_from_its_start_and_nothing_of_it_is_left_at_its_end(tmp_path:
     assert left == set()
 
 
-def test_state_can_be_taken_up_by_the_next_one(tmp_path: Path) -> None:
+def test_only_one_service_uses_the_state_and_the_next_one_can_take_it_over(tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path))
     for _ in range(2):
         service = Service(config)
@@ -97,7 +97,7 @@ def test_state_can_be_taken_up_by_the_next_one(tmp_path: Path) -> None:
         service.stop()
 
 
-def test_a_tick_that_fails_is_counted_told_and_survived(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_tick_is_counted_reported_and_survived(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = wait_for_tick(service, 2).tick
     failed = threading.Event()
     tick = service._engine.tick
@@ -121,7 +121,7 @@ def test_a_tick_that_fails_is_counted_told_and_survived(service: Service, monkey
     assert value(metrics, "wattwatch_engine_failures_total", kind="ZeroDivisionError in fail") >= 1.0
 
 
-def test_kinds_of_failure_are_places_not_values() -> None:
+def test_a_failure_kind_names_the_function_not_the_value() -> None:
     def fail(text: str) -> str:
         try:
             raise ValueError(text)
@@ -149,27 +149,27 @@ def test_kinds_of_failure_are_places_not_values() -> None:
         ),
     ],
 )
-def test_it_refuses_what_it_could_not_keep(tmp_path: Path, watcher: str, rest: str, says: str) -> None:
+def test_it_does_not_start_with_an_unusable_configuration(tmp_path: Path, watcher: str, rest: str, says: str) -> None:
     path = write_config(tmp_path, watcher, rest)
     if "listen" in watcher:
         path.write_text(path.read_text("utf-8").replace('listen = "127.0.0.1:0"\n', ""), "utf-8")
-    said = CliRunner().invoke(serve_command, ["-c", str(path)], standalone_mode=False)
-    assert said.return_value == 2
-    assert says in said.stderr
-    assert len(said.stderr.splitlines()) == 1
-    assert not (tmp_path / "state").exists()  # nothing was begun
+    result = CliRunner().invoke(serve_command, ["-c", str(path)], standalone_mode=False)
+    assert result.return_value == 2
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "state").exists()  # nothing was started
 
 
-def test_all_problems_are_said_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     path = write_config(
         tmp_path, 'token_file = "/nowhere/token"', '[[receivers]]\nname = "a"\ntype = "slack"\nurl_file = "/x"'
     )
-    with pytest.raises(ServiceStartError) as refusal:
+    with pytest.raises(ServiceStartError) as error:
         Service(load_config(path)).start()
-    assert len(refusal.value.problems) == 2
+    assert len(error.value.problems) == 2
 
 
-def test_beyond_loopback_it_takes_a_token_or_so_many_words(tmp_path: Path) -> None:
+def test_beyond_loopback_it_needs_a_token_or_explicit_permission(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret\n", "utf-8")
     for setting in (f'token_file = "{tmp_path / "token"}"', "allow_unauthenticated = true"):
         path = write_config(tmp_path, setting)
@@ -181,25 +181,25 @@ def test_beyond_loopback_it_takes_a_token_or_so_many_words(tmp_path: Path) -> No
         assert status == (401 if "token_file" in setting else 200)
 
 
-def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_in_one_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         path = write_config(tmp_path)
         path.write_text(path.read_text("utf-8").replace("127.0.0.1:0", f"127.0.0.1:{port}"), "utf-8")
-        said = CliRunner().invoke(serve_command, ["-c", str(path)], standalone_mode=False)
-    assert said.return_value == 2
-    assert said.stderr == (
+        result = CliRunner().invoke(serve_command, ["-c", str(path)], standalone_mode=False)
+    assert result.return_value == 2
+    assert result.stderr == (
         f"{path}: 127.0.0.1:{port} is in use: is another wattwatch running? "
         "Stop it, or set another address in watcher.listen\n"
     )
 
 
-def test_a_wrong_configuration_is_refused_with_all_its_errors(tmp_path: Path) -> None:
+def test_an_invalid_configuration_is_rejected_with_all_its_errors(tmp_path: Path) -> None:
     path = tmp_path / "wattwatch.toml"
     path.write_text('[watcher]\nlisten = "x"\nintervall = "1s"\n[[jobs]]\nname = "a"\nnodes = "n"\n', "utf-8")
-    said = run_wattwatch(path)
-    _, errors = said.communicate(timeout=DEADLINE_SECONDS)
-    assert said.returncode == 2
+    result = run_wattwatch(path)
+    _, errors = result.communicate(timeout=DEADLINE_SECONDS)
+    assert result.returncode == 2
     assert "watcher.listen" in errors
     assert "did you mean 'interval'?" in errors
     with pytest.raises(ConfigError):
@@ -218,7 +218,7 @@ def run_wattwatch(path: Path, **environment: str) -> subprocess.Popen[str]:
 
 @contextlib.contextmanager
 def notified() -> Iterator[tuple[socket.socket, str]]:
-    """What systemd would hold: a datagram socket, and its name for $NOTIFY_SOCKET."""
+    """systemd's side: a datagram socket, and its name for $NOTIFY_SOCKET."""
     name = f"\0wattwatch-test-{os.getpid()}-{threading.get_ident()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.bind(name)
@@ -226,8 +226,8 @@ def notified() -> Iterator[tuple[socket.socket, str]]:
         yield channel, "@" + name[1:]
 
 
-def hear(channel: socket.socket, word: str) -> str:
-    """The next message with this word."""
+def next_message(channel: socket.socket, word: str) -> str:
+    """The next message that contains this text."""
     while True:
         message = channel.recv(4096).decode()
         if word in message:
@@ -243,7 +243,7 @@ def address_in(log: IO[str]) -> str:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
-def test_it_ends_on_a_signal_although_a_stream_is_open_and_systemd_hears_all_of_it(
+def test_it_stops_on_a_signal_despite_an_open_stream_and_notifies_systemd_of_each_step(
     tmp_path: Path, ending: signal.Signals
 ) -> None:
     with notified() as (channel, name):
@@ -252,53 +252,53 @@ def test_it_ends_on_a_signal_although_a_stream_is_open_and_systemd_hears_all_of_
             assert process.stderr is not None
             address = address_in(process.stderr)
             assert (
-                hear(channel, "READY=1")
-                == "READY=1\nSTATUS=1 jobs, 0 of 1 nodes answer, 0 open alerts, 0 messages wait"
+                next_message(channel, "READY=1")
+                == "READY=1\nSTATUS=1 jobs, 0 of 1 nodes answer, 0 open alerts, 0 undelivered messages"
             )
-            assert "STATUS=1 jobs" in hear(channel, "WATCHDOG=1")
+            assert "STATUS=1 jobs" in next_message(channel, "WATCHDOG=1")
             with httpx.stream("GET", f"{address}/api/v1/events", timeout=DEADLINE_SECONDS) as stream:
                 assert next(stream.iter_lines())
                 process.send_signal(ending)
                 assert process.wait(DEADLINE_SECONDS) == 0
-                assert hear(channel, "STOPPING=1")
+                assert next_message(channel, "STOPPING=1")
         finally:
             process.kill()
             _, errors = process.communicate()
     assert f"stopping on {ending.name}" in errors
-    assert "ending here" not in errors  # the guard that ends a stop after 5 s had nothing to do
+    assert "exiting now" not in errors  # the timer that exits after 5 s did not fire
     assert "Traceback" not in errors
 
 
-def test_the_watchdog_is_not_fed_while_the_engine_stands_still(tmp_path: Path) -> None:
+def test_the_watchdog_is_not_fed_while_the_engine_hangs(tmp_path: Path) -> None:
     with notified() as (channel, name):
         service = Service(load_config(write_config(tmp_path)))
         stuck = threading.Event()
         service.start()
         wait_for_tick(service, 2)
         service._engine.tick = lambda: (stuck.wait(DEADLINE_SECONDS), service.snapshot)[1]  # type: ignore[method-assign]
-        told = threading.Thread(
+        feeder = threading.Thread(
             target=service._wait_for_signal,
             args=(SystemdNotifier({"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "400000"}),),
             daemon=True,
         )
-        told.start()
-        hear(channel, "READY=1")
+        feeder.start()
+        next_message(channel, "READY=1")
         channel.settimeout(0.5)
         fed = 0
         with contextlib.suppress(TimeoutError):
             while fed < 20:
-                hear(channel, "WATCHDOG=1")
+                next_message(channel, "WATCHDOG=1")
                 fed += 1
         assert fed < 20
         channel.settimeout(DEADLINE_SECONDS)
         stuck.set()
-        assert hear(channel, "WATCHDOG=1")
-        service._web.begin_stop()  # the thread that feeds it ends with the web server
-        told.join(DEADLINE_SECONDS)
+        assert next_message(channel, "WATCHDOG=1")
+        service._web.begin_stop()  # the thread that feeds the watchdog ends with the web server
+        feeder.join(DEADLINE_SECONDS)
         service.stop()
 
 
-def test_without_systemd_nothing_is_told_and_nothing_fails() -> None:
+def test_without_systemd_nothing_is_sent_and_nothing_fails() -> None:
     SystemdNotifier({}).ready("x")
     SystemdNotifier({"NOTIFY_SOCKET": "/nowhere/notify"}).stopping()
     assert SystemdNotifier({"WATCHDOG_USEC": "x"}).watchdog_seconds is None
@@ -306,7 +306,7 @@ def test_without_systemd_nothing_is_told_and_nothing_fails() -> None:
     assert SystemdNotifier({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid())}).watchdog_seconds == 30.0
 
 
-def test_settings_reach_the_parts_that_need_them(tmp_path: Path) -> None:
+def test_settings_reach_the_components_that_need_them(tmp_path: Path) -> None:
     (tmp_path / "phrase").write_text("open sesame\n", "utf-8")
     config = Config.model_validate(
         {

@@ -1,4 +1,4 @@
-"""Most nodes silent at once is our own network; one node silent is that node."""
+"""If most nodes go silent at once, the watcher's network has failed; if one does, that node has."""
 
 from __future__ import annotations
 
@@ -17,57 +17,57 @@ def links(silent: int = 0, status: HostStatus = HostStatus.UNREACHABLE) -> dict[
     }
 
 
-def looked(*rounds: dict[str, NodeLink]) -> NetworkLossDetector:
-    sight = NetworkLossDetector(interval_seconds=1.0)
+def after(*rounds: dict[str, NodeLink]) -> NetworkLossDetector:
+    detector = NetworkLossDetector(interval_seconds=1.0)
     for second, each in enumerate(rounds):
-        sight.look(each, float(second))
-    return sight
+        detector.update(each, float(second))
+    return detector
 
 
-def test_most_nodes_silent_within_seconds_is_blindness() -> None:
-    sight = looked(links(), links(silent=3), links(silent=6))
-    assert sight.since == 2.0
-    finding = sight.finding(links(silent=6))
+def test_most_nodes_silent_within_seconds_is_a_network_loss() -> None:
+    detector = after(links(), links(silent=3), links(silent=6))
+    assert detector.since == 2.0
+    finding = detector.finding(links(silent=6))
     assert finding is not None
     assert finding.alert is AlertName.WATCHER_DEGRADED
-    assert "6 of 8 nodes went silent together" in finding.summary
+    assert "lost contact with 6 of 8 nodes at the same time" in finding.summary
     assert "node-00: no line for 6 s" in finding.evidence
 
 
-def test_one_silent_node_is_that_nodes_affair() -> None:
-    assert looked(links(), links(silent=1), links(silent=1)).since is None
+def test_one_silent_node_is_no_network_loss() -> None:
+    assert after(links(), links(silent=1), links(silent=1)).since is None
 
 
-def test_nodes_lost_one_by_one_over_minutes_are_not_blindness() -> None:
-    sight = NetworkLossDetector(interval_seconds=1.0)
+def test_nodes_lost_one_by_one_over_minutes_are_no_network_loss() -> None:
+    detector = NetworkLossDetector(interval_seconds=1.0)
     for second in range(120):
-        sight.look(links(silent=min(7, second // 15)), float(second))
-    assert sight.since is None
+        detector.update(links(silent=min(7, second // 15)), float(second))
+    assert detector.since is None
 
 
-def test_refused_logins_are_the_nodes_answer_not_blindness() -> None:
-    assert looked(links(), links(silent=8, status=HostStatus.AUTH_FAILED)).since is None
+def test_refused_logins_are_no_network_loss() -> None:
+    assert after(links(), links(silent=8, status=HostStatus.AUTH_FAILED)).since is None
 
 
-def test_sight_comes_back_and_settles_before_anything_is_concluded() -> None:
-    sight = looked(links(), links(silent=8), links(silent=8), links())
-    assert sight.since is None
-    assert sight.settling(3.5)
-    assert not sight.settling(10.0)
+def test_evaluation_pauses_for_fresh_samples_after_the_network_returns() -> None:
+    detector = after(links(), links(silent=8), links(silent=8), links())
+    assert detector.since is None
+    assert detector.is_paused(3.5)
+    assert not detector.is_paused(10.0)
 
 
-def test_a_starved_watcher_concludes_nothing_until_it_has_settled() -> None:
-    sight = looked(links(), links())
-    sight.look(links(), 60.0)  # the process was stopped for a minute
-    assert sight.starved_looks == 1
-    assert sight.settling(61.0)
-    assert not sight.settling(64.0)
-    assert sight.since is None
+def test_evaluation_pauses_after_the_process_was_stalled() -> None:
+    detector = after(links(), links())
+    detector.update(links(), 60.0)  # the process was stopped for a minute
+    assert detector.stalled_ticks == 1
+    assert detector.is_paused(61.0)
+    assert not detector.is_paused(64.0)
+    assert detector.since is None
 
 
-def test_nodes_that_stay_away_for_ten_minutes_are_gone_and_sight_goes_on_without_them() -> None:
-    sight = looked(links(), links(silent=6))
+def test_after_ten_minutes_the_silent_nodes_count_as_down_and_evaluation_continues() -> None:
+    detector = after(links(), links(silent=6))
     for second in range(2, 620):
-        sight.look(links(silent=6), float(second))
-    assert sight.since is None
-    assert not sight.settling(620.0)
+        detector.update(links(silent=6), float(second))
+    assert detector.since is None
+    assert not detector.is_paused(620.0)

@@ -1,4 +1,4 @@
-"""A handmade snapshot of several jobs: what the page, the API and the metrics are tested and looked at with."""
+"""A sample snapshot of several jobs, with which the page, the API and the metrics are tested."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def boards(nodes: Sequence[str], readings: Sequence[tuple[float | None, float | 
 
 
 def timeline(stretches: Sequence[tuple[JobState, float, float]], end: float = NOW) -> tuple[TimelinePoint, ...]:
-    """Stretches of (state, seconds, watts), the last one ending now."""
+    """Segments of (state, seconds, watts), the last one ending now."""
     points = []
     start = end - sum(seconds for _, seconds, _ in stretches)
     for state, seconds, watts in stretches:

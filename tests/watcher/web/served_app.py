@@ -1,4 +1,4 @@
-"""A served snapshot: the real application on a real loopback port, with time that the test holds."""
+"""A served snapshot: the real application on a real loopback port, with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import uvicorn
 from fastapi import FastAPI
 
 from tests.watcher.web.sample_snapshots import NOW
-from wattwatch.watcher.engine.latest import LatestSnapshot
-from wattwatch.watcher.engine.snapshot import Snapshot
+from wattwatch.collectors.clock import Clock
+from wattwatch.watcher.engine.snapshot import LatestSnapshot, Snapshot
 from wattwatch.watcher.web.app import create_app
 from wattwatch.watcher.web.events import EventHub
 from wattwatch.watcher.web.metrics import WatcherMetrics
 
 
-class ManualSnapshotClock:
+class ManualSnapshotClock(Clock):
     """A clock that moves when the test says so."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seconds = 0.0
 
     def monotonic(self) -> float:
@@ -35,7 +36,7 @@ class ManualSnapshotClock:
 
 @dataclass(frozen=True, slots=True)
 class ServedApp:
-    """The parts of a served application."""
+    """The components of a served application."""
 
     time: ManualSnapshotClock
     latest: LatestSnapshot
@@ -44,14 +45,14 @@ class ServedApp:
     app: FastAPI
 
 
-def make_app(snapshot: Snapshot, token: str | None = None, looked: bool = True) -> ServedApp:
+def make_app(snapshot: Snapshot, token: str | None = None, ticked: bool = True) -> ServedApp:
     time = ManualSnapshotClock()
     latest = LatestSnapshot(snapshot, time, 1.0)
     own, hub = WatcherMetrics(), EventHub()
     app = create_app(latest, own, hub, token)
-    if looked:
-        latest.came_round(snapshot)
-        own.note(snapshot)
+    if ticked:
+        latest.publish(snapshot)
+        own.observe(snapshot)
     return ServedApp(time, latest, own, hub, app)
 
 

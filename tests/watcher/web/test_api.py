@@ -1,4 +1,4 @@
-"""The API as programs meet it: names of fields, errors, tokens. All over a real socket."""
+"""The API as programs see it: field names, errors, tokens. All over a real socket."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from tests.watcher.web import sample_snapshots as handmade
+from tests.watcher.web import sample_snapshots as samples
 from tests.watcher.web.served_app import ServedApp, make_app, served
-from wattwatch.watcher.web.app import is_loopback
+from wattwatch.watcher.daemon.preflight import is_loopback
 
 FROZEN = Path(__file__).parents[2] / "data" / "serve" / "api_fields.json"
 README = Path(__file__).parents[3] / "watcher" / "web" / "README.md"
@@ -24,21 +24,21 @@ ODD_NAME = 'team/"x" & <ü>?'
 
 
 @pytest.fixture(scope="module")
-def desk() -> ServedApp:
-    snapshot = handmade.cluster()
-    odd = replace(handmade.lost_board(), name=ODD_NAME)
+def app() -> ServedApp:
+    snapshot = samples.cluster()
+    odd = replace(samples.lost_board(), name=ODD_NAME)
     return make_app(replace(snapshot, jobs={**snapshot.jobs, ODD_NAME: odd}))
 
 
 @pytest.fixture(scope="module")
-def client(desk: ServedApp) -> Iterator[httpx.Client]:
-    with served(desk.app) as address, httpx.Client(base_url=address, trust_env=False) as client:
+def client(app: ServedApp) -> Iterator[httpx.Client]:
+    with served(app.app) as address, httpx.Client(base_url=address, trust_env=False) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[httpx.Client]:
-    app = make_app(handmade.cluster(), TOKEN).app
+    app = make_app(samples.cluster(), TOKEN).app
     with served(app) as address, httpx.Client(base_url=address, trust_env=False) as client:
         yield client
 
@@ -52,23 +52,23 @@ def problem_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def test_fields_are_as_frozen(client: httpx.Client) -> None:
-    """Programs read these. Add to the file; change or remove nothing in it without a new version of the API."""
+    """Programs depend on these. Add to the file; change or remove nothing in it without a new version of the API."""
     schemas = client.get("/openapi.json").json()["components"]["schemas"]
     now = {name: sorted(s["properties"]) for name, s in schemas.items() if "properties" in s}
     assert now == json.loads(FROZEN.read_text("utf-8"))
 
 
-def test_a_job_names_the_recording_of_its_newest_incident(desk: ServedApp, client: httpx.Client) -> None:
+def test_a_job_names_the_recording_of_its_newest_incident(app: ServedApp, client: httpx.Client) -> None:
     assert client.get("/api/v1/jobs/finetune-evenfix").json()["incident"] is None
-    desk.latest.recordings = {"finetune-evenfix": "/var/lib/wattwatch/incidents/x.wattwatch.gz"}
+    app.latest.recordings = {"finetune-evenfix": "/var/lib/wattwatch/incidents/x.wattwatch.gz"}
     assert client.get("/api/v1/jobs/finetune-evenfix").json()["incident"].endswith("x.wattwatch.gz")
     assert [job["incident"] for job in client.get("/api/v1/jobs").json()].count(None) == len(
-        desk.latest.snapshot.jobs
+        app.latest.snapshot.jobs
     ) - 1
-    desk.latest.recordings = {}
+    app.latest.recordings = {}
 
 
-def test_a_job_tells_state_reason_progress_and_verdict(client: httpx.Client) -> None:
+def test_a_job_has_state_reason_progress_and_verdict(client: httpx.Client) -> None:
     job = client.get("/api/v1/jobs/finetune-evenfix").json()
     assert (job["name"], job["state"]) == ("finetune-evenfix", "hung")
     assert job["since"] == "2026-08-20T10:11:20Z"
@@ -82,20 +82,20 @@ def test_a_job_tells_state_reason_progress_and_verdict(client: httpx.Client) -> 
     assert job["wasted_energy_joules"] == {"JobHung": 3520.0 * 191}
 
 
-def test_the_list_of_jobs_holds_each_as_it_is_alone(client: httpx.Client) -> None:
+def test_the_list_of_jobs_has_each_job_as_its_own_path_returns_it(client: httpx.Client) -> None:
     jobs = client.get("/api/v1/jobs").json()
-    assert [job["name"] for job in jobs] == [*handmade.cluster().jobs, ODD_NAME]
+    assert [job["name"] for job in jobs] == [*samples.cluster().jobs, ODD_NAME]
     assert jobs[1] == client.get("/api/v1/jobs/finetune-evenfix").json()
 
 
-def test_a_job_of_any_name_can_be_asked_for(client: httpx.Client) -> None:
+def test_a_job_of_any_name_can_be_requested(client: httpx.Client) -> None:
     job = client.get(f"/api/v1/jobs/{quote(ODD_NAME, safe='')}").json()
     assert job["name"] == ODD_NAME
     boards = client.get(f"/api/v1/jobs/{quote(ODD_NAME, safe='')}/gpus").json()
     assert len(boards) == 8
 
 
-def test_what_is_not_known_is_null_and_says_why(client: httpx.Client) -> None:
+def test_an_unknown_reading_is_null_with_a_reason(client: httpx.Client) -> None:
     lost = client.get(f"/api/v1/jobs/{quote(ODD_NAME, safe='')}/gpus").json()[5]
     assert lost["power_watts"] is None
     assert lost["reasons"] == {"power_watts": "lost", "utilization_percent": "lost"}
@@ -109,7 +109,7 @@ def test_the_timeline_can_be_followed(client: httpx.Client) -> None:
     assert later == everything[-2:]
 
 
-def test_nodes_tell_how_they_are_seen_and_how_old_their_word_is(client: httpx.Client) -> None:
+def test_nodes_have_their_status_and_the_age_of_their_data(client: httpx.Client) -> None:
     nodes = {node["node"]: node for node in client.get("/api/v1/nodes").json()}
     assert (nodes["gpu-01"]["status"], nodes["gpu-01"]["detail"]) == ("ok", "")
     assert nodes["gpu-06"]["hung_calls"] == {"nvidia-smi": 48.0, "list /mnt/ckpt": 12.0}
@@ -117,7 +117,7 @@ def test_nodes_tell_how_they_are_seen_and_how_old_their_word_is(client: httpx.Cl
     assert nodes["gpu-08"]["age_seconds"] is None
 
 
-def test_alerts_are_the_open_ones_and_those_that_closed_lately(client: httpx.Client) -> None:
+def test_alerts_are_the_open_and_the_recently_closed_ones(client: httpx.Client) -> None:
     alerts = client.get("/api/v1/alerts").json()
     assert {alert["alert"] for alert in alerts if alert["closed"] is None} == {
         "JobHung",
@@ -131,10 +131,10 @@ def test_alerts_are_the_open_ones_and_those_that_closed_lately(client: httpx.Cli
     assert [alert["suppressed_by"] for alert in alerts if alert["alert"] == "JobCrashed"] == ["GpuFault gpu-06/5"]
 
 
-def test_ages_grow_while_the_watcher_stands_still() -> None:
-    desk = make_app(handmade.cluster())
-    with served(desk.app) as address:
-        desk.time.seconds = 100.0
+def test_ages_grow_while_the_watcher_is_stopped() -> None:
+    app = make_app(samples.cluster())
+    with served(app.app) as address:
+        app.time.seconds = 100.0
         job = httpx.get(f"{address}/api/v1/jobs/finetune-evenfix").json()
         assert (job["progress"]["age_seconds"], job["age_seconds"]) == (320.0, pytest.approx(100.4))
         refusal = problem_of(httpx.get(f"{address}/-/ready"))
@@ -143,11 +143,11 @@ def test_ages_grow_while_the_watcher_stands_still() -> None:
         assert httpx.get(f"{address}/-/healthy").status_code == 200
 
 
-def test_ready_means_that_the_engine_has_come_round() -> None:
-    desk = make_app(handmade.empty(), looked=False)
-    with served(desk.app) as address:
+def test_ready_means_that_the_engine_has_ticked() -> None:
+    app = make_app(samples.empty(), ticked=False)
+    with served(app.app) as address:
         assert httpx.get(f"{address}/-/ready").status_code == 503
-        desk.latest.came_round(handmade.cluster())
+        app.latest.publish(samples.cluster())
         assert httpx.get(f"{address}/-/ready").status_code == 200
 
 
@@ -171,10 +171,10 @@ def test_every_error_is_a_problem_document(
     assert says in document["detail"]
 
 
-def test_an_error_inside_is_a_problem_document_without_the_inside() -> None:
-    desk = make_app(handmade.cluster())
-    desk.latest.snapshot = None  # type: ignore[assignment]  # what cannot be, to see what is said then
-    with served(desk.app) as address:
+def test_an_internal_error_is_a_problem_document_without_internals() -> None:
+    app = make_app(samples.cluster())
+    app.latest.snapshot = None  # type: ignore[assignment]  # an impossible value, to provoke an internal error
+    with served(app.app) as address:
         document = problem_of(httpx.get(f"{address}/api/v1/jobs"))
     assert document["status"] == 500
     assert "Traceback" not in document["detail"]
@@ -183,14 +183,14 @@ def test_an_error_inside_is_a_problem_document_without_the_inside() -> None:
 
 @pytest.mark.parametrize("path", ["/", "/live", "/api/v1/jobs", "/metrics", "/docs", "/openapi.json", "/none"])
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic !!!", "Digest x", "Bearer"])
-def test_without_the_token_nothing_is_told(guarded: httpx.Client, path: str, header: str | None) -> None:
+def test_without_the_token_nothing_is_revealed(guarded: httpx.Client, path: str, header: str | None) -> None:
     answer = guarded.get(path, headers={} if header is None else {"authorization": header})
     assert problem_of(answer)["status"] == 401
     assert "Bearer" in answer.headers["www-authenticate"]
     assert "pretrain" not in answer.text
 
 
-def test_the_token_is_taken_as_bearer_and_as_a_browsers_password(guarded: httpx.Client) -> None:
+def test_the_token_is_accepted_as_bearer_and_as_basic_password(guarded: httpx.Client) -> None:
     bearer = f"Bearer {TOKEN}".encode()
     basic = b"Basic " + base64.b64encode(f"anyone:{TOKEN}".encode())
     for given in (bearer, basic):
@@ -203,7 +203,7 @@ def test_health_needs_no_token(guarded: httpx.Client) -> None:
     assert guarded.get("/-/ready").status_code == 200
 
 
-def test_docs_load_nothing_from_elsewhere(client: httpx.Client) -> None:
+def test_docs_load_nothing_from_other_hosts(client: httpx.Client) -> None:
     docs = client.get("/docs").text
     assert "http://" not in docs
     assert "https://" not in docs
@@ -237,5 +237,5 @@ def test_every_field_and_path_is_documented(client: httpx.Client) -> None:
         ("gpu-login", False),
     ],
 )
-def test_loopback_is_what_no_other_machine_reaches(host: str, only_here: bool) -> None:
+def test_loopback_is_an_address_that_no_other_machine_reaches(host: str, only_here: bool) -> None:
     assert is_loopback(host) is only_here

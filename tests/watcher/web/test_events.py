@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.watcher.web import sample_snapshots as handmade
+from tests.watcher.web import sample_snapshots as samples
 from tests.watcher.web.served_app import make_app, served
 from wattwatch.watcher.detection.model import JobState
 from wattwatch.watcher.engine.snapshot import Snapshot
@@ -21,12 +21,12 @@ def later(snapshot: Snapshot, **fields: Any) -> Snapshot:
     return replace(snapshot, tick=snapshot.tick + 1, wall_seconds=snapshot.wall_seconds + 1.0, **fields)
 
 
-def test_a_change_of_state_and_of_alerts_is_an_event_each() -> None:
-    before = handmade.cluster()
+def test_each_change_of_a_state_or_an_alert_is_one_event() -> None:
+    before = samples.cluster()
     hung = before.jobs["finetune-evenfix"]
     jobs = {**before.jobs, "finetune-evenfix": replace(hung, state=JobState.COMPUTING, reason="Steps advance again.")}
     first, *rest = before.episodes
-    now = later(before, jobs=jobs, episodes=(replace(first, closed_wall_seconds=handmade.NOW), *rest))
+    now = later(before, jobs=jobs, episodes=(replace(first, closed_wall_seconds=samples.NOW), *rest))
     state, closed, tick = snapshot_events(before, now)
     assert (state.name, state.data["from"], state.data["to"]) == ("state", "hung", "computing")
     assert (closed.name, closed.data["alert"]) == ("alert_closed", "JobHung")
@@ -42,17 +42,17 @@ def test_a_change_of_state_and_of_alerts_is_an_event_each() -> None:
     ] * 5
 
 
-def test_the_first_snapshot_is_news_of_nothing_but_itself() -> None:
-    assert [event.name for event in snapshot_events(None, handmade.cluster())] == ["tick"]
+def test_the_first_snapshot_is_only_a_tick() -> None:
+    assert [event.name for event in snapshot_events(None, samples.cluster())] == ["tick"]
 
 
-def test_a_listener_that_does_not_listen_is_told_to_read_anew_and_costs_no_more() -> None:
+def test_a_client_that_does_not_read_gets_resync_and_its_queue_stays_bounded() -> None:
     async def follow() -> list[str]:
         hub = EventHub()
         hub.open(asyncio.get_running_loop())
         names = []
         with hub.subscribe() as queue:
-            snapshot = handmade.cluster()
+            snapshot = samples.cluster()
             for _ in range(QUEUE_EVENTS + 5):
                 snapshot = later(snapshot)
                 hub.offer(snapshot)
@@ -68,7 +68,7 @@ def test_a_listener_that_does_not_listen_is_told_to_read_anew_and_costs_no_more(
     assert asyncio.run(follow()) == ["resync", *["tick"] * 4]
 
 
-def test_streams_are_bounded() -> None:
+def test_the_number_of_streams_is_bounded() -> None:
     async def fill() -> None:
         hub = EventHub()
         streams = [hub.subscribe() for _ in range(MAX_STREAMS)]
@@ -93,32 +93,32 @@ def read_event(lines: Any) -> tuple[str, Any]:
     raise AssertionError("the stream has ended")
 
 
-def test_a_stream_begins_with_where_it_stands_and_goes_on_with_what_happens() -> None:
-    desk = make_app(handmade.cluster())
+def test_a_stream_starts_with_the_current_tick_and_continues_with_changes() -> None:
+    app = make_app(samples.cluster())
     with (
-        served(desk.app) as address,
+        served(app.app) as address,
         httpx.stream("GET", f"{address}/api/v1/events", timeout=30) as answer,
     ):
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = answer.iter_lines()
         assert read_event(lines) == ("resync", {"tick": 412})
-        desk.latest.came_round(later(desk.latest.snapshot))
+        app.latest.publish(later(app.latest.snapshot))
         assert read_event(lines)[1]["tick"] == 413
-        desk.latest.came_round(desk.latest.snapshot)  # looked again, and there was nothing new
-        desk.latest.came_round(later(desk.latest.snapshot))
+        app.latest.publish(app.latest.snapshot)  # another tick without anything new
+        app.latest.publish(later(app.latest.snapshot))
         assert read_event(lines)[1]["tick"] == 414
         assert b"wattwatch_event_streams 1.0" in httpx.get(f"{address}/metrics").content
 
 
 def test_a_stream_ends_when_the_hub_stops() -> None:
-    desk = make_app(handmade.cluster())
+    app = make_app(samples.cluster())
     with (
-        served(desk.app) as address,
+        served(app.app) as address,
         httpx.stream("GET", f"{address}/api/v1/events", timeout=30) as answer,
     ):
         lines = answer.iter_lines()
         read_event(lines)
-        loop = desk.hub._loop
+        loop = app.hub._loop
         assert loop is not None
-        loop.call_soon_threadsafe(desk.hub.stop)
+        loop.call_soon_threadsafe(app.hub.stop)
         assert [line for line in lines if line.startswith("event")] == []

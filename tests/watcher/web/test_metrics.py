@@ -1,4 +1,4 @@
-"""/metrics: the names people build on, read back by two other readers of the format."""
+"""/metrics: the names that dashboards depend on, parsed by two independent parsers of the format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.tools import require_tool
-from tests.watcher.web import sample_snapshots as handmade
+from tests.watcher.web import sample_snapshots as samples
 from tests.watcher.web.served_app import make_app, served
 from wattwatch.watcher.detection.model import JobState
 from wattwatch.watcher.engine.snapshot import Snapshot
@@ -46,15 +46,15 @@ def value(found: dict[str, dict[Labels, float]], name: str, /, **labels: str) ->
 
 
 def whole_body() -> str:
-    desk = make_app(handmade.cluster())
-    desk.own.engine_failures.labels("ValueError in tick").inc()
-    desk.own.slow_task_runs.labels("prune").inc()
-    desk.own.slow_task_failures.labels("prune", "missed").inc()
-    return MetricsExporter(desk.latest, desk.own, 5.0).render(packed=False).decode()
+    app = make_app(samples.cluster())
+    app.own.engine_failures.labels("ValueError in tick").inc()
+    app.own.slow_task_runs.labels("prune").inc()
+    app.own.slow_task_failures.labels("prune", "missed").inc()
+    return MetricsExporter(app.latest, app.own, 5.0).render(compressed=False).decode()
 
 
 def test_names_types_and_labels_are_as_frozen() -> None:
-    """Dashboards and rules of users name these. Add lines to the file; change or remove none without a new version."""
+    """Users' dashboards and rules name these. Add lines to the file; change or remove none without a new version."""
     table = [f"{m.name} {m.type} {','.join(m.labels)}".rstrip() for m in METRICS.values()]
     assert table == FROZEN.read_text("utf-8").splitlines()
 
@@ -69,7 +69,7 @@ def test_every_metric_of_the_table_is_served_with_its_labels_and_nothing_else_is
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
 def test_names_follow_the_conventions(metric: MetricFamily) -> None:
-    """Those that promtool does not know too: base units, no label that Prometheus would rename."""
+    """Including those that promtool does not check: base units, no label that Prometheus would rename."""
     assert re.fullmatch("wattwatch_[a-z_]+", metric.name)
     assert not re.search("percent|milli|_mib|_mhz|_ms$", metric.name)
     assert (metric.type == "counter") == metric.name.endswith("_total")
@@ -78,7 +78,7 @@ def test_names_follow_the_conventions(metric: MetricFamily) -> None:
         assert f"_{metric.unit}" in metric.name
 
 
-def test_promtool_finds_nothing_to_say() -> None:
+def test_promtool_reports_no_problem() -> None:
     promtool = require_tool("promtool")
     said = subprocess.run(
         [promtool, "check", "metrics"], input=whole_body(), text=True, capture_output=True, timeout=60
@@ -86,38 +86,38 @@ def test_promtool_finds_nothing_to_say() -> None:
     assert (said.returncode, said.stdout, said.stderr) == (0, "", "")
 
 
-def test_boards_are_read_in_base_units() -> None:
-    found = snapshot_series(handmade.cluster())
+def test_gpu_readings_are_in_base_units() -> None:
+    found = snapshot_series(samples.cluster())
     board = {"train_job": "finetune-evenfix", "node": "gpu-03", "gpu": "3", "rank": "3"}
     assert value(found, "wattwatch_gpu_power_watts", **board) == 184.0
     assert value(found, "wattwatch_gpu_utilization_ratio", **board) == 0.0
-    assert value(found, "wattwatch_gpu_memory_used_bytes", **board) == 82 * handmade.GIB
+    assert value(found, "wattwatch_gpu_memory_used_bytes", **board) == 82 * samples.GIB
     assert value(found, "wattwatch_gpu_info", **board, uuid="GPU-gpu-03-3", name="NVIDIA B300") == 1.0
 
 
-def test_a_reading_that_is_none_has_no_series() -> None:
-    found = snapshot_series(handmade.cluster())
-    lost = {"train_job": handmade.HOSTILE, "node": "gpu-06", "gpu": "5", "rank": "5"}
+def test_a_missing_reading_has_no_series() -> None:
+    found = snapshot_series(samples.cluster())
+    lost = {"train_job": samples.HOSTILE, "node": "gpu-06", "gpu": "5", "rank": "5"}
     assert frozenset(lost.items()) not in found["wattwatch_gpu_power_watts"]
     assert frozenset({**lost, "gpu": "4", "rank": "4"}.items()) in found["wattwatch_gpu_power_watts"]
     assert frozenset({("train_job", "eval-nightly")}) not in found["wattwatch_job_step"]
 
 
-def test_a_hostile_job_name_comes_back_as_it_went_in() -> None:
-    found = snapshot_series(handmade.cluster())
-    assert value(found, "wattwatch_job_state", train_job=handmade.HOSTILE, state="crashed") == 1.0
-    assert math.isnan(value(found, "wattwatch_job_loss", train_job=handmade.HOSTILE))
+def test_a_hostile_job_name_survives_the_round_trip() -> None:
+    found = snapshot_series(samples.cluster())
+    assert value(found, "wattwatch_job_state", train_job=samples.HOSTILE, state="crashed") == 1.0
+    assert math.isnan(value(found, "wattwatch_job_loss", train_job=samples.HOSTILE))
 
 
-def test_a_job_is_in_one_state_of_all() -> None:
-    found = snapshot_series(handmade.cluster())["wattwatch_job_state"]
+def test_a_job_is_in_exactly_one_state() -> None:
+    found = snapshot_series(samples.cluster())["wattwatch_job_state"]
     mine = {dict(labels)["state"]: v for labels, v in found.items() if dict(labels)["train_job"] == "pretrain-32b"}
     assert mine == {state.value: float(state is JobState.COMPUTING) for state in JobState}
 
 
-def test_a_series_goes_away_with_its_job_its_node_and_its_board() -> None:
+def test_a_series_disappears_with_its_job_its_node_and_its_gpu() -> None:
     text = SnapshotMetrics(5.0)
-    everything = handmade.cluster()
+    everything = samples.cluster()
     hung = everything.jobs["finetune-evenfix"]
     text.render(everything)
     fewer = replace(
@@ -133,27 +133,27 @@ def test_a_series_goes_away_with_its_job_its_node_and_its_board() -> None:
     assert "wattwatch_alerts_firing" not in found
 
 
-def test_boards_of_a_job_that_is_no_longer_judged_are_not_served_as_if_they_were() -> None:
-    blind = replace(handmade.cluster(), wall_seconds=handmade.NOW + 60.0, blind=True)
+def test_gpus_of_a_job_that_is_no_longer_evaluated_have_no_series() -> None:
+    blind = replace(samples.cluster(), wall_seconds=samples.NOW + 60.0, blind=True)
     found = snapshot_series(blind)
     assert "wattwatch_gpu_power_watts" not in found
     assert value(found, "wattwatch_blind") == 1.0
     assert value(found, "wattwatch_job_sample_age_seconds", train_job="pretrain-32b") == pytest.approx(60.4)
 
 
-def test_two_boards_that_cannot_be_told_apart_are_one_series() -> None:
-    picture = handmade.healthy()
+def test_two_indistinguishable_gpus_are_one_series() -> None:
+    picture = samples.healthy()
     nameless = replace(
         picture.sample.gpus[0], rank=None, gpu=replace(picture.sample.gpus[0].gpu, index=None, uuid=None)
     )
     twice = replace(picture, sample=replace(picture.sample, gpus=(nameless, nameless)))
-    found = snapshot_series(replace(handmade.cluster(), jobs={"a": replace(twice, name="a")}))
+    found = snapshot_series(replace(samples.cluster(), jobs={"a": replace(twice, name="a")}))
     assert len(found["wattwatch_gpu_power_watts"]) == 1
 
 
-def test_suppressed_alerts_are_counted_apart() -> None:
-    found = snapshot_series(handmade.cluster())
-    crashed = {"alert": "JobCrashed", "severity": "critical", "train_job": handmade.HOSTILE}
+def test_inhibited_alerts_are_counted_separately() -> None:
+    found = snapshot_series(samples.cluster())
+    crashed = {"alert": "JobCrashed", "severity": "critical", "train_job": samples.HOSTILE}
     assert frozenset(crashed.items()) not in found["wattwatch_alerts_firing"]
     assert value(found, "wattwatch_alerts_suppressed", **crashed) == 1.0
     assert (
@@ -161,8 +161,8 @@ def test_suppressed_alerts_are_counted_apart() -> None:
     )
 
 
-def test_nodes_say_how_they_are_seen() -> None:
-    found = snapshot_series(handmade.cluster())
+def test_nodes_have_their_status() -> None:
+    found = snapshot_series(samples.cluster())
     assert value(found, "wattwatch_node_up", node="gpu-07") == 0.0
     assert value(found, "wattwatch_node_up", node="gpu-06") == 1.0
     assert value(found, "wattwatch_node_status", node="gpu-06", status="sampler_timeout") == 1.0
@@ -177,30 +177,30 @@ def test_delays_and_ticks_are_counted_once_a_snapshot() -> None:
     assert value(found, "wattwatch_tick_duration_seconds_count") == 1.0
 
 
-def test_a_watcher_that_stands_still_says_so_although_its_snapshot_stays() -> None:
-    desk = make_app(handmade.cluster())
-    body = MetricsExporter(desk.latest, desk.own, 5.0)
+def test_the_snapshot_age_grows_while_the_engine_is_stopped() -> None:
+    app = make_app(samples.cluster())
+    body = MetricsExporter(app.latest, app.own, 5.0)
     assert value(series(body.render(False).decode()), "wattwatch_snapshot_age_seconds") == 0.0
-    desk.time.seconds = 77.0
+    app.time.seconds = 77.0
     assert value(series(body.render(False).decode()), "wattwatch_snapshot_age_seconds") == 77.0
 
 
-def test_packed_and_plain_are_the_same_in_one_gzip_stream() -> None:
-    desk = make_app(handmade.cluster())
-    with served(desk.app) as address:
+def test_compressed_and_plain_are_the_same_in_one_gzip_stream() -> None:
+    app = make_app(samples.cluster())
+    with served(app.app) as address:
         plain = httpx.get(f"{address}/metrics", headers={"accept-encoding": "identity"})
-        packed = httpx.get(f"{address}/metrics", headers={"accept-encoding": "gzip"})
+        compressed = httpx.get(f"{address}/metrics", headers={"accept-encoding": "gzip"})
         again = httpx.get(f"{address}/metrics", headers={"accept-encoding": "gzip"})
     assert plain.headers["content-type"] == CONTENT_TYPE
     assert "content-encoding" not in plain.headers
-    assert packed.headers["content-encoding"] == "gzip"
+    assert compressed.headers["content-encoding"] == "gzip"
     names = set(series(plain.text))
-    assert set(series(packed.text)) == set(series(again.text)) == names
-    assert gzip.decompress(MetricsExporter(desk.latest, desk.own, 5.0).render(True)).startswith(b"# HELP wattwatch_gpu")
+    assert set(series(compressed.text)) == set(series(again.text)) == names
+    assert gzip.decompress(MetricsExporter(app.latest, app.own, 5.0).render(True)).startswith(b"# HELP wattwatch_gpu")
 
 
-def test_an_empty_watcher_serves_its_own_metrics_only() -> None:
-    found = snapshot_series(handmade.empty())
+def test_a_watcher_without_jobs_serves_only_its_own_metrics() -> None:
+    found = snapshot_series(samples.empty())
     assert set(found) == {
         "wattwatch_outbox_messages",
         "wattwatch_outbox_oldest_seconds",
@@ -210,7 +210,7 @@ def test_an_empty_watcher_serves_its_own_metrics_only() -> None:
     }
 
 
-def test_the_readme_lists_every_metric_as_it_is() -> None:
+def test_the_readme_lists_every_metric() -> None:
     readme = README.read_text("utf-8")
     for metric in METRICS.values():
         assert f"| `{metric.name}` | {metric.type} | {' '.join(metric.labels) or '–'} | {metric.help} |" in readme

@@ -1,4 +1,4 @@
-"""The page: what it says without a script, what it never lets through, and what large jobs cost."""
+"""The page: what it shows without scripts, what it never lets through, and what large jobs cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import httpx
 import pytest
 
-from tests.watcher.web import sample_snapshots as handmade
+from tests.watcher.web import sample_snapshots as samples
 from tests.watcher.web.served_app import make_app, served
 from wattwatch.watcher.common import formatting as words
 from wattwatch.watcher.detection.model import JobState
@@ -19,7 +19,7 @@ from wattwatch.watcher.web.page import STRIP_HEIGHT, PageRenderer, power_history
 
 
 class Words(HTMLParser):
-    """What a reader sees, and every tag with its attributes."""
+    """The text that a reader sees, and every tag with its attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -39,43 +39,43 @@ class Words(HTMLParser):
 
 
 def page(snapshot: Snapshot, seconds: float = 0.0) -> Words:
-    desk = make_app(snapshot)
-    desk.time.seconds = seconds
-    return Words(PageRenderer(desk.latest).page())
+    app = make_app(snapshot)
+    app.time.seconds = seconds
+    return Words(PageRenderer(app.latest).page())
 
 
-def test_each_job_tells_its_state_since_when_how_sure_and_why() -> None:
-    said = page(handmade.cluster()).text
+def test_each_job_shows_its_state_since_when_how_certain_and_why() -> None:
+    said = page(samples.cluster()).text
     assert "finetune-evenfix hung for 3 min 40 s No step for 3 min 40 s" in said
     assert "Suspect: rank 3 on gpu-03 GPU 3" in said
-    assert "94 % sure · seen 0.4 s ago" in said
+    assert "94 % confidence · sampled 0.4 s ago" in said
     assert "step 1,923 of 3,854" in said
     assert "GPU-hours lost 1.0 187 Wh" in said
     assert "tokens/s 52,980" in said
     assert "power by rank 184–194 W of 1,100 W" in said
 
 
-def test_what_is_not_known_is_never_shown_as_a_number() -> None:
-    said = page(replace(handmade.cluster(), jobs={"eval-nightly": handmade.unseen()})).text
+def test_an_unknown_value_is_never_shown_as_a_number() -> None:
+    said = page(replace(samples.cluster(), jobs={"eval-nightly": samples.unseen()})).text
     assert "step – step age – tokens/s – checkpoint age – GPUs 0" in said
     assert "no verdict" in said
-    assert "No board of this job can be seen now." in said
+    assert "No GPU of this job can be read now." in said
 
 
-def test_a_lost_board_says_why_it_has_no_reading() -> None:
-    said = page(replace(handmade.cluster(), jobs={"a": handmade.lost_board()})).text
+def test_a_lost_gpu_shows_why_it_has_no_reading() -> None:
+    said = page(replace(samples.cluster(), jobs={"a": samples.lost_board()})).text
     assert "5 gpu-06 5 lost lost" in said
 
 
 def test_hostile_names_stay_text() -> None:
-    found = page(handmade.cluster())
-    assert handmade.HOSTILE.split("\n")[0].strip() in found.text
+    found = page(samples.cluster())
+    assert samples.HOSTILE.split("\n")[0].strip() in found.text
     assert [attrs.get("src") for tag, attrs in found.tags if tag == "script"] == ["/assets/page.js"]
     assert "49" not in found.text  # {{7*7}} was not evaluated
 
 
-def test_nothing_in_it_needs_what_the_policy_forbids() -> None:
-    with served(make_app(handmade.cluster()).app) as address:
+def test_nothing_on_the_page_needs_what_its_policy_forbids() -> None:
+    with served(make_app(samples.cluster()).app) as address:
         answer = httpx.get(address)
         assets = [httpx.get(f"{address}/assets/{name}") for name in ("page.css", "page.js", "favicon.svg")]
     policy = answer.headers["content-security-policy"]
@@ -90,8 +90,8 @@ def test_nothing_in_it_needs_what_the_policy_forbids() -> None:
     assert [asset.headers["x-content-type-options"] for asset in assets] == ["nosniff"] * 3
 
 
-def test_it_is_whole_without_scripts() -> None:
-    found = page(handmade.cluster())
+def test_the_page_is_complete_without_scripts() -> None:
+    found = page(samples.cluster())
     assert ("meta", {"http-equiv": "refresh", "content": "5"}) in found.tags
     assert "Open alerts" in found.text
 
@@ -99,36 +99,37 @@ def test_it_is_whole_without_scripts() -> None:
 @pytest.mark.parametrize(
     ("change", "seconds", "says"),
     [
-        (lambda s: replace(s, blind=True), 0.0, "The watcher is blind"),
-        (lambda s: s, 61.0, "The watcher stands still: it last looked 1 min 1 s ago"),
+        (lambda s: replace(s, blind=True), 0.0, "The watcher lost contact with most nodes"),
+        (lambda s: s, 61.0, "The watcher has stopped: its last tick was 1 min 1 s ago"),
         (
             lambda s: replace(s, deliveries=replace(s.deliveries, oldest_waiting_seconds=340.0)),
             0.0,
-            "messages wait to be delivered (1), the oldest for 5 min 40 s. Deliveries that failed so far: ops.",
+            "Alert messages are not being delivered: 1 undelivered, the oldest for 5 min 40 s. "
+            "Receivers with failed deliveries: ops.",
         ),
     ],
 )
-def test_trouble_of_the_watcher_itself_stands_above_everything(
+def test_problems_of_the_watcher_itself_come_first(
     change: Callable[[Snapshot], Snapshot], seconds: float, says: str
 ) -> None:
-    said = page(change(handmade.cluster()), seconds).text
+    said = page(change(samples.cluster()), seconds).text
     assert says in said
     assert said.index(says) < said.index("Open alerts")
 
 
-def test_a_sound_watcher_shows_no_banner() -> None:
-    live = PageRenderer(make_app(handmade.cluster()).latest).live()
+def test_a_healthy_watcher_shows_no_banner() -> None:
+    live = PageRenderer(make_app(samples.cluster()).latest).live()
     assert "banner" not in live
 
 
-def test_ages_count_up_to_the_moment_of_the_answer() -> None:
-    said = page(handmade.cluster(), 5.0).text
-    assert "seen 5.4 s ago" in said
+def test_ages_count_up_to_the_time_of_the_response() -> None:
+    said = page(samples.cluster(), 5.0).text
+    assert "sampled 5.4 s ago" in said
     assert "gpu-01 5.4 s old" in said
 
 
-def test_every_state_has_a_word_a_colour_and_a_shape() -> None:
-    with served(make_app(handmade.cluster()).app) as address:
+def test_every_state_has_a_name_a_color_and_a_shape() -> None:
+    with served(make_app(samples.cluster()).app) as address:
         text = httpx.get(address).text
         css = httpx.get(f"{address}/assets/page.css").text
     for state in JobState:
@@ -136,48 +137,48 @@ def test_every_state_has_a_word_a_colour_and_a_shape() -> None:
         assert f".state-{state.value} {{" in css
 
 
-def test_an_empty_watcher_has_a_page() -> None:
-    said = page(handmade.empty()).text
-    assert "0 jobs · no open alerts · 0 of 0 nodes well" in said
-    assert "No job has been looked at yet." in said
+def test_a_watcher_without_jobs_has_a_page() -> None:
+    said = page(samples.empty()).text
+    assert "0 jobs · no open alerts · 0 of 0 nodes ok" in said
+    assert "No job has been evaluated yet." in said
 
 
-def test_a_thousand_boards_are_one_picture_and_no_table() -> None:
-    text = PageRenderer(make_app(handmade.large(128)).latest).live()
-    assert "1024 boards that do not stand out are not listed" in text
+def test_a_thousand_gpus_are_one_chart_and_no_table() -> None:
+    text = PageRenderer(make_app(samples.large(128)).latest).live()
+    assert "1024 GPUs that are no outliers are not listed" in text
     assert len(text) < 250_000
 
 
-def test_the_same_snapshot_is_drawn_once_for_all_who_ask() -> None:
-    desk = make_app(handmade.cluster())
-    renderer = PageRenderer(desk.latest)
+def test_the_same_snapshot_is_rendered_once_for_concurrent_requests() -> None:
+    app = make_app(samples.cluster())
+    renderer = PageRenderer(app.latest)
     assert renderer.live() is renderer.live()
-    desk.time.seconds = 1.0
-    assert "seen 1.4 s ago" in Words(renderer.live()).text
+    app.time.seconds = 1.0
+    assert "sampled 1.4 s ago" in Words(renderer.live()).text
 
 
-def test_bars_stand_for_readings_and_marks_for_their_absence() -> None:
-    lost = handmade.lost_board()
+def test_bars_show_readings_and_marks_show_missing_ones() -> None:
+    lost = samples.lost_board()
     strip = power_strip(lost.sample.gpus, lost.verdict.suspects)
     assert strip.bars.count("z") == 7
     assert strip.absent.count("z") == 1
     assert strip.marked == ""
-    hung = handmade.hung()
+    hung = samples.hung()
     strip = power_strip(hung.sample.gpus, hung.verdict.suspects)
     assert (strip.bars.count("z"), strip.marked.count("z")) == (15, 1)
     heights = [float(h) for h in re.findall(r"v-([0-9.]+)h", strip.bars)]
     assert max(heights) <= STRIP_HEIGHT
 
 
-def test_history_breaks_where_there_is_no_data() -> None:
-    points = list(handmade.healthy().timeline)
+def test_the_power_history_has_gaps_where_there_is_no_data() -> None:
+    points = list(samples.healthy().timeline)
     for i in range(200, 300):
         points[i] = replace(points[i], power_watts_median=None, power_watts_low=None, power_watts_high=None)
-    drawn = power_history(points, handmade.healthy().sample.gpus, handmade.NOW)
+    drawn = power_history(points, samples.healthy().sample.gpus, samples.NOW)
     assert drawn is not None
     assert drawn.median.count("M") == 2
     assert [segment.state for segment in drawn.segments] == ["computing", "checkpointing", "computing"]
-    assert power_history(points[:1], (), handmade.NOW) is None
+    assert power_history(points[:1], (), samples.NOW) is None
 
 
 @pytest.mark.parametrize(
@@ -195,5 +196,5 @@ def test_history_breaks_where_there_is_no_data() -> None:
         (273_600.0, "3 d 4 h"),
     ],
 )
-def test_durations_are_said_as_people_say_them(seconds: float | None, said: str) -> None:
+def test_durations_are_formatted_for_people(seconds: float | None, said: str) -> None:
     assert words.format_duration(seconds) == said

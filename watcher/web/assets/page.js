@@ -1,12 +1,12 @@
-// Keeps the page live: a tick on the event stream, then the changed part of the page. Without scripts it reloads itself.
+// Updates the page: at each tick on the event stream, fetch the part that changes. Without scripts it reloads itself.
 "use strict";
 
 const live = document.getElementById("live");
 const lost = document.getElementById("lost");
 const lostAge = document.getElementById("lost-age");
 let drawnAt = performance.now();
-let asking = false;
-let askAgain = false;
+let fetching = false;
+let fetchAgain = false;
 
 // The same rules as format_duration in watcher/common/formatting.py: the two largest units.
 function formatDuration(seconds) {
@@ -24,11 +24,11 @@ function formatDuration(seconds) {
 }
 
 async function redraw() {
-  if (asking) {
-    askAgain = true;
+  if (fetching) {
+    fetchAgain = true;
     return;
   }
-  asking = true;
+  fetching = true;
   try {
     const answer = await fetch("/live", { signal: AbortSignal.timeout(10000) });
     if (answer.ok) {
@@ -39,16 +39,16 @@ async function redraw() {
       lost.hidden = true;
     }
   } catch {
-    // The age below says how long this has lasted.
+    // Ignored: the banner shows how long the connection has been lost.
   }
-  asking = false;
-  if (askAgain) {
-    askAgain = false;
+  fetching = false;
+  if (fetchAgain) {
+    fetchAgain = false;
     setTimeout(redraw, 250);
   }
 }
 
-function grow() {
+function updateAges() {
   const since = (performance.now() - drawnAt) / 1000;
   if (since > 8) {
     lostAge.textContent = formatDuration(since);
@@ -67,11 +67,11 @@ function listen() {
   events.addEventListener("tick", () => { if (!document.hidden) redraw(); });
   events.addEventListener("resync", redraw);
   events.addEventListener("error", () => {
-    // A browser gives up for good where the answer was an error (a full house, a restart): then try again ourselves.
+    // A browser stops reconnecting after an error response (too many streams, a restart), so reconnect here.
     if (events.readyState === EventSource.CLOSED) setTimeout(listen, 5000);
   });
 }
 
 document.addEventListener("visibilitychange", () => { if (!document.hidden) redraw(); });
-setInterval(grow, 1000);
+setInterval(updateAges, 1000);
 listen();
