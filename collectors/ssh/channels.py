@@ -1,13 +1,14 @@
-"""Other business on the connection that the fleet holds to a node: a command with bytes for it, or a port there.
+"""More channels on the fleet's connection to a node: run a command there, or connect to a port there.
 
-For any thread but the fleet's. Each use is a channel of its own beside the probe's, so it waits and fails for itself:
-- It never waits on the fleet, nor lets the fleet wait: what it writes (MOST_WRITTEN_BYTES) fits into the socket's
-  buffer, so that no lock of the transport is held while a frozen node takes nothing. A node whose lines have stopped is
-  not written to at all.
-- What it reads is bounded by the channel's window: a command that floods is stopped by flow control.
-- It closes its channel and nothing else. Where the connection is lost or renewed meanwhile, what had come is kept.
+For every thread but the fleet's. Each use has its own channel beside the probe's, so it blocks and fails alone:
+- It never waits for the fleet and never makes the fleet wait. What it writes (at most MAX_STDIN_BYTES) fits into the
+  socket's buffer, so no lock of the transport is held while a frozen node reads nothing. A node whose lines have
+  stopped is not written to at all.
+- What it reads is bounded by the channel's window: a command that floods us is stopped by flow control.
+- It closes only its own channel. If the connection is lost or renewed in the meantime, the output so far is kept.
 
-Deadlines are in seconds of the machine's clock: what runs on a node takes its time, whatever clock the watcher has.
+Deadlines are real seconds of this machine, also where the watcher's clock runs faster (simulated clusters): a command
+on a node takes the time that it takes.
 """
 
 from __future__ import annotations
@@ -25,75 +26,82 @@ from wattwatch.collectors.ssh.model import error_text
 MAX_STDIN_BYTES: Final = 32 * 1024
 READ_BYTES: Final = 64 * 1024
 STDERR_TAIL_BYTES: Final = 300
-STATUS_SECONDS: Final = 1.0  # from the end of the output to the exit status
-PROHIBITED: Final = 1  # RFC 4254, 5.1: why a channel is not opened
+STATUS_SECONDS: Final = 1.0  # how long the exit status may arrive after the end of the output
+PROHIBITED: Final = 1  # reasons of RFC 4254, section 5.1, for not opening a channel
 CONNECT_FAILED: Final = 2
-ONE_SESSION: Final = "its sshd grants no session beside the probe's: MaxSessions 1 there, or too many processes"
+ONE_SESSION: Final = "its sshd allows no session beside the probe's: MaxSessions 1 there, or too many processes"
 NO_FORWARDING: Final = (
-    "its sshd does not let our key connect there: it needs port-forwarding and "
-    'permitopen="127.0.0.1:{port}" in authorized_keys, and AllowTcpForwarding in its configuration'
+    "its sshd does not allow our key to forward to that port: it needs port-forwarding and "
+    'permitopen="127.0.0.1:{port}" in authorized_keys, and AllowTcpForwarding in sshd_config'
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """How a command ended. `trouble`: a sentence where its output may not be all; None where it is."""
+    """How a command ended. `error`: a sentence where its output may be incomplete; None where it is complete."""
 
     exit_status: int | None
-    stderr_tail: str = ""  # the end of its stderr
-    trouble: str | None = None
+    stderr_tail: str = ""
+    error: str | None = None
 
 
 class NodeChannels:
-    """Access to one node for as long as the fleet is connected to it."""
+    """Access to one node while the fleet is connected to it."""
 
     def __init__(self, node: str, transport: Callable[[], paramiko.Transport | str]) -> None:
-        """`transport` gives that of the connection, or a sentence why there is none to use now."""
+        """`transport` returns that of the connection, or a sentence why none can be used now."""
         self.node = node
         self._transport = transport
 
     def run(
-        self, command: str, stdin: bytes, take: Callable[[bytes], None], *, deadline_seconds: float, byte_limit: int
+        self,
+        command: str,
+        stdin: bytes,
+        on_output: Callable[[bytes], None],
+        *,
+        deadline_seconds: float,
+        byte_limit: int,
     ) -> CommandResult:
-        """Execute `command`, write `stdin` and close it, and give its output to `take` as it comes.
+        """Run `command`, write `stdin` and close it, and pass the output to `on_output` as it arrives.
 
-        Never raises for what the node does. The deadline covers all of it.
+        Never raises for what the node does. The deadline covers all of it. Raises ValueError where `stdin` is longer
+        than MAX_STDIN_BYTES.
         """
         if len(stdin) > MAX_STDIN_BYTES:
-            raise ValueError(f"{len(stdin):,} bytes: at most {MAX_STDIN_BYTES:,} are sure not to wait")
+            raise ValueError(f"{len(stdin):,} bytes: at most {MAX_STDIN_BYTES:,} can be written without blocking")
         transport = self._transport()
         if isinstance(transport, str):
-            return CommandResult(None, trouble=transport)
+            return CommandResult(None, error=transport)
         try:
             channel = transport.open_session(timeout=deadline_seconds)
         except paramiko.ChannelException:
-            return CommandResult(None, trouble=ONE_SESSION)
-        except (paramiko.SSHException, EOFError, OSError) as error:
-            return CommandResult(None, trouble=f"no session on its connection: {error_text(error)}")
-        stderr_tail, trouble = b"", None
-        with _closed_after(channel, deadline_seconds) as late:
+            return CommandResult(None, error=ONE_SESSION)
+        except (paramiko.SSHException, EOFError, OSError) as failure:
+            return CommandResult(None, error=f"no session on the connection to it: {error_text(failure)}")
+        stderr_tail, error = b"", None
+        with _closed_after(channel, deadline_seconds) as expired:
             try:
-                channel.exec_command(command)  # waits without limit: closing the channel ends it
+                channel.exec_command(command)  # blocks without limit: closing the channel ends it
                 _send(channel, stdin)
-                trouble = _read(channel, take, byte_limit)
-                if trouble is None:
+                error = _read(channel, on_output, byte_limit)
+                if error is None:
                     channel.status_event.wait(STATUS_SECONDS)
                 if channel.recv_stderr_ready():
                     stderr_tail = channel.recv_stderr(READ_BYTES)[-STDERR_TAIL_BYTES:]
-            except (paramiko.SSHException, EOFError, OSError) as error:
-                trouble = f"its connection failed: {error_text(error)}"
+            except (paramiko.SSHException, EOFError, OSError) as failure:
+                error = f"the connection to it failed: {error_text(failure)}"
             status = channel.exit_status if channel.exit_status >= 0 else None
-            if late.is_set():
-                trouble = f"not done within {deadline_seconds:g} s"
-            elif trouble is None and status is None:
-                trouble = "its connection was lost before the end"
-        return CommandResult(status, stderr_tail.decode("utf-8", "replace").strip(), trouble)
+            if expired.is_set():
+                error = f"not finished within {deadline_seconds:g} s"
+            elif error is None and status is None:
+                error = "the connection to it was lost before the command ended"
+        return CommandResult(status, stderr_tail.decode("utf-8", "replace").strip(), error)
 
     def connect(self, port: int, deadline_seconds: float) -> paramiko.Channel:
-        """A connection to 127.0.0.1:`port` of the node, to be used and closed like a socket.
+        """A connection to 127.0.0.1:`port` on the node, used and closed like a socket.
 
-        Raises PermissionError where sshd does not forward, ConnectionRefusedError where nothing listens, another
-        OSError otherwise; each with a sentence.
+        Raises PermissionError where sshd does not allow forwarding, ConnectionRefusedError where nothing listens on
+        the port, another OSError otherwise; each with a sentence.
         """
         transport = self._transport()
         if isinstance(transport, str):
@@ -107,13 +115,13 @@ class NodeChannels:
                 raise PermissionError(NO_FORWARDING.format(port=port)) from None
             if error.code == CONNECT_FAILED:
                 raise ConnectionRefusedError(f"nothing listens on 127.0.0.1:{port}") from None
-            raise ConnectionError(f"its sshd does not connect to 127.0.0.1:{port}: {error.text}") from None
+            raise ConnectionError(f"its sshd cannot connect to 127.0.0.1:{port}: {error.text}") from None
         except (paramiko.SSHException, EOFError) as error:
-            raise ConnectionError(f"no channel to 127.0.0.1:{port}: {error_text(error)}") from None
+            raise ConnectionError(f"cannot open a channel to 127.0.0.1:{port}: {error_text(error)}") from None
 
 
 def _send(channel: paramiko.Channel, stdin: bytes) -> None:
-    """Raises OSError, but not where the command ended before it took its input: its exit status tells more then."""
+    """Raises OSError, but not if the command exited before it read its input: then its exit status says more."""
     try:
         channel.sendall(stdin)
         channel.shutdown_write()
@@ -122,32 +130,35 @@ def _send(channel: paramiko.Channel, stdin: bytes) -> None:
             raise
 
 
-def _read(channel: paramiko.Channel, take: Callable[[bytes], None], byte_limit: int) -> str | None:
-    """To the end of the output; a sentence if there is more of it than is wanted."""
+def _read(channel: paramiko.Channel, on_output: Callable[[bytes], None], byte_limit: int) -> str | None:
+    """Read to the end of the output; a sentence if it is longer than `byte_limit`."""
     left = byte_limit
     while chunk := channel.recv(READ_BYTES):
         if len(chunk) > left:
-            take(chunk[:left])
-            return f"it sends more than {byte_limit:,} bytes"
-        take(chunk)
+            on_output(chunk[:left])
+            return f"it sent more than {byte_limit:,} bytes"
+        on_output(chunk)
         left -= len(chunk)
     return None
 
 
 @contextlib.contextmanager
 def _closed_after(channel: paramiko.Channel, seconds: float) -> Iterator[threading.Event]:
-    """Closed at the end of the block, or at the deadline, whatever waits in it then; the event says that it came."""
-    late = threading.Event()
+    """Close the channel at the end of the block, or at the deadline, which unblocks whatever waits on it.
+
+    The event is set if the deadline passed.
+    """
+    expired = threading.Event()
 
     def end() -> None:
-        late.set()
+        expired.set()
         _close(channel)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
     try:
-        yield late
+        yield expired
     finally:
         timer.cancel()
         _close(channel)

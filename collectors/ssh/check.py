@@ -1,4 +1,8 @@
-"""Can this node be watched? Each step on the way to a running probe, with what was seen and what to fix."""
+"""Check whether a node can be watched: each step on the way to a running probe, what was found and what to fix.
+
+It also notes what a capture of a hung job would find there: worker sockets and their owner, py-spy, processes with a
+flight recorder, and whether sshd forwards to NCCL RAS. These notes are informational; nothing is sent to any of them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ STAGES: Final = 6  # name, TCP, handshake, authentication, session, answer
 
 @dataclass(frozen=True, slots=True)
 class CheckStep:
-    """One thing looked at. `ok` is None where it is missing and not needed."""
+    """One thing checked. `ok` is None where it is missing but not needed."""
 
     name: str  # "login", "python", "gpu tools", "path /mnt/run"
     ok: bool | None
@@ -42,13 +46,13 @@ class CheckStep:
 
 @dataclass(frozen=True, slots=True)
 class HostCheck:
-    """What stands between us and this node: `status` is OK when a probe can run and see GPUs and paths."""
+    """Result for one node: `status` is OK when a probe can run there and read GPUs and paths."""
 
     node: str
     status: HostStatus
     steps: tuple[CheckStep, ...]
-    notes: tuple[str, ...] = ()  # directives of ssh_config that are not honoured
-    capture: tuple[tuple[str, str], ...] = ()  # job, and what a capture of it would meet here
+    notes: tuple[str, ...] = ()  # ssh_config directives that are not supported
+    capture: tuple[tuple[str, str], ...] = ()  # (job, what a capture of it would find here)
 
     @property
     def ok(self) -> bool:
@@ -60,12 +64,12 @@ def check_host(
     settings: SshSettings,
     request: ProbeRequest | None = None,
     clock: Clock | None = None,
-    looks: Sequence[CaptureTarget] = (),
+    targets: Sequence[CaptureTarget] = (),
 ) -> HostCheck:
-    """Log in and look, in a few times the connect timeout at most. Writes nothing on the node and raises nothing."""
+    """Log in and check, within a few times the connect timeout. Writes nothing on the node; never raises."""
     attempt = LoginAttempt(node, clock or Clock(), settings.connect_timeout_seconds)
     notes: tuple[str, ...] = ()
-    # paramiko waits without limit for the answer to exec: then its socket is shut.
+    # paramiko waits without limit for the answer to exec; closing the socket ends that.
     guard = threading.Timer(STAGES * attempt.real_timeout_seconds, attempt.abort)
     guard.daemon = True
     guard.start()
@@ -74,18 +78,18 @@ def check_host(
         notes = resolution.notes
         connection = Connector(KeyRing(settings.passphrase)).connect(resolution.route, attempt)
         try:
-            answer = run_script(connection, check_script(request or ProbeRequest()) + capture_script(looks), attempt)
-            attempt.enter("asking for a way to NCCL RAS")
-            ports = dict.fromkeys(look.ras_port for look in looks)
+            answer = run_script(connection, check_script(request or ProbeRequest()) + capture_script(targets), attempt)
+            attempt.enter("testing the way to NCCL RAS")
+            ports = dict.fromkeys(target.ras_port for target in targets)
             ras = {
                 port: describe_ras_access(connection.transport, port, attempt.real_timeout_seconds) for port in ports
             }
         finally:
             connection.close()
             connection.join(1.0)
-    except ConnectionFailure as refusal:
-        step = CheckStep("login", False, refusal.detail, refusal.advice)
-        return HostCheck(node, refusal.status, (step,), notes)
+    except ConnectionFailure as failure:
+        step = CheckStep("login", False, failure.detail, failure.advice)
+        return HostCheck(node, failure.status, (step,), notes)
     finally:
         guard.cancel()
     steps = (CheckStep("login", True, describe_login(resolution.route)), *parse_steps(answer))
@@ -93,7 +97,7 @@ def check_host(
     status = HostStatus.OK
     if failed is not None:
         status = HostStatus.DRIVER_DOWN if failed.name == "GPU tools" else HostStatus.PARSE_ERROR
-    return HostCheck(node, status, steps, notes, capture_notes(answer, looks, ras))
+    return HostCheck(node, status, steps, notes, capture_notes(answer, targets, ras))
 
 
 def describe_login(route: HostRoute) -> str:
@@ -102,7 +106,7 @@ def describe_login(route: HostRoute) -> str:
 
 
 def check_script(request: ProbeRequest) -> str:
-    """POSIX shell that prints "name<TAB>verdict<TAB>words" lines. Paths are quoted; a pattern must match a file."""
+    """POSIX shell that prints "name<TAB>verdict<TAB>text" lines. Paths are quoted; a pattern must match a file."""
     lines = [
         'say() { printf \'%s\\t%s\\t%s\\n\' "$1" "$2" "$3"; }',
         'PATH="$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/nvidia/bin"',
@@ -118,7 +122,7 @@ def check_script(request: ProbeRequest) -> str:
             f"then say {path} yes ''; else say {path} no ''; fi"
         )
     for source in request.logs:
-        # The pattern is expanded by the shell: everything but its wildcards is quoted.
+        # The shell expands the pattern, so everything but its wildcards is quoted.
         pattern = "".join(c if c in "*?[]" else shlex.quote(c) for c in source.path)
         name = shlex.quote(source.path)
         lines.append(
@@ -129,8 +133,8 @@ def check_script(request: ProbeRequest) -> str:
 
 
 def run_script(connection: SshConnection, text: str, attempt: LoginAttempt) -> str:
-    """What the node's shell answers. Raises Refusal."""
-    attempt.enter("asking the node's shell")
+    """Run the script in the node's shell; its output. Raises ConnectionFailure."""
+    attempt.enter("running the check in the node's shell")
     ends = time.monotonic() + attempt.real_timeout_seconds
     try:
         channel = connection.transport.open_session(timeout=attempt.real_timeout_seconds)
@@ -147,34 +151,36 @@ def run_script(connection: SshConnection, text: str, attempt: LoginAttempt) -> s
             answer += data
     except TimeoutError:
         raise unreachable(
-            f"logged in, and the node's shell did not answer in {attempt.timeout_seconds:.0f} s",
-            "a hung nvidia-smi, a file system that hangs, or a slow ~/.bashrc (pyenv, conda): "
+            f"logged in, but the node's shell did not answer within {attempt.timeout_seconds:.0f} s",
+            "possible causes: a hung nvidia-smi, a hung file system, or a slow ~/.bashrc (pyenv, conda): "
             f"try `ssh {shlex.quote(attempt.node)} true`",
         ) from None
     except paramiko.ChannelException as error:
-        raise unreachable(f"logged in, and refused a session: {error.text}", "MaxSessions of its sshd") from None
+        raise unreachable(
+            f"logged in, but the node refused a session: {error.text}", "check MaxSessions in its sshd_config"
+        ) from None
     except (paramiko.SSHException, EOFError, OSError) as error:
-        raise unreachable(f"logged in, and could not run a command: {error_text(error)}") from None
+        raise unreachable(f"logged in, but could not run a command: {error_text(error)}") from None
     return answer.decode("utf-8", "replace")
 
 
 def parse_steps(answer: str) -> Iterator[CheckStep]:
-    """The script's answer as steps; one failed step if there is nothing of it."""
+    """The script's output as steps; one failed step if it did not run."""
     rows = [row.split("\t") for row in answer.splitlines()]
-    said = [(row[0], row[1], row[2]) for row in rows if len(row) == 3 and not row[0].startswith(CAPTURE_PREFIX)]
-    if not any(name == "python" for name, _, _ in said):
+    found = [(row[0], row[1], row[2]) for row in rows if len(row) == 3 and not row[0].startswith(CAPTURE_PREFIX)]
+    if not any(name == "python" for name, _, _ in found):
         yield CheckStep(
             "shell",
             False,
             f"commands do not run: the node answered {answer[:80]!r}",
-            "a forced command, or a login shell that refuses?",
+            "check for a forced command, or a login shell such as nologin",
         )
         return
-    for name, verdict, words in said:
+    for name, verdict, text in found:
         if name == "python":
-            yield _python_step(verdict, words)
+            yield _python_step(verdict, text)
         elif name == "smi":
-            yield _smi_step(verdict, words)
+            yield _smi_step(verdict, text)
         elif verdict == "yes":
             yield CheckStep(f"path {name}", True, f"{name} can be read")
         elif verdict == "absent":
@@ -182,33 +188,30 @@ def parse_steps(answer: str) -> Iterator[CheckStep]:
                 f"path {name}",
                 None,
                 f"{name} does not exist on the node",
-                "right before the job's first start, else not",
+                "expected only before the job's first start",
             )
         else:
-            yield CheckStep(f"path {name}", False, f"{name} cannot be read", "give our user the right to read it")
+            yield CheckStep(f"path {name}", False, f"{name} cannot be read", "give our user read access")
 
 
-def _python_step(verdict: str, words: str) -> CheckStep:
+def _python_step(verdict: str, text: str) -> CheckStep:
     if verdict == "yes":
-        return CheckStep("python", True, words)
+        return CheckStep("python", True, text)
     return CheckStep(
         "python",
         None,
         "no Python 3.8 or later",
-        "the shell probe is used: no NVML, no logs, no checkpoints",
+        "the shell probe will be used: no NVML, no logs, no checkpoints",
     )
 
 
-def _smi_step(verdict: str, words: str) -> CheckStep:
+def _smi_step(verdict: str, text: str) -> CheckStep:
     if verdict == "yes":
-        return CheckStep("GPU tools", True, f"nvidia-smi sees {words.strip()}")
-    return CheckStep("GPU tools", False, f"nvidia-smi fails: {words.strip()}", "install or repair the driver")
+        return CheckStep("GPU tools", True, f"nvidia-smi lists {text.strip()}")
+    return CheckStep("GPU tools", False, f"nvidia-smi fails: {text.strip()}", "install or repair the driver")
 
 
-# Would a hung job give its evidence away? Notes beside the check of a node: nothing that they say need be so.
-#
-# Looked at: worker sockets and whose they are, py-spy, processes with a flight recorder, and whether sshd lets us
-# through to NCCL's RAS. Nothing is sent to any of them.
+# What a capture would find -------------------------------------------------------------------------------------------
 
 CAPTURE_PREFIX: Final = "capture "
 FLIGHT_RECORDER_SET: Final = "'^TORCH_(FR|NCCL_TRACE)_BUFFER_SIZE=[1-9]'"
@@ -216,28 +219,28 @@ FLIGHT_RECORDER_SET: Final = "'^TORCH_(FR|NCCL_TRACE)_BUFFER_SIZE=[1-9]'"
 
 @dataclass(frozen=True, slots=True)
 class CaptureTarget:
-    """What a capture of this job would ask on a node."""
+    """What a capture of this job would look for on a node."""
 
     job: str
     run_directory: str | None
     ras_port: int
 
 
-def capture_script(looks: Sequence[CaptureTarget]) -> str:
-    """POSIX shell, in the manner of `check.script`: its `say` is defined there."""
-    if not looks:
+def capture_script(targets: Sequence[CaptureTarget]) -> str:
+    """POSIX shell to append to `check_script`, which defines `say`."""
+    if not targets:
         return ""
     lines = [
         f'say "{CAPTURE_PREFIX}user" yes "$(id -u) $(id -un)"',
         f'say "{CAPTURE_PREFIX}py-spy" yes "$(command -v py-spy)"',
-        # Environments of other users cannot be read: then it is not known.
+        # The environments of other users' processes cannot be read: such a recorder is not counted.
         f'say "{CAPTURE_PREFIX}recorders" yes '
         f'"$(grep -lzsE {FLIGHT_RECORDER_SET} /proc/[0-9]*/environ 2>/dev/null | wc -l)"',
     ]
-    for number, look in enumerate(looks):
-        if look.run_directory is None:
+    for number, target in enumerate(targets):
+        if target.run_directory is None:
             continue
-        path = shlex.quote(f"{look.run_directory}/worker")
+        path = shlex.quote(f"{target.run_directory}/worker")
         lines.append(
             f"if [ -d {path} ]; then if [ -r {path} ] && [ -x {path} ]; then open=yes; else open=no; fi; "
             f'say "{CAPTURE_PREFIX}{number}" $open "$(stat -c %U {path}) '
@@ -247,50 +250,50 @@ def capture_script(looks: Sequence[CaptureTarget]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def capture_notes(answer: str, looks: Sequence[CaptureTarget], ras: dict[int, str]) -> tuple[tuple[str, str], ...]:
-    """(job, sentence), from the script's answer; `ras`: by port."""
+def capture_notes(answer: str, targets: Sequence[CaptureTarget], ras: dict[int, str]) -> tuple[tuple[str, str], ...]:
+    """(job, sentence) from the script's output; `ras`: sentence by port."""
     rows = [row.split("\t") for row in answer.splitlines()]
-    said = {name: (verdict, words.strip()) for name, verdict, words in (row for row in rows if len(row) == 3)}
-    if f"{CAPTURE_PREFIX}user" not in said:
+    found = {name: (verdict, text.strip()) for name, verdict, text in (row for row in rows if len(row) == 3)}
+    if f"{CAPTURE_PREFIX}user" not in found:
         return ()
-    user = said[f"{CAPTURE_PREFIX}user"][1].partition(" ")[2]
-    spy = "py-spy is there" if said.get(f"{CAPTURE_PREFIX}py-spy", ("", ""))[1] else "no py-spy"
-    found = []
-    for number, look in enumerate(looks):
-        sockets = _sockets(look, said.get(f"{CAPTURE_PREFIX}{number}"), user)
-        found.append((look.job, "; ".join((sockets, _recorders(said), spy, ras.get(look.ras_port, "")))))
-    return tuple(found)
+    user = found[f"{CAPTURE_PREFIX}user"][1].partition(" ")[2]
+    spy = "py-spy is installed" if found.get(f"{CAPTURE_PREFIX}py-spy", ("", ""))[1] else "py-spy is not installed"
+    notes = []
+    for number, target in enumerate(targets):
+        sockets = _sockets(target, found.get(f"{CAPTURE_PREFIX}{number}"), user)
+        notes.append((target.job, "; ".join((sockets, _recorders(found), spy, ras.get(target.ras_port, "")))))
+    return tuple(notes)
 
 
-def _sockets(look: CaptureTarget, told: tuple[str, str] | None, user: str) -> str:
-    if look.run_directory is None or told is None:
-        return "no run_directory, so no worker sockets: dumps that lie there, RAS and processes only"
-    verdict, words = told
+def _sockets(target: CaptureTarget, found_worker: tuple[str, str] | None, user: str) -> str:
+    if target.run_directory is None or found_worker is None:
+        return "no run_directory is configured, so no worker sockets: only existing dumps, NCCL RAS and processes"
+    verdict, text = found_worker
     if verdict == "absent":
-        return f"no worker sockets in {look.run_directory}/worker yet: right before the job's first start"
-    owner, _, number = words.partition(" ")
+        return f"no worker sockets in {target.run_directory}/worker yet: expected only before the job's first start"
+    owner, _, number = text.partition(" ")
     if verdict == "no":
-        return f"worker sockets are open to {owner} only, and we log in as {user}: log in as {owner}, or as root"
-    return f"worker sockets: {number}, of {owner}" + ("" if owner == user else f", and we log in as {user}")
+        return f"worker sockets are accessible to {owner} only, but we log in as {user}: log in as {owner} or root"
+    return f"worker sockets: {number}, owned by {owner}" + ("" if owner == user else f", but we log in as {user}")
 
 
-def _recorders(said: dict[str, tuple[str, str]]) -> str:
-    number = said.get(f"{CAPTURE_PREFIX}recorders", ("", ""))[1]
+def _recorders(found: dict[str, tuple[str, str]]) -> str:
+    number = found.get(f"{CAPTURE_PREFIX}recorders", ("", ""))[1]
     if number in ("", "0"):
         return (
-            "no process is seen with TORCH_FR_BUFFER_SIZE set (at the job's start; before torch 2.8: "
+            "no process with a flight recorder: set TORCH_FR_BUFFER_SIZE when starting the job (before torch 2.8: "
             "TORCH_NCCL_TRACE_BUFFER_SIZE)"
         )
-    return f"flight recorder set in {number} process{'' if number == '1' else 'es'}"
+    return f"flight recorder enabled in {number} process{'' if number == '1' else 'es'}"
 
 
 def describe_ras_access(transport: paramiko.Transport, port: int, timeout_seconds: float) -> str:
-    """Whether a channel to RAS opens; it is closed at once."""
+    """Whether a channel to NCCL RAS opens; it is closed at once."""
     place = f"NCCL RAS at 127.0.0.1:{port}"
     try:
         NodeChannels("", lambda: transport).connect(port, timeout_seconds).close()
     except ConnectionRefusedError:
-        return f"{place}: we are let through, nobody listens: no job with NCCL runs now, or it has another port"
+        return f"{place}: forwarding works, but nothing listens: no NCCL job is running, or RAS has another port"
     except OSError as error:
         return f"{place}: {error}"
-    return f"{place}: it listens, and we are let through"
+    return f"{place}: reachable"

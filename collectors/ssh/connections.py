@@ -25,19 +25,20 @@ from wattwatch.collectors.ssh.model import ConnectionFailure, unreachable
 from wattwatch.collectors.ssh.ssh_config import HostRoute
 
 MAX_CHANNELS: Final = 32
-"""Nodes over one transport to a gateway: it has one thread and one TCP window, and they fall together."""
+"""Nodes per transport to a gateway. A transport has one thread and one TCP window, and all its nodes are lost with it:
+chosen to limit both."""
 
 
 @dataclass(slots=True, eq=False)
 class SshConnection:
-    """An authenticated transport. `close` may be called by any thread, more than once."""
+    """An authenticated transport. `close` may be called from any thread, and more than once."""
 
     transport: paramiko.Transport
     sock: socket.socket | paramiko.Channel
     gateway: SharedGateway | None = None
 
     def close(self) -> None:
-        # The gateway's channel is closed first, while its transport still carries the message.
+        # The channel through the gateway is closed first, while its transport can still send the message.
         shut_down_socket(self.sock)
         end_transport(self.transport)
         gateway, self.gateway = self.gateway, None
@@ -51,7 +52,7 @@ class SshConnection:
 
 @dataclass(slots=True, eq=False)
 class SharedGateway:
-    """A transport to a gateway, closed when the last connection through it has gone."""
+    """A transport to a gateway, closed when the last connection through it is closed."""
 
     route: HostRoute
     connection: SshConnection
@@ -59,7 +60,7 @@ class SharedGateway:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def enter(self) -> bool:
-        """Take a place; False if there is none, or the transport has ended."""
+        """Reserve a channel; False if none is free or the transport has ended."""
         with self.lock:
             if self.users < 0 or self.users >= MAX_CHANNELS or not self.connection.transport.is_active():
                 return False
@@ -71,7 +72,7 @@ class SharedGateway:
             self.users -= 1
             last = self.users == 0
             if last:
-                self.users = -1  # nobody enters any more
+                self.users = -1  # closed: `enter` fails from now on
         if last:
             self.connection.close()
 
@@ -86,7 +87,7 @@ class Connector:
         self._shared: dict[HostRoute, list[SharedGateway]] = {}
 
     def connect(self, route: HostRoute, attempt: LoginAttempt) -> SshConnection:
-        """An authenticated connection. Raises Refusal."""
+        """An authenticated connection. Raises ConnectionFailure."""
         if route.via is None:
             return self._log_in(open_tcp(route, attempt), route, attempt, None)
         gateway = self._enter(route.via, attempt)
@@ -119,7 +120,7 @@ class Connector:
         return SshConnection(transport, sock, gateway)
 
     def _enter(self, via: HostRoute, attempt: LoginAttempt) -> SharedGateway:
-        """A place on a transport to the gateway, which is opened where there is none."""
+        """A gateway with a channel reserved on it; logs in to the gateway where no connection has one free."""
         attempt.enter(f"waiting for gateway {via.name}", 4 * attempt.timeout_seconds)
         with self._turn(via, attempt):
             shared = [gateway for gateway in self._shared.get(via, []) if gateway.connection.transport.is_active()]
@@ -140,7 +141,7 @@ class Connector:
         with self._lock:
             lock = self._logging_in.setdefault(via, threading.Lock())
         if not lock.acquire(timeout=4 * attempt.real_timeout_seconds):
-            raise unreachable(f"gateway {via.name} is still being logged in to")
+            raise unreachable(f"another login to gateway {via.name} is still in progress")
         try:
             yield
         finally:

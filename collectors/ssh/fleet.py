@@ -1,4 +1,4 @@
-"""All nodes at once: one reader thread, a thread for each login under way, and paramiko's thread per connection."""
+"""All nodes at once: one reader thread, one thread per login in progress, and paramiko's thread per connection."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from wattwatch.collectors.ssh.ssh_config import HostRoute, resolve_host
 from wattwatch.collectors.ssh.stream import ProbeStream, ReadyStreams, start_probe
 
 TICK_SECONDS: Final = 0.5
-GATEWAY_LOGINS: Final = 4  # at once through one gateway: its sshd starts refusing at ten (MaxStartups)
-OVERRUN_SECONDS: Final = 2.0  # past a stage's deadline: its socket is shut
-ABANDON_SECONDS: Final = 10.0  # past it: the login no longer counts
+GATEWAY_LOGINS: Final = 4  # at once through one gateway: its sshd starts dropping connections at ten (MaxStartups)
+OVERRUN_SECONDS: Final = 2.0  # past a stage's deadline: its socket is shut down
+ABANDON_SECONDS: Final = 10.0  # past it: the login is abandoned and no longer counted as in progress
 MAX_ABANDONED: Final = 64
-KEPT_SAMPLES: Final = 64  # for each node, if nobody drains
+KEPT_SAMPLES: Final = 64  # per node, if `drain` is not called
 
 OnLine = Callable[[str, float, bytes], None]
 
 
 class Fleet:
-    """Keeps a probe running on every node and hands out what they say. `drain`, `links`, `wait`, `channels`: from any
-    thread."""
+    """Keeps a probe running on every node and collects the samples.
+
+    `drain`, `links`, `wait` and `channels` may be called from any thread.
+    """
 
     def __init__(
         self,
@@ -50,10 +52,10 @@ class Fleet:
             node: NodeConnection(node, request, settings.renew_after_seconds, now) for node, request in requests.items()
         }
         self._ready = ReadyStreams()
-        self._inbox: deque[Callable[[float], None]] = deque()  # what other threads have to say to ours
+        self._inbox: deque[Callable[[float], None]] = deque()  # calls from other threads, to run in ours
         self._samples: deque[NodeSample] = deque(maxlen=max(1, KEPT_SAMPLES * len(self._nodes)))
         self._skews: dict[str, float] = {}
-        self._news = threading.Event()
+        self._changed = threading.Event()
         self._stopping = threading.Event()
         self._attempts: dict[str, LoginAttempt] = {}
         self._abandoned: set[LoginAttempt] = set()
@@ -61,19 +63,19 @@ class Fleet:
         self._closing: set[threading.Thread] = set()
         self._next_tick = now
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
-        self.notes: tuple[str, ...] = ()  # directives of ssh_config that are not honoured, each once
+        self.notes: tuple[str, ...] = ()  # ssh_config directives that are not supported, each once
 
     def start(self) -> None:
         self._thread.start()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Until something new has come, at most this long on the clock; True if something has."""
-        came = self._clock.wait(self._news, timeout_seconds)
-        self._news.clear()
-        return came
+        """Wait for a new sample or link state, at most this long on the clock; True if there is one."""
+        arrived = self._clock.wait(self._changed, timeout_seconds)
+        self._changed.clear()
+        return arrived
 
     def drain(self) -> list[NodeSample]:
-        """Samples since the last call, in the order of their arrival."""
+        """Samples since the last call, in order of arrival."""
         samples = []
         with contextlib.suppress(IndexError):
             while True:
@@ -81,21 +83,21 @@ class Fleet:
         return samples
 
     def links(self) -> dict[str, NodeLink]:
-        """How each node's connection stands now. A node in trouble is seen here and nowhere else."""
+        """State of each node's connection now. A node that cannot be reached appears here and nowhere else."""
         now = self._clock.monotonic()
-        return {node: watch.link(now, self._skews.get(node)) for node, watch in self._nodes.items()}
+        return {node: connection.link(now, self._skews.get(node)) for node, connection in self._nodes.items()}
 
     def channels(self, node: str) -> NodeChannels:
-        """For other business with the node on the connection that is held to it. Raises KeyError for a node unknown."""
-        watch = self._nodes[node]
-        return NodeChannels(node, lambda: watch.transport(self._clock.monotonic()))
+        """More channels on the connection to this node. Raises KeyError for an unknown node."""
+        connection = self._nodes[node]
+        return NodeChannels(node, lambda: connection.transport(self._clock.monotonic()))
 
     def abandoned_logins(self) -> int:
-        """Threads of logins that did not end when told to: a name server, most likely."""
+        """Logins whose thread did not end when aborted; most often it waits for a name server."""
         return len(self._abandoned)
 
     def stop(self, timeout_seconds: float = 3.0) -> None:
-        """End every probe and connection. Returns when they have ended or the time is over."""
+        """End every probe and connection. Returns when they have ended or the timeout has passed."""
         self._stopping.set()
         self._ready.wake.set()
         ends = self._clock.monotonic() + timeout_seconds
@@ -105,14 +107,14 @@ class Fleet:
             attempt.abort()
         while self._inbox:
             self._inbox.popleft()(ends)
-        for watch in self._nodes.values():
-            for stream in (watch.stream, watch.successor):
+        for connection in self._nodes.values():
+            for stream in (connection.stream, connection.successor):
                 if stream is not None:
-                    self._close(watch, stream)
+                    self._close(connection, stream)
         for thread in list(self._closing):
             thread.join(max(0.0, self._clock.real_seconds(ends - self._clock.monotonic())))
 
-    # The fleet's own thread
+    # The fleet's thread
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -127,56 +129,56 @@ class Fleet:
                 self._next_tick = self._clock.monotonic() + TICK_SECONDS
 
     def _read(self, now: float) -> None:
-        """One turn for each stream that has something."""
+        """One turn for each stream that has data."""
         for _ in range(len(self._ready.streams)):
             stream = self._ready.streams.popleft()
-            watch = self._nodes[stream.node]
-            if stream is watch.successor and watch.stream is not None:
-                self._read_stream(watch, watch.stream, now)  # what the old one has said comes first
-            if stream is watch.stream or stream is watch.successor:
-                self._read_stream(watch, stream, now)
-            self._close_leaving(watch)
+            connection = self._nodes[stream.node]
+            if stream is connection.successor and connection.stream is not None:
+                self._read_stream(connection, connection.stream, now)  # lines of the old one come first
+            if stream is connection.stream or stream is connection.successor:
+                self._read_stream(connection, stream, now)
+            self._close_leaving(connection)
 
-    def _read_stream(self, watch: NodeConnection, stream: ProbeStream, now: float) -> None:
+    def _read_stream(self, connection: NodeConnection, stream: ProbeStream, now: float) -> None:
         for line in stream.read():
-            sample = watch.take(stream, line, now)
+            sample = connection.receive(stream, line, now)
             if sample is None:
                 continue
             if self._on_line is not None:
-                self._on_line(watch.node, now, line)
+                self._on_line(connection.node, now, line)
             self._samples.append(sample)
-            self._skews[watch.node] = sample.wall_seconds - self._clock.wall()
-            self._news.set()
-        watch.garbage_bytes += stream.new_garbage_bytes()
+            self._skews[connection.node] = sample.wall_seconds - self._clock.wall()
+            self._changed.set()
+        connection.garbage_bytes += stream.new_garbage_bytes()
         if stream.ended or stream.unread_garbage > MAX_GARBAGE_BYTES:
-            watch.tick(now)
+            connection.tick(now)
 
     def _tick(self, now: float) -> None:
         for node, attempt in list(self._attempts.items()):
             self._nodes[node].logging_in = attempt.stage
-            late = now - attempt.deadline_seconds
-            if late > OVERRUN_SECONDS:
+            overrun = now - attempt.deadline_seconds
+            if overrun > OVERRUN_SECONDS:
                 attempt.abort()
-            if late > ABANDON_SECONDS and len(self._abandoned) < MAX_ABANDONED:
+            if overrun > ABANDON_SECONDS and len(self._abandoned) < MAX_ABANDONED:
                 self._abandoned.add(attempt)
-                self._refused(
-                    attempt, unreachable(f"still {attempt.stage} after {late + attempt.timeout_seconds:.0f} s")
+                self._failed(
+                    attempt, unreachable(f"still {attempt.stage} after {overrun + attempt.timeout_seconds:.0f} s")
                 )
-        for watch in self._nodes.values():
-            watch.tick(now)
-            self._close_leaving(watch)
+        for connection in self._nodes.values():
+            connection.tick(now)
+            self._close_leaving(connection)
         self._start_logins(now)
 
-    def _close_leaving(self, watch: NodeConnection) -> None:
-        while watch.leaving:
-            self._close(watch, watch.leaving.pop())
+    def _close_leaving(self, connection: NodeConnection) -> None:
+        while connection.leaving:
+            self._close(connection, connection.leaving.pop())
 
-    def _close(self, watch: NodeConnection, stream: ProbeStream) -> None:
-        """In a thread of its own: the farewell waits for the node."""
+    def _close(self, connection: NodeConnection, stream: ProbeStream) -> None:
+        """In a separate thread: closing waits for the node's answer."""
 
-        def ended(seen: bool) -> None:
+        def ended(confirmed: bool) -> None:
             self._closing.discard(threading.current_thread())
-            self._inbox.append(lambda _: watch.ended(stream, seen))
+            self._inbox.append(lambda _: connection.closed(stream, confirmed))
 
         thread = threading.Thread(target=stream.close, args=(ended,), name=f"close {stream.node}", daemon=True)
         self._closing.add(thread)
@@ -185,40 +187,42 @@ class Fleet:
     # Logins
 
     def _start_logins(self, now: float) -> None:
-        """As many as may be under way at once, those that waited longest first."""
+        """As many as may be in progress at once; unconnected nodes first, then those that have waited longest."""
         free = self._settings.max_simultaneous_logins - len(self._attempts)
         if free <= 0:
             return
         through = Counter(self._gateway_of.get(node) for node in self._attempts)
-        waiting = [watch for watch in self._nodes.values() if watch.wants_login(now)]
-        for watch in sorted(waiting, key=lambda watch: (watch.stream is not None, watch.next_login_seconds)):
-            gateway = self._first_gateway(watch.node)
+        waiting = [connection for connection in self._nodes.values() if connection.wants_login(now)]
+        for connection in sorted(
+            waiting, key=lambda connection: (connection.stream is not None, connection.next_login_seconds)
+        ):
+            gateway = self._first_gateway(connection.node)
             if free <= 0:
                 return
             if gateway is not None and through[gateway] >= GATEWAY_LOGINS:
                 continue
             through[gateway] += 1
             free -= 1
-            attempt = LoginAttempt(watch.node, self._clock, self._settings.connect_timeout_seconds)
+            attempt = LoginAttempt(connection.node, self._clock, self._settings.connect_timeout_seconds)
             attempt.enter("logging in")
-            watch.logging_in = attempt.stage
-            self._attempts[watch.node] = attempt
+            connection.logging_in = attempt.stage
+            self._attempts[connection.node] = attempt
             threading.Thread(
-                target=self._log_in, args=(attempt, watch.request), name=f"login {watch.node}", daemon=True
+                target=self._log_in, args=(attempt, connection.request), name=f"login {connection.node}", daemon=True
             ).start()
 
     def _first_gateway(self, node: str) -> HostRoute | None:
-        """Known before the first login, so that the first wave is bounded too; renewed by each login."""
+        """Resolved before the first login, so that the first wave is limited too; updated by each login."""
         if node not in self._gateway_of:
             try:
                 self._gateway_of[node] = resolve_host(node, self._settings).route.first_gateway
-            except ConnectionFailure:  # the login will say it
+            except ConnectionFailure:  # the login will report it
                 self._gateway_of[node] = None
         return self._gateway_of[node]
 
     def _log_in(self, attempt: LoginAttempt, request: ProbeRequest) -> None:
-        """The thread of one login: ends with a message to the fleet, whatever happens."""
-        refusal, stream = None, None
+        """The thread of one login: always ends with a message to the fleet, whatever happens."""
+        failure, stream = None, None
         try:
             resolution = resolve_host(attempt.node, self._settings)
             attempt.notes = resolution.notes
@@ -230,33 +234,33 @@ class Fleet:
                 connection.close()
                 raise
         except ConnectionFailure as error:
-            refusal = error.with_traceback(None)  # its frames would keep sockets and channels
-        except Exception as error:  # noqa: BLE001 - a thread's last defence: one node's oddity is a sentence, not a trace
-            refusal = unreachable(f"login failed while {attempt.stage}: {type(error).__name__}: {error}")
+            failure = error.with_traceback(None)  # its frames would keep sockets and channels alive
+        except Exception as error:  # noqa: BLE001 - one odd node must not end the fleet: report a sentence
+            failure = unreachable(f"login failed while {attempt.stage}: {type(error).__name__}: {error}")
         if self._stopping.is_set() and stream is not None:
             stream.close()
-        self._inbox.append(lambda now: self._finished(attempt, stream, refusal, now))
+        self._inbox.append(lambda now: self._finished(attempt, stream, failure, now))
         self._ready.wake.set()
 
     def _finished(
-        self, attempt: LoginAttempt, stream: ProbeStream | None, refusal: ConnectionFailure | None, now: float
+        self, attempt: LoginAttempt, stream: ProbeStream | None, failure: ConnectionFailure | None, now: float
     ) -> None:
         self._abandoned.discard(attempt)
         self.notes = tuple(dict.fromkeys((*self.notes, *attempt.notes)))
-        watch = self._nodes[attempt.node]
+        connection = self._nodes[attempt.node]
         if self._attempts.get(attempt.node) is not attempt or self._stopping.is_set():
             if stream is not None:
-                self._close(watch, stream)
+                self._close(connection, stream)
             return
-        if refusal is not None:
-            self._refused(attempt, refusal)
+        if failure is not None:
+            self._failed(attempt, failure)
         elif stream is not None:
             del self._attempts[attempt.node]
-            watch.logged_in(stream, now)
-            stream.watch(self._ready)
+            connection.logged_in(stream, now)
+            stream.queue_in(self._ready)
         self._start_logins(now)
 
-    def _refused(self, attempt: LoginAttempt, refusal: ConnectionFailure) -> None:
+    def _failed(self, attempt: LoginAttempt, failure: ConnectionFailure) -> None:
         del self._attempts[attempt.node]
-        self._nodes[attempt.node].refused(refusal, self._clock.monotonic())
-        self._news.set()
+        self._nodes[attempt.node].failed(failure, self._clock.monotonic())
+        self._changed.set()

@@ -1,8 +1,8 @@
-"""Is this the host that it says it is? known_hosts read as OpenSSH does, and the verdict as a Refusal.
+"""Host key verification: known_hosts read as OpenSSH reads it.
 
-Own reading because paramiko's HostKeys knows no wildcards, no markers and no certificates. The rules are those of
-sshd(8), "SSH_KNOWN_HOSTS FILE FORMAT": patterns with * ? and !, hashed names, [host]:port, several files,
-`@revoked`, `@cert-authority`. Nothing is ever accepted on first sight or written down.
+paramiko's HostKeys supports no wildcards, markers or certificates, hence this reader. The rules are those of sshd(8),
+"SSH_KNOWN_HOSTS FILE FORMAT": patterns with * ? and !, hashed names, [host]:port, several files, `@revoked`,
+`@cert-authority`. An unknown key is never accepted and never added.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class KnownKey:
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint(self.blob)
+        return key_fingerprint(self.blob)
 
 
-def fingerprint(blob: bytes) -> str:
-    """As ssh-keygen -l prints it."""
+def key_fingerprint(blob: bytes) -> str:
+    """Fingerprint of a public key, as ssh-keygen -l prints it."""
     return paramiko.PKey.from_type_string(_key_type(blob), blob).fingerprint
 
 
@@ -57,7 +57,7 @@ def _key_type(blob: bytes) -> str:
 
 
 def known_host_keys(route: HostRoute) -> tuple[KnownKey, ...]:
-    """Every line about this host. A name known without its port counts too, as OpenSSH has it, if none has it."""
+    """Every line about this host. As in OpenSSH, lines without the port count if no line names it with the port."""
     found = _keys_named(route.host_key_name, route.known_hosts_files)
     if not any(key.marker != "@revoked" for key in found) and route.host_key_name.startswith("["):
         found += _keys_named(route.hostname, route.known_hosts_files)
@@ -69,7 +69,7 @@ def _keys_named(name: str, files: Sequence[Path]) -> tuple[KnownKey, ...]:
     for file in files:
         try:
             text = file.read_text("utf-8", "replace")
-        except OSError:  # one of several usual places; a missing key is reported with the places searched
+        except OSError:  # one of several default files; a missing key is reported with the files searched
             continue
         for number, line in enumerate(text.splitlines(), 1):
             fields = line.split()
@@ -85,7 +85,7 @@ def _keys_named(name: str, files: Sequence[Path]) -> tuple[KnownKey, ...]:
 
 
 def _matches_host(patterns: str, name: str) -> bool:
-    """Does the first field of a line mean this host? A negated pattern that matches rules the line out."""
+    """Whether the first field of a line matches this host. A negated pattern that matches excludes the line."""
     if patterns.startswith("|1|"):
         try:
             return paramiko.HostKeys.hash_host(name, patterns) == patterns
@@ -102,7 +102,7 @@ def _matches_host(patterns: str, name: str) -> bool:
 
 
 def prefer_known_types(transport: paramiko.Transport, known: Iterable[KnownKey]) -> None:
-    """Ask the host for a kind of key that we can check: it may have several."""
+    """Ask the host for a key type that we can verify: a host may have several keys."""
     options = transport.get_security_options()
     ours: tuple[str, ...] = tuple(options.key_types)
     wanted: list[str] = []
@@ -116,9 +116,9 @@ def prefer_known_types(transport: paramiko.Transport, known: Iterable[KnownKey])
 
 
 def verify_host_key(route: HostRoute, key: paramiko.PKey, known: Sequence[KnownKey]) -> None:
-    """Return if the host showed a key that is known for it. Raises Refusal (HOST_KEY_CHANGED) otherwise."""
+    """Return if the host presented a key known for it; raises ConnectionFailure (HOST_KEY_CHANGED) otherwise."""
     blob = key.asbytes()
-    shown = f"{route.place} showed {key.get_name()} {fingerprint(blob)}"
+    shown = f"{route.place} presented {key.get_name()} {key_fingerprint(blob)}"
     for entry in known:
         if entry.marker == "@revoked" and entry.blob == blob:
             raise _host_key_failure(f"host key is revoked: {shown}, which {entry.place} marks @revoked")
@@ -131,25 +131,25 @@ def verify_host_key(route: HostRoute, key: paramiko.PKey, known: Sequence[KnownK
     plain = [entry for entry in known if not entry.marker]
     if any(entry.blob == blob for entry in plain):
         return
-    look = f"ssh-keyscan -p {route.port} {route.hostname} | ssh-keygen -lf -"
+    command = f"ssh-keyscan -p {route.port} {route.hostname} | ssh-keygen -lf -"
     if problem:
         raise _host_key_failure(f"host certificate not accepted: {problem}; {shown}")
     if not plain and authorities:
         raise _host_key_failure(
-            f"host key is not certified: {shown} without a certificate, and {authorities[0].place} asks for one",
+            f"host key is not certified: {shown} without a certificate, and {authorities[0].place} requires one",
             "renew the host certificate on the node (HostCertificate of its sshd_config)",
         )
     if not plain:
         files = ", ".join(map(str, route.known_hosts_files))
         raise _host_key_failure(
             f"host key is unknown: {shown}; no line for {route.host_key_name} in {files}",
-            f"compare with the node's own key ({look}) and add it to known_hosts",
+            f"compare it with the key on the node ({command}) and add it to known_hosts",
         )
     expected = " or ".join(f"{entry.type} {entry.fingerprint} ({entry.place})" for entry in plain)
     raise _host_key_failure(
         f"host key has CHANGED: {shown}, expected {expected}",
-        f"if the node was reinstalled, compare ({look}), then ssh-keygen -R '{route.host_key_name}' and add the new "
-        "key; if not, somebody may be in between",
+        f"if the node was reinstalled, compare the keys ({command}), run ssh-keygen -R '{route.host_key_name}' and "
+        "add the new key; if not, the connection may be intercepted",
     )
 
 
@@ -158,12 +158,12 @@ def _host_key_failure(detail: str, advice: str = "") -> ConnectionFailure:
 
 
 def certificate_problem(blob: bytes, route: HostRoute, known: Sequence[KnownKey]) -> str:
-    """Why a host certificate does not vouch for this host; "" if it does (PROTOCOL.certkeys of OpenSSH)."""
+    """Why a host certificate is not valid for this host; "" if it is (PROTOCOL.certkeys of OpenSSH)."""
     kind = _key_type(blob).encode("ascii")
     try:
         certificate = load_ssh_public_identity(kind + b" " + base64.b64encode(blob))
         if not isinstance(certificate, SSHCertificate):
-            return "it is no certificate"
+            return "it is not a certificate"
         certificate.verify_cert_signature()
         authority = certificate.signature_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     except (ValueError, InvalidSignature, UnsupportedAlgorithm) as error:
@@ -172,7 +172,7 @@ def certificate_problem(blob: bytes, route: HostRoute, known: Sequence[KnownKey]
     if any(entry.marker == "@revoked" and entry.blob == signer for entry in known):
         return "its authority is revoked"
     if not any(entry.marker == "@cert-authority" and entry.blob == signer for entry in known):
-        return f"its authority {fingerprint(signer)} is not the one in known_hosts"
+        return f"its authority {key_fingerprint(signer)} is not in known_hosts"
     if certificate.type is not SSHCertificateType.HOST:
         return "it is a user certificate"
     if certificate.critical_options:

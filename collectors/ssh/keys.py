@@ -1,4 +1,4 @@
-"""Who we are: private keys, their certificates and the agent's keys, in the order in which they are tried."""
+"""What we log in with: private keys, their certificates and the agent's keys, in the order in which they are tried."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ KINDS: Final = (paramiko.Ed25519Key, paramiko.RSAKey, paramiko.ECDSAKey)
 @dataclass(frozen=True, slots=True)
 class Identity:
     key: paramiko.PKey
-    words: str  # "key /root/.ssh/id_ed25519"
+    description: str  # "key /root/.ssh/id_ed25519"
 
 
 class KeyRing:
-    """Loads each key file once: opening one with a passphrase costs up to a second of CPU, on purpose."""
+    """Loads each key file once: decrypting one with a passphrase is slow by design (up to a second of CPU)."""
 
     def __init__(self, passphrase: str | None) -> None:
         self._passphrase = passphrase
@@ -36,7 +36,8 @@ class KeyRing:
 
     @contextlib.contextmanager
     def identities(self, route: HostRoute) -> Iterator[list[Identity]]:
-        """What to offer to this host. Raises Refusal (AUTH_FAILED) if there is nothing, saying why for each file."""
+        """The keys to offer to this host. Raises ConnectionFailure (AUTH_FAILED) if there is none, with the reason for
+        each file."""
         found: list[Identity] = []
         problems: list[str] = []
         for file in route.identity_files:
@@ -64,7 +65,8 @@ class KeyRing:
             if not found:
                 raise ConnectionFailure(
                     HostStatus.AUTH_FAILED,
-                    "no key to log in with: " + ("; ".join(problems) or "none of the usual files in ~/.ssh exists"),
+                    "no key to log in with: "
+                    + ("; ".join(problems) or "none of the default key files in ~/.ssh exists"),
                     "set [ssh] identity_files, or IdentityFile in ssh_config",
                 )
             yield found
@@ -83,7 +85,11 @@ class KeyRing:
 
 
 def load_private_key(file: Path, passphrase: str | None) -> paramiko.PKey:
-    """A key of any kind. PasswordRequiredException without the passphrase, SSHException with what stands against it."""
+    """A key of any supported type.
+
+    Raises paramiko.PasswordRequiredException where a passphrase is needed, paramiko.SSHException with the problem
+    otherwise.
+    """
     problem: Exception | None = None
     for kind in KINDS:
         try:
@@ -94,14 +100,14 @@ def load_private_key(file: Path, passphrase: str | None) -> paramiko.PKey:
             problem = problem or error
     first_line = file.read_bytes()[:64].split(b"\n")[0]
     if b"PRIVATE KEY" not in first_line:
-        raise paramiko.SSHException("is no private key")
+        raise paramiko.SSHException("is not a private key")
     if passphrase is not None:
-        raise paramiko.SSHException("cannot be opened with this passphrase, or is of a kind that is not supported")
+        raise paramiko.SSHException("cannot be decrypted with this passphrase, or has an unsupported type")
     raise paramiko.SSHException(f"cannot be read: {problem}")
 
 
 def _certified(key: paramiko.PKey, file: Path, route: HostRoute) -> Iterator[Identity]:
-    """The key with each certificate that was issued for it; the plain key is tried after them, as ssh does."""
+    """The key with each certificate issued for it. The plain key is tried after them, as ssh does."""
     for certificate in (*route.certificate_files, Path(f"{file}-cert.pub")):
         if not certificate.exists():
             continue
@@ -110,7 +116,7 @@ def _certified(key: paramiko.PKey, file: Path, route: HostRoute) -> Iterator[Ide
             certified.load_certificate(str(certificate))
             issued_for = _certified_key(certified)
         except (ValueError, paramiko.SSHException, OSError):
-            continue  # it is another key's
+            continue  # issued for another key
         if issued_for == key.asbytes():
             yield Identity(certified, f"certificate {certificate}")
 
@@ -123,7 +129,7 @@ def _certified_key(key: paramiko.PKey) -> bytes:
 
 
 def _public_halves(route: HostRoute) -> Iterator[bytes]:
-    """IdentityFile may name a public key whose private half only the agent has."""
+    """Public keys named by IdentityFile: the private half may be in the agent only."""
     for file in route.identity_files:
         for candidate in (file, Path(f"{file}.pub")):
             try:

@@ -1,8 +1,8 @@
 """One login, from a name to an authenticated transport: TCP or gateway, banner, host key, authentication.
 
-Every stage has a deadline of its own, told to the `Attempt`, so that whoever watches the attempt can end a stage that
-overruns by closing its socket: paramiko waits without limit in places (`Channel.exec_command`), and a name server can
-take longer than anybody asked.
+Every stage has its own deadline, recorded in the `LoginAttempt`, so that the fleet can end a stage that overruns by
+closing its socket: paramiko waits without limit in places (`Channel.exec_command`), and a name server can take longer
+than any timeout that was asked for.
 """
 
 from __future__ import annotations
@@ -27,29 +27,31 @@ from wattwatch.collectors.ssh.model import ConnectionFailure, error_text, tcp_fa
 from wattwatch.collectors.ssh.ssh_config import HostRoute
 
 STACK_BYTES: Final = 512 * 1024
-"""Of a transport's thread. Only touched pages count, but the default of 8 MB times 1,000 nodes is address space."""
+"""Stack of a transport's thread. Only pages in use cost memory, but the default of 8 MB times 1,000 nodes would reserve
+8 GB of address space."""
 POLL_SECONDS: Final = 5.0
-"""How often an idle transport looks at its flags, instead of paramiko's 0.1 s: that alone was two thirds of its CPU."""
+"""How often an idle transport polls its flags. paramiko's 0.1 s alone was two thirds of the CPU of watching a node."""
 REKEY_WAIT_SECONDS: Final = 5.0
+"""How long a message may wait while keys are exchanged: a chosen figure, well above a round trip."""
 
-logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # it logs tracebacks; what matters is in our Refusal
+logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # it logs tracebacks; what matters is in our ConnectionFailure
 
 
 @dataclass(slots=True, eq=False)
 class LoginAttempt:
-    """A login under way, as others see it."""
+    """A login in progress: its stage, the stage's deadline, and the way to abort it. Shared between threads."""
 
     node: str
     clock: Clock
-    timeout_seconds: float  # of each stage
+    timeout_seconds: float  # for each stage
     stage: str = "waiting"
-    deadline_seconds: float = 0.0  # on the clock; of the stage
+    deadline_seconds: float = 0.0  # of the current stage, on `clock`
     aborted: bool = False
     notes: tuple[str, ...] = ()
     _socket: socket.socket | paramiko.Channel | None = field(default=None, repr=False)
 
     def enter(self, stage: str, allowance_seconds: float | None = None) -> None:
-        """A new stage begins. Raises Refusal if the attempt was ended meanwhile."""
+        """Begin a stage. Raises ConnectionFailure if the attempt was aborted in the meantime."""
         if self.aborted:
             raise unreachable(f"gave up while {self.stage}")
         self.stage = stage
@@ -57,7 +59,7 @@ class LoginAttempt:
         self.deadline_seconds = self.clock.monotonic() + allowed
 
     def hold(self, sock: socket.socket | paramiko.Channel) -> None:
-        """The socket to close if this attempt has to be ended."""
+        """Remember the socket to close if this attempt has to be aborted."""
         self._socket = sock
 
     def abort(self) -> None:
@@ -71,8 +73,11 @@ class LoginAttempt:
 
 
 def shut_down_socket(sock: socket.socket | paramiko.Channel) -> None:
-    """End a connection so that its reader wakes up. Closing a socket that another thread polls would not wake it,
-    and would let the number go to a new connection while the old thread still reads from it."""
+    """End a connection so that its reader wakes up.
+
+    Never close the socket here: that would not wake a thread that polls it, and the kernel could give its descriptor to
+    a new connection from which the old thread would then read.
+    """
     with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
         if isinstance(sock, socket.socket):
             sock.shutdown(socket.SHUT_RDWR)
@@ -81,14 +86,14 @@ def shut_down_socket(sock: socket.socket | paramiko.Channel) -> None:
 
 
 def open_tcp(route: HostRoute, attempt: LoginAttempt) -> socket.socket:
-    """A connected socket, whichever of the host's addresses answers first in their order."""
+    """A socket connected to the first of the host's addresses that answers, tried in the resolver's order."""
     attempt.enter(f"looking up {route.hostname}")
     try:
         addresses = socket.getaddrinfo(route.hostname, route.port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
-        words = error.strerror if isinstance(error, socket.gaierror) else error_text(error)
+        text = error.strerror if isinstance(error, socket.gaierror) else error_text(error)
         raise unreachable(
-            f"name {route.hostname} does not resolve: {words}", "check the node's name, HostName, or DNS"
+            f"cannot resolve the name {route.hostname}: {text}", "check the node's name, HostName in ssh_config, or DNS"
         ) from None
     attempt.enter(f"connecting to {route.place}")
     ends = time.monotonic() + attempt.real_timeout_seconds
@@ -109,7 +114,7 @@ def open_tcp(route: HostRoute, attempt: LoginAttempt) -> socket.socket:
 
 
 def _enable_keepalive(sock: socket.socket) -> None:
-    """Let the kernel end a connection whose peer is gone, also when we only read."""
+    """Let the kernel end a connection whose peer is gone, even while we only read from it."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
@@ -119,10 +124,10 @@ def _enable_keepalive(sock: socket.socket) -> None:
 
 
 class QuietPacketizer(paramiko.packet.Packetizer):
-    """Closes without a word to a gateway that is gone.
+    """Ignores errors while closing.
 
-    Behind a gateway the socket is a channel, and closing a channel sends a message: where the gateway's connection has
-    ended, that raises in paramiko's own thread, where nobody catches it.
+    Behind a gateway the socket is a channel, and closing a channel sends a message. Where the gateway's connection has
+    already ended, sending raises in paramiko's own thread, where nothing would catch it.
     """
 
     def close(self) -> None:
@@ -133,7 +138,7 @@ class QuietPacketizer(paramiko.packet.Packetizer):
 def open_forwarded(
     gateway: paramiko.Transport, via: HostRoute, route: HostRoute, attempt: LoginAttempt
 ) -> paramiko.Channel:
-    """A connection from the gateway to the node, as ProxyJump makes it."""
+    """A connection from the gateway to the node, as ProxyJump opens it."""
     attempt.enter(f"connecting to {route.place} through {via.name}")
     try:
         return gateway.open_channel(
@@ -142,17 +147,20 @@ def open_forwarded(
     except paramiko.ChannelException as error:
         if error.code == 1:
             raise unreachable(
-                f"gateway {via.name} does not forward to {route.place}", "AllowTcpForwarding or PermitOpen there"
+                f"gateway {via.name} does not allow forwarding to {route.place}",
+                "check AllowTcpForwarding and PermitOpen in its sshd_config",
             ) from None
         raise unreachable(f"gateway {via.name} cannot connect to {route.place}: {error.text}") from None
     except (paramiko.SSHException, EOFError, OSError) as error:
-        raise unreachable(f"gateway {via.name} did not connect us to {route.place}: {error_text(error)}") from None
+        raise unreachable(
+            f"gateway {via.name} did not open a connection to {route.place}: {error_text(error)}"
+        ) from None
 
 
 def ssh_handshake(
     sock: socket.socket | paramiko.Channel, route: HostRoute, attempt: LoginAttempt
 ) -> paramiko.Transport:
-    """Banner, key exchange, host key. The transport's thread runs from here on, until its socket is shut."""
+    """Banner, key exchange, host key verification. The transport's thread runs from here until its socket is shut."""
     attempt.hold(sock)
     attempt.enter(f"SSH handshake with {route.place}", 2 * attempt.timeout_seconds)
     began, limit = time.monotonic(), attempt.real_timeout_seconds
@@ -163,10 +171,10 @@ def ssh_handshake(
         transport.clear_to_send_timeout = REKEY_WAIT_SECONDS
         prefer_known_types(transport, known)
         with _small_stack():
-            transport.start_client(timeout=2 * limit)  # banner and key exchange have a deadline of their own each
+            transport.start_client(timeout=2 * limit)  # banner and key exchange each have their own deadline
         transport.sock.settimeout(POLL_SECONDS)
         if not transport.initial_kex_done:
-            raise unreachable(f"{route.place} did not finish the SSH handshake in {attempt.timeout_seconds:.0f} s")
+            raise unreachable(f"{route.place} did not finish the SSH handshake within {attempt.timeout_seconds:.0f} s")
         verify_host_key(route, transport.get_remote_server_key(), known)
     except ConnectionFailure:
         end_transport(transport)
@@ -181,18 +189,18 @@ def ssh_handshake(
 def _handshake_failure(error: Exception, route: HostRoute, attempt: LoginAttempt, silent: bool) -> ConnectionFailure:
     text = error_text(error)
     if isinstance(error, IncompatiblePeer):
-        return unreachable(f"{route.place} and we have no algorithm in common: {text}")
+        return unreachable(f"no common SSH algorithm with {route.place}: {text}")
     if "Indecipherable protocol version" in text:
-        return unreachable(f"{route.place} answers, but not as an SSH server", "check Port")
+        return unreachable(f"{route.place} answers, but is not an SSH server", "check Port")
     if "protocol banner" in text and silent:
         return unreachable(
-            f"{route.place} accepts connections and sends no SSH banner within {attempt.timeout_seconds:.0f} s",
-            "sshd or the node hangs",
+            f"{route.place} accepts connections but sent no SSH banner within {attempt.timeout_seconds:.0f} s",
+            "sshd or the whole node may be hung",
         )
     if "protocol banner" in text or isinstance(error, EOFError):
         return unreachable(
-            f"{route.place} closed the connection before the SSH handshake was done",
-            "MaxStartups, a full process table or an address that is banned there",
+            f"{route.place} closed the connection before the SSH handshake was complete",
+            "possible causes: MaxStartups reached, process table full, or our address is banned there",
         )
     return unreachable(f"SSH handshake with {route.place} failed: {text}")
 
@@ -202,7 +210,7 @@ _stack_lock = threading.Lock()
 
 @contextlib.contextmanager
 def _small_stack() -> Iterator[None]:
-    """The stack size is one setting for all threads of the process: set for this one start only."""
+    """A small stack for the one thread started in the block: the setting is global, so it is restored at once."""
     with _stack_lock:
         before = threading.stack_size(STACK_BYTES)
         try:
@@ -212,8 +220,8 @@ def _small_stack() -> Iterator[None]:
 
 
 def end_transport(transport: paramiko.Transport) -> None:
-    """Its thread wakes up, sees the end of the stream and closes the socket itself."""
-    transport.packetizer.complete_handshake()  # its timer is a thread that would live on to the deadline
+    """Wake the transport's thread: it sees the end of the stream and closes the socket itself."""
+    transport.packetizer.complete_handshake()  # its timer thread would otherwise live until the deadline
     if transport.is_alive():
         shut_down_socket(transport.sock)
     else:
@@ -221,32 +229,36 @@ def end_transport(transport: paramiko.Transport) -> None:
 
 
 def authenticate(transport: paramiko.Transport, route: HostRoute, attempt: LoginAttempt, keys: KeyRing) -> None:
-    """Offer our keys until one is taken. Raises Refusal: AUTH_FAILED if the host said no, UNREACHABLE if it did not."""
+    """Offer our keys until one is accepted.
+
+    Raises ConnectionFailure: AUTH_FAILED if the host rejected us, UNREACHABLE if it did not answer.
+    """
     with keys.identities(route) as identities:
         tried = []
         for identity in identities:
-            attempt.enter(f"authenticating at {route.place} with {identity.words}")
+            attempt.enter(f"authenticating at {route.place} with {identity.description}")
             try:
                 more = transport.auth_publickey(route.user, identity.key)
             except paramiko.BadAuthenticationType as error:
                 raise _auth_failure(
-                    route, f"the host does not take keys, only {', '.join(error.allowed_types)}"
+                    route, f"the host does not accept keys, only {', '.join(error.allowed_types)}"
                 ) from None
             except (paramiko.SSHException, EOFError, OSError) as error:
-                tried.append(identity.words)
+                tried.append(identity.description)
                 if transport.is_active() and "timeout" not in str(error).lower():
                     continue
                 if transport.is_active():
                     raise unreachable(
-                        f"{route.place} did not answer the login in {attempt.timeout_seconds:.0f} s"
+                        f"{route.place} did not answer the login within {attempt.timeout_seconds:.0f} s"
                     ) from None
                 if len(tried) > 1:
                     raise _auth_failure(
-                        route, f"the host hung up after {len(tried)} keys (MaxAuthTries?): {', '.join(tried)}"
+                        route,
+                        f"the host disconnected after {len(tried)} keys (MaxAuthTries?): {', '.join(tried)}",
                     ) from None
-                raise unreachable(f"{route.place} hung up during authentication") from None
+                raise unreachable(f"{route.place} disconnected during authentication") from None
             if more:
-                raise _auth_failure(route, f"it accepts {identity.words} and wants {', '.join(more)} as well")
+                raise _auth_failure(route, f"it accepts {identity.description} but also requires {', '.join(more)}")
             return
         raise _auth_failure(route, f"tried {', '.join(tried)}")
 
@@ -254,6 +266,6 @@ def authenticate(transport: paramiko.Transport, route: HostRoute, attempt: Login
 def _auth_failure(route: HostRoute, detail: str) -> ConnectionFailure:
     return ConnectionFailure(
         HostStatus.AUTH_FAILED,
-        f"{route.user}@{route.place} refuses our login: {detail}",
-        "is the public key in authorized_keys there, and is it the right user?",
+        f"{route.user}@{route.place} rejected our login: {detail}",
+        "check that the public key is in authorized_keys there, and that the user is right",
     )

@@ -1,4 +1,4 @@
-"""How nodes are reached, and how each connection stands. Data only."""
+"""Data of this folder: how nodes are reached, the state of each connection, and why one failed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Final
 
 from wattwatch.collectors.samples import HostStatus
 
+SLOW_RETRY_STATUSES: Final = frozenset({HostStatus.AUTH_FAILED, HostStatus.HOST_KEY_CHANGED})
+"""Retrying these soon cannot help, and may lock an account or trigger an intrusion alarm."""
+
 
 @dataclass(frozen=True, slots=True)
 class SshSettings:
-    """As in the [ssh] table; the passphrase is the secret itself, so never printed."""
+    """The [ssh] table of the configuration. `passphrase` is the secret itself, so it is never printed."""
 
     user: str | None = None
     port: int | None = None
@@ -34,27 +37,24 @@ class SshSettings:
 
 @dataclass(frozen=True, slots=True)
 class NodeLink:
-    """One node's connection at one moment. Liveness is the age of the last line, on the control host's clock."""
+    """State of the connection to one node. Liveness is the age of the last line, on the control host's clock."""
 
     node: str
     status: HostStatus
-    detail: str  # "" when OK; else what was tried and seen, with the next attempt
-    last_line_age_seconds: float | None = None  # None: never a line
+    detail: str  # "" when OK; else what was tried and what happened, with the next attempt
+    last_line_age_seconds: float | None = None  # None: no line yet
     logins: int = 0  # successful ones, renewals included
     failures: int = 0
     lines: int = 0
-    garbage_bytes: int = 0  # bytes that were no line of ours
-    clock_skew_seconds: float | None = None  # node's wall clock minus ours
-
-
-# Why a node could not be reached, as a value with a sentence: it ends in NodeLink, in `check` and in alerts.
-
-SLOW_RETRY_STATUSES: Final = frozenset({HostStatus.AUTH_FAILED, HostStatus.HOST_KEY_CHANGED})
-"""Trying again soon cannot help and may lock an account or trip an intrusion alarm."""
+    garbage_bytes: int = 0  # bytes that were not a line of the probe
+    clock_skew_seconds: float | None = None  # the node's wall clock minus ours
 
 
 class ConnectionFailure(Exception):
-    """One attempt that ended without a stream. `advice` says what a person can do about it, where that is known."""
+    """A login that failed or a connection that ended. `advice` says what a person can do about it, where known.
+
+    It is a value as well as an exception: it reaches `NodeLink.detail`, `wattwatch check` and alerts.
+    """
 
     def __init__(self, status: HostStatus, detail: str, advice: str = "") -> None:
         super().__init__(detail)
@@ -72,18 +72,22 @@ def unreachable(detail: str, advice: str = "") -> ConnectionFailure:
 
 
 def tcp_failure(error: OSError, place: str, limit_seconds: float) -> ConnectionFailure:
-    """A TCP connection that did not come about, in words that keep the causes apart."""
+    """Why a TCP connection to `place` ("host:port") failed. The wording separates causes that need different action."""
     if isinstance(error, socket.timeout):
-        return unreachable(f"no answer from {place} within {limit_seconds:.0f} s", "host down, or a firewall drops it")
+        return unreachable(
+            f"no answer from {place} within {limit_seconds:.0f} s", "host down, or a firewall drops the packets"
+        )
     if error.errno == errno.ECONNREFUSED:
-        return unreachable(f"connection refused by {place}", "the host is up, nothing listens there: is sshd running?")
+        return unreachable(
+            f"connection refused by {place}", "the host is up but nothing listens on that port: is sshd running?"
+        )
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return unreachable(f"no route to {place}", "host down, or a network between is")
+        return unreachable(f"no route to {place}", "host down, or a network problem on the way")
     return unreachable(f"cannot connect to {place}: {error_text(error)}")
 
 
 def error_text(error: BaseException) -> str:
-    """The system's words for an error number, else the exception's own, else its name. Never empty."""
+    """The system's text for an error number, else the exception's own, else its class name. Never empty."""
     if isinstance(error, OSError) and error.errno:
         return error.strerror or os.strerror(error.errno)
     return str(error) or type(error).__name__

@@ -1,4 +1,8 @@
-"""One node name -> how it is reached: what ssh_config, the [ssh] table and the defaults say together."""
+"""A node name -> how to reach it, from ssh_config, the [ssh] table and the defaults.
+
+~/.ssh/config is parsed by paramiko, with what paramiko lacks added here: Include, and the Match criteria that it would
+get wrong.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +38,13 @@ class HostRoute:
     port: int
     user: str
     identity_files: tuple[Path, ...]
-    identities_named: bool  # False: the usual names, of which any may be missing
+    identities_named: bool  # False: the default key files, any of which may be missing
     certificate_files: tuple[Path, ...]
     known_hosts_files: tuple[Path, ...]
-    host_key_name: str  # what known_hosts is searched for: HostKeyAlias, else the host name, "[name]:port" off port 22
+    host_key_name: str  # name to find in known_hosts: HostKeyAlias, else the host name, "[name]:port" off port 22
     use_agent: bool
     only_named_agent_keys: bool  # IdentitiesOnly: of the agent's keys, only those of the identity files
-    via: HostRoute | None = None  # gateway, itself perhaps behind another
+    via: HostRoute | None = None  # gateway, which may itself be behind another
 
     @property
     def place(self) -> str:
@@ -49,18 +53,18 @@ class HostRoute:
 
     @property
     def first_gateway(self) -> HostRoute | None:
-        """The one that this host opens a TCP connection to, if not to the node itself."""
+        """The gateway to which the TCP connection is opened; None if it goes to the node itself."""
         return None if self.via is None else self.via.first_gateway or self.via
 
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
     route: HostRoute
-    notes: tuple[str, ...]  # directives that are not honoured
+    notes: tuple[str, ...]  # directives that are not supported
 
 
 def resolve_host(node: str, settings: SshSettings) -> Resolution:
-    """How `node` ("name" or "user@name") is reached. Raises Refusal where the configuration cannot be followed."""
+    """How to reach `node` ("name" or "user@name"). Raises ConnectionFailure for an unsupported configuration."""
     config, notes = _load_config(settings)
     user, _, name = node.rpartition("@")
     return Resolution(_route(name, user or settings.user, settings.port, settings, config, ()), notes)
@@ -82,16 +86,16 @@ def _route(
     seen: tuple[str, ...],
     jump: str | None = None,
 ) -> HostRoute:
-    """`user`, `port` and `jump` override ssh_config; `seen` are the names that led here, to end a circle."""
+    """`user`, `port` and `jump` override ssh_config; `seen`: the names that led here, to detect a loop."""
     if name in seen or len(seen) > MAX_GATEWAYS:
-        raise unreachable(f"ProxyJump leads in a circle: {' -> '.join((*seen, name))}")
+        raise unreachable(f"ProxyJump forms a loop: {' -> '.join((*seen, name))}")
     asked = config.lookup(name)
     hostname = asked.get("hostname", name).lower()
     user = user or asked.get("user") or getpass.getuser()
     port = port or _port(asked.get("port", str(SSH_PORT)), f"Port of {name}")
     jump = jump if jump is not None else asked.get("proxyjump")
     if asked.get("proxycommand") and not jump:
-        raise unreachable(f"ssh_config asks for a ProxyCommand to reach {name}, which is not supported; use ProxyJump")
+        raise unreachable(f"ssh_config uses a ProxyCommand to reach {name}, which is not supported; use ProxyJump")
     identities = [str(path) for path in settings.identity_files] or asked.get("identityfile") or []
     certificates = asked.get("certificatefile")
     named = [settings.certificate_file] if settings.certificate_file else [certificates] if certificates else []
@@ -123,7 +127,9 @@ def _gateway(jump: str, settings: SshSettings, config: paramiko.SSHConfig, seen:
     user, _, place = last.strip().rpartition("@")
     name, port = _host_and_port(place)
     if not name:
-        raise unreachable(f"ProxyJump {jump!r} of {seen[-1]} names no host; expected host, user@host:port or a list")
+        raise unreachable(
+            f"ProxyJump {jump!r} of {seen[-1]} contains no host; expected host, user@host:port or a list of these"
+        )
     return _route(name, user or None, port, settings, config, seen, before or None)
 
 
@@ -154,12 +160,12 @@ def _paths(names: Iterable[str], tokens: dict[str, str]) -> tuple[Path, ...]:
     return tuple(paths)
 
 
-# ~/.ssh/config as paramiko reads it, with what paramiko lacks: Include, and Match lines that it would get wrong.
+# The file -----------------------------------------------------------------------------------------------------------
 
 MAX_INCLUDE_DEPTH: Final = 16  # as in OpenSSH
 DIRECTIVE: Final = re.compile(r"\s*(\w+)(?:\s*=\s*|\s+)(.+?)\s*$")
 KNOWN_CRITERIA: Final = frozenset({"all", "canonical", "final", "host", "originalhost", "user", "localuser"})
-MATCHES_NO_HOST: Final = 'Host "!*"'  # matches no host: the block below it is read and never applied
+MATCHES_NO_HOST: Final = 'Host "!*"'  # matches no host: the block below it is parsed and never applied
 UNSUPPORTED: Final = {
     "proxycommand": "use ProxyJump",
     "pkcs11provider": "use a key file or the agent",
@@ -174,7 +180,7 @@ UNSUPPORTED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ConfigText:
-    """The file with its includes in place, the files it was made of, and what in it is not honoured."""
+    """The file with its includes inserted, the files it consists of, and notes on what is not supported."""
 
     text: str
     stamps: tuple[tuple[Path, int], ...]
@@ -188,7 +194,10 @@ class _ConfigFiles:
 
 
 def read_ssh_config(path: Path) -> tuple[paramiko.SSHConfig, tuple[str, ...]]:
-    """The parsed file and its notes. Read anew only when it or an included file changed; Refusal if unreadable."""
+    """The parsed file and its notes. Read again only when it or an included file changed.
+
+    Raises ConnectionFailure if it cannot be read.
+    """
     known = _CACHE.get(path)
     if known is None or any(_stamp(file) != stamp for file, stamp in known.stamps):
         reading = _ConfigFiles()
@@ -205,7 +214,7 @@ def _parse(text: str, path: Path) -> paramiko.SSHConfig:
     try:
         return paramiko.SSHConfig.from_text(text)
     except (paramiko.ConfigParseError, ValueError) as error:
-        raise unreachable(f"{path} cannot be read as an ssh_config: {error_text(error)}") from None
+        raise unreachable(f"{path} is not a valid ssh_config: {error_text(error)}") from None
 
 
 def _stamp(path: Path) -> int:
@@ -229,10 +238,10 @@ def _lines(path: Path, reading: _ConfigFiles, depth: int) -> Iterator[str]:
         key, value = found[1].lower(), found[2]
         if key == "include":
             if depth >= MAX_INCLUDE_DEPTH:
-                raise unreachable(f"{path}: Include is nested deeper than {MAX_INCLUDE_DEPTH} files")
+                raise unreachable(f"{path}: Include is nested more than {MAX_INCLUDE_DEPTH} levels deep")
             for file in _included(value):
                 yield from _lines(file, reading, depth + 1)
-            yield block  # what follows belongs to the block that the Include stood in
+            yield block  # what follows belongs to the block that contains the Include
             continue
         if key == "host":
             block = line
@@ -256,13 +265,13 @@ def _included(value: str) -> list[Path]:
 
 
 def _supported_match(line: str, value: str, path: Path, reading: _ConfigFiles) -> str:
-    """The line itself, or one that never matches: paramiko takes a criterion that it does not know for met."""
-    words = shlex.split(value)
-    while words:
-        criterion = words.pop(0).lstrip("!").lower()
+    """The line itself, or one that never matches: paramiko treats an unknown criterion as met."""
+    criteria = shlex.split(value)
+    while criteria:
+        criterion = criteria.pop(0).lstrip("!").lower()
         if criterion not in KNOWN_CRITERIA:
             reading.notes[f"{path}: Match {criterion} is not supported: that block is not applied"] = None
             return MATCHES_NO_HOST
-        if criterion not in ("all", "canonical", "final") and words:
-            words.pop(0)
+        if criterion not in ("all", "canonical", "final") and criteria:
+            criteria.pop(0)
     return line

@@ -87,7 +87,7 @@ def check_nodes(config: Config) -> list[CheckResult]:
     nodes = list(dict.fromkeys(node for spec in specs for node in spec.nodes))
 
     def look(node: str) -> HostCheck:
-        return check_host(node, settings, probe_request_for(specs, node), looks=capture_requests(config, node))
+        return check_host(node, settings, probe_request_for(specs, node), targets=capture_requests(config, node))
 
     with ThreadPoolExecutor(config.ssh.max_simultaneous_logins) as pool:
         checks = list(pool.map(look, nodes))

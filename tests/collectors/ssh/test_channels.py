@@ -54,13 +54,13 @@ def test_a_command_that_ends_before_it_took_its_input_tells_how_it_ended(watch: 
 def test_a_command_that_floods_is_cut_off(watch: RunningFleet) -> None:
     ran, output = run(watch, "yes", most=300_000)
     assert len(output) == 300_000
-    assert ran.trouble == "it sends more than 300,000 bytes"
+    assert ran.error == "it sent more than 300,000 bytes"
 
 
 def test_a_command_that_does_not_end_is_left_at_the_deadline_with_what_it_said(watch: RunningFleet) -> None:
     ran, output = run(watch, "echo first; exec sleep 60", seconds=1.0)
     assert output == b"first\n"
-    assert ran.trouble == "not done within 1 s"
+    assert ran.error == "not finished within 1 s"
 
 
 def test_many_at_once_have_a_channel_each(watch: RunningFleet) -> None:
@@ -91,7 +91,7 @@ def test_a_port_of_the_node_is_reached_or_refused(watch: RunningFleet) -> None:
 @pytest.mark.parametrize(
     ("options", "action", "words"),
     [
-        (("MaxSessions 1",), lambda watch: run(watch, "true")[0].trouble, "MaxSessions"),
+        (("MaxSessions 1",), lambda watch: run(watch, "true")[0].error, "MaxSessions"),
         (("AllowTcpForwarding no",), lambda watch: refused(watch, 28028), 'permitopen="127.0.0.1:28028"'),
     ],
     ids=["MaxSessions", "AllowTcpForwarding"],
@@ -141,8 +141,8 @@ def test_a_connection_that_is_lost_leaves_what_had_come(here: Site) -> None:
             "echo first; exec sleep 60", b"", take, deadline_seconds=30.0, byte_limit=KEPT
         )
         assert output == b"first\n"
-        assert ran.trouble is not None
-        assert "connection" in ran.trouble
+        assert ran.error is not None
+        assert "connection" in ran.error
 
 
 def test_without_a_connection_the_link_says_why(here: Site) -> None:
@@ -150,7 +150,7 @@ def test_without_a_connection_the_link_says_why(here: Site) -> None:
     node.stop()
     with running_fleet(here.settings()) as watch:
         watch.until(lambda: "refused" in watch.link().detail, "a reason")
-        assert "connection refused" in (run(watch, "true")[0].trouble or "")
+        assert "connection refused" in (run(watch, "true")[0].error or "")
         with pytest.raises(ConnectionError, match="connection refused"):
             watch.fleet.channels("node").connect(28028, 1.0)
 

@@ -39,7 +39,7 @@ def test_a_sound_node_passes_and_each_path_is_looked_at(here: Site) -> None:
     found = check_host("node", here.settings(), request)
     assert found.ok, found
     assert found.status is HostStatus.OK
-    assert step(found, "GPU tools") == (True, "nvidia-smi sees 2 NVIDIA B300")
+    assert step(found, "GPU tools") == (True, "nvidia-smi lists 2 NVIDIA B300")
     assert step(found, "python")[0] is True
     assert step(found, f"path {run}") == (True, f"{run} can be read")
     assert step(found, f"path {here.directory}/a $l*.txt")[0] is True
@@ -56,30 +56,30 @@ def test_what_a_capture_would_meet_is_a_note(here: Site) -> None:
         for rank, each in enumerate(listening):
             each.bind(str(worker / f"rank-{rank:05d}.sock"))
         (worker / "other").touch()
-        looks = [
+        targets = [
             CaptureTarget("train", str(worker.parent), ras.getsockname()[1]),
             CaptureTarget("it's", "/absent/it's", free_port()),
             CaptureTarget("logs", None, free_port()),
         ]
-        found = check_host("node", here.settings(), looks=looks)
+        found = check_host("node", here.settings(), targets=targets)
     for each in listening:
         each.close()
     assert found.ok
     assert all("capture" not in step.name for step in found.steps)
     said = dict(found.capture)
-    assert said["train"].startswith(f"worker sockets: 2, of {getpass.getuser()};")
-    assert said["train"].endswith("it listens, and we are let through")
-    assert "TORCH_FR_BUFFER_SIZE" in said["train"] or "flight recorder set in" in said["train"]
+    assert said["train"].startswith(f"worker sockets: 2, owned by {getpass.getuser()};")
+    assert said["train"].endswith(": reachable")
+    assert "TORCH_FR_BUFFER_SIZE" in said["train"] or "flight recorder enabled in" in said["train"]
     assert "py-spy" in said["train"]
     assert said["it's"].startswith("no worker sockets in /absent/it's/worker yet")
-    assert "we are let through, nobody listens" in said["it's"]
+    assert "forwarding works, but nothing listens" in said["it's"]
     assert said["logs"].startswith("no run_directory")
     assert check_host("node", here.settings()).capture == ()
 
 
 def test_a_way_to_ras_that_is_closed_says_what_opens_it(here: Site) -> None:
     here.server("node", "AllowTcpForwarding no")
-    ((_, words),) = check_host("node", here.settings(), looks=[CaptureTarget("train", None, 28028)]).capture
+    ((_, words),) = check_host("node", here.settings(), targets=[CaptureTarget("train", None, 28028)]).capture
     assert 'it needs port-forwarding and permitopen="127.0.0.1:28028" in authorized_keys' in words
 
 
@@ -87,7 +87,7 @@ def test_sockets_of_another_user_say_whom_to_log_in_as() -> None:
     answer = "capture user\tyes\t1001 wattwatch\ncapture 0\tno\ttrainer 0\n"
     ((_, words),) = capture_notes(answer, [CaptureTarget("train", "/run", 1)], {})
     assert words.startswith(
-        "worker sockets are open to trainer only, and we log in as wattwatch: log in as trainer, or"
+        "worker sockets are accessible to trainer only, but we log in as wattwatch: log in as trainer or"
     )
 
 
@@ -120,5 +120,5 @@ def test_a_shell_that_never_answers_is_given_up(here: Site) -> None:
     here.server("node", tool(here.directory, "exec sleep 5"))
     found = check_host("node", here.settings(connect_timeout_seconds=1.0))
     assert found.status is HostStatus.UNREACHABLE
-    assert "did not answer in 1 s" in step(found, "login")[1]
+    assert "did not answer within 1 s" in step(found, "login")[1]
     assert "or a slow ~/.bashrc (pyenv, conda): try `ssh node true`" in step(found, "login")[1]

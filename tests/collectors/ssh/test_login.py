@@ -30,7 +30,7 @@ def test_keys_with_a_passphrase(here: Site, kind: str) -> None:
     with running_fleet(here.settings(identity_files=(key,))) as watch:
         assert "needs a passphrase: set [ssh] passphrase_file" in watch.until_status(HostStatus.AUTH_FAILED).detail
     with running_fleet(here.settings(identity_files=(key,), passphrase="wrong")) as watch:
-        assert "cannot be opened with this passphrase" in watch.until_status(HostStatus.AUTH_FAILED).detail
+        assert "cannot be decrypted with this passphrase" in watch.until_status(HostStatus.AUTH_FAILED).detail
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside the key", "named"])
@@ -76,7 +76,7 @@ def test_missing_and_broken_keys_are_named(here: Site) -> None:
     with running_fleet(here.settings(identity_files=(absent, broken))) as watch:
         detail = watch.until_status(HostStatus.AUTH_FAILED).detail
     assert f"{absent} does not exist" in detail
-    assert f"{broken}: is no private key" in detail
+    assert f"{broken}: is not a private key" in detail
 
 
 def test_two_gateways_in_a_row_and_nodes_that_share_them(here: Site) -> None:
@@ -104,7 +104,7 @@ def test_troubles_of_a_gateway_are_told_as_its_own(here: Site) -> None:
     text = here.config.read_text()
     here.config.write_text("Host node\n  ProxyJump gate\n" + text)
     with running_fleet(here.settings()) as watch:
-        watch.until(lambda: "gateway gate does not forward" in watch.link().detail, "forbidden forwarding")
+        watch.until(lambda: "gateway gate does not allow forwarding" in watch.link().detail, "forbidden forwarding")
     gate.authorized_keys.write_text("")
     with running_fleet(here.settings()) as watch:
         detail = watch.until_status(HostStatus.AUTH_FAILED).detail
@@ -129,8 +129,8 @@ def test_a_port_that_is_no_ssh_server_and_one_that_says_nothing_are_kept_apart(h
             "".join(f"Host {name}\n HostName 127.0.0.1\n Port {port}\n" for name, port in ports.items())
         )
         with running_fleet(here.settings(connect_timeout_seconds=1.0), nodes=("silent", "web")) as watch:
-            watch.until(lambda: "sends no SSH banner" in watch.link("silent").detail, "no banner")
-            watch.until(lambda: "not as an SSH server" in watch.link("web").detail, "not SSH")
+            watch.until(lambda: "sent no SSH banner" in watch.link("silent").detail, "no banner")
+            watch.until(lambda: "not an SSH server" in watch.link("web").detail, "not SSH")
         with socket.create_connection(web.getsockname()) as end:
             end.sendall(b"stop")
         thread.join(5)

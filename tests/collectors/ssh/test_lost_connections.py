@@ -103,7 +103,7 @@ def test_refused_authentication_is_kept_apart_and_not_repeated_soon(here: Site) 
         assert watch.samples == []
 
 
-NO_LINE = "none was a line of the probe"
+NO_LINE = "without a line of the probe"
 GARBAGE = {
     "10 MB of text": ("yes 'Welcome to the cluster.' | head -c 10000000; cat >/dev/null", "Welcome"),
     "10 MB of noise": ("head -c 10000000 /dev/urandom; cat >/dev/null", NO_LINE),
@@ -248,4 +248,4 @@ def test_every_accepted_line_is_handed_on_as_it_came(here: Site) -> None:
 def test_a_missing_name_is_kept_apart_from_a_silent_host(here: Site, tmp_path: Path) -> None:
     here.config.write_text("Host *\n  IdentityFile none\n")
     with running_fleet(here.settings(), nodes=("no-such-host.invalid",)) as watch:
-        watch.until(lambda: "does not resolve" in watch.link("no-such-host.invalid").detail, "the reason")
+        watch.until(lambda: "cannot resolve the name" in watch.link("no-such-host.invalid").detail, "the reason")

@@ -98,9 +98,9 @@ def test_a_chain_of_gateways_is_followed_each_with_its_own_configuration(tmp_pat
     assert found.first_gateway == found.via.via
 
 
-def test_proxyjump_none_ends_the_chain_and_a_circle_is_an_error(tmp_path: Path) -> None:
+def test_proxyjump_none_ends_the_chain_and_a_loop_is_an_error(tmp_path: Path) -> None:
     assert route(tmp_path, "Host gpu-01\n ProxyJump none\nHost *\n ProxyJump gate\n").via is None
-    with pytest.raises(ConnectionFailure, match=r"circle: gpu-01 -> gate -> gate"):
+    with pytest.raises(ConnectionFailure, match=r"loop: gpu-01 -> gate -> gate"):
         route(tmp_path, "Host *\n ProxyJump gate\n")
 
 
@@ -150,8 +150,8 @@ def test_what_is_not_honoured_is_said_once_and_never_applied_wrongly(tmp_path: P
         ("Host *\n ProxyCommand nc %h %p\n", "ProxyCommand"),
         ("Host *\n Port many\n", "expected a number from 1 to 65535"),
         ("Host *\n ProxyJump gate:x\n", "ProxyJump 'gate:x'"),
-        ("Host *\n ProxyJump ,\n", "names no host"),
-        ("Host 'open\n", "cannot be read as an ssh_config"),
+        ("Host *\n ProxyJump ,\n", "contains no host"),
+        ("Host 'open\n", "is not a valid ssh_config"),
     ],
 )
 def test_a_configuration_that_cannot_be_followed_is_one_clear_error(tmp_path: Path, text: str, says: str) -> None:

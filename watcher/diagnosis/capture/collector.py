@@ -271,9 +271,9 @@ def _failure_reason(ran: CommandResult, reader: AgentFrameReader) -> str | None:
     said = f'; it says "{ran.stderr_tail.splitlines()[-1]}"' if ran.stderr_tail else ""
     if reader.complete:
         return None
-    if ran.trouble is not None:
+    if ran.error is not None:
         torn = f", within a file of which {reader.torn:,} bytes had come" if reader.torn else ""
-        return f"{ran.trouble}{torn}{said}"
+        return f"{ran.error}{torn}{said}"
     if reader.garbage:
         return (
             f"another program answered than the one we sent: {reader.garbage!r}: a forced command in authorized_keys?"
