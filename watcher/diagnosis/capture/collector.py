@@ -342,12 +342,12 @@ def _poll_ras(
     def connect() -> RasChannel:
         return channels.connect(port, each)
 
-    polls = poll_twice(connect, Clock(), apart, place=f"127.0.0.1:{port}", deadline_seconds=each, stop=stop)
+    polls = poll_twice(connect, Clock(), apart, address=f"127.0.0.1:{port}", deadline_seconds=each, stop=stop)
     name = f"node-{node_file_name(node.node)}"
     for number, answer in enumerate(polls.answers, 1):
         kept.keep(f"{name}.ras-{number}{answer.suffix}", answer.raw, node.node, source=f"127.0.0.1:{port}")
     if polls.answers:
-        meta = {"apart_seconds": polls.apart_seconds, "trouble": polls.trouble}
+        meta = {"apart_seconds": polls.interval_seconds, "trouble": polls.problem}
         kept.keep(f"{name}.ras.json", json.dumps(meta).encode(), node.node)
-    if polls.trouble:
-        kept.lack(f"{node.node}: NCCL RAS: {polls.trouble}")
+    if polls.problem:
+        kept.lack(f"{node.node}: NCCL RAS: {polls.problem}")

@@ -1,8 +1,12 @@
-"""RAS reports of one or several nodes -> what they say of the job as a whole. Pure; their order does not matter."""
+"""RAS reports of one or several nodes: what they say about the job as a whole. Their order does not matter.
+
+What a finding means stands in `model.py`, what RAS cannot see as well.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from wattwatch.watcher.diagnosis.nccl_ras.communicator import analyze_communicator
 from wattwatch.watcher.diagnosis.nccl_ras.communicator_view import (
@@ -19,8 +23,9 @@ from wattwatch.watcher.diagnosis.nccl_ras.model import (
     RasSuspect,
 )
 
-# What counts before what, for the job: stated and final, then "it moves", then what only a job that stands still means.
-_PRECEDENCE = (
+# Which finding of a communicator decides for the job: first what RAS states and is final, then progress, then what is
+# only meaningful if there is none.
+_PRECEDENCE: Final = (
     RasFinding.DEAD,
     RasFinding.FAILED,
     RasFinding.PROGRESSING,
@@ -32,10 +37,11 @@ _PRECEDENCE = (
     RasFinding.MATCHED,
     RasFinding.CANNOT_TELL,
 )
+_CONFIDENCE_CYCLE: Final = 0.3  # ranks that block each other; chosen
 
 
 def analyze_ras(polls: Sequence[RasPolls]) -> RasAnalysis:
-    """Who and why as far as RAS can tell; `notes` has what could not be read. Never raises."""
+    """Which ranks and why, as far as RAS shows it. `notes` says what could not be read. Raises nothing."""
     polls = sorted(polls, key=lambda poll: poll.node)
     notes = tuple(dict.fromkeys(_notes(polls)))
     reports = [report for poll in polls for report in poll.reports]
@@ -45,70 +51,73 @@ def analyze_ras(polls: Sequence[RasPolls]) -> RasAnalysis:
         finding, why = _nothing_reported(polls)
         return RasAnalysis(finding, (), (), 0.0, why, notes=notes, sources=sources)
     job_ranks = _job_ranks(views, max((report.job_gpus or 0 for report in reports), default=0))
-    readings = sorted((analyze_communicator(view, job_ranks) for view in views), key=_precedence)
-    finding = readings[0].finding
-    telling = [reading for reading in readings if reading.finding is finding]
-    suspects = _distinct_suspects(suspect for reading in telling for suspect in reading.suspects)
-    tied = tuple(dict.fromkeys(side for reading in telling for side in reading.tied if side))
-    confidence = telling[0].confidence
-    why = telling[0].why
-    if finding is RasFinding.BEHIND and len(telling) > 1 and suspects:
-        suspects, around = _exclude_waiting(suspects, telling)
-        if around:
-            tied, suspects, confidence = ((around),), (), 0.3
-            why = f"{why}; each rank that is behind in one communicator waits in another: they hold each other up"
+    analyses = sorted((analyze_communicator(view, job_ranks) for view in views), key=_precedence)
+    finding = analyses[0].finding
+    decisive = [analysis for analysis in analyses if analysis.finding is finding]
+    suspects = _distinct_suspects(suspect for analysis in decisive for suspect in analysis.suspects)
+    tied = tuple(dict.fromkeys(side for analysis in decisive for side in analysis.tied if side))
+    confidence = decisive[0].confidence
+    why = decisive[0].why
+    if finding is RasFinding.BEHIND and len(decisive) > 1 and suspects:
+        suspects, cycle = _exclude_waiting(suspects, decisive)
+        if cycle:
+            tied, suspects, confidence = (cycle,), (), _CONFIDENCE_CYCLE
+            why = f"{why}; every rank that is behind in one communicator waits in another: they block each other"
         else:
-            why = _first_with(suspects, telling).why
+            why = _first_with(suspects, decisive).why
     return RasAnalysis(
         finding=finding,
         suspects=suspects,
         tied=tied,
         confidence=confidence,
-        why=f"{why}{_describe_others(readings, telling)}",
-        communicators=tuple(readings),
+        why=f"{why}{_describe_others(analyses, decisive)}",
+        communicators=tuple(analyses),
         notes=notes,
         sources=sources,
     )
 
 
-def _precedence(reading: CommunicatorAnalysis) -> tuple[int, float, int, str]:
-    return (_PRECEDENCE.index(reading.finding), -reading.confidence, -reading.size, reading.identity)
+def _precedence(analysis: CommunicatorAnalysis) -> tuple[int, float, int, str]:
+    return (_PRECEDENCE.index(analysis.finding), -analysis.confidence, -analysis.size, analysis.identity)
 
 
 def _nothing_reported(polls: Sequence[RasPolls]) -> tuple[RasFinding, str]:
     reports = [report for poll in polls for report in poll.reports]
-    if any(report.trouble is None for report in reports):
+    if any(report.problem is None for report in reports):
         return (
             RasFinding.NO_COMMUNICATORS,
-            "RAS answers and knows no communicator: none is made yet, or all are gone",
+            "RAS answers but knows no communicator: none has been created yet, or all have been destroyed",
         )
-    said = [report.trouble for report in reports] + [poll.trouble for poll in polls]
-    first = next((words for words in said if words), None)
-    return RasFinding.NO_REPORT, f"no report of RAS{f': {first}' if first else ''}"
+    problems = [report.problem for report in reports] + [poll.problem for poll in polls]
+    first = next((problem for problem in problems if problem), None)
+    return RasFinding.NO_REPORT, f"no RAS report{f': {first}' if first else ''}"
 
 
 def _notes(polls: Sequence[RasPolls]) -> Iterable[str]:
     for poll in polls:
-        if poll.trouble:
-            yield f"{poll.node}: {poll.trouble}"
+        if poll.problem:
+            yield f"{poll.node}: {poll.problem}"
         for report in poll.reports:
-            if report.trouble:
-                yield f"{report.source}: {report.trouble}"
+            if report.problem:
+                yield f"{report.source}: {report.problem}"
             if report.repaired:
-                yield f"{report.source}: put in the commas that NCCL {report.nccl_version or '2.28'} leaves out"
+                yield f"{report.source}: added the commas that NCCL {report.nccl_version or '2.28'} omits"
             if report.timeouts:
-                yield f"{report.source}: RAS itself met {report.timeouts} timeouts while it collected"
+                yield f"{report.source}: RAS itself had {report.timeouts} timeouts while it collected the report"
         if len(poll.reports) > 1 and have_no_common_communicator(poll):
             yield (
-                f"{poll.node}: its two reports have no communicator in common: all were made anew, or two jobs share "
-                "the port; they are not compared"
+                f"{poll.node}: its two reports have no communicator in common (all were recreated, or two jobs share "
+                "the port), so they are not compared"
             )
         if poll.reports:
-            yield from (f"{poll.reports[-1].source}: {words}" for words in poll.reports[-1].words)
+            yield from (f"{poll.reports[-1].source}: {remark}" for remark in poll.reports[-1].remarks)
 
 
 def _job_ranks(views: Sequence[CommunicatorView], job_gpus: int) -> dict[RasDevice, int]:
-    """Ranks of the job by device, from communicators that span all that RAS sees; nothing where they disagree."""
+    """Ranks of the job by device, from communicators that span all devices; {} if such communicators disagree.
+
+    `job_gpus`: how many GPUs RAS says the job has; 0: unknown.
+    """
     devices = {
         (rank.host, rank.pid, rank.gpu)
         for view in views
@@ -116,9 +125,10 @@ def _job_ranks(views: Sequence[CommunicatorView], job_gpus: int) -> dict[RasDevi
         if rank.host is not None and rank.pid is not None
     }
     ranks: dict[RasDevice, int] = {}
-    doubtful: set[RasDevice] = set()
+    contradicted: set[RasDevice] = set()
     for view in views:
-        is_text = bool(view.now.state or view.now.words)
+        # The text format names only a few ranks, so that there the devices seen do not show the size of the job.
+        is_text = bool(view.now.state or view.now.lines)
         if view.now.size < max(len(devices), job_gpus, 2) or (is_text and not job_gpus):
             continue
         for rank in view.now.ranks:
@@ -126,12 +136,12 @@ def _job_ranks(views: Sequence[CommunicatorView], job_gpus: int) -> dict[RasDevi
                 continue
             device = (rank.host, rank.pid, rank.gpu)
             if ranks.setdefault(device, rank.rank) != rank.rank:
-                doubtful.add(device)
-    return {} if doubtful else ranks
+                contradicted.add(device)
+    return {} if contradicted else ranks
 
 
 def _distinct_suspects(suspects: Iterable[RasSuspect]) -> tuple[RasSuspect, ...]:
-    """Each device once, by the first communicator that names it."""
+    """Each device once, as the first communicator names it."""
     found: dict[object, RasSuspect] = {}
     for suspect in suspects:
         found.setdefault(suspect.device or (suspect.communicator, suspect.rank), suspect)
@@ -139,25 +149,25 @@ def _distinct_suspects(suspects: Iterable[RasSuspect]) -> tuple[RasSuspect, ...]
 
 
 def _exclude_waiting(
-    suspects: tuple[RasSuspect, ...], telling: Sequence[CommunicatorAnalysis]
+    suspects: tuple[RasSuspect, ...], decisive: Sequence[CommunicatorAnalysis]
 ) -> tuple[tuple[RasSuspect, ...], tuple[RasSuspect, ...]]:
-    """Those behind in one communicator that do not wait, ahead of others, in a second; or all of them, as a ring."""
-    waiting = {device for reading in telling if reading.suspects for device in reading.waiting}
+    """Suspects that do not wait, ahead of others, in a second communicator. If all do: (), and all as a cycle."""
+    waiting = {device for analysis in decisive if analysis.suspects for device in analysis.waiting}
     roots = tuple(suspect for suspect in suspects if suspect.device not in waiting)
     return (roots, ()) if roots else ((), suspects)
 
 
-def _first_with(suspects: Sequence[RasSuspect], telling: Sequence[CommunicatorAnalysis]) -> CommunicatorAnalysis:
-    return next((reading for reading in telling if set(suspects) & set(reading.suspects)), telling[0])
+def _first_with(suspects: Sequence[RasSuspect], decisive: Sequence[CommunicatorAnalysis]) -> CommunicatorAnalysis:
+    return next((analysis for analysis in decisive if set(suspects) & set(analysis.suspects)), decisive[0])
 
 
-def _describe_others(readings: Sequence[CommunicatorAnalysis], telling: Sequence[CommunicatorAnalysis]) -> str:
-    """How many communicators say the same, and what is worse in the rest although the job moves."""
-    alike = sum(reading.alike for reading in telling) - telling[0].alike
-    total = sum(reading.alike for reading in readings)
-    words = f" (so {alike} more of {total} communicators)" if alike else ""
-    if telling[0].finding is RasFinding.PROGRESSING:
-        odd = next((r for r in readings if r.finding in (RasFinding.CROSSED, RasFinding.BEHIND) and r.suspects), None)
+def _describe_others(analyses: Sequence[CommunicatorAnalysis], decisive: Sequence[CommunicatorAnalysis]) -> str:
+    """In how many communicators the finding is the same, and what is suspicious in the others although the job runs."""
+    same = sum(analysis.identical_count for analysis in decisive) - decisive[0].identical_count
+    total = sum(analysis.identical_count for analysis in analyses)
+    text = f" (the same in {same} more of {total} communicators)" if same else ""
+    if decisive[0].finding is RasFinding.PROGRESSING:
+        odd = next((a for a in analyses if a.finding in (RasFinding.CROSSED, RasFinding.BEHIND) and a.suspects), None)
         if odd is not None:
-            words += f"; yet {odd.why}"
-    return words
+            text += f"; however, {odd.why}"
+    return text

@@ -1,9 +1,10 @@
-"""Ranks of one communicator, sorted by what they have launched: who is behind, who took another way.
+"""What the launch counters of one communicator imply.
 
 All ranks of a communicator launch the same operations in the same order. So the counters of a rank that is merely late
-are nowhere above those of the rest. One kind above and another below cannot come from lateness: that rank launched a
-different collective. This holds however far apart the ranks were asked; CUDA graphs, which are not counted, could break
-it.
+are nowhere above those of the others. If a rank has launched more operations of one kind than another rank and fewer of
+a second kind, the counters are *crossed*: lateness cannot explain that, so it launched a different collective. This
+holds however far apart in time the ranks were asked. It is derived from how NCCL counts and was tested on constructed
+samples only, so it is never conclusive by itself; CUDA graphs, whose operations are not counted, could break it.
 """
 
 from __future__ import annotations
@@ -11,15 +12,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
 
 from wattwatch.watcher.common.formatting import format_count, format_ranks
 from wattwatch.watcher.diagnosis.nccl_ras.communicator_view import (
     CommunicatorView,
     Suspicion,
     describe_ranks,
-    frozen_time,
+    observed_time,
 )
 from wattwatch.watcher.diagnosis.nccl_ras.model import RasCommunicator, RasFinding, RasRank
+
+NOT_COUNTED_BY_RAS: Final = "RAS does not count send, recv, all-to-all and operations captured in CUDA graphs"
+ONE_REPORT_ONLY: Final = (
+    "without two reports some seconds apart, a hang cannot be told from the normal skew between ranks of a running job"
+)
+MAX_SIDES_DESCRIBED: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +36,27 @@ class EqualLaunches:
 
     counts: Mapping[str, int]
     size: int
-    ranks: tuple[int, ...]  # those whose number is known; the text form does not name all
+    ranks: tuple[int, ...]  # fewer than `size` if the text format does not name all of them
 
     @property
     def total(self) -> int:
+        """Launches of all kinds."""
         return sum(self.counts.values())
 
 
 def group_by_launches(communicator: RasCommunicator) -> tuple[EqualLaunches, ...]:
-    """Fewest launches first; nothing where the report does not tell enough to sort them."""
+    """Ranks grouped by what they launched, fewest launches first. () if the report does not contain enough for that."""
     if communicator.counts:
-        return _from_text(communicator)
-    alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        return _group_from_text(communicator)
+    ranks_by_counts: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank in communicator.ranks:
         if rank.counts is not None and not rank.missing:
-            alike.setdefault(tuple(sorted(rank.counts.items())), []).append(rank.rank)
-    return _sorted([EqualLaunches(dict(counts), len(ranks), tuple(ranks)) for counts, ranks in alike.items()])
+            ranks_by_counts.setdefault(tuple(sorted(rank.counts.items())), []).append(rank.rank)
+    return _sorted([EqualLaunches(dict(counts), len(ranks), tuple(ranks)) for counts, ranks in ranks_by_counts.items()])
 
 
-def _from_text(communicator: RasCommunicator) -> tuple[EqualLaunches, ...]:
-    """The text gives each kind apart: those named in none of the smaller groups are the rest."""
+def _group_from_text(communicator: RasCommunicator) -> tuple[EqualLaunches, ...]:
+    """The text lists each kind of operation separately. Ranks that are not named in any smaller group are the rest."""
     rest: dict[str, int] = {}
     size = 0
     for count in communicator.counts:
@@ -55,17 +64,19 @@ def _from_text(communicator: RasCommunicator) -> tuple[EqualLaunches, ...]:
             rest[count.operation] = count.launched
             size = max(size, sum(other.ranks for other in communicator.counts if other.operation == count.operation))
         elif len(count.named) != count.ranks:
-            return ()  # a group without names: a tie, or more than RAS lists
-    ways: dict[int, dict[str, int]] = {}
+            return ()  # a smaller group without names: a tie, or more ranks than RAS lists
+    counts_by_rank: dict[int, dict[str, int]] = {}
     for count in communicator.counts:
         for rank in count.named:
-            ways.setdefault(rank, dict(rest))[count.operation] = count.launched
-    alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
-    for rank, counts in ways.items():
-        alike.setdefault(tuple(sorted(counts.items())), []).append(rank)
-    groups = [EqualLaunches(dict(counts), len(ranks), tuple(sorted(ranks))) for counts, ranks in alike.items()]
-    if size > len(ways):
-        groups.append(EqualLaunches(rest, size - len(ways), ()))
+            counts_by_rank.setdefault(rank, dict(rest))[count.operation] = count.launched
+    ranks_by_counts: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for rank, counts in counts_by_rank.items():
+        ranks_by_counts.setdefault(tuple(sorted(counts.items())), []).append(rank)
+    groups = [
+        EqualLaunches(dict(counts), len(ranks), tuple(sorted(ranks))) for counts, ranks in ranks_by_counts.items()
+    ]
+    if size > len(counts_by_rank):
+        groups.append(EqualLaunches(rest, size - len(counts_by_rank), ()))
     return _sorted(groups)
 
 
@@ -74,19 +85,20 @@ def _sorted(groups: list[EqualLaunches]) -> tuple[EqualLaunches, ...]:
 
 
 def launch_differences(group: EqualLaunches, other: EqualLaunches) -> dict[str, int]:
-    """How many more of each kind `group` has launched than `other`; kinds that are equal are left out."""
+    """How many more operations of each kind `group` has launched than `other`; kinds with equal counts are left out."""
     kinds = [*group.counts, *(kind for kind in other.counts if kind not in group.counts)]
-    gaps = {kind: group.counts.get(kind, 0) - other.counts.get(kind, 0) for kind in kinds}
-    return {kind: gap for kind, gap in gaps.items() if gap}
+    differences = {kind: group.counts.get(kind, 0) - other.counts.get(kind, 0) for kind in kinds}
+    return {kind: difference for kind, difference in differences.items() if difference}
 
 
 def is_crossed(group: EqualLaunches, other: EqualLaunches) -> bool:
-    gaps = launch_differences(group, other).values()
-    return any(gap > 0 for gap in gaps) and any(gap < 0 for gap in gaps)
+    """Whether each has launched more operations of some kind than the other; see the module's docstring."""
+    differences = launch_differences(group, other).values()
+    return any(difference > 0 for difference in differences) and any(difference < 0 for difference in differences)
 
 
 def any_crossed(groups: Sequence[EqualLaunches]) -> bool:
-    """In order of their sums: if each is nowhere above the next, none is crossed with any."""
+    """`groups`: in order of their totals. If no group is above the next one in any kind, no two are crossed."""
     return any(is_crossed(low, high) for low, high in pairwise(groups))
 
 
@@ -96,15 +108,8 @@ def majority(groups: Sequence[EqualLaunches]) -> EqualLaunches | None:
     return largest if largest and 2 * largest.size > sum(group.size for group in groups) else None
 
 
-# What the counters of one communicator imply, once RAS itself has nothing to say.
-
-NOT_COUNTED_BY_RAS = "send and recv, all-to-all and what a CUDA graph captured are not counted"
-ONE_REPORT_ONLY = (
-    "without two reports some seconds apart, standing still looks like the ordinary skew of a job that runs"
-)
-
-
 def analyze_launches(view: CommunicatorView) -> Suspicion:
+    """What the counters imply, once RAS itself reports nothing wrong."""
     groups = group_by_launches(view.now)
     if not groups:
         return _without_counters(view)
@@ -118,36 +123,43 @@ def analyze_launches(view: CommunicatorView) -> Suspicion:
 def _without_counters(view: CommunicatorView) -> Suspicion:
     if view.now.counts:
         shares = [
-            f"{format_count(count.ranks, 'rank')} {count.launched:,} {count.operation}" for count in view.now.counts
+            f"{format_count(count.ranks, 'rank')} launched {count.launched:,} {count.operation}"
+            for count in view.now.counts
         ]
-        why = f"launched: {', '.join(shares)}; RAS does not name who"
+        why = f"{', '.join(shares)}; RAS does not say which ranks"
         if view.moved is False:
-            return Suspicion(RasFinding.BEHIND, [], f"frozen{frozen_time(view)}; {why}", 0.3)
+            return Suspicion(RasFinding.BEHIND, [], f"{_no_progress(view)}; {why}", 0.3)
         return Suspicion(RasFinding.CANNOT_TELL, [], f"{why}; {ONE_REPORT_ONLY}", 0.0)
-    if any("MISMATCH" in words.split(",") for words in view.now.words):
-        return Suspicion(RasFinding.CANNOT_TELL, [], "its ranks differ, the excerpt does not say in what", 0.0)
-    why = "RAS reports OK and gives no counters: that holds for jobs that run and for jobs that hang (NVIDIA/nccl#1730)"
+    if any("MISMATCH" in line.split(",") for line in view.now.lines):
+        why = "its ranks differ, but the excerpt does not say in which operation"
+        return Suspicion(RasFinding.CANNOT_TELL, [], why, 0.0)
+    why = "RAS reports OK and gives no counters, which it does for running jobs and for hung jobs (NVIDIA/nccl#1730)"
     return Suspicion(RasFinding.CANNOT_TELL, [], why, 0.0)
 
 
+def _no_progress(view: CommunicatorView) -> str:
+    return f"no progress{observed_time(view)}"
+
+
 def _crossed(view: CommunicatorView, groups: Sequence[EqualLaunches]) -> Suspicion:
-    frozen = f"frozen{frozen_time(view)}: " if view.moved is False else ""
-    caution = "derived from the counters: confirm with the flight recorder"
+    prefix = f"{_no_progress(view)}: " if view.moved is False else ""
+    caution = "derived from counters: confirm it with the flight recorder"
     if view.moved is None:
         caution = f"{caution}; {ONE_REPORT_ONLY}"
     most = majority(groups)
     odd = [group for group in groups if most is not None and is_crossed(group, most)]
     if most is None or not odd:
         sides = [group for group in groups if any(is_crossed(group, other) for other in groups)]
-        shares = "; ".join(_describe_launches(group) for group in sides[:4])
-        why = f"{frozen}its ranks launched different collectives, and no side has a majority: {shares}; {caution}"
+        shares = "; ".join(_describe_launches(group) for group in sides[:MAX_SIDES_DESCRIBED])
+        why = f"{prefix}its ranks launched different collectives, and no side has a majority: {shares}; {caution}"
         return Suspicion(RasFinding.CROSSED, [], why, 0.4, [group.ranks for group in sides])
     ranks = [rank for group in odd for rank in group.ranks]
-    told = "; ".join(
-        f"{_describe_side(group, view)} launched {_describe_differences(launch_differences(group, most))} than the {most.size} ranks of the majority"
-        for group in odd[:4]
+    described = "; ".join(
+        f"{_describe_side(group, view)} launched {_describe_differences(launch_differences(group, most))} than the "
+        f"majority of {most.size} ranks"
+        for group in odd[:MAX_SIDES_DESCRIBED]
     )
-    why = f"{frozen}{told}: another collective than theirs ({caution})"
+    why = f"{prefix}{described}, that is, a different collective ({caution})"
     return Suspicion(RasFinding.CROSSED, ranks, why, 0.75 if view.moved is False else 0.5)
 
 
@@ -156,18 +168,21 @@ def _behind(view: CommunicatorView, groups: Sequence[EqualLaunches]) -> Suspicio
     total = sum(group.size for group in groups)
     gap = _describe_differences(launch_differences(low, high))
     if view.moved is not False:
-        why = f"{low.size} of {total} ranks have launched {gap} than the one furthest ahead; {ONE_REPORT_ONLY}"
+        why = (
+            f"{low.size} of {total} ranks have launched {gap} than the ranks that are furthest ahead; {ONE_REPORT_ONLY}"
+        )
         return Suspicion(RasFinding.CANNOT_TELL, [], why, 0.0)
     if 2 * low.size < total:
-        why = f"frozen{frozen_time(view)}: {_describe_side(low, view)} launched {gap} than the {high.size} furthest ahead: late"
+        ahead = f"the {format_count(high.size, 'rank')} furthest ahead"
+        why = f"{_no_progress(view)}: {_describe_side(low, view)} launched {gap} than {ahead}"
         return Suspicion(RasFinding.BEHIND, low.ranks, why, 0.6)
     # RAS names the smaller group, which may be the healthy one that went ahead (NVIDIA/nccl#1911).
     named = sorted(rank for group in groups[1:] for rank in group.ranks)
-    told = describe_ranks(_ranks_with_location(named, view)) if named else f"{total - low.size} ranks"
+    ahead = describe_ranks(_ranks_with_location(named, view)) if named else f"{total - low.size} ranks"
     why = (
-        f"frozen{frozen_time(view)}: {told} {'is' if total - low.size == 1 else 'are'} ahead, the other {low.size} of "
-        f"{total} launched {gap}; either one of the {low.size} holds the rest up, or those ahead launched what the "
-        "others never will"
+        f"{_no_progress(view)}: {ahead} {'is' if total - low.size == 1 else 'are'} ahead, the other {low.size} of "
+        f"{total} launched {gap}; either one of these {low.size} blocks the rest, or those ahead launched an operation "
+        "that the others never will"
     )
     return Suspicion(RasFinding.BEHIND, [], why, 0.3, [named, low.ranks])
 
@@ -175,14 +190,15 @@ def _behind(view: CommunicatorView, groups: Sequence[EqualLaunches]) -> Suspicio
 def _matched(view: CommunicatorView, group: EqualLaunches) -> Suspicion:
     launched = ", ".join(f"{count:,} {kind}" for kind, count in group.counts.items() if count)
     if not launched:
-        return Suspicion(
-            RasFinding.CANNOT_TELL, [], f"nothing was launched on it that RAS counts; {NOT_COUNTED_BY_RAS}", 0.0
-        )
+        why = f"no operation that RAS counts was launched on it ({NOT_COUNTED_BY_RAS})"
+        return Suspicion(RasFinding.CANNOT_TELL, [], why, 0.0)
     if view.moved is None:
-        return Suspicion(RasFinding.CANNOT_TELL, [], f"all launched the same ({launched}); {ONE_REPORT_ONLY}", 0.0)
+        why = f"all ranks launched the same ({launched}); {ONE_REPORT_ONLY}"
+        return Suspicion(RasFinding.CANNOT_TELL, [], why, 0.0)
     why = (
-        f"frozen{frozen_time(view)} with all {group.size} ranks at the same launches ({launched}): no rank stands out, so "
-        f"network, GPU or host, or all are busy outside NCCL; RAS calls this OK ({NOT_COUNTED_BY_RAS})"
+        f"{_no_progress(view)}, and all {group.size} ranks launched the same ({launched}): no rank stands out, so the "
+        "network, a GPU or the host is at fault, or all ranks are busy outside NCCL. RAS reports OK in this case "
+        f"({NOT_COUNTED_BY_RAS})"
     )
     return Suspicion(RasFinding.MATCHED, [], why, 0.6)
 
@@ -193,15 +209,15 @@ def _ranks_with_location(ranks: Sequence[int], view: CommunicatorView) -> list[R
 
 
 def _describe_side(group: EqualLaunches, view: CommunicatorView) -> str:
-    return (
-        describe_ranks(_ranks_with_location(group.ranks, view)) if group.ranks else f"{group.size} ranks without names"
-    )
+    if not group.ranks:
+        return f"{format_count(group.size, 'rank')} that RAS does not name"
+    return describe_ranks(_ranks_with_location(group.ranks, view))
 
 
-def _describe_differences(gaps: dict[str, int]) -> str:
-    """1 AllReduce more and 1 ReduceScatter fewer"""
-    parts = [f"{gap:,} {kind} more" for kind, gap in gaps.items() if gap > 0]
-    parts += [f"{-gap:,} {kind} fewer" for kind, gap in gaps.items() if gap < 0]
+def _describe_differences(differences: dict[str, int]) -> str:
+    """`1 AllReduce more and 1 ReduceScatter fewer`"""
+    parts = [f"{difference:,} {kind} more" for kind, difference in differences.items() if difference > 0]
+    parts += [f"{-difference:,} {kind} fewer" for kind, difference in differences.items() if difference < 0]
     return " and ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""What RAS's MONITOR prints (NCCL 2.29.2 on), as text or JSON -> events. For files that somebody kept of it."""
+"""Output of RAS's monitor mode (NCCL 2.29.2 and later), text or JSON, in files that were saved from it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,8 @@ from typing import Any, Final
 
 import orjson
 
-
-@dataclass(frozen=True, slots=True)
-class RasEvent:
-    """A peer came, went, or fell silent. None: not told."""
-
-    local_time: str  # "2025-12-19 13:07:07", by the clock and the zone of the node
-    event: str  # PEER_NEW, PEER_DEAD, PEER_UNRESPONSIVE, PEER_RECOVERED, ...
-    host: str | None
-    pid: int | None
-    gpus: tuple[int, ...]  # NVML indices
-    details: str
-
-
 MAX_EVENTS_DESCRIBED: Final = 4
-# Of those that say that a peer is in trouble; PEER_NEW, PEER_CONNECTED and the like say that it is not.
+# Parts of the names of events that report a failing peer. PEER_NEW, PEER_CONNECTED and the like do not.
 FAILURE_EVENTS: Final = ("DEAD", "UNRESPONSIVE", "STUCK", "TIMEOUT")
 
 _LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\] (\w{1,40}): (.*)")
@@ -32,26 +19,38 @@ _PEER = re.compile(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class RasEvent:
+    """A peer appeared, disappeared, or stopped answering. None: the event does not say."""
+
+    local_time: str  # "2025-12-19 13:07:07", in the clock and time zone of the node
+    event: str  # PEER_NEW, PEER_DEAD, PEER_UNRESPONSIVE, PEER_RECOVERED, ...
+    host: str | None
+    pid: int | None
+    gpus: tuple[int, ...]  # NVML indices
+    details: str
+
+
 def parse_monitor_events(text: str) -> tuple[RasEvent, ...]:
-    """In order; what is no event is skipped. Never raises."""
+    """All events, in order; anything else is skipped. Raises nothing for what is in the text."""
     return tuple(_from_json(text) if text.lstrip().startswith("{") else _from_text(text))
 
 
 def describe_monitor_events(events: Sequence[RasEvent]) -> str:
-    """For the report that such a file is not: which peers it says are in trouble, the newest of each last."""
-    grave = [each for each in events if any(word in each.event for word in FAILURE_EVENTS)]
-    told = [
-        f"{each.event} {_describe_peer(each)} at {each.local_time}".strip() for each in grave[-MAX_EVENTS_DESCRIBED:]
+    """The problem of such a file when it was read as a status report, with the newest failures that it contains."""
+    failures = [each for each in events if any(part in each.event for part in FAILURE_EVENTS)]
+    described = [
+        f"{each.event} {_describe_peer(each)} at {each.local_time}".strip() for each in failures[-MAX_EVENTS_DESCRIBED:]
     ]
-    said = f": {'; '.join(told)}" if told else f", {len(events)} events of it, and none of trouble"
-    return f"it is what RAS's monitor prints, not a status report{said}"
+    content = "; ".join(described) if described else f"{len(events)} events, none of them a failure"
+    return f"it is output of RAS's monitor mode, not a status report: {content}"
 
 
 def _describe_peer(event: RasEvent) -> str:
-    who = "a peer" if event.pid is None else f"process {event.pid}"
-    where = "" if event.host is None else f" on {event.host}"
+    process = "a peer" if event.pid is None else f"process {event.pid}"
+    host = "" if event.host is None else f" on {event.host}"
     gpus = f" (GPU {', '.join(map(str, event.gpus))})" if event.gpus else ""
-    return f"{who}{where}{gpus}"
+    return f"{process}{host}{gpus}"
 
 
 def _from_text(text: str) -> Iterator[RasEvent]:
@@ -72,11 +71,11 @@ def _from_text(text: str) -> Iterator[RasEvent]:
 
 
 def _from_json(text: str) -> Iterator[RasEvent]:
-    """Objects one after another with nothing between them, each from a line "{" to a line "}", or on one line."""
+    """Concatenated objects without a separator, each from a line "{" to a line "}", or on one line."""
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith("{"):
-            lines = []  # what began before is broken
+            lines = []  # an object that began before this line is broken: it must not hide this one
         lines.append(line)
         if line.startswith("}") or (line.startswith("{") and line.rstrip().endswith("}")):
             try:
@@ -92,14 +91,14 @@ def _event(entry: dict[str, Any]) -> RasEvent:
     peer = entry["peer"] if isinstance(entry.get("peer"), dict) else {}
     host, pid, gpus = peer.get("host", peer.get("addr")), peer.get("pid"), peer.get("nvml_devs")
     return RasEvent(
-        local_time=_text(entry.get("timestamp")),
+        local_time=_string(entry.get("timestamp")),
         event=entry["event"],
         host=host.split("<")[0] if isinstance(host, str) else None,
         pid=pid if isinstance(pid, int) and not isinstance(pid, bool) and pid >= 0 else None,
         gpus=tuple(gpu for gpu in gpus if type(gpu) is int) if isinstance(gpus, list) else (),
-        details=_text(entry.get("details")),
+        details=_string(entry.get("details")),
     )
 
 
-def _text(value: Any) -> str:
+def _string(value: Any) -> str:
     return value if isinstance(value, str) else ""

@@ -1,14 +1,15 @@
-"""ncclResult in words."""
+"""ncclResult_t codes in words. Data: `nccl_results.toml`."""
 
 from __future__ import annotations
 
 import tomllib
 from importlib.resources import files
+from typing import Final
 
-OK = 0
-REMOTE_ERROR = 6  # another process failed: this one is a witness
-IN_PROGRESS = 7
-UNKNOWN_RESULT = -1
+OK: Final = 0
+REMOTE_ERROR: Final = 6  # another process failed, and this one noticed
+IN_PROGRESS: Final = 7
+UNKNOWN_RESULT: Final = -1
 
 _RESULTS = tomllib.loads(files(__package__).joinpath("nccl_results.toml").read_text("utf-8"))["result"]
 _WORDS: dict[int, str] = {result["code"]: result["words"] for result in _RESULTS}
@@ -16,16 +17,17 @@ _CODES: dict[str, int] = {result["text"].lower(): result["code"] for result in _
 
 
 def describe_result(code: int) -> str:
-    """What an ncclResult means, with its number."""
+    """`CUDA error (ncclResult 1)`"""
     if code == UNKNOWN_RESULT:
-        return "an error without a known name"
-    return f"{_WORDS.get(code, 'an unknown result')} (ncclResult {code})"
+        return "unknown error"
+    return f"{_WORDS.get(code, 'unknown result')} (ncclResult {code})"
 
 
 def result_code(text: str) -> int:
-    """The ncclResult of the words that RAS prints; UNKNOWN for others."""
+    """The code for a phrase that RAS prints; UNKNOWN_RESULT for any other text."""
     return _CODES.get(text.strip().lower(), UNKNOWN_RESULT)
 
 
 def is_error(code: int) -> bool:
+    """Neither success nor in progress."""
     return code not in (OK, IN_PROGRESS)

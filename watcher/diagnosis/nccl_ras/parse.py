@@ -1,11 +1,14 @@
-"""Bytes that RAS answered with -> RasReport, whichever form they have."""
+"""The bytes of a RAS report to a RasReport, whichever format they have. The JSON format; for text, see `parse_text.py`.
+
+The server may be old, broken, or cut off in the middle: every field may be anything.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
@@ -14,53 +17,50 @@ from wattwatch.watcher.diagnosis.nccl_ras.monitor_events import describe_monitor
 from wattwatch.watcher.diagnosis.nccl_ras.nccl_results import IN_PROGRESS, OK
 from wattwatch.watcher.diagnosis.nccl_ras.parse_text import parse_text
 
-# A session saved whole has the server's replies to the set-up lines before the report.
-_REPLIES = re.compile(r"\A(?:\s*(?:SERVER PROTOCOL[^\n]*|OK|ERROR:[^\n]*)\r?\n)+", re.IGNORECASE)
+# A session that was saved as a whole has the server's replies to the setup commands before the report.
+_SETUP_REPLIES: Final = re.compile(r"\A(?:\s*(?:SERVER PROTOCOL[^\n]*|OK|ERROR:[^\n]*)\r?\n)+", re.IGNORECASE)
+# NCCL 2.28.7 and 2.28.9 print no comma after the GPU of a missing rank: invalid JSON exactly when it matters.
+_MISSING_COMMA: Final = re.compile(r'("nvml_dev"\s*:\s*-?\d+)(\s+"status")')
+_TOKENS: Final = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]]')
+_CLOSING_BRACKET: Final = {"{": "}", "[": "]"}
+_MAX_NESTING: Final = 32  # a report nests 6 levels; deeper input is not one, and not worth the time
 
 
 def parse_report(data: bytes, source: str = "RAS") -> RasReport:
-    """Never raises: `trouble` says what is wrong. `source` names the bytes for people: a file, or a node."""
+    """Raises nothing for what is in the data: `problem` says what is wrong. `source` names the data for people."""
     text = data.decode("utf-8", errors="replace").lstrip("\ufeff").replace("\0", "").replace("\r", "")
-    text = _REPLIES.sub("", text)
+    text = _SETUP_REPLIES.sub("", text)
     if not text.strip():
-        return RasReport(source=source, nccl_version=None, communicators=(), trouble="it is empty")
+        return RasReport(source=source, nccl_version=None, communicators=(), problem="it is empty")
     return parse_json(text, source) if text.lstrip().startswith("{") else parse_text(text, source)
 
 
 def parse_polls(
-    node: str, files: Iterable[tuple[str, bytes]], apart_seconds: float | None = None, trouble: str | None = None
+    node: str, files: Iterable[tuple[str, bytes]], interval_seconds: float | None = None, problem: str | None = None
 ) -> RasPolls:
-    """The reports of one node, from (name, bytes) oldest first."""
+    """The reports of one node, from (name, bytes), oldest first."""
     reports = tuple(parse_report(data, name) for name, data in files)
-    return RasPolls(node=node, reports=reports, apart_seconds=apart_seconds, trouble=trouble)
-
-
-# RAS's JSON -> RasReport. Written by a server that may be old, broken or cut off: every field may be anything.
-
-# NCCL 2.28.7 and 2.28.9 print no comma after the GPU of a missing rank: invalid exactly when it matters.
-_MISSING_COMMA = re.compile(r'("nvml_dev"\s*:\s*-?\d+)(\s+"status")')
-_TOKENS = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]]')
-_CLOSING_BRACKET = {"{": "}", "[": "]"}
+    return RasPolls(node=node, reports=reports, interval_seconds=interval_seconds, problem=problem)
 
 
 def parse_json(text: str, source: str) -> RasReport:
-    """Never raises: what could not be read is said in `trouble`, and what could be is kept."""
-    document, repaired, trouble = _decode_json(text)
+    """Keeps whatever can be read; `problem` says what could not. Raises nothing for what is in the text."""
+    document, repaired, problem = _decode_json(text)
     if not isinstance(document, dict):
-        return _unreadable(source, trouble or f"its JSON is {_type_name(document)}, not an object")
+        return _unreadable(source, problem or f"its JSON is {_type_name(document)}, not an object")
     if "communicators" not in document:
         if "event" in document:
             return _unreadable(source, describe_monitor_events(parse_monitor_events(text)))
-        return _unreadable(source, trouble or 'it has no "communicators": not a status report of RAS')
+        return _unreadable(source, problem or 'it has no "communicators": it is not a status report of RAS')
     listed = document["communicators"]
     if not isinstance(listed, list):
-        return _unreadable(source, trouble or f'its "communicators" is {_type_name(listed)}, not a list')
-    words: list[str] = []
-    communicators = tuple(_communicators(listed, words))
+        return _unreadable(source, problem or f'its "communicators" is {_type_name(listed)}, not a list')
+    remarks: list[str] = []
+    communicators = tuple(_communicators(listed, remarks))
     announced = _count(document.get("communicators_count"))
     if announced is not None and announced != len(listed):
-        words.append(f"it announces {announced} communicators and lists {len(listed)}")
-        trouble = trouble or words[-1]
+        remarks.append(f"it announces {announced} communicators but lists {len(listed)}")
+        problem = problem or remarks[-1]
     ras = _mapping(document.get("ras"))
     version = document.get("nccl_version")
     return RasReport(
@@ -70,42 +70,42 @@ def parse_json(text: str, source: str) -> RasReport:
         collected_seconds=_seconds(ras.get("collection_time_sec")),
         timeouts=_count(ras.get("timeouts_count")),
         repaired=repaired,
-        words=tuple(words),
-        trouble=trouble,
+        remarks=tuple(remarks),
+        problem=problem,
     )
 
 
 def _decode_json(text: str) -> tuple[Any, bool, str | None]:
-    """The document, whether a comma had to be put in, and what is wrong with it."""
+    """The document, whether a missing comma was added, and what is wrong with it."""
     try:
         return orjson.loads(text), False, None
     except orjson.JSONDecodeError as error:
-        first = error
-    mended, commas = _MISSING_COMMA.subn(r"\1,\2", text)
+        first_error = error
+    repaired, commas = _MISSING_COMMA.subn(r"\1,\2", text)
     try:
-        return orjson.loads(mended), commas > 0, None
+        return orjson.loads(repaired), commas > 0, None
     except orjson.JSONDecodeError:
         pass
-    whole, closers = _cut_to_last_object(mended)
+    complete, closing = _cut_to_last_object(repaired)
     try:
-        document = orjson.loads(whole + closers)
+        document = orjson.loads(complete + closing)
     except orjson.JSONDecodeError:
-        return None, False, f"it is not JSON: {first.msg} at line {first.lineno}"
-    what = f"its JSON ends early, at byte {len(text)}: read as far as it goes"
-    if not closers:
-        what = f"{len(text) - len(whole)} bytes after the end of its JSON, left aside"
-    return document, commas > 0, what
+        return None, False, f"it is not JSON: {first_error.msg} at line {first_error.lineno}"
+    problem = f"its JSON ends early, at byte {len(text)}; the part before that was used"
+    if not closing:
+        problem = f"the {len(text) - len(complete)} bytes after the end of its JSON were ignored"
+    return document, commas > 0, problem
 
 
 def _cut_to_last_object(text: str) -> tuple[str, str]:
-    """The text up to its last whole object, and the brackets that close what is still open there."""
+    """The text up to its last complete object, and the brackets that close what is still open there."""
     open_brackets: list[str] = []
     end, still_open = 0, ""
     for token in _TOKENS.finditer(text):
         sign = token[0]
         if sign in _CLOSING_BRACKET:
             open_brackets.append(sign)
-            if len(open_brackets) > 32:  # no report: do not spend time on it
+            if len(open_brackets) > _MAX_NESTING:
                 break
         elif sign in "}]":
             if not open_brackets or _CLOSING_BRACKET[open_brackets.pop()] != sign:
@@ -117,14 +117,15 @@ def _cut_to_last_object(text: str) -> tuple[str, str]:
     return text[:end], "".join(_CLOSING_BRACKET[sign] for sign in reversed(still_open))
 
 
-def _communicators(listed: list[Any], words: list[str]) -> Iterator[RasCommunicator]:
+def _communicators(listed: list[Any], remarks: list[str]) -> Iterator[RasCommunicator]:
     seen: Counter[str] = Counter()
     for index, entry in enumerate(listed):
         if not isinstance(entry, dict):
-            words.append(f"communicator {index} is {_type_name(entry)}, not an object: left aside")
+            remarks.append(f"communicator {index} is {_type_name(entry)}, not an object, and was ignored")
             continue
         ranks = [*_ranks(entry.get("ranks"), False), *_ranks(entry.get("missing_ranks"), True)]
-        identity = f"{_text(entry.get('hash')) or '?'} {_text(entry.get('secondary_hash')) or '?'}"
+        identity = f"{_string(entry.get('hash')) or '?'} {_string(entry.get('secondary_hash')) or '?'}"
+        # Hashes are not unique. Numbering them keeps two communicators of one report apart.
         seen[identity] += 1
         if seen[identity] > 1:
             identity = f"{identity} ({seen[identity]})"
@@ -142,14 +143,14 @@ def _ranks(listed: Any, missing: bool) -> Iterator[RasRank]:
     for entry in listed if isinstance(listed, list) else ():
         number = _count(entry.get("rank")) if isinstance(entry, dict) else None
         if number is None:
-            continue  # nothing can be said of a rank without a number
+            continue  # a rank without a number cannot be reported
         status = _mapping(entry.get("status"))
-        host = _text(entry.get("host"))
+        host = _string(entry.get("host"))
         gpu = _count(entry.get("nvml_dev"))
-        place = (number, None if host == "unknown" else host, _count(entry.get("pid")))
+        location = (number, None if host == "unknown" else host, _count(entry.get("pid")))
         if missing:
             yield RasRank(
-                *place,
+                *location,
                 gpu=gpu,
                 missing=True,
                 unresponsive=status.get("unresponsive") is True,
@@ -158,7 +159,7 @@ def _ranks(listed: Any, missing: bool) -> Iterator[RasRank]:
             continue
         initialization = _count(status.get("init_state")) or OK
         yield RasRank(
-            *place,
+            *location,
             gpu=gpu,
             counts=_counts(entry.get("collective_counts")),
             async_error=_count(status.get("async_error")) or OK,
@@ -170,7 +171,7 @@ def _ranks(listed: Any, missing: bool) -> Iterator[RasRank]:
 
 
 def _counts(value: Any) -> Mapping[str, int] | None:
-    """Of every kind of operation that it lists: later versions may count more. None where it tells none."""
+    """Every kind of operation that is listed: later versions may count more kinds. None: none is listed."""
     if not isinstance(value, dict):
         return None
     counts = {name: count for name, entry in value.items() if (count := _count(entry)) is not None}
@@ -178,7 +179,7 @@ def _counts(value: Any) -> Mapping[str, int] | None:
 
 
 def _count(value: Any) -> int | None:
-    """Not negative: RAS writes -1 for what it does not know."""
+    """A non-negative integer: RAS writes -1 for unknown."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
@@ -186,7 +187,7 @@ def _seconds(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
 
 
-def _text(value: Any) -> str | None:
+def _string(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
@@ -195,9 +196,9 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _type_name(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "nothing"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
-def _unreadable(source: str, trouble: str) -> RasReport:
-    return RasReport(source=source, nccl_version=None, communicators=(), trouble=trouble)
+def _unreadable(source: str, problem: str) -> RasReport:
+    return RasReport(source=source, nccl_version=None, communicators=(), problem=problem)

@@ -81,7 +81,7 @@ def test_two_reports_of_nccl_come_through_the_connection(watch: RunningFleet, ru
         plan = plan_for(
             run,
             NodeCapturePlan("node", ras=True),
-            settings=CaptureSettings(ras_port=int(server.place.rpartition(":")[2])),
+            settings=CaptureSettings(ras_port=int(server.address.rpartition(":")[2])),
         )
         result = capture_evidence(plan, watch.fleet.channels, tmp_path / "capture", Clock())
     assert {"node-node.ras-1.json", "node-node.ras-2.json", "node-node.ras.json"} <= set(result.files)

@@ -1,4 +1,4 @@
-"""Servers on loopback that answer as NCCL's RAS does, or badly."""
+"""Servers on the loopback interface that answer like NCCL's RAS, or that misbehave."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Script = Callable[[socket.socket], None]
 
 
 class RasServer:
-    """Runs `script` for each connection, one after another, in a thread of its own."""
+    """Runs `script` for each connection, one at a time, in a separate thread."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.commands: list[str] = []
         self.ended = threading.Event()
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.place = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
@@ -61,7 +61,7 @@ def commands(server: RasServer, connection: socket.socket) -> Iterator[str]:
 def speaks_ras(
     report: Callable[[], bytes], *, knows_json: bool = True, line_end: bytes = b"\n"
 ) -> Callable[[RasServer], Script]:
-    """As NCCL does: one reply a line, the report, then the end of the connection."""
+    """Like NCCL: one reply per line, then the report, then the end of the connection."""
 
     def script(server: RasServer) -> Script:
         def talk(connection: socket.socket) -> None:
@@ -82,12 +82,12 @@ def speaks_ras(
 
 
 def sends(data: bytes) -> Callable[[RasServer], Script]:
-    """Whatever is asked: these bytes, then the end."""
+    """Ignores the request: sends these bytes, then closes."""
     return lambda server: lambda connection: connection.sendall(data)
 
 
 def sends_and_stalls(data: bytes) -> Callable[[RasServer], Script]:
-    """These bytes, then not a word more, and no end."""
+    """Sends these bytes, then nothing more, and does not close."""
 
     def script(server: RasServer) -> Script:
         def talk(connection: socket.socket) -> None:
@@ -100,7 +100,7 @@ def sends_and_stalls(data: bytes) -> Callable[[RasServer], Script]:
 
 
 def floods(server: RasServer) -> Script:
-    """Never stops."""
+    """Never stops sending."""
 
     def talk(connection: socket.socket) -> None:
         connection.sendall(b"SERVER PROTOCOL 2\nOK\nOK\n")

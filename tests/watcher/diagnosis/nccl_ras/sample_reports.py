@@ -1,4 +1,4 @@
-"""Reports for tests: the samples of tests/data/ras, and others written on the spot in RAS's JSON."""
+"""Reports for tests: the samples in tests/data/ras, and generated ones in RAS's JSON format."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def sample(name: str) -> bytes:
     return (DATA / name).read_bytes()
 
 
-def read_samples(*names: str, apart_seconds: float | None = 10.0) -> RasAnalysis:
-    """Of one node, oldest first."""
-    apart = apart_seconds if len(names) > 1 else None
-    return analyze_ras([parse_polls("node-01", [(name, sample(name)) for name in names], apart)])
+def analyze_samples(*names: str, interval_seconds: float | None = 10.0) -> RasAnalysis:
+    """Reports of one node, oldest first."""
+    interval = interval_seconds if len(names) > 1 else None
+    return analyze_ras([parse_polls("node-01", [(name, sample(name)) for name in names], interval)])
 
 
-def read_reports(*reports: bytes, apart_seconds: float | None = 10.0) -> RasAnalysis:
+def analyze_reports(*reports: bytes, interval_seconds: float | None = 10.0) -> RasAnalysis:
     files = [(f"report {number}", data) for number, data in enumerate(reports, 1)]
-    return analyze_ras([parse_polls("node-01", files, apart_seconds if len(reports) > 1 else None)])
+    return analyze_ras([parse_polls("node-01", files, interval_seconds if len(reports) > 1 else None)])
 
 
 @dataclass
 class Communicator:
-    """`members`: ranks of the job; `counts` by rank of the job, or those of `usual`."""
+    """`members`: ranks of the job. `counts`: by rank of the job; all other ranks have those of `usual`."""
 
     members: Sequence[int]
     usual: Mapping[str, int] = field(default_factory=lambda: {"AllGather": 100, "ReduceScatter": 50, "AllReduce": 7})

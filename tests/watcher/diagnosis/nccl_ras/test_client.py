@@ -1,4 +1,4 @@
-"""A session with RAS, and with what is not RAS. Nothing that the other end does may raise or last."""
+"""A session with RAS, or with something else. Nothing that the other end does may raise or last."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from wattwatch.watcher.diagnosis.nccl_ras.parse import parse_polls, parse_report
 
 REPORT = sample("desync_crossed_counts_poll1.json")
 TEXT = sample("status_stopped_process.txt")
+ADDRESS = "127.0.0.1:28028"
 
 
 class StillClock(Clock):
-    """Stands still unless moved; waiting moves it."""
+    """Does not advance by itself; waiting advances it."""
 
     def __init__(self) -> None:
         super().__init__(1.0, 0.0, 0.0)
@@ -35,7 +36,7 @@ class StillClock(Clock):
 
 
 class Drip:
-    """A channel whose other end sends one byte a second, for ever."""
+    """A channel whose other end sends one byte per second, forever."""
 
     def __init__(self, clock: StillClock, data: bytes) -> None:
         self.clock = clock
@@ -62,32 +63,32 @@ class Drip:
         self.closed = True
 
 
-def test_json_comes_as_it_was_sent() -> None:
+def test_json_is_returned_as_it_was_sent() -> None:
     with serving(speaks_ras(lambda: REPORT)) as server:
         answer = request_report(server.connect(), Clock())
-    assert (answer.raw, answer.form, answer.suffix, answer.trouble) == (REPORT, "json", ".json", None)
-    said = re.findall(r"^C: (.*)\\n$", sample("wire_session_json.txt").decode(), re.MULTILINE)
-    assert server.commands == said == ["CLIENT PROTOCOL 2", "TIMEOUT 5", "SET FORMAT json", "VERBOSE STATUS"]
+    assert (answer.raw, answer.form, answer.suffix, answer.problem) == (REPORT, "json", ".json", None)
+    expected = re.findall(r"^C: (.*)\\n$", sample("wire_session_json.txt").decode(), re.MULTILINE)
+    assert server.commands == expected == ["CLIENT PROTOCOL 2", "TIMEOUT 5", "SET FORMAT json", "VERBOSE STATUS"]
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-def test_a_server_that_knows_no_json_is_asked_for_text(line_end: bytes) -> None:
+def test_a_server_without_json_is_asked_for_text(line_end: bytes) -> None:
     with serving(speaks_ras(lambda: TEXT, knows_json=False, line_end=line_end)) as server:
         answer = request_report(server.connect(), Clock())
-    assert (answer.raw, answer.form, answer.suffix, answer.trouble) == (TEXT, "text", ".txt", None)
+    assert (answer.raw, answer.form, answer.suffix, answer.problem) == (TEXT, "text", ".txt", None)
 
 
-def test_a_stalled_server_is_left_at_the_deadline() -> None:
+def test_a_stalled_server_is_abandoned_at_the_deadline() -> None:
     with serving(sends_and_stalls(b"")) as server:
         answer = request_report(server.connect(), Clock(), deadline_seconds=0.2)
-    assert (answer.raw, answer.trouble) == (b"", "it did not finish within 0.2 s")
+    assert (answer.raw, answer.problem) == (b"", "it did not finish within 0.2 s")
 
 
-def test_a_report_that_stalls_half_way_is_kept_as_far_as_it_came() -> None:
+def test_a_report_that_stalls_half_way_is_kept_up_to_there() -> None:
     with serving(sends_and_stalls(b"SERVER PROTOCOL 2\nOK\nOK\n" + REPORT[:2000])) as server:
         answer = request_report(server.connect(), Clock(), deadline_seconds=0.3)
     assert answer.raw == REPORT[:2000]
-    assert answer.trouble == "it did not finish within 0.3 s; 2,000 bytes of the report had come and are kept"
+    assert answer.problem == "it did not finish within 0.3 s; the 2,000 bytes received until then are kept"
 
 
 @pytest.mark.parametrize("data", [b"", b"SERVER PROTOCOL 2\nOK\nOK\n" + REPORT])
@@ -95,8 +96,8 @@ def test_a_drip_of_bytes_does_not_extend_the_deadline(data: bytes) -> None:
     clock = StillClock()
     drip = Drip(clock, data)
     answer = request_report(drip, clock, deadline_seconds=60.0)
-    assert answer.trouble is not None
-    assert "it did not finish within 60 s" in answer.trouble
+    assert answer.problem is not None
+    assert "it did not finish within 60 s" in answer.problem
     assert clock.now - 100.0 <= 61.0
     assert drip.timeouts == sorted(drip.timeouts, reverse=True)
     assert drip.closed
@@ -104,100 +105,104 @@ def test_a_drip_of_bytes_does_not_extend_the_deadline(data: bytes) -> None:
 
 def test_a_flood_is_cut_at_the_limit_and_kept() -> None:
     with serving(floods) as server:
-        answer = request_report(server.connect(), Clock(), byte_limit=100_000)
+        answer = request_report(server.connect(), Clock(), max_bytes=100_000)
     assert len(answer.raw) == 100_000
-    assert answer.trouble == "it sends more than 100,000 bytes; 100,000 bytes of the report had come and are kept"
+    assert answer.problem == "it sends more than 100,000 bytes; the 100,000 bytes received until then are kept"
 
 
-def test_bytes_without_an_end_of_line_are_no_greeting() -> None:
+def test_bytes_without_a_line_break_are_not_a_greeting() -> None:
     with serving(sends(b"\x16\x03" * 50_000)) as server:
         answer = request_report(server.connect(), Clock())
-    assert answer.trouble is not None
-    assert "no line: no NCCL RAS" in answer.trouble
+    assert answer.problem is not None
+    assert "no line break: it is not NCCL RAS" in answer.problem
 
 
-def test_another_service_on_the_port_is_named() -> None:
+def test_another_service_on_the_port_is_reported() -> None:
     with serving(sends(b"SSH-2.0-OpenSSH_9.6\r\n")) as server:
         answer = request_report(server.connect(), Clock())
-    assert answer.trouble is not None
-    assert "it answers 'SSH-2.0-OpenSSH_9.6', not as NCCL RAS does" in answer.trouble
+    assert answer.problem is not None
+    assert "it answers 'SSH-2.0-OpenSSH_9.6', which NCCL RAS never does" in answer.problem
 
 
-def test_a_server_that_closes_at_once_is_told() -> None:
+def test_a_server_that_closes_at_once_is_reported() -> None:
     with serving(sends(b"")) as server:
         answer = request_report(server.connect(), Clock())
     assert answer.raw == b""
-    assert answer.trouble is not None
-    assert answer.trouble.startswith(("it closed the connection at 'CLIENT PROTOCOL 2'", "the connection broke"))
+    assert answer.problem is not None
+    assert answer.problem.startswith(("it closed the connection after 'CLIENT PROTOCOL 2'", "the connection failed"))
 
 
-def test_a_report_cut_in_the_middle_is_kept_and_read_as_far_as_it_goes() -> None:
+def test_a_report_cut_off_in_the_middle_is_kept_and_parsed_up_to_there() -> None:
     with serving(speaks_ras(lambda: REPORT[:5000])) as server:
         answer = request_report(server.connect(), Clock())
     assert answer.raw == REPORT[:5000]
-    assert answer.trouble == "it closed the connection within its report, after 5,000 bytes"
+    assert answer.problem == "it closed the connection in the middle of its report, after 5,000 bytes"
     assert len(parse_report(answer.raw).communicators[0].ranks) > 5
 
 
-def test_no_report_and_a_refusal_are_told_apart() -> None:
+def test_no_report_and_a_rejected_request_are_distinguished() -> None:
     with serving(speaks_ras(lambda: b"")) as server:
-        assert request_report(server.connect(), Clock()).trouble == "it closed the connection without a report"
+        assert request_report(server.connect(), Clock()).problem == "it closed the connection without a report"
     with serving(speaks_ras(lambda: b"ERROR: Unknown command verbose status\n")) as server:
-        assert request_report(server.connect(), Clock()).trouble == "it refuses: ERROR: Unknown command verbose status"
+        assert (
+            request_report(server.connect(), Clock()).problem
+            == "it rejected the request: ERROR: Unknown command verbose status"
+        )
 
 
-def test_two_polls_each_on_its_own_connection_give_a_reading() -> None:
+def test_two_polls_on_two_connections_can_be_analyzed() -> None:
     files = iter([REPORT, sample("desync_crossed_counts_poll2.json")])
     clock = StillClock()
     with serving(speaks_ras(lambda: next(files))) as server:
-        polled = poll_twice(server.connect, clock, 8.0)
-    assert (polled.apart_seconds, polled.trouble) == (8.0, None)
+        polled = poll_twice(server.connect, clock, 8.0, address=ADDRESS)
+    assert (polled.interval_seconds, polled.problem) == (8.0, None)
     named = [(f"ras-{number}", answer.raw) for number, answer in enumerate(polled.answers, 1)]
-    reading = analyze_ras([parse_polls("node-01", named, polled.apart_seconds, polled.trouble)])
-    assert [suspect.job_rank for suspect in reading.suspects] == [3]
-    assert "frozen over 8 s" in reading.why
+    analysis = analyze_ras([parse_polls("node-01", named, polled.interval_seconds, polled.problem)])
+    assert [suspect.job_rank for suspect in analysis.suspects] == [3]
+    assert "no progress over 8 s" in analysis.why
 
 
-def test_nothing_that_listens_says_what_that_may_mean() -> None:
+def test_a_refused_connection_is_reported_with_possible_causes() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = taken.getsockname()
-    polled = poll_twice(lambda: socket.create_connection(address, timeout=10), StillClock())
-    assert (polled.answers, polled.apart_seconds) == ((), None)
-    assert polled.trouble == (
-        "nothing listens on 127.0.0.1:28028: NCCL older than 2.24, or NCCL_RAS_ENABLE=0, or no NCCL job"
+    polled = poll_twice(lambda: socket.create_connection(address, timeout=10), StillClock(), address=ADDRESS)
+    assert (polled.answers, polled.interval_seconds) == ((), None)
+    assert polled.problem == (
+        "nothing listens on 127.0.0.1:28028: NCCL is older than 2.24, NCCL_RAS_ENABLE=0 is set, or no NCCL job is "
+        "running"
     )
 
 
 @pytest.mark.parametrize(
-    ("error", "trouble"),
+    ("error", "problem"),
     [
         (
             PermissionError("forwarding is forbidden there"),
             "not allowed to connect to n1:28028: forwarding is forbidden there",
         ),
-        (TimeoutError("timed out"), "no connection to n1:28028: timed out"),
-        (EOFError(), "no connection to n1:28028: EOFError"),
+        (TimeoutError("timed out"), "cannot connect to n1:28028: timed out"),
+        (EOFError(), "cannot connect to n1:28028: EOFError"),
     ],
 )
-def test_a_connection_that_cannot_be_made_is_told(error: Exception, trouble: str) -> None:
+def test_a_failed_connection_is_reported(error: Exception, problem: str) -> None:
     def connect() -> socket.socket:
         raise error
 
-    assert poll_twice(connect, StillClock(), place="n1:28028").trouble == trouble
+    assert poll_twice(connect, StillClock(), address="n1:28028").problem == problem
 
 
-def test_the_first_report_is_kept_where_the_second_fails() -> None:
+def test_the_first_report_is_kept_if_the_second_fails() -> None:
     files = iter([REPORT, b""])
     with serving(speaks_ras(lambda: next(files))) as server:
-        polled = poll_twice(server.connect, StillClock())
+        polled = poll_twice(server.connect, StillClock(), address=ADDRESS)
     assert [answer.raw for answer in polled.answers] == [REPORT]
-    assert polled.apart_seconds is None
-    assert polled.trouble == ("second report: NCCL RAS on 127.0.0.1:28028: it closed the connection without a report")
+    assert polled.interval_seconds is None
+    assert polled.problem == ("second report: NCCL RAS on 127.0.0.1:28028: it closed the connection without a report")
 
 
 def test_a_stop_ends_the_wait_with_one_report() -> None:
     stop = threading.Event()
     stop.set()
     with serving(speaks_ras(lambda: REPORT)) as server:
-        polled = poll_twice(server.connect, StillClock(), stop=stop)
-    assert (len(polled.answers), polled.trouble) == (1, "stopped before the second report")
+        polled = poll_twice(server.connect, StillClock(), address=ADDRESS, stop=stop)
+    assert (len(polled.answers), polled.problem) == (1, "stopped before the second report")

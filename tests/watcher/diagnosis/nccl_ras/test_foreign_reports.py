@@ -1,4 +1,4 @@
-"""NCCL RAS of another job beside the records of this one: it neither agrees nor places anybody."""
+"""NCCL RAS reports of another job beside the records of this one: they are not used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOREIGN = polls("desync_crossed_counts")
 
 
 @pytest.mark.parametrize("odd", [{3: "barrier"}, {3: None}], ids=["proven", "likely"])
-def test_a_larger_communicator_is_of_another_job(odd: dict[int, str | None]) -> None:
+def test_a_communicator_larger_than_the_job_is_of_another_job(odd: dict[int, str | None]) -> None:
     sources = tuple(f"rank-{rank:05d}.recorder.json" for rank in range(8))
     alone = Evidence(records(odd), sources=sources)
     mixed = replace(alone, ras=(FOREIGN,), sources=(*sources, *(each.source for each in FOREIGN.reports)))
@@ -52,6 +52,6 @@ def test_more_hosts_than_the_job_has_nodes_are_of_another_job() -> None:
     assert "its ranks are on 2 hosts, those of this job on 1" in diagnose(on_one).missing[0]
 
 
-def test_where_the_size_of_the_job_is_not_known_it_is_heard() -> None:
+def test_reports_are_used_if_the_size_of_the_job_is_unknown() -> None:
     found = diagnose(Evidence(ras=(FOREIGN,)))
     assert [each.rank for each in found.culprits] == [3]

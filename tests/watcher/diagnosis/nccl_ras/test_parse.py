@@ -1,4 +1,4 @@
-"""Anything may come from the port: what is read of broken reports, and that nothing raises."""
+"""Anything may come from the port: what is kept of broken reports, and that nothing raises."""
 
 from __future__ import annotations
 
@@ -29,44 +29,44 @@ def test_carriage_returns_and_replies_before_the_report_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "trouble"),
+    ("data", "problem"),
     [
         (b"", "it is empty"),
         (b" \r\n\0", "it is empty"),
-        (b"\xff\xfe\x00garbage\x80", "it is neither the JSON nor the text of a RAS report"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it is neither the JSON nor the text of a RAS report"),
+        (b"\xff\xfe\x00garbage\x80", "it is neither a JSON nor a text report of RAS"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it is neither a JSON nor a text report of RAS"),
         (b"{]", "it is not JSON: "),
-        (b"{}", 'it has no "communicators": not a status report of RAS'),
+        (b"{}", 'it has no "communicators": it is not a status report of RAS'),
         (b'{"communicators": 3}', 'its "communicators" is a number, not a list'),
-        (b'{"communicators": [], "communicators_count": 2}', "it announces 2 communicators and lists 0"),
+        (b'{"communicators": [], "communicators_count": 2}', "it announces 2 communicators but lists 0"),
         (b"{" * 100_000 + b"}" * 100_000, "it is not JSON: "),
     ],
 )
-def test_what_is_wrong_is_said(data: bytes, trouble: str) -> None:
+def test_the_problem_is_reported(data: bytes, problem: str) -> None:
     found = parse_report(data)
     assert found.communicators == ()
-    assert found.trouble is not None
-    assert found.trouble.startswith(trouble)
+    assert found.problem is not None
+    assert found.problem.startswith(problem)
 
 
-def test_json_that_ends_early_is_read_as_far_as_it_goes() -> None:
+def test_json_that_ends_early_is_parsed_up_to_there() -> None:
     data = report(Communicator(range(8)), Communicator(range(16)))
     found = parse_report(data[: len(data) * 2 // 3])
-    assert found.trouble is not None
-    assert "ends early" in found.trouble
+    assert found.problem is not None
+    assert "ends early" in found.problem
     first, second = found.communicators
     assert (len(first.ranks), second.size) == (8, 16)
     assert 0 < len(second.ranks) < 16
 
 
-def test_text_that_ends_early_is_read_as_far_as_it_goes() -> None:
+def test_text_that_ends_early_is_parsed_up_to_there() -> None:
     data = sample("status_stopped_process.txt")
     found = parse_report(data[: data.index(b"Warnings")])
-    assert found.trouble == "its text ends early: read as far as it goes"
+    assert found.problem == "its text ends early; the part before that was used"
     assert [rank.rank for rank in found.communicators[0].ranks] == [13]
 
 
-def test_fields_of_wrong_types_are_left_aside_and_unknown_ones_ignored() -> None:
+def test_fields_of_wrong_types_and_unknown_fields_are_ignored() -> None:
     document = json.loads(sample("healthy_poll1.json"))
     ranks = document["communicators"][0]["ranks"]
     ranks[0]["pid"], ranks[1]["host"], ranks[2]["nvml_dev"] = "7", None, -1
@@ -83,7 +83,7 @@ def test_fields_of_wrong_types_are_left_aside_and_unknown_ones_ignored() -> None
     assert 5 not in read
     assert read[6].counts is not None
     assert read[6].counts["AllToAll"] == 12
-    assert found.words[0] == "communicator 1 is text, not an object: left aside"
+    assert found.remarks[0] == "communicator 1 is a string, not an object, and was ignored"
 
 
 def test_communicators_with_the_same_hashes_stay_apart() -> None:
@@ -94,7 +94,7 @@ def test_communicators_with_the_same_hashes_stay_apart() -> None:
     assert first.identity != second.identity
 
 
-def test_errors_in_the_text_form() -> None:
+def test_errors_in_the_text_format() -> None:
     text = """Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
     #  in group  per comm  per node  per comm  in group
     0         1         2         8        16        16   RUNNING  ERROR
@@ -127,7 +127,7 @@ def test_a_rank_without_process_information_is_still_named() -> None:
 
 
 def mutated(data: bytes, seed: int) -> bytes:
-    """Bytes or lines cut out, doubled, swapped, or replaced by what hurts parsers."""
+    """Bytes or lines removed, duplicated, swapped, or replaced by input that is hard to parse."""
     choose = random.Random(seed)
     for _ in range(choose.randint(1, 6)):
         lines = data.split(b"\n")
@@ -156,14 +156,14 @@ def test_no_value_in_any_field_raises(name: str, data: st.DataObject) -> None:
     if "malformed" in name:
         return
     document = json.loads(sample(name))
-    place = document
-    while isinstance(place, dict | list) and place:
-        keys = list(place) if isinstance(place, dict) else range(len(place))
+    value = document
+    while isinstance(value, dict | list) and value:
+        keys = list(value) if isinstance(value, dict) else range(len(value))
         key = data.draw(st.sampled_from(list(keys)))
-        if not isinstance(place[key], dict | list) or not place[key] or data.draw(st.integers(0, 3)) == 0:
-            place[key] = data.draw(ANYTHING)
+        if not isinstance(value[key], dict | list) or not value[key] or data.draw(st.integers(0, 3)) == 0:
+            value[key] = data.draw(ANYTHING)
             break
-        place = place[key]
+        value = value[key]
     raw = json.dumps(document).encode()
     analyze_ras([parse_polls("node-01", [("first", sample(name)), ("second", raw)], 10.0)])
 
