@@ -1,8 +1,8 @@
-"""Writes wattwatch.json, the Grafana dashboard: plain data in, plain JSON out.
+"""Generates wattwatch.json, the Grafana dashboard.
 
     python -m dashboards.generate
 
-Panels name metrics through `metric`, which knows only those that the exporter serves, so a renamed metric fails here.
+Panels name metrics through `metric`, which accepts only those that the exporter serves: a renamed metric fails here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from wattwatch.watcher.web.metrics import METRICS
 
 DASHBOARD_FILE: Final = Path(__file__).with_name("wattwatch.json")
 DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
-# Units of the table -> Grafana's names of them.
+# Units of metrics.toml, and Grafana's names for them.
 GRAFANA_UNITS: Final = {
     "watts": "watt",
     "ratio": "percentunit",
@@ -46,7 +46,7 @@ STATE_COLORS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class PromQuery:
-    """One PromQL expression, and how its series are named."""
+    """One PromQL expression and the legend of its series."""
 
     expression: str
     legend: str = ""
@@ -55,7 +55,7 @@ class PromQuery:
 
 @dataclass(frozen=True, slots=True)
 class DashboardPanel:
-    """One panel; the width is in Grafana's 24 columns."""
+    """One panel. Its width is in Grafana's grid of 24 columns."""
 
     title: str
     description: str
@@ -69,7 +69,7 @@ class DashboardPanel:
 
 
 def metric(name: str, matchers: str = "") -> str:
-    """A selector of a metric that exists, narrowed by the dashboard's variables as far as it has their labels."""
+    """A selector of an existing metric, filtered by the dashboard's variables if the metric has their labels."""
     known = METRICS[f"wattwatch_{name}"]
     variables = [f'{label}=~"${label}"' for label in ("train_job", "node") if label in known.labels]
     inside = ",".join([*variables, *([matchers] if matchers else [])])
@@ -89,7 +89,7 @@ def time_series_panel(
     height: int = 8,
     **custom: Any,
 ) -> DashboardPanel:
-    """Curves over time."""
+    """A panel of curves over time."""
     return DashboardPanel(
         title,
         description,
@@ -106,7 +106,7 @@ def time_series_panel(
 def stat_panel(
     title: str, description: str, expression: str, unit: str, steps: list[tuple[float | None, str]]
 ) -> DashboardPanel:
-    """One figure, coloured by thresholds."""
+    """A panel of one number, colored by thresholds."""
     return DashboardPanel(
         title,
         description,
@@ -119,14 +119,14 @@ def stat_panel(
         {
             "thresholds": {
                 "mode": "absolute",
-                "steps": [{"value": value, "color": colour} for value, colour in steps],
+                "steps": [{"value": value, "color": color} for value, color in steps],
             }
         },
     )
 
 
 def state_number_query() -> str:
-    """The job's state as its number in the list of states: all states are always there, one of them with 1."""
+    """PromQL for the position of a job's state in `JobState`. Every state has a series; the current one is 1."""
     terms = []
     for i, state in enumerate(JobState, start=1):
         selector = metric("job_state", f'state="{state.value}"')
@@ -141,49 +141,49 @@ def overview_panels() -> list[DashboardPanel]:
     return [
         stat_panel(
             "Open alerts",
-            "Alert episodes that people are told about, over the chosen jobs and the watcher itself.",
+            "Open alerts of the selected jobs and of the watcher itself that are reported to receivers.",
             'sum(wattwatch_alerts_firing{train_job=~"$train_job|"}) or vector(0)',
             "short",
             GREEN_THEN_RED,
         ),
         stat_panel(
             "Jobs hung or crashed",
-            "Jobs whose state is hung or crashed now.",
+            "Jobs that are hung or crashed now.",
             "sum(" + metric("job_state", 'state=~"hung|crashed"') + ")",
             "short",
             GREEN_THEN_RED,
         ),
         stat_panel(
             "Nodes not answering",
-            "Nodes whose probe cannot be heard over SSH.",
+            "Nodes that do not answer over SSH.",
             f"sum({metric('node_up')} == bool 0)",
             "short",
             GREEN_THEN_RED,
         ),
         stat_panel(
             "GPU-hours lost",
-            "GPU time without useful work in the chosen range, by all causes the watcher names.",
+            "GPU time without useful work in the selected time range, for any alert.",
             f"sum(increase({metric('job_wasted_gpu_seconds_total')}[$__range])) / 3600 or vector(0)",
             "short",
             [(None, "green"), (1, "orange"), (10, "red")],
         ),
         stat_panel(
-            "Watcher blind",
-            "1: most nodes went silent together, so nothing is concluded about any job.",
+            "Watcher lost its network",
+            "1: the watcher lost most nodes at once, so the jobs on them are not evaluated.",
             "max(" + metric("blind") + ")",
             "short",
             GREEN_THEN_RED,
         ),
         stat_panel(
-            "Oldest message waiting",
-            "How long the oldest alert message has not reached its receiver.",
+            "Oldest undelivered message",
+            "How long the oldest alert message has been waiting for delivery.",
             "max(" + metric("outbox_oldest_seconds") + ")",
             "s",
             [(None, "green"), (60, "orange"), (300, "red")],
         ),
         DashboardPanel(
             "State of each job",
-            "One band a job. Power and shape say which state, progress says whether it is one to worry about.",
+            "One band per job. Power and utilization show the state; progress shows whether it is a problem.",
             "state-timeline",
             (PromQuery(state_number_query(), "{{train_job}}"),),
             "short",
@@ -209,51 +209,51 @@ def overview_panels() -> list[DashboardPanel]:
 def job_panels() -> list[DashboardPanel]:
     return [
         time_series_panel(
-            "Board power, rank by rank",
-            "Compute is high and even, a hang is flat at the floor. Compare with utilisation beside it.",
+            "GPU power by rank",
+            "High and even while computing, flat and low in a hang. Compare with utilization beside it.",
             (PromQuery(metric("gpu_power_watts"), "{{node}} {{gpu}} rank {{rank}}"),),
             grafana_unit("gpu_power_watts"),
         ),
         time_series_panel(
-            "Utilisation, rank by rank",
-            "Reads 100 % in a hung collective too: that is why power is watched.",
+            "GPU utilization by rank",
+            "It is 100 % in a hung collective too, which is why power is monitored.",
             (PromQuery(metric("gpu_utilization_ratio"), "{{node}} {{gpu}} rank {{rank}}"),),
             grafana_unit("gpu_utilization_ratio"),
             max=1,
         ),
         time_series_panel(
-            "Spread of utilisation over ranks",
-            "Standard deviation: near 0 when all ranks do the same, high when they starve for data.",
+            "Spread of utilization over ranks",
+            "Standard deviation: near 0 if all ranks do the same, high if they wait for data.",
             (PromQuery(f"stddev by (train_job) ({metric('gpu_utilization_ratio')})", "{{train_job}}"),),
             "percentunit",
         ),
         time_series_panel(
             "Tokens per second",
-            "As the job itself reports it.",
+            "Throughput as the job itself reports it.",
             (PromQuery(metric("job_tokens_per_second"), "{{train_job}}"),),
             grafana_unit("job_tokens_per_second"),
         ),
         time_series_panel(
             "Time since the last step",
-            "A sawtooth while the job advances; a ramp when it does not.",
+            "A sawtooth while the job makes steps, a ramp if it does not.",
             (PromQuery(metric("job_progress_age_seconds"), "{{train_job}}"),),
             grafana_unit("job_progress_age_seconds"),
         ),
         time_series_panel(
-            "Share of planned steps done",
-            "Step over planned steps.",
+            "Progress",
+            "Current step divided by planned steps.",
             (PromQuery(f"{metric('job_step')} / {metric('job_steps_planned')}", "{{train_job}}"),),
             "percentunit",
         ),
         time_series_panel(
             "Age of the newest complete checkpoint",
-            "What a crash at this moment would lose.",
+            "The work that a crash at this moment would lose.",
             (PromQuery(metric("job_checkpoint_age_seconds"), "{{train_job}}"),),
             grafana_unit("job_checkpoint_age_seconds"),
         ),
         time_series_panel(
-            "GPUs lost to each cause",
-            "Boards that do no useful work, averaged over 5 min, by the alert that says why.",
+            "GPUs without useful work",
+            "Number of GPUs, averaged over 5 min, by the alert that explains it.",
             (
                 PromQuery(
                     f"sum by (train_job, alert) (rate({metric('job_wasted_gpu_seconds_total')}[5m]))",
@@ -263,8 +263,8 @@ def job_panels() -> list[DashboardPanel]:
             "short",
         ),
         time_series_panel(
-            "Power drawn for nothing",
-            "What those boards draw, averaged over 5 min, by the alert that says why; of boards that are read.",
+            "Power drawn without useful work",
+            "Power of these GPUs, averaged over 5 min, by the alert that explains it. Only GPUs with a power reading.",
             (
                 PromQuery(
                     f"sum by (train_job, alert) (rate({metric('job_wasted_energy_joules_total')}[5m]))",
@@ -274,8 +274,8 @@ def job_panels() -> list[DashboardPanel]:
             grafana_unit("gpu_power_watts"),
         ),
         time_series_panel(
-            "Memory in use",
-            "Highest and lowest board of each job.",
+            "GPU memory used",
+            "The GPUs of each job with the highest and the lowest use.",
             (
                 PromQuery(f"max by (train_job) ({metric('gpu_memory_used_bytes')})", "{{train_job}} highest"),
                 PromQuery(f"min by (train_job) ({metric('gpu_memory_used_bytes')})", "{{train_job}} lowest"),
@@ -283,8 +283,8 @@ def job_panels() -> list[DashboardPanel]:
             grafana_unit("gpu_memory_used_bytes"),
         ),
         time_series_panel(
-            "Energy per job",
-            "From the boards' own energy counters: watts averaged over 5 min, summed over boards.",
+            "Power per job",
+            "Sum over its GPUs, from their energy counters, averaged over 5 min.",
             (PromQuery(f"sum by (train_job) (rate({metric('gpu_energy_joules_total')}[5m]))", "{{train_job}}"),),
             "watt",
         ),
@@ -294,36 +294,38 @@ def job_panels() -> list[DashboardPanel]:
 def watcher_panels() -> list[DashboardPanel]:
     return [
         time_series_panel(
-            "Age of each node's last line",
-            "The probe speaks once an interval; a rising line is a node that went silent.",
+            "Age of each node's data",
+            "The probe sends a line every interval; a rising curve is a node that went silent.",
             (PromQuery(metric("probe_age_seconds"), "{{node}}"),),
             grafana_unit("probe_age_seconds"),
         ),
         time_series_panel(
             "Nodes by status",
-            "Why nodes cannot be read: unreachable, driver down, a query that hangs, and so on.",
+            "Why nodes cannot be read: unreachable, driver down, hung query, and so on.",
             (PromQuery(f"sum by (status) ({metric('node_status')})", "{{status}}"),),
             "short",
             fillOpacity=30,
             stacking={"mode": "normal"},
         ),
         time_series_panel(
-            "From condition to alert",
-            "Half and 95 % of alerts came within this time of what they name, over the last hour.",
+            "Detection delay",
+            "Time from the beginning of a condition to its alert: median and 95th percentile over the last hour.",
             tuple(
                 PromQuery(
                     f"histogram_quantile({share}, sum by (le) (rate(wattwatch_detection_delay_seconds_bucket[1h])))",
                     name,
                 )
-                for share, name in (("0.5", "half"), ("0.95", "95 %"))
+                for share, name in (("0.5", "median"), ("0.95", "95th percentile"))
             ),
             "s",
         ),
         time_series_panel(
-            "Messages",
-            "Taken by receivers, and attempts that failed, per minute.",
+            "Alert messages",
+            "Messages accepted by receivers, and failed delivery attempts, per minute.",
             (
-                PromQuery(f"sum by (receiver) (rate({metric('notifications_total')}[5m])) * 60", "{{receiver}} taken"),
+                PromQuery(
+                    f"sum by (receiver) (rate({metric('notifications_total')}[5m])) * 60", "{{receiver}} accepted"
+                ),
                 PromQuery(
                     f"sum by (receiver, reason) (rate({metric('notification_failures_total')}[5m])) * 60",
                     "{{receiver}} failed: {{reason}}",
@@ -332,21 +334,21 @@ def watcher_panels() -> list[DashboardPanel]:
             "short",
         ),
         time_series_panel(
-            "How long a tick takes",
-            "95 % of the ticks that judged something; and how late the last one began.",
+            "Tick duration",
+            "95th percentile of the ticks that evaluated a job; how late the last one started; age of the snapshot.",
             (
                 PromQuery(
                     "histogram_quantile(0.95, sum by (le) (rate(wattwatch_tick_duration_seconds_bucket[5m])))",
-                    "95 % of ticks",
+                    "95th percentile",
                 ),
-                PromQuery(metric("tick_late_seconds"), "late"),
-                PromQuery(metric("snapshot_age_seconds"), "age of what is served"),
+                PromQuery(metric("tick_late_seconds"), "started late"),
+                PromQuery(metric("snapshot_age_seconds"), "snapshot age"),
             ),
             "s",
         ),
         time_series_panel(
-            "The watcher's own cost",
-            "Share of one CPU core, and threads.",
+            "Resources of the watcher",
+            "CPU cores used, and number of threads.",
             (
                 PromQuery("rate(process_cpu_seconds_total[5m]) and on(instance) wattwatch_build_info", "CPU cores"),
                 PromQuery(metric("threads"), "threads"),
@@ -356,11 +358,11 @@ def watcher_panels() -> list[DashboardPanel]:
     ]
 
 
-SECTIONS: Final = (("Now", overview_panels), ("Jobs", job_panels), ("Nodes and the watcher", watcher_panels))
+SECTIONS: Final = (("Now", overview_panels), ("Jobs", job_panels), ("Nodes and watcher", watcher_panels))
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana stores it."""
+    """The dashboard in the JSON that Grafana imports."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, section in SECTIONS:
@@ -385,7 +387,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": "wattwatch",
         "title": "wattwatch",
-        "description": "Multi-node GPU training as the watcher sees it. Generated by dashboards/generate.py.",
+        "description": "Multi-node GPU training, monitored by wattwatch. Generated by dashboards/generate.py.",
         "tags": ["wattwatch", "gpu", "training"],
         "schemaVersion": 39,
         "editable": False,
@@ -399,9 +401,9 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def render_panel(panel: DashboardPanel, number_: int, x: int, y: int) -> dict[str, Any]:
+def render_panel(panel: DashboardPanel, panel_id: int, x: int, y: int) -> dict[str, Any]:
     return {
-        "id": number_,
+        "id": panel_id,
         "type": panel.kind,
         "title": panel.title,
         "description": panel.description,
@@ -449,7 +451,7 @@ def label_variable(label: str, title: str, name: str) -> dict[str, Any]:
 
 
 def alert_annotation() -> dict[str, Any]:
-    """A mark where alerts are open, over all curves."""
+    """Marks the times of open alerts in all panels."""
     return {
         "name": "alerts",
         "datasource": DATASOURCE,
@@ -467,6 +469,7 @@ def dashboard_json() -> str:
 
 
 def main() -> None:
+    """Overwrite wattwatch.json."""
     DASHBOARD_FILE.write_text(dashboard_json(), "utf-8")
 
 

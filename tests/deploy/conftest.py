@@ -21,7 +21,7 @@ SPEED = 5.0
 
 @pytest.fixture(scope="package")
 def exporter_address() -> Iterator[str]:
-    """http://host:port of a wattwatch that has something to tell: whatever the queries are run on."""
+    """http://host:port of a wattwatch with alerts, GPU readings and failed deliveries: every query finds data."""
     with SimulatedCluster([get_scenario("deadlock"), get_scenario("checkpoint")], SPEED) as cluster:
         receiver = DemoReceiver(cluster.clock)
         try:
@@ -37,7 +37,7 @@ def exporter_address() -> Iterator[str]:
 
 
 def with_a_broken_receiver(cluster: SimulatedCluster, receiver_address: str) -> Path:
-    """The demo's configuration, and one receiver more that takes nothing: failures are counted, too."""
+    """The demo's configuration with one more receiver that accepts nothing, so that there are failed deliveries."""
     path = write_configuration(cluster, receiver_address, "127.0.0.1:0")
     url = path.with_name("broken_url")
     url.write_text(f"{receiver_address}/nowhere\n", "utf-8")

@@ -21,13 +21,13 @@ PAUSE_SECONDS = 0.25
 
 
 class PrometheusServer:
-    """Asks a running Prometheus."""
+    """A client of a running Prometheus."""
 
     def __init__(self, address: str) -> None:
         self._client = httpx.Client(base_url=address, trust_env=False, timeout=30)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The instant vector now. AssertionError where the expression is no PromQL."""
+        """The instant vector now. Raises AssertionError if the expression is not valid PromQL."""
         answer = self._client.get("/api/v1/query", params={"query": expression}).json()
         assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
         result: list[dict[str, Any]] = answer["data"]["result"]
@@ -48,7 +48,7 @@ class PrometheusServer:
         self._client.close()
 
     def without_data(self, expressions: list[str], deadline_seconds: float = DEADLINE_SECONDS) -> list[str]:
-        """Those expressions that have returned nothing until the deadline: none, as soon as each has once."""
+        """The expressions that returned nothing until the deadline. Returns early once each has returned data."""
         pause = threading.Event()
         missing = list(dict.fromkeys(expressions))
         for _ in range(int(deadline_seconds / PAUSE_SECONDS)):
@@ -71,7 +71,7 @@ def configuration(exporter_address: str) -> str:
 
 @contextmanager
 def scraping(exporter_address: str, directory: Path) -> Iterator[PrometheusServer]:
-    """A Prometheus that scrapes http://host:port; ended by its own process at the end."""
+    """A Prometheus that scrapes http://host:port; it is stopped at the end."""
     program = require_tool("prometheus")
     (directory / "prometheus.yml").write_text(configuration(exporter_address), "utf-8")
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -16,13 +16,13 @@ PANELS = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
 
 
 def for_everything(expression: str) -> str:
-    """What Grafana sends when all jobs and nodes are chosen and the last five minutes are shown."""
+    """The expression that Grafana sends if all jobs and nodes and the last five minutes are selected."""
     chosen = expression.replace("$train_job", ".*").replace("$node", ".*").replace("$__range", "5m")
     assert "$" not in chosen
     return chosen
 
 
-def test_the_committed_file_is_what_the_code_writes() -> None:
+def test_the_committed_file_is_up_to_date() -> None:
     assert DASHBOARD_FILE.read_text("utf-8") == dashboard_json(), "run: python -m dashboards.generate"
 
 
@@ -35,7 +35,7 @@ def test_every_query_returns_data(prometheus: PrometheusServer) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_variables_offer_the_jobs_and_nodes_there_are(prometheus: PrometheusServer) -> None:
+def test_the_variables_list_the_existing_jobs_and_nodes(prometheus: PrometheusServer) -> None:
     offered = {}
     for variable in dashboard()["templating"]["list"]:
         if variable["type"] == "query":
@@ -61,7 +61,7 @@ def test_each_panel_has_what_a_reader_needs(panel: dict[str, Any]) -> None:
             assert re.search(rf"(rate|increase)\({counter}", target["expr"]), f"{counter} is a counter"
 
 
-def test_panels_lie_beside_each_other() -> None:
+def test_panels_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in dashboard()["panels"]:
         at = panel["gridPos"]
@@ -71,7 +71,7 @@ def test_panels_lie_beside_each_other() -> None:
         taken |= cells
 
 
-def test_jobs_and_nodes_can_be_chosen_wherever_a_metric_has_them() -> None:
+def test_every_metric_with_jobs_or_nodes_can_be_filtered_by_them() -> None:
     assert metric("gpu_power_watts") == 'wattwatch_gpu_power_watts{train_job=~"$train_job",node=~"$node"}'
     assert metric("node_up") == 'wattwatch_node_up{node=~"$node"}'
     assert metric("blind") == "wattwatch_blind"
@@ -79,11 +79,11 @@ def test_jobs_and_nodes_can_be_chosen_wherever_a_metric_has_them() -> None:
         metric("gpu_power_milliwatts")
 
 
-def test_every_unit_of_the_table_is_shown_as_something() -> None:
+def test_every_unit_of_the_metric_table_has_a_grafana_unit() -> None:
     assert {row.unit for row in METRICS.values()} == set(GRAFANA_UNITS)
 
 
-def test_it_cannot_be_edited_by_accident_and_names_no_server() -> None:
+def test_the_dashboard_is_read_only_and_names_no_data_source() -> None:
     board = json.loads(DASHBOARD_FILE.read_text("utf-8"))
     assert board["editable"] is False
     assert not {"__inputs", "__requires", "id"} & set(board)

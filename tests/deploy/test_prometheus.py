@@ -1,4 +1,4 @@
-"""The shipped rules: understood by promtool, each proven to fire, each reading what the exporter really serves."""
+"""The shipped rules: valid for promtool, each tested to fire, each reading what the exporter really serves."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from wattwatch.watcher.web.metrics import METRICS
 
 RULES = DEPLOY / "prometheus" / "rules.yml"
 CASES = DEPLOY / "prometheus" / "rules_test.yml"
-# Has a series only after a bug showed: its rule is proven by promtool's case alone.
-NOT_IN_A_SOUND_WATCHER = {"wattwatch_engine_failures_total"}
-# What the simulated deadlock must make fire at once (rules without `for`, and expressions of the others).
+# Has a series only after an internal error: promtool's case alone tests its rule.
+NOT_IN_A_HEALTHY_WATCHER = {"wattwatch_engine_failures_total"}
+# What must fire at once in the simulated deadlock (rules without `for`, and the expressions of the others).
 TRUE_IN_A_DEADLOCK = ("TrainingAlert", "TrainingStandsStill")
 
 ALERTS: list[dict[str, Any]] = [
@@ -40,7 +40,7 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=" ".join,
 )
-def test_promtool_passes_them(arguments: tuple[str, ...]) -> None:
+def test_promtool_accepts_the_rules(arguments: tuple[str, ...]) -> None:
     said = promtool(*arguments)
     assert said.returncode == 0, said.stdout + said.stderr
 
@@ -57,7 +57,7 @@ def test_each_rule_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
-def test_rules_name_metrics_that_exist_and_say_what_to_do(rule: dict[str, Any]) -> None:
+def test_rules_use_existing_metrics_and_say_what_to_do(rule: dict[str, Any]) -> None:
     names = re.findall(r"\bwattwatch_[a-z_]+", rule["expr"])
     assert names
     assert set(names) <= set(METRICS)
@@ -68,18 +68,18 @@ def test_rules_name_metrics_that_exist_and_say_what_to_do(rule: dict[str, Any]) 
 
 
 @pytest.mark.timeout(300)
-def test_what_the_rules_read_is_served(prometheus: PrometheusServer) -> None:
+def test_every_metric_of_the_rules_is_served(prometheus: PrometheusServer) -> None:
     selectors = [
         selector
         for rule in ALERTS
         for selector in re.findall(r"wattwatch_[a-z_]+(?:\{[^}]*\})?", rule["expr"])
-        if selector not in NOT_IN_A_SOUND_WATCHER
+        if selector not in NOT_IN_A_HEALTHY_WATCHER
     ]
     assert prometheus.without_data(selectors) == []
 
 
 @pytest.mark.timeout(300)
-def test_the_rules_about_jobs_see_the_deadlock(prometheus: PrometheusServer) -> None:
+def test_the_rules_about_jobs_detect_the_deadlock(prometheus: PrometheusServer) -> None:
     expressions = {rule["alert"]: rule["expr"] for rule in ALERTS}
     assert prometheus.without_data([expressions[name] for name in TRUE_IN_A_DEADLOCK]) == []
     hung = prometheus.query(expressions["TrainingStandsStill"])
@@ -89,7 +89,7 @@ def test_the_rules_about_jobs_see_the_deadlock(prometheus: PrometheusServer) -> 
     assert prometheus.without_data([confirmed]) == []
 
 
-def test_the_readme_tells_what_each_rule_means() -> None:
+def test_the_readme_explains_every_rule() -> None:
     readme = (DEPLOY / "README.md").read_text("utf-8")
-    told = set(re.findall(r"^\| `([A-Z]\w+)` \|", readme, re.MULTILINE))
-    assert told == {rule["alert"] for rule in ALERTS}
+    explained = set(re.findall(r"^\| `([A-Z]\w+)` \|", readme, re.MULTILINE))
+    assert explained == {rule["alert"] for rule in ALERTS}
