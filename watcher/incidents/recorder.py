@@ -42,8 +42,8 @@ MAX_QUEUED_BYTES: Final = 128 << 20  # waiting for the disk
 CHUNK_SECONDS: Final = 30.0
 RECORDING_SUFFIX: Final = ".wattwatch.gz"
 
-# Parts of a line that a probe sends only when they change. Searched for in the raw line: most lines have none of them,
-# and parsing each line of a thousand nodes would cost a CPU core.
+# Parts of a line that a probe sends only when they change. They are searched for in the raw line, because most lines
+# have none of them and need not be parsed.
 STATE_KEYS: Final = (b'"hello":', b'"beat":', b'"log":', b'"ckpt":', b'"listed":', b'"fs":')
 
 log = logging.getLogger("wattwatch.incidents")

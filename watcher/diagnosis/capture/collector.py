@@ -1,6 +1,8 @@
-"""What is asked of which node when a job hangs. Data, and how it follows from what the watcher knows of the job. Pure.
+"""Captures the evidence of a hung job from all of its nodes at once, over the connections that the fleet holds.
 
-A plan rests on what was seen before: which ranks and processes are on which node, and whether the job saves.
+Three parts: the plan (what to ask of which node, from what the watcher knows of the job), the command line that starts
+the node agent, and the capture itself. Every part of a capture may fail by itself: what has been received is on disk at
+once, and every failure becomes a sentence in `missing`.
 """
 
 from __future__ import annotations
@@ -35,48 +37,49 @@ from wattwatch.watcher.diagnosis.capture.files import (
 )
 from wattwatch.watcher.diagnosis.nccl_ras.client import RasChannel, poll_twice
 
-MAX_PROCESSES_PER_NODE: Final = 64  # of a node
+# The plan
+
 MIB: Final = 2**20
+MAX_PROCESSES_PER_NODE: Final = 64
+# The node answers, whatever state its GPUs are in.
 ANSWERING_STATUSES: Final = frozenset(
     {HostStatus.OK, HostStatus.SAMPLER_TIMEOUT, HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES}
 )
-"""The node answers, whatever its boards do."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCapturePlan:
-    """One node. `unreachable`: why it cannot be asked; None: it can."""
-
     node: str
-    ranks: tuple[int, ...] = ()  # known to be there; heartbeats on the node tell more
+    ranks: tuple[int, ...] = ()  # known to run there; heartbeats on the node may name more
     processes: tuple[tuple[int | None, int], ...] = ()  # rank and pid
-    unreachable: str | None = None
-    ras: bool = False
-    stands_in_for: tuple[int, ...] = ()  # ranks of nodes that cannot be asked: a shared directory has their last words
+    unreachable: str | None = None  # why it cannot be asked; None: it can
+    ras: bool = False  # also ask NCCL RAS there
+    # Ranks of unreachable nodes. In a shared directory, this node finds their exit reports and logs.
+    stands_in_for: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CapturePlan:
-    """One capture. The limits hold for a rank's file, for a node, and in all."""
-
     job: str
     nodes: tuple[NodeCapturePlan, ...]
     run_directory: str | None = None
     settings: CaptureSettings = CaptureSettings()
-    saving: bool = False  # then no FIFO is touched: a dump may wait behind the save
-    py_spy: bool = True  # where it is installed, and for ranks that gave no stacks themselves
+    saving: bool = False  # a checkpoint is being saved: no FIFO is written to, as the dump may wait behind the save
+    py_spy: bool = True  # use it where it is installed, for ranks that gave no stacks themselves
+    # The limits are chosen, not measured.
     deadline_seconds: float = 10.0
-    rank_bytes: int = 16 * MIB
+    rank_bytes: int = 16 * MIB  # for one file of a rank
     node_bytes: int = 128 * MIB
     total_bytes: int = 512 * MIB
 
 
 def plan_capture(spec: JobSpec, sample: JobSample, settings: CaptureSettings) -> CapturePlan:
+    """Asks every node that answers. NCCL RAS is asked on two of them."""
     phases = {source.phase for source in sample.progress.sources}
     reachable = [node.node for node in sample.nodes if node.status in ANSWERING_STATUSES]
-    # Any process answers for the whole job, and asks all others for it: a second node only in case the first has none.
-    asked = {*reachable[:1], *reachable[-1:]}
-    plans = [_node_plan(node, sample, node.node in asked) for node in sample.nodes]
+    # Any process reports on the whole job after asking all others; the second node is in case the first has none.
+    ras_nodes = {*reachable[:1], *reachable[-1:]}
+    plans = [_plan_node(node, sample, node.node in ras_nodes) for node in sample.nodes]
     lost = tuple(sorted(rank for plan in plans if plan.unreachable is not None for rank in plan.ranks))
     return CapturePlan(
         job=spec.name,
@@ -87,17 +90,17 @@ def plan_capture(spec: JobSpec, sample: JobSample, settings: CaptureSettings) ->
     )
 
 
-def _node_plan(node: NodeState, sample: JobSample, ras: bool) -> NodeCapturePlan:
-    rank_of_board = {
-        board.gpu.index: board.rank for board in sample.gpus if board.node == node.node and board.rank is not None
+def _plan_node(node: NodeState, sample: JobSample, ras: bool) -> NodeCapturePlan:
+    rank_of_gpu = {
+        each.gpu.index: each.rank for each in sample.gpus if each.node == node.node and each.rank is not None
     }
     processes: list[tuple[int | None, int]] = []
     for process in node.processes or ():
         rank = process.rank
         if rank is None and len(process.gpu_indexes) == 1:
-            rank = rank_of_board.get(process.gpu_indexes[0])
+            rank = rank_of_gpu.get(process.gpu_indexes[0])
         processes.append((rank, process.pid))
-    ranks = {*rank_of_board.values(), *(rank for rank, _ in processes if rank is not None)}
+    ranks = {*rank_of_gpu.values(), *(rank for rank, _ in processes if rank is not None)}
     return NodeCapturePlan(
         node.node,
         tuple(sorted(ranks)),
@@ -107,15 +110,18 @@ def _node_plan(node: NodeState, sample: JobSample, ras: bool) -> NodeCapturePlan
     )
 
 
-# How the program for a node travels: one command line without program in it, and the program on its stdin.
+# Starting the node agent
 
-NO_PYTHON_EXIT_STATUS = 127  # exit status of the command where there is no Python 3.8 or later
-ROUND_TRIP_SECONDS = 1.5  # for the way there and back, within the capture's deadline
+NO_PYTHON_EXIT_STATUS: Final = 127  # of the command, where there is no Python 3.8 or later
+ROUND_TRIP_SECONDS: Final = 1.5  # kept for sending and receiving, within the deadline of the capture
 
 
 def command_and_stdin(plan: CapturePlan, node: NodeCapturePlan, seconds: float) -> tuple[str, bytes]:
-    """`seconds`: until the answer must be here. The command passes any login shell, as the probe's does."""
-    asked = {
+    """The command line, which works in any login shell, and the agent with its request for stdin.
+
+    `seconds`: time until the output must have been received.
+    """
+    request = {
         "run_directory": plan.run_directory,
         "ranks": node.ranks,
         "stands_in_for": node.stands_in_for,
@@ -128,9 +134,10 @@ def command_and_stdin(plan: CapturePlan, node: NodeCapturePlan, seconds: float) 
         "rank_bytes": plan.rank_bytes,
         "node_bytes": plan.node_bytes,
     }
-    stdin = _compressed_node_agent() + json.dumps(asked).encode("ascii")
+    stdin = _compressed_node_agent() + json.dumps(request).encode("ascii")
     size = len(stdin)
     check = "import sys,zlib,json;sys.exit(sys.version_info<(3,8))"
+    # `python3 -` would wait for the end of stdin, so a one-line program reads exactly as many bytes as there are.
     start = (
         f"import os,zlib;b=bytearray();"
         f"[b.extend(os.read(0,{size}-len(b)) or os._exit(0)) for _ in iter(lambda:len(b)<{size},False)];"
@@ -147,23 +154,22 @@ def command_and_stdin(plan: CapturePlan, node: NodeCapturePlan, seconds: float) 
 @lru_cache(maxsize=1)
 def _compressed_node_agent() -> bytes:
     program = resources.files(__package__).joinpath("node_agent.py").read_text("utf-8")
-    # The plan follows the compressed program: zlib keeps it as unused_data.
+    # The request follows the compressed program: zlib keeps it as unused_data.
     return zlib.compress((program + "\nrun_agent(json.loads(bytes(z.unused_data)))\n").encode("utf-8"), 9)
 
 
-# A hung job's nodes are asked for their evidence, all at once, over the connections that the fleet holds. Rim.
-#
-# Every part may fail for itself: what was had is in the directory the moment it came, and each failure is a sentence.
+# The capture
 
 MAX_CONCURRENT_NODES: Final = 128
-RAS_POLL_GAP_SHARE: Final = 0.4  # of the deadline; the two answers share the rest
-PROTOCOL_BYTES: Final = 2 * MIB  # heads and sentences of one node
-MAX_MESSAGES_PER_NODE: Final = 200  # of one node
-MAX_MESSAGE_CHARACTERS: Final = 500  # characters
+RAS_POLL_GAP_SHARE: Final = 0.4  # of the deadline, between the two RAS reports; the two requests share the rest
+PROTOCOL_BYTES: Final = 2 * MIB  # headers and messages of one node, beyond its files
+# A node is not trusted: these keep its output from filling the disk or the report.
+MAX_MESSAGES_PER_NODE: Final = 200
+MAX_MESSAGE_CHARACTERS: Final = 500
 MAX_RANK: Final = 999_999
-FILE_SUFFIXES: Final = {
+FILE_SUFFIXES: Final = {  # kind of file in the agent's protocol -> suffix of the captured file
     "recorder.json": "recorder.json",
-    "recorder-cpu.json": "recorder-cpu.json",  # of the backends beside NCCL
+    "recorder-cpu.json": "recorder-cpu.json",  # of the backends other than NCCL
     "recorder": "recorder",  # a pickle
     "stacks": "stacks.txt",
     "ending.json": "ending.json",
@@ -182,137 +188,139 @@ class CaptureResult:
     took_seconds: float
 
 
-def capture_evidence(plan: CapturePlan, access: OpenChannels, directory: Path, clock: Clock) -> CaptureResult:
-    """Returns when all have answered, at the latest after `plan.deadline_seconds` of the machine's clock.
+def capture_evidence(plan: CapturePlan, channels: OpenChannels, directory: Path, clock: Clock) -> CaptureResult:
+    """Returns when all nodes are done, at the latest after `plan.deadline_seconds` of real time.
 
-    Raises OSError where the directory cannot be written.
+    Raises OSError if the directory cannot be written.
     """
     began = time.monotonic()
-    kept = CaptureDirectory(directory, plan.total_bytes)
-    kept.make()
-    for node in plan.nodes:  # first of all: another node may tell of a rank that it is not the node of
+    captured = CaptureDirectory(directory, plan.total_bytes)
+    captured.create()
+    # Assigned before any node answers: in a shared directory, another node may send a file of the rank.
+    for node in plan.nodes:
         for rank in node.ranks:
-            kept.place(rank, node.node)
+            captured.assign_rank(rank, node.node)
     stop = threading.Event()
-    elsewhere: dict[str, list[int]] = defaultdict(list)
+    unserved: dict[str, list[int]] = defaultdict(list)  # by node, ranks whose sockets nothing serves there
     pool = ThreadPoolExecutor(min(MAX_CONCURRENT_NODES, 2 * len(plan.nodes)) or 1, thread_name_prefix="capture")
-    ends = began + plan.deadline_seconds
+    deadline = began + plan.deadline_seconds
     try:
-        # RAS first: its second poll comes some seconds after its first, and the rest is done between.
-        asked = {
-            pool.submit(_poll_ras, node, plan, access, kept, stop): f"{node.node}: NCCL RAS"
+        # RAS first: its second report is due seconds after the first, and everything else is done in between.
+        tasks = {
+            pool.submit(_poll_ras, node, plan, channels, captured, stop): f"{node.node}: NCCL RAS"
             for node in plan.nodes
             if node.ras and node.unreachable is None
         }
-        asked |= {
-            pool.submit(_run_node_agent, node, plan, access, kept, ends, elsewhere): node.node for node in plan.nodes
+        tasks |= {
+            pool.submit(_run_node_agent, node, plan, channels, captured, deadline, unserved): node.node
+            for node in plan.nodes
         }
-        for future, what in asked.items():
+        for future, what in tasks.items():
             try:
-                future.result(max(0.0, ends - time.monotonic()))
+                future.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                kept.lack(f"{what}: not done within {plan.deadline_seconds:g} s")
-            except Exception as error:  # noqa: BLE001 - one node's oddity costs one node
-                kept.lack(f"{what}: {type(error).__name__}: {error}")
+                captured.add_missing(f"{what}: not done within {plan.deadline_seconds:g} s")
+            except Exception as error:  # noqa: BLE001 - a failure on one node must not end the capture of the others
+                captured.add_missing(f"{what}: {type(error).__name__}: {error}")
     finally:
         stop.set()
         pool.shutdown(wait=False, cancel_futures=True)
-    for sentence in _unserved_sockets(elsewhere, kept.node_of_rank):
-        kept.lack(sentence)
-    kept.seal(plan.job, clock.wall())
+    for sentence in _unserved_sockets(unserved, captured.node_of_rank):
+        captured.add_missing(sentence)
+    captured.seal(plan.job, clock.wall())
     return CaptureResult(
-        directory, dict(kept.files), tuple(kept.missing), dict(kept.node_of_rank), time.monotonic() - began
+        directory,
+        dict(captured.files),
+        tuple(captured.missing),
+        dict(captured.node_of_rank),
+        time.monotonic() - began,
     )
 
 
-def _unserved_sockets(elsewhere: dict[str, list[int]], node_of_rank: dict[int, str]) -> Iterable[str]:
-    """Ranks whose sockets no node serves. In a shared directory each node sees the sockets of all."""
-    refused = {rank for ranks in elsewhere.values() for rank in ranks} - set(node_of_rank)
-    for rank in sorted(refused):
-        nodes = ", ".join(sorted(node for node, ranks in elsewhere.items() if rank in ranks))
-        yield f"rank {rank}: nobody serves its worker socket on {nodes}"
-
-
-# The program on the node
+def _unserved_sockets(unserved: dict[str, list[int]], node_of_rank: dict[int, str]) -> Iterable[str]:
+    """Ranks whose worker socket no node serves. In a shared directory, each node sees the sockets of all ranks."""
+    ranks = {rank for of_node in unserved.values() for rank in of_node} - set(node_of_rank)
+    for rank in sorted(ranks):
+        nodes = ", ".join(sorted(node for node, of_node in unserved.items() if rank in of_node))
+        yield f"rank {rank}: no process serves its worker socket on {nodes}"
 
 
 def _run_node_agent(
     node: NodeCapturePlan,
     plan: CapturePlan,
-    access: OpenChannels,
-    kept: CaptureDirectory,
-    ends: float,
-    elsewhere: dict[str, list[int]],
+    channels: OpenChannels,
+    captured: CaptureDirectory,
+    deadline: float,
+    unserved: dict[str, list[int]],
 ) -> None:
     if node.unreachable is not None:
-        kept.lack(f"{node.node}: not asked: {node.unreachable}")
+        captured.add_missing(f"{node.node}: not asked: {node.unreachable}")
         return
-    left = ends - time.monotonic()
+    left = deadline - time.monotonic()
     if left <= 0.5:
-        kept.lack(f"{node.node}: not asked: its turn came too late")
+        captured.add_missing(f"{node.node}: not asked: no time was left")
         return
     command, stdin = command_and_stdin(plan, node, left)
     reader = AgentFrameReader(plan.rank_bytes + PROTOCOL_BYTES)
-    told = _NodeOutput(node.node, kept, elsewhere)
+    output = _NodeOutput(node.node, captured, unserved)
 
-    def take(chunk: bytes) -> None:
+    def receive(chunk: bytes) -> None:
         for frame in reader.feed(chunk):
-            told.take(frame)
+            output.receive(frame)
 
-    ran = access(node.node).run(
-        command, stdin, take, deadline_seconds=left, byte_limit=plan.node_bytes + PROTOCOL_BYTES
+    result = channels(node.node).run(
+        command, stdin, receive, deadline_seconds=left, byte_limit=plan.node_bytes + PROTOCOL_BYTES
     )
-    trouble = _failure_reason(ran, reader)
-    if trouble:
-        kept.lack(f"{node.node}: {trouble}")
+    failure = _failure_reason(result, reader)
+    if failure:
+        captured.add_missing(f"{node.node}: {failure}")
 
 
-def _failure_reason(ran: CommandResult, reader: AgentFrameReader) -> str | None:
-    said = f'; it says "{ran.stderr_tail.splitlines()[-1]}"' if ran.stderr_tail else ""
+def _failure_reason(result: CommandResult, reader: AgentFrameReader) -> str | None:
+    """Why the agent's output is incomplete; None if it is complete."""
+    stderr = f'; its last message: "{result.stderr_tail.splitlines()[-1]}"' if result.stderr_tail else ""
     if reader.complete:
         return None
-    if ran.error is not None:
-        torn = f", within a file of which {reader.torn:,} bytes had come" if reader.torn else ""
-        return f"{ran.error}{torn}{said}"
+    if result.error is not None:
+        cut = f" (in the middle of a file, after {reader.cut_off_bytes:,} bytes)" if reader.cut_off_bytes else ""
+        return f"{result.error}{cut}{stderr}"
     if reader.garbage:
-        return (
-            f"another program answered than the one we sent: {reader.garbage!r}: a forced command in authorized_keys?"
-        )
-    if ran.exit_status == NO_PYTHON_EXIT_STATUS:
-        return "no Python 3.8 or later there, which asking the ranks takes"
-    return f"the program there ended with exit status {ran.exit_status} before it was done{said}"
+        return f"unexpected output {reader.garbage!r}: does a forced command in authorized_keys run another program?"
+    if result.exit_status == NO_PYTHON_EXIT_STATUS:
+        return "no Python 3.8 or later there, which the capture needs"
+    return f"the capture program exited early with status {result.exit_status}{stderr}"
 
 
 class _NodeOutput:
-    """What one node tells, put into files. Nothing of it is believed to be of our making."""
+    """Writes what one node sends into files. Nothing in it is trusted: names are made here, numbers are checked."""
 
-    def __init__(self, node: str, kept: CaptureDirectory, elsewhere: dict[str, list[int]]) -> None:
+    def __init__(self, node: str, captured: CaptureDirectory, unserved: dict[str, list[int]]) -> None:
         self.node = node
-        self.kept = kept
-        self.elsewhere = elsewhere
-        self.sentences = 0
+        self.captured = captured
+        self.unserved = unserved
+        self.messages = 0
 
-    def take(self, frame: AgentFrame) -> None:
-        head = frame.head
-        if isinstance(head.get("missing"), str):
-            self.sentences += 1
-            if self.sentences <= MAX_MESSAGES_PER_NODE:
-                self.kept.lack(f"{self.node}: {_cleaned_text(head['missing'])}")
-        elif head.get("file") == "processes":
-            self.kept.keep(f"node-{node_file_name(self.node)}.processes.json", frame.data, self.node)
-        elif head.get("file") in FILE_SUFFIXES and _is_rank(head.get("rank")):
-            rank = head["rank"]
-            self.kept.place(rank, self.node)
-            self.kept.keep(
-                rank_file_name(rank, FILE_SUFFIXES[head["file"]]),
+    def receive(self, frame: AgentFrame) -> None:
+        header = frame.header
+        if isinstance(header.get("missing"), str):
+            self.messages += 1
+            if self.messages <= MAX_MESSAGES_PER_NODE:
+                self.captured.add_missing(f"{self.node}: {_cleaned_text(header['missing'])}")
+        elif header.get("file") == "processes":
+            self.captured.save(f"node-{node_file_name(self.node)}.processes.json", frame.data, self.node)
+        elif header.get("file") in FILE_SUFFIXES and _is_rank(header.get("rank")):
+            rank = header["rank"]
+            self.captured.assign_rank(rank, self.node)
+            self.captured.save(
+                rank_file_name(rank, FILE_SUFFIXES[header["file"]]),
                 frame.data,
                 self.node,
-                source=_cleaned_text(head["source"]) if isinstance(head.get("source"), str) else None,
-                owner_uid=_number(head.get("owner_uid"), int),
-                age_seconds=_number(head.get("age_seconds"), float),
+                source=_cleaned_text(header["source"]) if isinstance(header.get("source"), str) else None,
+                owner_uid=_number(header.get("owner_uid"), int),
+                age_seconds=_number(header.get("age_seconds"), float),
             )
-        elif isinstance(head.get("elsewhere"), list):
-            self.elsewhere[self.node] += [rank for rank in head["elsewhere"] if _is_rank(rank)]
+        elif isinstance(header.get("elsewhere"), list):
+            self.unserved[self.node] += [rank for rank in header["elsewhere"] if _is_rank(rank)]
 
 
 def _is_rank(value: object) -> bool:
@@ -324,30 +332,33 @@ def _number(value: object, kind: type[int] | type[float]) -> Any:
 
 
 def _cleaned_text(text: str) -> str:
-    """Nothing that a terminal obeys, and not endless."""
+    """Without control characters, and of bounded length."""
     return single_line(text[:MAX_MESSAGE_CHARACTERS])
 
 
-# NCCL RAS
-
-
 def _poll_ras(
-    node: NodeCapturePlan, plan: CapturePlan, access: OpenChannels, kept: CaptureDirectory, stop: threading.Event
+    node: NodeCapturePlan,
+    plan: CapturePlan,
+    channels: OpenChannels,
+    captured: CaptureDirectory,
+    stop: threading.Event,
 ) -> None:
-    """Deadlines are of the machine's clock, as the process that answers knows no other."""
-    port, apart = plan.settings.ras_port, RAS_POLL_GAP_SHARE * plan.deadline_seconds
-    each = (plan.deadline_seconds - apart) / 2.2
-    channels = access(node.node)
+    """Deadlines are in real time, also where the watcher's clock runs faster: NCCL knows no other."""
+    port, gap = plan.settings.ras_port, RAS_POLL_GAP_SHARE * plan.deadline_seconds
+    # Two requests share what is left of the deadline, with a tenth to spare.
+    request_seconds = (plan.deadline_seconds - gap) / 2.2
+    node_channels = channels(node.node)
 
     def connect() -> RasChannel:
-        return channels.connect(port, each)
+        return node_channels.connect(port, request_seconds)
 
-    polls = poll_twice(connect, Clock(), apart, address=f"127.0.0.1:{port}", deadline_seconds=each, stop=stop)
+    address = f"127.0.0.1:{port}"
+    polls = poll_twice(connect, Clock(), gap, place=address, deadline_seconds=request_seconds, stop=stop)
     name = f"node-{node_file_name(node.node)}"
     for number, answer in enumerate(polls.answers, 1):
-        kept.keep(f"{name}.ras-{number}{answer.suffix}", answer.raw, node.node, source=f"127.0.0.1:{port}")
+        captured.save(f"{name}.ras-{number}{answer.suffix}", answer.raw, node.node, source=address)
     if polls.answers:
-        meta = {"apart_seconds": polls.interval_seconds, "trouble": polls.problem}
-        kept.keep(f"{name}.ras.json", json.dumps(meta).encode(), node.node)
-    if polls.problem:
-        kept.lack(f"{node.node}: NCCL RAS: {polls.problem}")
+        metadata = {"apart_seconds": polls.apart_seconds, "trouble": polls.trouble}
+        captured.save(f"{name}.ras.json", json.dumps(metadata).encode(), node.node)
+    if polls.trouble:
+        captured.add_missing(f"{node.node}: NCCL RAS: {polls.trouble}")

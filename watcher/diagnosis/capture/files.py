@@ -1,4 +1,4 @@
-"""A capture directory: files are written as they come, the manifest last. Names are ours, whatever a node says."""
+"""The files of a capture: the directory that they are written to, and the frames in which a node sends them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,30 @@ from typing import Any, Final
 
 from wattwatch.watcher.diagnosis.loading.directory import MANIFEST_NAME
 
+# The capture directory
+
 MANIFEST_VERSION: Final = 1
-OWNER_ONLY_MODE: Final = 0o700
+OWNER_ONLY_MODE: Final = 0o700  # logs and stacks may hold secrets of the job
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedFile:
-    """As in the manifest. None: the node did not tell, or it was no file there."""
+    """An entry of the manifest; the field names are its keys. None: the node did not say, or it has no such value."""
 
     bytes: int
     sha256: str
     node: str
-    source: str | None = None  # where the node had it from: a path, a command
+    source: str | None = None  # the path or command that the node had it from
     owner_uid: int | None = None
     age_seconds: float | None = None
 
 
 @dataclass(slots=True)
 class CaptureDirectory:
-    """May be written to by all threads of one capture until it is sealed; what comes later is dropped."""
+    """Files are written as they arrive, the manifest last. Safe for all threads of one capture.
+
+    After `seal`, further files are dropped: a thread may still be receiving when the deadline of the capture passes.
+    """
 
     path: Path
     total_bytes: int
@@ -42,18 +47,21 @@ class CaptureDirectory:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _sealed: bool = False
 
-    def make(self) -> None:
+    def create(self) -> None:
         """Raises OSError."""
         self.path.mkdir(mode=OWNER_ONLY_MODE, parents=True, exist_ok=True)
         self.path.chmod(OWNER_ONLY_MODE)
 
-    def keep(self, name: str, data: bytes, node: str, **told: Any) -> None:
-        """Of two files of one name the first stays: several nodes may see one file of a shared directory."""
+    def save(self, name: str, data: bytes, node: str, **metadata: Any) -> None:
+        """Of two files with one name the first is kept: several nodes may send the same file of a shared directory."""
         with self._lock:
             if self._sealed or name in self.files:
                 return
             if sum(file.bytes for file in self.files.values()) + len(data) > self.total_bytes:
-                self.missing.append(f"{node}: {name} of {len(data):,} bytes: more than is kept of one capture")
+                self.missing.append(
+                    f"{node}: {name} of {len(data):,} bytes: left out, the capture would be larger than "
+                    f"{self.total_bytes:,} bytes"
+                )
                 return
             try:
                 descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -62,14 +70,16 @@ class CaptureDirectory:
             except OSError as error:
                 self.missing.append(f"{node}: {name} cannot be written: {error.strerror or error}")
                 return
-            self.files[name] = CapturedFile(len(data), hashlib.sha256(data).hexdigest(), node, **told)
+            self.files[name] = CapturedFile(len(data), hashlib.sha256(data).hexdigest(), node, **metadata)
 
-    def lack(self, sentence: str) -> None:
+    def add_missing(self, sentence: str) -> None:
+        """Notes in a sentence what could not be captured, and why."""
         with self._lock:
             if not self._sealed and sentence not in self.missing:
                 self.missing.append(sentence)
 
-    def place(self, rank: int, node: str) -> None:
+    def assign_rank(self, rank: int, node: str) -> None:
+        """The first node that is named for a rank stays."""
         with self._lock:
             if not self._sealed:
                 self.node_of_rank.setdefault(rank, node)
@@ -86,12 +96,14 @@ class CaptureDirectory:
                 "missing": self.missing,
                 "files": {name: asdict(file) for name, file in sorted(self.files.items())},
             }
+            # Renamed into place, so that whoever finds a manifest finds a complete capture.
             staged = self.path / f".{MANIFEST_NAME}"
             staged.write_text(json.dumps(manifest, indent=1) + "\n")
             staged.replace(self.path / MANIFEST_NAME)
 
 
 def node_file_name(node: str) -> str:
+    """The node's name as part of a file name."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", node)[:100].lstrip(".") or "node"
 
 
@@ -99,7 +111,7 @@ def rank_file_name(rank: int, suffix: str) -> str:
     return f"rank-{rank:05d}.{suffix}"
 
 
-# What a node prints: frames of one JSON line and as many bytes as it says. Whatever else comes is no frame. Pure.
+# Frames: one line of JSON, then as many bytes as its "bytes" says
 
 MAX_HEADER_BYTES: Final = 64 * 1024
 EXCERPT_BYTES: Final = 80
@@ -107,18 +119,21 @@ EXCERPT_BYTES: Final = 80
 
 @dataclass(frozen=True, slots=True)
 class AgentFrame:
-    head: dict[str, Any]
+    header: dict[str, Any]
     data: bytes = b""
 
 
 @dataclass(slots=True)
 class AgentFrameReader:
-    """Fed with bytes as they come. `garbage` is the start of what could not be read; nothing after it is believed,
-    but before the first frame lines are passed over: a login shell may greet."""
+    """Parses the output of the node agent; fed with bytes as they arrive.
 
-    most_bytes: int  # of one frame
+    Lines before the first frame are skipped, because a login shell may print a greeting. After that, the first bytes
+    that are not a frame end the reading: another program may have answered.
+    """
+
+    max_frame_bytes: int
     ended: bool = False
-    garbage: bytes = b""
+    garbage: bytes = b""  # start of what could not be parsed
     _pending: bytearray = field(default_factory=bytearray)
     _began: bool = False
 
@@ -127,7 +142,7 @@ class AgentFrameReader:
             return
         self._pending += chunk
         while (frame := self._next()) is not None:
-            if "end" in frame.head:
+            if "end" in frame.header:
                 self.ended = True
                 return
             yield frame
@@ -139,37 +154,37 @@ class AgentFrameReader:
                 if len(self._pending) > MAX_HEADER_BYTES:
                     self._give_up(bytes(self._pending))
                 return None
-            head = _parse_header(bytes(line))
-            if head is None or head["bytes"] > self.most_bytes:
+            header = _parse_header(bytes(line))
+            if header is None or header["bytes"] > self.max_frame_bytes:
                 self.garbage = self.garbage or bytes(line[:EXCERPT_BYTES])
                 if self._began:
                     self._give_up(bytes(line))
                     return None
                 del self._pending[: len(line) + 1]
                 continue
-            ends = len(line) + 1 + head["bytes"]
-            if len(self._pending) < ends:
+            end = len(line) + 1 + header["bytes"]
+            if len(self._pending) < end:
                 return None
-            data = bytes(self._pending[len(line) + 1 : ends])
-            del self._pending[:ends]
+            data = bytes(self._pending[len(line) + 1 : end])
+            del self._pending[:end]
             if not self._began:
                 self._began, self.garbage = True, b""
-            return AgentFrame(head, data)
+            return AgentFrame(header, data)
         return None
 
-    def _give_up(self, seen: bytes) -> None:
-        self.garbage = seen[:EXCERPT_BYTES]
+    def _give_up(self, unparsed: bytes) -> None:
+        self.garbage = unparsed[:EXCERPT_BYTES]
         self.ended = True
         self._pending.clear()
 
     @property
     def complete(self) -> bool:
-        """The node said that it is done."""
+        """The agent reported that it is done."""
         return self.ended and not self.garbage
 
     @property
-    def torn(self) -> int:
-        """Bytes of a frame that did not come to its end."""
+    def cut_off_bytes(self) -> int:
+        """Size of the received part of a frame that is incomplete."""
         return len(self._pending)
 
 
@@ -177,9 +192,9 @@ def _parse_header(line: bytes) -> dict[str, Any] | None:
     if not line.startswith(b"{"):
         return None
     try:
-        head = json.loads(line)
+        header = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(head, dict) or type(head.get("bytes")) is not int or head["bytes"] < 0:
+    if not isinstance(header, dict) or type(header.get("bytes")) is not int or header["bytes"] < 0:
         return None
-    return head
+    return header

@@ -166,7 +166,7 @@ def _gone_processes(evidence: Evidence) -> list[RankProcess]:
     listed = {process.rank for process in evidence.processes}
     ranks = evidence.live_ranks
     if not any(each.alive for each in ranks):
-        return []  # no process is listed at all: more likely the listing failed than that all are gone
+        return []  # if no rank is known to be alive, the listing itself may have failed
     return [
         RankProcess(each.rank, each.node, 0, None if each.alive is False else "S")
         for each in ranks
@@ -195,8 +195,10 @@ def _describe_states(states: dict[int, str], known: int) -> str:
 
 
 def _cpu_outlier_signal(known: Sequence[RankProcess]) -> Signal | None:
-    """Names the one rank whose CPU use differs. A rank that waits in NCCL spins on a core, one that waits in gloo does
-    not, so the odd one is suspicious either way."""
+    """Names the one rank whose CPU use differs from all others.
+
+    Waiting in NCCL takes a whole core, waiting elsewhere takes none, so the odd rank is suspicious either way.
+    """
     shares = {p.rank: p.cpu_percent for p in known if p.cpu_percent is not None and p.rank is not None}
     spinning = frozenset(rank for rank, share in shares.items() if share >= WHOLE_CORE_PERCENT)
     idle = frozenset(rank for rank, share in shares.items() if share <= NO_CORE_PERCENT)

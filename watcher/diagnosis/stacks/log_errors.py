@@ -65,8 +65,7 @@ MAX_LINE_CHARACTERS: Final = 400
 MAX_LINES: Final = 12  # kept for the report
 MAX_MESSAGE_CHARACTERS: Final = 240
 MAX_MESSAGE_LINES: Final = 3
-# A rank that printed more lines than this after an error has survived the error. Chosen: torch's own shutdown messages
-# after a traceback take about ten lines.
+# A rank that printed more lines than this after an error has survived the error. Chosen, not measured.
 MAX_LINES_AFTER_ERROR: Final = 30
 
 ESCAPES: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")

@@ -21,12 +21,12 @@ class Answer:
     complete: bool = False
 
     def take(self, frame: AgentFrame) -> None:
-        if "missing" in frame.head:
-            self.missing.append(frame.head["missing"])
-        elif "file" in frame.head:
-            key = (frame.head["file"], frame.head.get("rank"))
-            self.files[key], self.heads[key] = frame.data, frame.head
-        self.elsewhere += frame.head.get("elsewhere", [])
+        if "missing" in frame.header:
+            self.missing.append(frame.header["missing"])
+        elif "file" in frame.header:
+            key = (frame.header["file"], frame.header.get("rank"))
+            self.files[key], self.heads[key] = frame.data, frame.header
+        self.elsewhere += frame.header.get("elsewhere", [])
 
     def why(self, rank: int) -> str:
         """All that is said of one rank."""

@@ -62,7 +62,7 @@ def test_of_a_log_of_any_length_only_the_end_comes(run: Path) -> None:
     assert answer.files["log", 0].endswith(b"ValueError: the end")
     assert answer.ranks("log") == {0}
     assert answer.ranks("ending.json") == set()
-    assert "70,000 bytes: more than the 65,536" in answer.why(2)
+    assert "70,000 bytes: over the limit of 65,536 bytes" in answer.why(2)
 
 
 def test_what_lies_where_a_log_should_is_not_opened(run: Path, tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_what_lies_where_a_log_should_is_not_opened(run: Path, tmp_path: Path) -
     assert answer.complete
     assert answer.files == {}
     assert "symbolic link" in answer.why(0)
-    assert "no regular file" in answer.why(1)
-    assert "no regular file" in answer.why(2)
+    assert "not a regular file" in answer.why(1)
+    assert "not a regular file" in answer.why(2)
     assert "symbolic link" in answer.why(3)
 
 
@@ -96,7 +96,7 @@ def test_logs_of_an_earlier_attempt_say_nothing_of_this_one(run: Path) -> None:
     (run / "heartbeat" / "rank-00000.json").write_text(json.dumps(beat))
     answer = asked(run, ())
     assert answer.ranks("log") == set()
-    assert any("attempt 3 runs" in sentence for sentence in answer.missing)
+    assert any("attempt 3 is running" in sentence for sentence in answer.missing)
 
 
 def test_a_job_without_logs_of_its_own_is_no_trouble(run: Path) -> None:
@@ -113,4 +113,4 @@ def test_logs_count_against_what_a_node_may_send(run: Path) -> None:
         log(run, rank).write_bytes(b"x" * 8192)
     answer = asked(run, (0, 1, 2, 3), node_bytes=20_000)
     assert len(answer.ranks("log")) == 2
-    assert "more than is allowed" in answer.why(3)
+    assert "over the size limit" in answer.why(3)

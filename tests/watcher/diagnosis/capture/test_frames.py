@@ -12,8 +12,8 @@ from wattwatch.watcher.diagnosis.capture.files import AgentFrame, AgentFrameRead
 STREAM = b'{"hello": 1, "bytes": 0}\n{"file": "stacks", "rank": 3, "bytes": 5}\na\n{b\n{"end": 1, "bytes": 0}\n'
 
 
-def read(stream: bytes, cuts: list[int], most_bytes: int = 1000) -> tuple[list[AgentFrame], AgentFrameReader]:
-    reader = AgentFrameReader(most_bytes)
+def read(stream: bytes, cuts: list[int], max_frame_bytes: int = 1000) -> tuple[list[AgentFrame], AgentFrameReader]:
+    reader = AgentFrameReader(max_frame_bytes)
     at = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     frames = [frame for a, b in pairwise(at) for frame in reader.feed(stream[a:b])]
     return frames, reader
@@ -36,7 +36,7 @@ def test_what_is_cut_off_is_counted_and_not_complete() -> None:
     frames, reader = read(STREAM[:-30], [])
     assert len(frames) == 1
     assert not reader.complete
-    assert reader.torn > 0
+    assert reader.cut_off_bytes > 0
 
 
 def test_garbage_between_frames_ends_the_reading() -> None:
@@ -50,7 +50,7 @@ def test_a_frame_larger_than_allowed_is_not_waited_for() -> None:
     frames, reader = read(b'{"hello": 1, "bytes": 0}\n{"file": "stacks", "bytes": 1000000000000}\nx', [])
     assert len(frames) == 1
     assert not reader.complete
-    assert reader.torn == 0
+    assert reader.cut_off_bytes == 0
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300)))

@@ -65,8 +65,8 @@ def test_ranks_that_answer_in_impossible_ways_cost_a_sentence_each_and_the_other
     assert answer.ranks("recorder-cpu.json") == {7}
     assert answer.ranks("stacks") == {0, 1, 2, 7}
     assert "no handler for the flight record" in answer.why(2)
-    assert "gave no flight record in 2 s" in answer.why(3)
-    assert "gave no flight record in 2 s" in answer.why(4)
+    assert "returned no flight record within 2 s" in answer.why(3)
+    assert "returned no flight record within 2 s" in answer.why(4)
     assert "sends more than 100,000 bytes" in answer.why(5)
     assert "ESMTP" in answer.why(6)
 
@@ -81,10 +81,10 @@ def test_what_stands_where_a_socket_should_is_not_opened(run: Path, tmp_path: Pa
         left.bind(str(sock(run, 3)))
     answer = asked(run, (0, 1, 2, 3, 4))
     assert answer.files == {}
-    assert "is no socket" in answer.why(0)
-    assert "is no socket" in answer.why(1)
-    assert "nobody serves its worker socket" in answer.why(2)
-    assert "nobody serves its worker socket" in answer.why(3)
+    assert "is not a socket" in answer.why(0)
+    assert "is not a socket" in answer.why(1)
+    assert "no process serves its worker socket" in answer.why(2)
+    assert "no process serves its worker socket" in answer.why(3)
     assert "no worker socket in" in answer.why(4)
 
 
@@ -121,9 +121,9 @@ def test_hostile_dumps_are_not_followed_not_waited_for_and_not_fetched(run: Path
     assert answer.complete
     assert set(answer.files) == {("recorder.json", 4), ("recorder", 5)}
     assert "symbolic link" in answer.why(0)
-    assert "no regular file" in answer.why(1)
-    assert "10,737,418,240 bytes: more than the 100,000" in answer.why(2)
-    assert "no regular file" in answer.why(3)
+    assert "not a regular file" in answer.why(1)
+    assert "10,737,418,240 bytes: over the limit of 100,000 bytes" in answer.why(2)
+    assert "not a regular file" in answer.why(3)
     assert answer.heads["recorder", 5]["owner_uid"] == os.geteuid()
     assert answer.heads["recorder", 5]["age_seconds"] >= 0
 
@@ -146,7 +146,9 @@ def test_dumps_of_an_earlier_attempt_say_nothing_of_this_one(run: Path) -> None:
     beat(run, 0, restart=1)
     answer = asked(run, ())
     assert ("recorder", 0) not in answer.files
-    assert any("newest dumps are of attempt 1, and attempt 2 runs" in sentence for sentence in answer.missing)
+    assert any(
+        "newest dumps are of attempt 1, ignored: attempt 2 is running" in sentence for sentence in answer.missing
+    )
 
 
 def test_hostile_heartbeats_cost_a_sentence_and_no_time(run: Path, tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_more_than_a_node_may_send_is_left_there(run: Path) -> None:
         (run / "flight" / "attempt-01" / f"rank-{rank:05d}").write_bytes(b"\x80" + bytes(60_000))
     answer = asked(run, (0, 1, 2, 3), node_bytes=130_000)
     assert answer.ranks("recorder") == {0, 1}
-    assert "more than the" in answer.why(2)
+    assert "over the limit of" in answer.why(2)
 
 
 def fifo_reader(path: Path, dump: Path, heard: list[bytes]) -> threading.Thread:
@@ -218,8 +220,8 @@ def test_a_fifo_is_asked_for_a_dump_where_the_configuration_says_so(run: Path, t
     thread.join(30)
     assert heard == [b"1"]
     assert answer.ranks("recorder") == {0}
-    assert "nobody reads it" in answer.why(1)
-    assert "is no FIFO" in answer.why(2)
+    assert "no process reads it" in answer.why(1)
+    assert "is not a FIFO" in answer.why(2)
     assert (tmp_path / "pipe_2.pipe").read_text() == "no FIFO"
 
 
@@ -243,7 +245,9 @@ def test_the_end_comes_in_time_whatever_waits(run: Path) -> None:
             stack.enter_context(servers.serving(sock(run, rank), servers.stalls))
         answer = asked(run, tuple(range(8)), deadline_seconds=2.5)
     assert answer.complete
-    assert any("not done within" in sentence or "not all could be asked" in sentence for sentence in answer.missing)
+    assert any(
+        "not done within" in sentence or "not everything could be captured" in sentence for sentence in answer.missing
+    )
 
 
 def test_py_spy_speaks_for_ranks_that_do_not(run: Path, tmp_path: Path) -> None:
@@ -265,4 +269,4 @@ def test_a_process_that_has_gone_is_told_so(run: Path) -> None:
     answer = ask(plan_for(run), node)
     (row,) = json.loads(answer.files["processes", None])
     assert row["state"] is None
-    assert "its process 4194305 has ended" in answer.why(0)
+    assert "its process 4194305 has exited" in answer.why(0)
