@@ -353,12 +353,12 @@ def _poll_ras(
         return node_channels.connect(port, request_seconds)
 
     address = f"127.0.0.1:{port}"
-    polls = poll_twice(connect, Clock(), gap, place=address, deadline_seconds=request_seconds, stop=stop)
+    polls = poll_twice(connect, Clock(), gap, address=address, deadline_seconds=request_seconds, stop=stop)
     name = f"node-{node_file_name(node.node)}"
     for number, answer in enumerate(polls.answers, 1):
         captured.save(f"{name}.ras-{number}{answer.suffix}", answer.raw, node.node, source=address)
     if polls.answers:
-        metadata = {"apart_seconds": polls.apart_seconds, "trouble": polls.trouble}
+        metadata = {"apart_seconds": polls.interval_seconds, "trouble": polls.problem}
         captured.save(f"{name}.ras.json", json.dumps(metadata).encode(), node.node)
-    if polls.trouble:
-        captured.add_missing(f"{node.node}: NCCL RAS: {polls.trouble}")
+    if polls.problem:
+        captured.add_missing(f"{node.node}: NCCL RAS: {polls.problem}")
