@@ -261,7 +261,7 @@ class AlertManager:
         if decision.notice is NoticeKind.DIAGNOSED:
             return tuple(sorted(notified))
         if decision.reason is NotifyReason.STOPPED_JOB:
-            # Whoever the inhibited alert is routed to. If it is routed to nobody, whoever knows about its cause.
+            # The receivers of the inhibited alert. If it is routed to none, those that already know about its cause.
             job_stops = unreported_job_stops(episode.notified, update)
             return tuple(sorted(self._receivers_for(job_stops) or notified))
         if decision.notice is NoticeKind.CLOSED or update.finding is None:
@@ -278,7 +278,7 @@ class AlertManager:
         return frozenset[str]().union(*routed)
 
     def _delivery(self, receiver_name: str, message: AlertMessage, episode: Episode, wall: float) -> Delivery:
-        """Rendered once, here: a message that is delivered late must say what was true when it was written
+        """Rendered once, here: a message that is delivered late must describe the state at the time it was written
         (https://github.com/prometheus/alertmanager/issues/2510)."""
         assert episode.notified is not None
         receiver = find_receiver(self._receivers[receiver_name].type)

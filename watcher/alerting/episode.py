@@ -1,7 +1,7 @@
 """One alert from opening to closing, and how each evaluation moves it on. Pure: the time is an argument.
 
 An episode is one continuous run of one finding (job, alert, scope); each time the alert opens again it gets a new id.
-`notify_policy.py` decides whether to send a message, from what receivers were last told and what is true now;
+`notify_policy.py` decides whether to send a message, from what receivers already know and what is true now;
 `advance_episode` gives the episode after that decision.
 """
 
@@ -92,7 +92,7 @@ class NotifiedState:
     suspects: tuple[Suspect, ...]  # of the last firing message: the closing one must carry the same labels
     reported_consequences: Annotated[tuple[str, ...], Field(alias="followers")] = ()  # job-stopping, in any message
     diagnosis: EpisodeDiagnosis | None = None  # in the last message
-    diagnosis_announced: Annotated[bool, Field(alias="diagnosed")] = False  # by a message of its own; at most one
+    diagnosis_announced: Annotated[bool, Field(alias="diagnosed")] = False  # in a separate message; at most one
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class PreviousEpisode:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeUpdate:
-    """What one evaluation says about one key. Made only for jobs that were evaluated: no data is not good news."""
+    """What one evaluation says about one key. Made only for jobs that were evaluated: missing data is not good news."""
 
     finding: Finding | None  # None: the job was evaluated and the finding is absent
     now: float

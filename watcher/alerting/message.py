@@ -1,4 +1,4 @@
-"""What people read about an alert, in words that are the same for every receiver. Pure: receivers only lay it out."""
+"""The text of a message about an alert, the same for every receiver. Pure: receivers only choose the layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether to send a message about an alert, and why: one pure function of what receivers were last told and what is
+"""Whether to send a message about an alert, and why: one pure function of what receivers already know and what is
 true now. The time is an argument.
 
 Each branch of `decide_notification` describes its case and returns a named reason; receivers read that reason.
@@ -96,7 +96,7 @@ def decide_notification(
         # A reported root cause explains it: open an episode for the page and the API, and send nothing.
         if update.cause is not None:
             return NotifyDecision(NotifyReason.INHIBITED)
-        # The same alert closed a short while ago. Say so: it tells flapping from a new problem.
+        # The same alert closed a short while ago. Say so, to distinguish flapping from a new problem.
         if is_reopening(update):
             return NotifyDecision(NotifyReason.REOPENED, NoticeKind.OPENED)
         return NotifyDecision(NotifyReason.OPENED, NoticeKind.OPENED)
@@ -123,7 +123,7 @@ def decide_notification(
         # message is the only one that can.
         return NotifyDecision(NotifyReason.STOPPED_JOB, NoticeKind.RAISED)
     if update.new_receivers:
-        # It inhibits an alert whose receivers have not been notified of this cause. Only they get this message.
+        # It inhibits an alert that is routed to receivers not notified of this cause yet. Only they get this message.
         return NotifyDecision(NotifyReason.NEW_RECEIVERS, NoticeKind.RAISED)
     if is_new_diagnosis(update.diagnosis, episode, finding):
         # Which rank blocks the job is the first thing that whoever was paged would have to find out. One message per
@@ -166,7 +166,7 @@ def close_episode(episode: Episode, reason: NotifyReason) -> NotifyDecision:
 
 
 def is_new_diagnosis(diagnosis: EpisodeDiagnosis | None, episode: Episode, finding: Finding) -> bool:
-    """Whether a diagnosis is worth a message of its own.
+    """Whether a diagnosis is worth a separate message.
 
     While the alert is only suspected, an inconclusive diagnosis is not: the alert may clear in a moment.
     """

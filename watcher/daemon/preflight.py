@@ -55,7 +55,7 @@ def listen_problems(section: WatcherSection) -> Iterator[str]:
 
 def file_problems(config: Config) -> Iterator[str]:
     """Files that the configuration names but that cannot be read."""
-    for place, secret in (
+    for key, secret in (
         ("watcher.token_file", config.watcher.token_file),
         ("ssh.passphrase_file", config.ssh.passphrase_file),
     ):
@@ -63,17 +63,17 @@ def file_problems(config: Config) -> Iterator[str]:
             try:
                 read_secret(secret)
             except OSError as error:
-                yield f"{place}: {secret} cannot be read: {error.strerror}"
+                yield f"{key}: {secret} cannot be read: {error.strerror}"
             except ValueError as error:  # also text that is not UTF-8
-                yield f"{place}: {error}"
+                yield f"{key}: {error}"
     files = [
         ("ssh.known_hosts_file", config.ssh.known_hosts_file),
         ("ssh.certificate_file", config.ssh.certificate_file),
     ]
     files += [(f"ssh.identity_files[{i}]", path) for i, path in enumerate(config.ssh.identity_files)]
-    for place, path in files:
-        if path is not None and (trouble := read_error(path.expanduser())):
-            yield f"{place}: {path} cannot be read: {trouble}"
+    for key, path in files:
+        if path is not None and (reason := read_error(path.expanduser())):
+            yield f"{key}: {path} cannot be read: {reason}"
     for i, receiver in enumerate(config.receivers):
         try:
             read_receiver_url(receiver)
@@ -82,6 +82,7 @@ def file_problems(config: Config) -> Iterator[str]:
 
 
 def read_error(path: Path) -> str | None:
+    """Why the file cannot be read; None if it can."""
     try:
         with path.open("rb"):
             return None

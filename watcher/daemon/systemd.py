@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 
 class SystemdNotifier:
-    """Tells the service manager the state of the service. Never raises: a manager that is gone must not stop it."""
+    """Sends the state of the service to systemd. Never raises: a lost notification must not stop the service."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         address = environment.get("NOTIFY_SOCKET", "")

@@ -92,7 +92,7 @@ def replay(name: str, source: GpuLog | Recording, profiles: Sequence[UserProfile
         try:
             teller = AlertManager(store, (), (), clock)
             known = source.known if isinstance(source, Recording) else None
-            engine = Engine(source.specs, played, teller, clock, profiles, known=known)
+            engine = Engine(source.specs, played, teller, clock, profiles, prior_state=known)
             # A log that pauses says nothing of its node; nodes that fall silent in a recording are watched being so.
             look_every = interval if isinstance(source, Recording) else None
             for seconds in played.play(interval * ROUND_WINDOW_FRACTION, look_every):

@@ -186,7 +186,7 @@ def add_job_routes(app: FastAPI, latest: LatestSnapshot) -> None:
     @app.get("/api/v1/jobs/{job:path}/gpus", tags=["jobs"], responses=documented_problems(404))
     def list_gpus(job: str) -> list[GpuAnswer]:
         """Every GPU of the job as last read, rank by rank."""
-        return [gpu_answer(board) for board in find(job).sample.gpus]
+        return [gpu_answer(rank_gpu) for rank_gpu in find(job).sample.gpus]
 
     @app.get("/api/v1/jobs/{job:path}/timeline", tags=["jobs"], responses=documented_problems(404, 422))
     def read_timeline(

@@ -74,8 +74,8 @@ class RateLimit:
 
 
 class Receiver(ABC):
-    """How messages look for one type of receiver, and how to read its responses. Holds no state: one instance serves
-    every configured receiver of its type."""
+    """Lays out messages for one type of receiver, and interprets its responses. Has no state: one instance serves every
+    configured receiver of its type."""
 
     rate_limit: RateLimit | None = None
 
