@@ -1,15 +1,15 @@
-"""What runs on a node: prints one JSON line per interval, for as long as somebody listens.
+"""The probe that runs on a node: prints one JSON line per interval, as long as the control host keeps listening.
 
-Standard library only, Python 3.8 and later. It travels over the SSH channel's stdin and is never written to disk;
-README.md in this folder describes the line. It reports and does not judge: nvidia-smi's output travels as printed,
-NVML's as numbers and return codes, logs as text.
+Standard library only, Python 3.8 and later. It is sent over the SSH channel's stdin and never written to disk;
+README.md in this folder describes the line. It reports raw facts and interprets nothing: nvidia-smi's output is sent as
+printed, NVML's values as numbers and return codes, logs as text.
 
-Three rules shape it. A call that may hang (driver, NFS) runs in its own `Lane`, a daemon thread that is never started
-twice, so the line goes out on time and names what hangs. A GPU reader is never killed hard, and never runs beside
-another (dcgm-exporter#84: SIGKILL froze the board). It ends when its stdin closes, or when nobody has written a line
-to it for LEASE_SECONDS: a cut network closes nothing.
+Three rules shape it. A call that may hang (driver, NFS) runs in its own `CollectorThread`, a daemon thread with one
+call in flight, so the line is printed on time and names what hangs. A GPU query is never killed with SIGKILL and never
+runs beside another one (https://github.com/NVIDIA/dcgm-exporter/issues/84: SIGKILL froze the GPU). The probe ends when
+its stdin closes, or when no line has been written to it for LEASE_SECONDS, because a cut network closes nothing.
 
-All pacing goes through `time.sleep`, `time.monotonic` and `time.time` by attribute: a simulated node stretches those.
+All timing goes through `time.sleep`, `time.monotonic` and `time.time` by attribute: a simulated node replaces those.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 LEASE_SECONDS = 60.0
-LINE_BUDGET_BYTES = 32_000  # the reader drops a line of 64 KB: what does not fit waits for the next line
+LINE_BUDGET_BYTES = 32_000  # the reader drops lines over 64 KB: what does not fit waits for the next line
 TAIL_BYTES = 8192
 MAX_HEARTBEATS = 64
 MAX_LOGS = 16
@@ -41,28 +41,28 @@ MAX_PROCESSES = 128
 MAX_WORKERS = 64
 WORKER_SCAN_SECONDS = 5.0
 DISCOVERY_SECONDS = 10.0
-KERNEL_HISTORY_SECONDS = 300.0  # a fault just before we (re)connected is news
+KERNEL_HISTORY_SECONDS = 300.0  # a fault shortly before we (re)connected is still worth reporting
 
 ROOT = os.environ.get("WATTWATCH_NODE_ROOT", "")
-"""Put before /proc, /sys and /dev/kmsg, and nothing else: a simulated node shows its own processes and kernel log
-there. Paths of jobs, logs and checkpoints are real files in any case. Empty on a real node."""
+"""Prefix of /proc, /sys and /dev/kmsg only, with which a simulated node shows its own processes and kernel log. Paths
+of jobs, logs and checkpoints are never prefixed. Empty on a real node."""
 
 TOOL_PATH = os.environ.get("PATH", "") + ":/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/nvidia/bin:/opt/bin"
-"""sshd gives a command a short PATH; container images keep nvidia-smi where the runtime mounts it."""
+"""sshd starts commands with a short PATH, and container runtimes mount nvidia-smi in other places."""
 
 FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED = 13, 15, 16  # nvml.h, enum nvmlReturn_t
 
 KERNEL_FAULT = re.compile(r"NVRM: Xid|[Oo]ut of memory|oom-kill|oom_reaper|segfault at|general protection fault")
-CHILDREN: set[int] = set()  # process groups to end when we end
+CHILDREN: set[int] = set()  # process groups to terminate when we exit
 
 
 def valid_utf8(text: str) -> str:
-    """File names may hold bytes that are no UTF-8; half a surrogate would make the whole line unreadable."""
+    """The text without lone surrogates: a file name with invalid UTF-8 would make the whole line unreadable."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def exit_probe(*_: object) -> None:
-    """End at once. Children get SIGTERM once: a GPU reader that hangs in the driver must not be killed harder."""
+    """Exit at once. Children get SIGTERM once and never SIGKILL: see the rule on GPU queries above."""
     for group in list(CHILDREN):
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGTERM)
@@ -70,11 +70,11 @@ def exit_probe(*_: object) -> None:
 
 
 def run_tool(argv: list[str]) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr. Waits as long as it takes: the caller's lane is what bounds the harm."""
+    """Exit code, stdout, stderr. Waits without limit: only the caller's own thread is blocked."""
     try:
         child = subprocess.Popen(
             argv,
-            stdin=subprocess.DEVNULL,  # our stdin is the lifeline
+            stdin=subprocess.DEVNULL,  # our own stdin carries the lease
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -91,13 +91,13 @@ def run_tool(argv: list[str]) -> tuple[int, str, str]:
 
 
 class CollectorThread(threading.Thread):
-    """One kind of call in its own thread: at most one in flight, whatever it does."""
+    """A thread for one kind of call that may hang: at most one call in flight, whatever it does."""
 
     def __init__(self, name: str, call: Callable[[CollectorThread], None], every_seconds: float = 0.0) -> None:
         super().__init__(daemon=True)
-        self.doing = name  # a call with several stages renames it
+        self.doing = name  # reported while it is busy; a call with several stages changes it
         self.call = call
-        self.every_seconds = every_seconds  # 0: each line
+        self.every_seconds = every_seconds  # 0: for each line
         self.busy_since: float | None = None
         self.took_seconds = 0.0
         self.due = 0.0
@@ -105,8 +105,8 @@ class CollectorThread(threading.Thread):
         self.turn = threading.Semaphore(0)
         self.start()
 
-    def offer(self, now: float) -> None:
-        """Start the call if it is due and the last one has come back."""
+    def trigger(self, now: float) -> None:
+        """Start the call if it is due and the previous one has returned."""
         if self.busy_since is None and now >= self.due:
             self.busy_since = now
             self.turn.release()
@@ -118,16 +118,16 @@ class CollectorThread(threading.Thread):
             try:
                 self.call(self)
                 self.error = ""
-            except Exception as error:  # noqa: BLE001 - whatever a node holds, the lane lives and says what it met
+            except Exception as error:  # noqa: BLE001 - whatever the node holds: report it and go on
                 self.error = valid_utf8(f"{self.doing}: {type(error).__name__}: {error}")
             self.took_seconds = time.monotonic() - started
-            # A slow file system is asked less: at most a twentieth of the time goes into periodic calls.
+            # A slow file system is asked less often: periodic calls take at most a twentieth of the time.
             self.due = started + max(self.every_seconds, 20 * self.took_seconds) if self.every_seconds else 0.0
             self.busy_since = None
 
 
 class PendingLine:
-    """What goes into the next line. Things shipped only when they change wait here until there is room."""
+    """Content of the next line. Items that are sent only when they change wait here until they fit into a line."""
 
     def __init__(self) -> None:
         self.latest: dict[str, Any] = {}
@@ -135,22 +135,22 @@ class PendingLine:
         self.lock = threading.Lock()
 
     def put(self, key: str, item: Any) -> None:
-        """Append `item` to the list `key` of a coming line."""
+        """Append `item` to the list `key` of one of the next lines."""
         with self.lock:
             self.queue.append((key, item, len(json.dumps(item))))
 
     def set(self, key: str, value: Any) -> None:
-        """State the whole of `key` in the next line."""
+        """Set the value of `key` in the next line."""
         with self.lock:
             self.latest[key] = value
 
     def take(self) -> dict[str, Any]:
         with self.lock:
             line, self.latest = self.latest, {}
-            room = LINE_BUDGET_BYTES
-            while self.queue and (room >= self.queue[0][2] or room == LINE_BUDGET_BYTES):
+            budget = LINE_BUDGET_BYTES
+            while self.queue and (budget >= self.queue[0][2] or budget == LINE_BUDGET_BYTES):
                 key, item, size = self.queue.pop(0)
-                room -= size
+                budget -= size
                 if size < LINE_BUDGET_BYTES:
                     line.setdefault(key, []).append(item)
             return line
@@ -261,7 +261,7 @@ def part_of(result: Any, part: Any) -> Any:
 
 
 class GpuCollector:
-    """NVML first, nvidia-smi second; one query of either in flight, ever."""
+    """Reads the GPUs: through NVML if possible, else with nvidia-smi. Never more than one query of either at a time."""
 
     def __init__(
         self, outbox: PendingLine, query: list[str], form: str, nvml_readings: list[Any], nvml_source: str
@@ -275,27 +275,27 @@ class GpuCollector:
         self.reader: NvmlReader | None = None
         self.nvml_retry = 0.0
         self.init_code: int | None = None
-        self.holders: dict[int, list[Any]] | None = None  # None: never told
+        self.holders: dict[int, list[Any]] | None = None  # pid -> GPUs; None: never known
         self.holders_due = 0.0
         self.smi_due = 0.0
         self.reads = 0
         self.driver: str | None = None
         self.driver_due = 0.0
 
-    def __call__(self, lane: CollectorThread) -> None:
+    def __call__(self, thread: CollectorThread) -> None:
         now = time.monotonic()
         if self.reader is None and now >= self.nvml_retry:
-            lane.doing = "nvml"
+            thread.doing = "nvml"
             self.open(now)
         if now >= self.driver_due:
             self.driver_due = now + DISCOVERY_SECONDS
             self.driver = driver_version(self.reader)
         if self.reader is not None:
-            lane.doing = "nvml"
+            thread.doing = "nvml"
             if self.read_nvml(self.reader):
                 return
         if now >= self.smi_due:
-            lane.doing = "nvidia-smi"
+            thread.doing = "nvidia-smi"
             self.read_smi()
 
     def open(self, now: float) -> None:
@@ -307,13 +307,13 @@ class GpuCollector:
                 self.reader = NvmlReader(self.nvml_module, self.nvml_readings)
                 self.nvml_source = ""
                 self.init_code = None
-        except Exception as error:  # noqa: BLE001 - an NVMLError's class is unknown before the module is loaded
+        except Exception as error:  # noqa: BLE001 - the class NVMLError is not known before the module is loaded
             self.init_code = getattr(error, "value", 999)
             self.close()
 
     def close(self) -> None:
         self.reader = None
-        with contextlib.suppress(Exception):  # it may not be up; nothing hangs on it
+        with contextlib.suppress(Exception):  # it may not be initialized
             self.nvml_module.nvmlShutdown()
 
     def read_nvml(self, reader: NvmlReader) -> bool:
@@ -322,7 +322,7 @@ class GpuCollector:
             rows = reader.read(now)
             if now >= self.holders_due:
                 self.holders, self.holders_due = reader.holders(), now + 5.0
-        except Exception as error:  # noqa: BLE001 - the driver was reloaded under us, or goes: nvidia-smi says it in words
+        except Exception as error:  # noqa: BLE001 - the driver was unloaded or reloaded: nvidia-smi prints why
             self.init_code = getattr(error, "value", 999)
             self.nvml_retry = now + 5.0
             self.close()
@@ -339,7 +339,7 @@ class GpuCollector:
         code, out, err = 0, "", ""
         while self.query:
             code, out, err = run_tool(["nvidia-smi", "--query-gpu=" + ",".join(self.query), "--format=" + self.form])
-            # An older driver names the field it does not know and exits with 2: ask again without it.
+            # An older driver prints the field that it does not know and exits with 2: ask again without it.
             unknown = re.search(r'Field "([^"]+)" is not a valid field', out + err) if code == 2 else None
             if unknown is None or unknown.group(1) not in self.query:
                 break
@@ -368,7 +368,7 @@ class GpuCollector:
 
 
 def driver_version(reader: NvmlReader | None) -> str | None:
-    """Of the kernel module that is loaded, "580.95.05": from its own file, else from NVML."""
+    """Version of the loaded kernel module, e.g. "580.95.05": from /proc, else from NVML."""
     try:
         text = read_text(ROOT + "/proc/driver/nvidia/version")
     except OSError:
@@ -378,8 +378,8 @@ def driver_version(reader: NvmlReader | None) -> str | None:
 
 
 def load_nvml(source: str) -> Any:
-    """The pynvml that travelled with us; None where there is no NVML to call, so that nothing is compiled in vain."""
-    loaded = sys.modules.get("pynvml")  # a simulated node brings its own
+    """The pynvml that was sent with us. None where there is no NVML library: then there is no need to compile it."""
+    loaded = sys.modules.get("pynvml")  # a simulated node has it loaded already
     if loaded is not None or not source:
         return loaded
     import ctypes
@@ -389,7 +389,9 @@ def load_nvml(source: str) -> Any:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    module = sys.modules["pynvml"] = types.ModuleType("pynvml")  # it looks itself up while it is executed
+    module = sys.modules["pynvml"] = types.ModuleType(
+        "pynvml"
+    )  # pynvml looks itself up in sys.modules while it is executed
     exec(compile(source, "pynvml.py", "exec"), module.__dict__)  # our own payload
     return module
 
@@ -403,7 +405,7 @@ def read_text(path: str, most: int = 4096) -> str:
 
 
 def read_process(pid: int, ticks: float) -> list[Any] | None:
-    """[pid, start, state, comm, cpu seconds] from stat alone; cmdline of a stuck process may hang and is never read."""
+    """[pid, start, state, comm, cpu seconds] from stat only: reading the cmdline of a stuck process may hang."""
     try:
         text = read_text(f"{ROOT}/proc/{pid}/stat")
         opened, closed = text.index("("), text.rindex(")")
@@ -415,7 +417,8 @@ def read_process(pid: int, ticks: float) -> list[Any] | None:
 
 
 def read_wait_channel(pid: int, state: str) -> str | None:
-    """The kernel function that a process in state D sleeps in; it tells a file server from a driver. Never blocks."""
+    """The kernel function in which a process in state D sleeps: it distinguishes a file server from a driver. Reading
+    it never blocks."""
     if state != "D":
         return None
     try:
@@ -440,15 +443,15 @@ def read_workers(parent: int, ticks: float) -> list[list[Any]]:
 
 
 class ProcessCollector:
-    """Processes of the job: those that hold a GPU, those that wrote a heartbeat, those whose comm matches."""
+    """Processes of the job: those with a GPU context, those that wrote a heartbeat, those whose comm matches."""
 
     def __init__(
-        self, outbox: PendingLine, gpu: GpuCollector, beats: list[HeartbeatCollector], pattern: str | None
+        self, outbox: PendingLine, gpu: GpuCollector, heartbeats: list[HeartbeatCollector], pattern: str | None
     ) -> None:
         self.outbox = outbox
         self.gpu = gpu
-        self.beats = beats
-        self.asked = pattern
+        self.heartbeats = heartbeats
+        self.pattern_text = pattern
         self.pattern: re.Pattern[str] | None = None
         self.matched: set[int] = set()
         self.scan_due = 0.0
@@ -457,16 +460,16 @@ class ProcessCollector:
 
     def __call__(self, _: CollectorThread) -> None:
         now = time.monotonic()
-        if self.asked is not None and self.pattern is None:
+        if self.pattern_text is not None and self.pattern is None:
             with contextlib.suppress(re.error):
-                self.pattern = re.compile(self.asked)
+                self.pattern = re.compile(self.pattern_text)
         if self.pattern is not None and now >= self.scan_due:
             self.scan_due = now + 5.0
             self.matched = self.scan(self.pattern)
         holders = self.gpu.holders
         pids = set(holders or ()) | self.matched
-        for beat in self.beats:
-            pids |= beat.pids
+        for heartbeat in self.heartbeats:
+            pids |= heartbeat.pids
         rows: list[Any] = []
         for pid in sorted(pids)[:MAX_PROCESSES]:
             row = read_process(pid, self.ticks)
@@ -474,17 +477,17 @@ class ProcessCollector:
                 waits_in = read_wait_channel(pid, row[2])
                 row.append((holders or {}).get(pid, []))
                 rows.append(row if waits_in is None else [*row, waits_in])
-        # A container is told pids of the host's namespace: that none of them exists here is no sign of death.
-        blind = not rows and (holders or (holders is None and self.pattern is None and not pids))
-        self.outbox.set("proc", None if blind else rows)
+        # In a container, NVML reports pids of the host's namespace: that none exists here does not mean they exited.
+        unknown = not rows and (holders or (holders is None and self.pattern is None and not pids))
+        self.outbox.set("proc", None if unknown else rows)
         self.outbox.set("load", read_load())
         if now >= self.workers_due:
             self.workers_due = now + WORKER_SCAN_SECONDS
             ranks = {row[0] for row in rows}
             workers = [worker for pid in sorted(ranks) for worker in read_workers(pid, self.ticks)]
             self.outbox.set("work", [worker for worker in workers if worker[1] not in ranks][:MAX_WORKERS])
-        if self.asked is not None and self.pattern is None:
-            re.compile(self.asked)  # a bad one is said as this lane's error, after all that does not need it
+        if self.pattern_text is not None and self.pattern is None:
+            re.compile(self.pattern_text)  # reported as this thread's error, after everything that does not need it
 
     def scan(self, pattern: re.Pattern[str]) -> set[int]:
         found = set()
@@ -499,8 +502,8 @@ class ProcessCollector:
 
 
 def read_load() -> list[float | None]:
-    """[load over 1 min, cpus, cpu, io, memory pressure: some avg10, available, total and swapped out memory in bytes];
-    null where the kernel has none."""
+    """[load over 1 min, CPUs, pressure of cpu, io and memory (some avg10), available, total and swapped memory in
+    bytes]; None where the kernel does not have it."""
     load: list[float | None] = []
     try:
         load.append(float(read_text(ROOT + "/proc/loadavg").split()[0]))
@@ -517,7 +520,7 @@ def read_load() -> list[float | None]:
 
 
 def read_memory() -> list[float | None]:
-    """Bytes that can still be had, bytes in all, bytes in swap."""
+    """Bytes available, bytes in total, bytes swapped out."""
     try:
         found = dict(re.findall(r"(?m)^(\w+):\s+(\d+) kB", read_text(ROOT + "/proc/meminfo")))
     except OSError:
@@ -538,18 +541,21 @@ def node_host_name() -> str:
 
 
 class HeartbeatCollector:
-    """RUN/heartbeat/rank-*.json: those of this host, or up to 64 where none names it. Shipped when they change."""
+    """RUN/heartbeat/rank-*.json: those of this host, or up to MAX_HEARTBEATS if none names it. Sent when they
+    change."""
 
     def __init__(self, outbox: PendingLine, directory: str, host: str) -> None:
         self.outbox = outbox
         self.directory = os.path.join(directory, "heartbeat")
         self.host = host.split(".")[0]
         self.mine: list[str] = []
-        self.elsewhere: set[str] = set()  # a thousand ranks' files are read once, not every ten seconds by every node
+        self.elsewhere: set[str] = (
+            set()
+        )  # of other hosts: not read again, or every node would read a thousand files every ten seconds
         self.forget_due = 0.0
         self.pids: set[int] = set()
         self.pid_of: dict[str, int] = {}
-        self.shipped: dict[str, str] = {}
+        self.sent: dict[str, str] = {}
         self.discovery_due = 0.0
 
     def __call__(self, _: CollectorThread) -> None:
@@ -567,7 +573,7 @@ class HeartbeatCollector:
         except FileNotFoundError:
             names = []
         now = time.monotonic()
-        if not self.pid_of and now >= self.forget_due:  # none of ours: after a restart the ranks may have moved
+        if not self.pid_of and now >= self.forget_due:  # none of ours: the ranks may have moved here in a restart
             self.forget_due = now + 60.0
             self.elsewhere.clear()
         here, unread = [], []
@@ -579,18 +585,18 @@ class HeartbeatCollector:
                 unread.append(name)
                 continue
             try:
-                said = str(json.loads(read_text(os.path.join(self.directory, name))).get("host", ""))
+                written_by = str(json.loads(read_text(os.path.join(self.directory, name))).get("host", ""))
             except (OSError, ValueError, AttributeError):
                 unread.append(name)
                 continue
-            if said.split(".")[0] == self.host:
+            if written_by.split(".")[0] == self.host:
                 here.append(name)
             else:
                 unread.append(name)
                 self.elsewhere.add(name)
         self.mine = (here or unread)[:MAX_HEARTBEATS]
-        for name in set(self.shipped) - set(self.mine):
-            del self.shipped[name]
+        for name in set(self.sent) - set(self.mine):
+            del self.sent[name]
             self.pid_of.pop(name, None)
             self.outbox.put("beat", [valid_utf8(os.path.join(self.directory, name)), 0, None])
 
@@ -603,24 +609,24 @@ class HeartbeatCollector:
         except FileNotFoundError:
             self.discovery_due = 0.0
             return
-        if self.shipped.get(name) == text:
+        if self.sent.get(name) == text:
             return
-        self.shipped[name] = text
+        self.sent[name] = text
         self.outbox.put("beat", [valid_utf8(path), round(changed, 3), text])
         try:
-            beat = json.loads(text)
-            if str(beat["host"]).split(".")[0] == self.host:
-                self.pid_of[name] = int(beat["pid"])
+            heartbeat = json.loads(text)
+            if str(heartbeat["host"]).split(".")[0] == self.host:
+                self.pid_of[name] = int(heartbeat["pid"])
                 return
         except (ValueError, KeyError, TypeError):
             pass
-        if self.pid_of.pop(name, None) is not None:  # it was ours: the job has been restarted on other hosts
+        if self.pid_of.pop(name, None) is not None:  # it was ours: the job was restarted on other hosts
             self.elsewhere.clear()
             self.discovery_due = 0.0
 
 
 class LogCollector:
-    """Files of one shell pattern: what was appended, or the last 8 KB where the file is new or was rewritten."""
+    """Log files of one shell pattern: what was appended, or the last TAIL_BYTES if the file is new or was rewritten."""
 
     def __init__(self, outbox: PendingLine, source: int, pattern: str) -> None:
         self.outbox = outbox
@@ -628,7 +634,7 @@ class LogCollector:
         self.pattern = pattern
         self.paths: list[str] = []
         self.seen: dict[str, tuple[int, int, float]] = {}  # path -> inode, size, mtime
-        self.last: dict[str, bytes] = {}  # path -> its last bytes, to know a rewritten file
+        self.last: dict[str, bytes] = {}  # path -> its last bytes, to detect a rewritten file
         self.discovery_due = 0.0
 
     def __call__(self, _: CollectorThread) -> None:
@@ -637,7 +643,7 @@ class LogCollector:
             self.discovery_due = now + (DISCOVERY_SECONDS if self.paths else 2.0)
             self.discover()
         for path in self.paths:
-            with contextlib.suppress(FileNotFoundError):  # rotated away: back soon, or the next discovery drops it
+            with contextlib.suppress(FileNotFoundError):  # rotated: it reappears soon, or the next discovery drops it
                 self.read(path)
 
     def discover(self) -> None:
@@ -666,9 +672,9 @@ class LogCollector:
             start = max(0, size - TAIL_BYTES)
             appended = False
             if before is not None and before[0] == now[0] and start <= before[1] < size:
-                witness = self.last.get(path, b"")
-                file.seek(before[1] - len(witness))
-                appended = file.read(len(witness)) == witness
+                known_end = self.last.get(path, b"")
+                file.seek(before[1] - len(known_end))
+                appended = file.read(len(known_end)) == known_end
             if appended and before is not None:
                 start = before[1]
             file.seek(start)
@@ -686,11 +692,14 @@ MAX_FILES = 96
 MAX_SCANNED_FILES = 4096
 MAX_SMALL_FILE_BYTES = 256
 MAX_HEADER_BYTES = 4 * 1024 * 1024
-_headers: dict[tuple[str, int], int] = {}  # (path, inode) -> bytes that a safetensors file says it has
+_headers: dict[tuple[str, int], int] = {}  # (path, inode) -> length stated in a safetensors header
 
 
 def safetensors_bytes(path: str, inode: int, size: int) -> int | None:
-    """Length that the file states of itself: 8 bytes of header length, the header, the furthest tensor's end."""
+    """Length of the file according to its header: 8 bytes of header length, the header, the end of the last tensor.
+
+    Format: https://huggingface.co/docs/safetensors
+    """
     known = _headers.get((path, inode))
     if known is not None or size < 8:
         return known
@@ -707,7 +716,7 @@ def safetensors_bytes(path: str, inode: int, size: int) -> int | None:
 
 
 def index_files(path: str) -> list[str]:
-    """Names of the files that a model.safetensors.index.json counts as its own."""
+    """Names of the files that a model.safetensors.index.json refers to."""
     with open(path, "rb") as file:
         return sorted(
             {valid_utf8(str(name)) for name in json.loads(file.read(2 * MAX_HEADER_BYTES))["weight_map"].values()}
@@ -715,7 +724,8 @@ def index_files(path: str) -> list[str]:
 
 
 def scan_entry(path: str) -> dict[str, Any]:
-    """Everything below one checkpoint: totals over all files, the first FILES_MOST of them by name, markers first."""
+    """All files of one checkpoint: totals, and the first MAX_FILES by name. Large weight files are listed last, so that
+    markers are never cut off."""
     total, count, newest = 0, 0, os.stat(path).st_mtime
     files: list[tuple[bool, str, int]] = []
     index: dict[str, list[str]] = {}
@@ -743,7 +753,7 @@ def scan_entry(path: str) -> dict[str, Any]:
                     elif name.endswith(".safetensors.index.json"):
                         index[name] = index_files(entry.path)
                 except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-                    pass  # being written: its size and age tell
+                    pass  # being written: its size and age show that
     listed = [[name, size] for _, name, size in sorted(files)[:MAX_FILES]]
     entry_facts: dict[str, Any] = {"bytes": total, "count": count, "mtime": round(newest, 3), "files": listed}
     if index:
@@ -754,8 +764,11 @@ def scan_entry(path: str) -> dict[str, Any]:
 
 
 def list_checkpoints(directory: str, previous: dict[str, Any] | None = None) -> dict[str, Any]:
-    """{"error", "root": {name: [kind, size, mtime, text]}, "entries": {name: facts}}: the newest 8 folders and all
-    files beside them. `previous`: the last listing; of its entries only the newest 3 are walked again."""
+    """{"error", "root": {name: [kind, size, mtime, text]}, "entries": {name: facts}}.
+
+    The newest MAX_CHECKPOINTS folders, and the files beside them. `previous`: the last listing, of which only the
+    newest three entries are scanned again: older checkpoints do not change, and a scan may cost a file server much.
+    """
     root: dict[str, list[Any]] = {}
     folders: list[tuple[float, str]] = []
     try:
@@ -768,11 +781,11 @@ def list_checkpoints(directory: str, previous: dict[str, Any] | None = None) -> 
                         root[name] = ["link", 0, round(status.st_mtime, 3), valid_utf8(os.readlink(entry.path))]
                     elif entry.is_dir(follow_symlinks=False):
                         folders.append((status.st_mtime, entry.name))
-                    elif len(root) < MAX_FILES and stat.S_ISREG(status.st_mode):  # opening a FIFO would wait for ever
+                    elif len(root) < MAX_FILES and stat.S_ISREG(status.st_mode):  # opening a FIFO would block for ever
                         small = status.st_size <= MAX_SMALL_FILE_BYTES and read_text(entry.path, MAX_SMALL_FILE_BYTES)
                         root[name] = ["file", status.st_size, round(status.st_mtime, 3), small or ""]
                 except FileNotFoundError:
-                    continue  # renamed or rotated under us
+                    continue  # renamed or deleted in the meantime
     except OSError as error:
         return {"error": os.strerror(error.errno or 0), "root": {}, "entries": {}}
     known = (previous or {}).get("entries", {})
@@ -791,7 +804,7 @@ def list_checkpoints(directory: str, previous: dict[str, Any] | None = None) -> 
 
 
 class CheckpointCollector:
-    """One checkpoint directory: which entries there are, with the facts of those that changed."""
+    """One checkpoint directory: the names of its entries, and the details of those that changed."""
 
     def __init__(self, outbox: PendingLine, directory: str) -> None:
         self.outbox = outbox
@@ -828,7 +841,8 @@ class CheckpointCollector:
 
 
 def filesystem_kind(path: str) -> str | None:
-    """ "nfs4", "lustre", "ext4": of the mount that holds the path, by name alone: nothing is asked of a file server."""
+    """Type of the mount that contains the path ("nfs4", "lustre", "ext4"), from the mount table: a hung file server is
+    not asked."""
     best, kind = "", None
     try:
         mounts = read_text("/proc/self/mounts", 1 << 20).splitlines()
@@ -845,21 +859,23 @@ def filesystem_kind(path: str) -> str | None:
 
 
 class FilesystemCollector:
+    """Free space of one path: statvfs blocks while a file server hangs, so each path has its own thread."""
+
     def __init__(self, outbox: PendingLine, path: str) -> None:
         self.outbox = outbox
         self.path = path
-        self.shipped: list[Any] = []
+        self.sent: list[Any] = []
 
     def __call__(self, _: CollectorThread) -> None:
         kind = filesystem_kind(self.path)
         try:
             facts = os.statvfs(self.path)
-            size, room = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
-            row: list[Any] = [valid_utf8(self.path), room, size, None, kind]
+            size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+            row: list[Any] = [valid_utf8(self.path), free, size, None, kind]
         except OSError as error:
             row = [valid_utf8(self.path), None, None, os.strerror(error.errno or 0), kind]
-        if row != self.shipped:
-            self.shipped = row
+        if row != self.sent:
+            self.sent = row
             self.outbox.put("fs", row)
 
 
@@ -867,7 +883,8 @@ class FilesystemCollector:
 
 
 class KernelLogCollector:
-    """Fault lines of the kernel log as [age, text]: /dev/kmsg, else dmesg, else journalctl; else says so once."""
+    """Fault lines of the kernel log as [age, text]: from /dev/kmsg, else dmesg, else journalctl; else reports once
+    why."""
 
     def __init__(self, outbox: PendingLine) -> None:
         self.outbox = outbox
@@ -876,26 +893,26 @@ class KernelLogCollector:
         self.caught_up = False
         self.tools = [["dmesg"], ["journalctl", "-k", "-b", "-o", "short-monotonic", "-n", "400", "--no-pager"]]
         self.newest = time.monotonic() - KERNEL_HISTORY_SECONDS
-        self.refusals: list[str] = []
+        self.failures: list[str] = []
         try:
             self.descriptor = os.open(ROOT + "/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
-            self.refusals.append(f"/dev/kmsg: {os.strerror(error.errno or 0)}")
+            self.failures.append(f"/dev/kmsg: {os.strerror(error.errno or 0)}")
 
-    def __call__(self, lane: CollectorThread) -> None:
+    def __call__(self, thread: CollectorThread) -> None:
         if self.descriptor is not None:
             self.read_device(self.descriptor)
         elif self.tools and not ROOT:
-            lane.every_seconds = DISCOVERY_SECONDS
-            lane.doing = self.tools[0][0]
+            thread.every_seconds = DISCOVERY_SECONDS
+            thread.doing = self.tools[0][0]
             self.read_tool()
 
     def read_device(self, descriptor: int) -> None:
         while True:
             try:
-                data = os.read(descriptor, 8192)  # one record; many lines where a simulated node has a plain file
+                data = os.read(descriptor, 8192)  # one record; on a simulated node a plain file with many lines
             except OSError as error:
-                if error.errno == errno.EPIPE:  # overwritten before we read it: go on with the oldest there is
+                if error.errno == errno.EPIPE:  # overwritten before we read it: continue with the oldest record
                     continue
                 if error.errno == errno.EAGAIN:
                     break
@@ -904,11 +921,12 @@ class KernelLogCollector:
                 break
             *lines, self.rest = (self.rest + data).split(b"\n")
             for line in lines:
-                self.judge_record(line.decode("utf-8", "replace"))
+                self.read_record(line.decode("utf-8", "replace"))
         self.caught_up = True
 
-    def judge_record(self, record: str) -> None:
-        """ "6,3964,206764307,-;text": priority, sequence, microseconds since boot. Continuations begin with a space."""
+    def read_record(self, record: str) -> None:
+        """A record "6,3964,206764307,-;text": priority, sequence, microseconds since boot. Continuation lines begin
+        with a space."""
         head, found, text = record.partition(";")
         if not found or not KERNEL_FAULT.search(text):
             return
@@ -924,9 +942,9 @@ class KernelLogCollector:
     def read_tool(self) -> None:
         code, out, err = run_tool(self.tools[0])
         if code != 0 or not out.strip():
-            self.refusals.append(f"{self.tools.pop(0)[0]}: {(err.strip() or 'nothing printed')[:200]}")
+            self.failures.append(f"{self.tools.pop(0)[0]}: {(err.strip() or 'nothing printed')[:200]}")
             if not self.tools:
-                self.outbox.set("kmsg_error", "kernel log unreadable: " + "; ".join(self.refusals))
+                self.outbox.set("kmsg_error", "kernel log unreadable: " + "; ".join(self.failures))
             return
         now = time.monotonic()
         newest = self.newest
@@ -938,18 +956,19 @@ class KernelLogCollector:
         self.newest = newest
 
 
-# The loop -----------------------------------------------------------------------------------------------------------
+# Main loop ----------------------------------------------------------------------------------------------------------
 
 
 class LeaseWatchdog:
-    """Ends us when stdin closes, or when no line has come for LEASE_SECONDS; works while the main thread is stuck."""
+    """Exits when stdin closes or no line has arrived for LEASE_SECONDS, also while the main thread is stuck in a
+    write."""
 
     def __init__(self) -> None:
         self.renewed = time.monotonic()
-        for target in (self.listen, self.watch):
+        for target in (self.read_stdin, self.check):
             threading.Thread(target=target, daemon=True).start()
 
-    def listen(self) -> None:
+    def read_stdin(self) -> None:
         while True:
             try:
                 data = os.read(0, 4096)
@@ -959,7 +978,7 @@ class LeaseWatchdog:
                 exit_probe()
             self.renewed = time.monotonic()
 
-    def watch(self) -> None:
+    def check(self) -> None:
         while time.monotonic() - self.renewed < LEASE_SECONDS:
             time.sleep(5.0)
         exit_probe()
@@ -976,17 +995,17 @@ def write_line(line: dict[str, Any]) -> None:
             exit_probe()
 
 
-def wait_until_idle(lanes: list[CollectorThread], seconds: float) -> None:
-    """Until all of them are back, at most `seconds`. Sleeps by attribute: see the module's docstring."""
+def wait_until_idle(threads: list[CollectorThread], seconds: float) -> None:
+    """Wait until all of them have returned, at most `seconds`."""
     end = time.monotonic() + seconds
     nap = 0.001
-    while any(lane.busy_since is not None for lane in lanes) and time.monotonic() < end:
+    while any(thread.busy_since is not None for thread in threads) and time.monotonic() < end:
         time.sleep(nap)
         nap = min(nap * 1.5, 0.02)
 
 
 def sleep_to_boundary(interval: float) -> None:
-    """To the next multiple of the interval on the wall clock: all nodes sample together. Phase only, never a rate."""
+    """Sleep to the next multiple of the interval on the wall clock, so that all nodes sample at the same time."""
     wall = time.time()
     target = ((wall + 0.1 * interval) // interval + 1) * interval
     time.sleep(min(max(target - wall, 0.0), 2 * interval))
@@ -1001,16 +1020,16 @@ def main(request: dict[str, Any], nvml_readings: list[Any], nvml_source: str = "
     host = node_host_name()
     outbox = PendingLine()
     gpu = GpuCollector(outbox, list(request["query"]), request["form"], nvml_readings, nvml_source)
-    beats = [HeartbeatCollector(outbox, directory, host) for directory in request["runs"]]
-    gpu_lane = CollectorThread("nvml", gpu)
-    prompt = [CollectorThread("read " + beat.directory, beat) for beat in beats]
+    heartbeats = [HeartbeatCollector(outbox, directory, host) for directory in request["runs"]]
+    gpu_thread = CollectorThread("nvml", gpu)
+    prompt = [CollectorThread("read " + each.directory, each) for each in heartbeats]
     prompt += [CollectorThread("read " + p, LogCollector(outbox, i, p)) for i, p in enumerate(request["logs"])]
     prompt.append(CollectorThread("read kernel log", KernelLogCollector(outbox)))
     listings = [CheckpointCollector(outbox, directory) for directory in request["checkpoints"]]
-    processes = CollectorThread("read /proc", ProcessCollector(outbox, gpu, beats, request["processes"]))
-    lanes = [gpu_lane, *prompt, processes]
-    lanes += [CollectorThread("list " + listing.directory, listing, 2.0) for listing in listings]
-    lanes += [
+    processes = CollectorThread("read /proc", ProcessCollector(outbox, gpu, heartbeats, request["processes"]))
+    threads = [gpu_thread, *prompt, processes]
+    threads += [CollectorThread("list " + listing.directory, listing, 2.0) for listing in listings]
+    threads += [
         CollectorThread("statvfs " + path, FilesystemCollector(outbox, path), DISCOVERY_SECONDS)
         for path in sorted({*request["runs"], *request["checkpoints"]})
     ]
@@ -1019,27 +1038,27 @@ def main(request: dict[str, Any], nvml_readings: list[Any], nvml_source: str = "
     errors: list[str] = []
     while True:
         now = time.monotonic()
-        for lane in lanes:
-            if lane is not processes:
-                lane.offer(now)
+        for thread in threads:
+            if thread is not processes:
+                thread.trigger(now)
         wait_until_idle(prompt, 0.1 * interval)
-        # A GPU query faster than half an interval is waited for; a slower one comes with the line after it.
+        # A GPU query faster than half an interval is waited for; the answer of a slower one is in the next line.
         if sequence == 0:
-            wait_until_idle([gpu_lane], 2.0)
-        elif gpu_lane.took_seconds < 0.5 * interval:
-            wait_until_idle([gpu_lane], 0.6 * interval)
-        processes.offer(now)  # last: boards and heartbeats have told by now which processes to look at
+            wait_until_idle([gpu_thread], 2.0)
+        elif gpu_thread.took_seconds < 0.5 * interval:
+            wait_until_idle([gpu_thread], 0.6 * interval)
+        processes.trigger(now)  # last: GPUs and heartbeats have now been read, and say which processes matter
         wait_until_idle([processes], 0.1 * interval)
         now = time.monotonic()
         line = {"v": 1, "seq": sequence, "t": round(now, 4), "w": round(time.time(), 4), **outbox.take()}
-        busy = [(lane, lane.busy_since) for lane in lanes]
-        waiting = [[valid_utf8(lane.doing), round(now - since, 2)] for lane, since in busy if since is not None]
+        busy = [(thread, thread.busy_since) for thread in threads]
+        waiting = [[valid_utf8(thread.doing), round(now - since, 2)] for thread, since in busy if since is not None]
         if waiting:
             line["busy"] = waiting
         listed = [[valid_utf8(one.directory), round(one.listed_at, 3)] for one in listings if one.listed_at is not None]
         if listed:
             line["listed"] = listed
-        failed = [lane.error for lane in lanes if lane.error]
+        failed = [thread.error for thread in threads if thread.error]
         if failed != errors:
             line["warn"] = errors = failed
         write_line(line)

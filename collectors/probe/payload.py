@@ -1,12 +1,12 @@
-"""How the probe travels: one command line, and the bytes that follow it on the channel's stdin.
+"""How the probe gets to a node: one command line, and the bytes that follow it on the channel's stdin.
 
-The command holds no program, only two numbers, so it passes any login shell (no backslash, `!`, quote or line break
-inside its single quotes: csh and fish would trip) and any limit on its length. stdin carries, in this order: the
-shell probe as text, the Python probe compressed, the request as JSON. Python's bootstrap reads exactly `size` bytes
-with os.read and leaves the rest of stdin as the lifeline; where there is no Python, /bin/sh reads the shell probe
-from the same stdin, and that swallows the rest.
+The command contains no program, only two numbers, so it works in every login shell (no backslash, `!`, quote or line
+break inside its single quotes: csh and fish would fail on them) and within every length limit. stdin carries, in this
+order: the shell probe as text, the Python probe compressed, the request as JSON. Python's bootstrap reads exactly
+`size` bytes with os.read and leaves the rest of stdin for the lease; where there is no Python, /bin/sh reads the shell
+probe from the same stdin, and that discards the rest.
 
-`python3` is taken from PATH: a simulated node puts its own in front.
+`python3` is taken from PATH: a simulated node puts its own first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from wattwatch.collectors.samples import GPU_READINGS
 from wattwatch.collectors.smi import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, QUERY_FORMAT
 
 LEASE_RENEWAL_SECONDS: Final = 20.0
-"""How often the watcher writes LEASE_LINE: the probe ends itself after 60 s without one."""
+"""How often the control host writes LEASE_LINE: the probe exits after 60 s without one, so two may be lost."""
 LEASE_LINE: Final = b"\n"
 
 NVML_READINGS: Final = [
@@ -38,16 +38,16 @@ PYTHON_CANDIDATES: Final = "python3 python3.13 python3.12 python3.11 python3.10 
 
 
 def probe_command(request: ProbeRequest) -> str:
-    """The command line to execute; `payload(request)` must follow on its stdin."""
+    """The command line to run; `probe_payload(request)` must follow on its stdin."""
     shell, size = len(_shell_probe(request)), len(probe_payload(request))
-    # -I and -S: neither the node's PYTHON* variables nor its site-packages can break or slow the start.
+    # -I and -S: neither PYTHON* variables nor site-packages of the node can break the start or slow it down.
     check = "import sys,zlib,ctypes,json;sys.exit(sys.version_info<(3,8))"
     bootstrap = (
         f"import os,zlib;b=bytearray();"
         f"[b.extend(os.read(0,{size}-len(b)) or os._exit(0)) for _ in iter(lambda:len(b)<{size},False)];"
         f"z=zlib.decompressobj();exec(z.decompress(bytes(b[{shell}:])));"
     )
-    # The shell probe ends by its process group. sshd makes us leader of one; where nobody did, setsid does.
+    # The shell probe kills its own process group at the end. sshd starts us as its leader; otherwise setsid must.
     return (
         f"exec /bin/sh -c 'for p in {PYTHON_CANDIDATES}; do "
         f'"$p" -I -S -c "{check}" </dev/null >/dev/null 2>&1 && exec "$p" -I -S -u -c "{bootstrap}"; '
@@ -57,8 +57,8 @@ def probe_command(request: ProbeRequest) -> str:
 
 @lru_cache(maxsize=4096)
 def probe_payload(request: ProbeRequest) -> bytes:
-    """What is written to the command's stdin at once; the channel then stays open as the lifeline."""
-    asked = {
+    """The bytes to write to the command's stdin. The channel then stays open for the lease."""
+    values = {
         "interval": request.interval_seconds,
         "query": list(QUERY_FIELDS),
         "form": QUERY_FORMAT,
@@ -67,26 +67,26 @@ def probe_payload(request: ProbeRequest) -> bytes:
         "checkpoints": list(request.checkpoint_directories),
         "processes": request.process_pattern,
     }
-    return _shell_probe(request) + _python_probe() + json.dumps(asked).encode("ascii")
+    return _shell_probe(request) + _python_probe() + json.dumps(values).encode("ascii")
 
 
 @lru_cache(maxsize=1)
 def _python_probe() -> bytes:
     probe = resources.files(__package__).joinpath("node_probe.py").read_text("utf-8")
-    # The request follows the compressed program: zlib keeps it as unused_data, and one program serves all nodes.
+    # The request follows the compressed program, and zlib leaves it in unused_data: one program serves all nodes.
     start = f"\nmain(json.loads(bytes(z.unused_data)), {NVML_READINGS!r}, {_pynvml_source()!r})\n"
     return zlib.compress((probe + start).encode("utf-8"), 9)
 
 
 def _pynvml_source() -> str:
-    """The installed nvidia-ml-py, as text: importing it here would ask this host for a driver it does not need."""
+    """The installed nvidia-ml-py, as source text. Not imported: this host needs no driver."""
     spec = util.find_spec("pynvml")
     return Path(spec.origin).read_text("utf-8") if spec is not None and spec.origin else ""
 
 
 def _shell_probe(request: ProbeRequest) -> bytes:
     script = resources.files(__package__).joinpath("shell_probe.sh").read_text("utf-8")
-    seconds = max(1, round(request.interval_seconds))  # sleep(1) of POSIX knows whole seconds
+    seconds = max(1, round(request.interval_seconds))  # POSIX sleep takes whole seconds
     settings = f"interval={seconds}\nfields={','.join(QUERY_FIELDS)}\nold_fields={','.join(FALLBACK_QUERY_FIELDS)}\n"
     settings += f"form={QUERY_FORMAT}\n"
     return (settings + script).encode("ascii")

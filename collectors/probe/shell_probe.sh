@@ -1,9 +1,10 @@
-# The probe where a node has no Python: nvidia-smi as printed, in the same JSON line. POSIX shell, writes no file.
+# The probe for a node without Python: nvidia-smi's output as printed, in the same JSON line. POSIX shell, writes no file.
 # `interval`, `fields`, `old_fields` and `form` are set by the lines that payload.py puts before this. /bin/sh reads it from the SSH
-# channel's stdin; what follows on it (the Python program, then the watcher's lease lines) is swallowed at the end.
+# channel's stdin; what follows on it (the Python program, then the lease lines) is read and discarded at the end.
 #
-# One query in flight, ever: a round starts only when the last one is gone; until then the line says for how long.
-# A query that hangs gets one SIGTERM when we end, never more (dcgm-exporter#84).
+# Never more than one query at a time: a query starts only when the previous one has ended; until then the line reports
+# for how long it has been running. A query that hangs gets one SIGTERM when we exit, never SIGKILL
+# (https://github.com/NVIDIA/dcgm-exporter/issues/84).
 {
 root=${WATTWATCH_NODE_ROOT:-}
 PATH=$PATH:/usr/local/bin:/usr/bin:/bin:/usr/local/nvidia/bin:/opt/bin
@@ -15,12 +16,12 @@ seconds() {
     read -r up rest <"$root/proc/uptime" && echo "$up" || date +%s
 } 2>/dev/null
 
-# Text -> the inside of a JSON string: control characters away, \ and " escaped, line ends as \n.
+# Text -> content of a JSON string: control characters removed, \ and " escaped, line ends as \n.
 quote() {
     tr -d '\000-\010\013-\037' | tr '\011' ' ' | sed -e 's/\\/\\\\/g' -e 's/"/\\"/g' -e 's/$/\\n/' | tr -d '\n'
 }
 
-# Processes that hold a GPU, from stat alone: [pid, start in seconds since boot, state, comm, cpu seconds, boards].
+# Processes with a GPU context, from stat only: [pid, start in seconds since boot, state, comm, cpu seconds, GPUs].
 processes() {
     comma=
     for pair in $holders; do
@@ -54,7 +55,7 @@ round() {
         sed -n 's/^ *\([0-9][0-9]*\), *\(GPU-[0-9a-fA-F-]*\).*/\1,\2/p')
     driver=$(sed -n 's/^NVRM version:.* \([0-9][0-9]*\.[0-9.]*\) .*/\1/p' "$root/proc/driver/nvidia/version" 2>/dev/null)
     { read -r load rest <"$root/proc/loadavg"; } 2>/dev/null || load=null
-    # Everything is known before the line is begun: it goes out in one write.
+    # Everything is computed first, so that the line is written at once.
     out=$(printf '%s\n' "$out" | quote)
     held=$(processes)
     printf '{"v":1,"seq":%s,"t":%s,"w":%s,"gpu":{"src":"shell","t":%s,"rc":%s,"fields":["%s"]%s,"out":"%s"}%s,"load":[%s,null,null,null,null]}\n' \
@@ -80,7 +81,7 @@ ticker() {
     done
 }
 
-# sshd starts a command as leader of its own process group, so the group is ours alone: all of it ends with us.
+# sshd starts a command as leader of its own process group, so the whole group is ours: terminate all of it.
 finish() {
     trap '' HUP TERM INT USR1
     read -r pid comm state parent group rest </proc/$$/stat
@@ -94,7 +95,7 @@ trap finish HUP TERM INT
 trap 'poked=1; missed=$((missed + 1)); [ "$missed" -lt 4 ] || finish' USR1
 ticker </dev/null &
 ticker=$!
-# The lease: a poke each 20 s, taken back by each empty line from the watcher; the fourth unanswered ends us.
+# The lease: a counter that goes up every 20 s and is reset by each empty line from the control host; at 4 we exit.
 while sleep 20; do kill -USR1 $$ || exit; done </dev/null >/dev/null 2>&1 &
 pacer=$!
 while :; do
