@@ -1,9 +1,9 @@
-"""One line of a node's probe (bytes) -> one `NodeSample`. The line's fields are described in probe/README.md.
+"""One line of a node's probe (bytes) -> one `NodeSample`. probe/README.md describes the line.
 
-The probe ships what is large only when it changes, so a reader belongs to one connection: it keeps the last state of
-each log, heartbeat and checkpoint directory, and each board's energy counter for the mean watts between two lines.
-Whatever the bytes are, nothing is raised: what is no line of ours is counted in `garbage_bytes` and skipped; a line
-of ours with a value of the wrong kind becomes a sample with status PARSE_ERROR.
+The probe sends large things only when they change, so a reader belongs to one connection: it keeps the last state of
+each log, heartbeat and checkpoint directory, and each GPU's energy counter for the mean watts between two lines. It
+never raises, whatever the bytes are: what is not a line of the probe is counted in `garbage_bytes` and skipped, and a
+line with a value of the wrong type becomes a sample with status PARSE_ERROR.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ from wattwatch.collectors.smi import SmiReport, read_query_csv
 MAX_LINE_BYTES: Final = 64 * 1024
 GPU_CALLS: Final = frozenset({"nvml", "nvidia-smi"})
 PROCESS_LIST_MAX_AGE_SECONDS: Final = 10.0
-"""How long the last process list and load stand in for a line that came before the node had read them."""
+"""How long the last process list is used for lines that were printed before the node had read a new one."""
 CHECKPOINT_REFRESH_SECONDS: Final = 5.0
+"""How often an unchanged directory is evaluated again: completeness may depend on how long it has been quiet."""
 WRONG_VALUE_ERRORS: Final = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError)
 HEARTBEAT_HOST: Final = re.compile(r'"host":\s*"([^"]*)"')
 UNNAMED_OLD_QUERY_FIELDS: Final = (
@@ -59,18 +60,19 @@ UNNAMED_QUERY_FIELDS: Final = (
     "utilization.memory", "memory.used", "memory.total", "temperature.gpu", "clocks.sm", "pstate",
     "clocks_event_reasons.active", "mig.mode.current", "power.draw.average", "power.draw.instant",
 )  # fmt: skip
-"""What nvidia-smi was asked for in recordings made before release 0.2.0, whose lines name the columns only where the
-driver refused some. Never change."""
+"""What nvidia-smi was asked_seconds for in recordings made before release 0.2.0, whose lines name the columns only
+where the driver refused some. Never change."""
 
 
 @dataclass(slots=True)
 class GpuQueryResult:
-    """The last answer about boards. `read_seconds`: the node's clock when it was asked for; None: never yet."""
+    """The last answer to a GPU query. `read_seconds`: the node's clock when it was asked_seconds; None: no answer
+    yet."""
 
     status: HostStatus = HostStatus.SAMPLER_TIMEOUT
     detail: str = "no GPU reading yet"
     source: str = ""
-    boards: tuple[GpuSample, ...] | None = None
+    gpus: tuple[GpuSample, ...] | None = None
     missing: tuple[MissingGpu, ...] = ()
     warnings: tuple[str, ...] = ()
     read_seconds: float | None = None
@@ -78,38 +80,42 @@ class GpuQueryResult:
 
 @dataclass(slots=True)
 class ProgressSource:
-    """One log or heartbeat: its text, the sample read from it, and since when it is unchanged on the node's clock."""
+    """One log or heartbeat: its text, the sample read from it, and when it last changed on the node's clock."""
 
     sample: ProgressSample
     changed_seconds: float
     host: str = ""  # of a heartbeat
-    tail: str = ""  # of a log, with its end in the file, and whether it begins within a line
+    tail: str = ""  # of a log, with its end in the file, and whether it begins in the middle of a line
     end: int = 0
     cut: bool = False
 
 
 @dataclass(slots=True)
 class CheckpointDirectoryState:
-    """One checkpoint directory as the probe last listed it."""
+    """One checkpoint directory as the probe last listed it, and the sample made from it."""
 
     listing: CheckpointListing = CheckpointListing({}, {})
-    changed_seconds: dict[str, float] = field(default_factory=dict)  # entry -> when seen to change, node's clock
+    changed_seconds: dict[str, float] = field(default_factory=dict)  # entry -> when it changed, on the node's clock
     listed_seconds: float = 0.0
-    judged_seconds: float | None = None
-    judged: CheckpointSample | None = None
+    evaluated_seconds: float | None = None
+    sample: CheckpointSample | None = None
     initial: frozenset[str] | None = None  # names of the first listing
 
 
+# The reader -----------------------------------------------------------------------------------------------------------
+
+
 class ProbeReader:
-    """Reads the lines of one connection, in their order."""
+    """Reads the lines of one connection, in order."""
 
     def __init__(self, node: str, request: ProbeRequest) -> None:
         self.node = node
         self.garbage_bytes = 0
         self._request = request
-        # A call is hung after five intervals, but not before 5 s (nvidia-smi without persistence) nor after 10 s.
+        # A call counts as hung after five intervals, but not before 5 s (nvidia-smi without persistence mode takes
+        # seconds) and not later than 10 s.
         self._hung_seconds = min(10.0, max(5.0, 5 * request.interval_seconds))
-        self._gpus = GpuQueryResult()
+        self._gpu_answer = GpuQueryResult()
         self._energy: dict[str, tuple[float, float]] = {}
         self._progress: dict[str, ProgressSource] = {}
         self._heartbeats: dict[str, ProgressSource] = {}
@@ -126,18 +132,21 @@ class ProbeReader:
         self._kernel_warning: tuple[str, ...] = ()
 
     def read(self, line: bytes, received_seconds: float) -> NodeSample | None:
-        """The sample of this line; None where it is none of ours. `received_seconds`: control host's monotonic."""
+        """The sample of this line; None if it is not a line of the probe.
+
+        `received_seconds`: the control host's monotonic clock.
+        """
         message = self._message(line)
         if message is None:
             return None
         try:
             sequence, now, wall = _to_int(message["seq"]), _to_float(message["t"]), _to_float(message["w"])
         except WRONG_VALUE_ERRORS:
-            return self._unreadable("seq, t or w is missing or no number", 0, 0.0, 0.0, received_seconds)
+            return self._unreadable("seq, t or w is missing or not a number", 0, 0.0, 0.0, received_seconds)
         try:
             return self._sample(message, sequence, now, wall, received_seconds)
         except WRONG_VALUE_ERRORS as error:
-            detail = f"line {sequence} has a value of the wrong kind: {type(error).__name__}: {error}"
+            detail = f"line {sequence} has a value of the wrong type: {type(error).__name__}: {error}"
             return self._unreadable(detail, sequence, now, wall, received_seconds)
 
     def _message(self, line: bytes) -> dict[str, Any] | None:
@@ -164,11 +173,11 @@ class ProbeReader:
         if "gpu" in message:
             self._read_gpus(message["gpu"], now)
         for path, changed, text in message.get("beat", ()):
-            self._take_heartbeat(str(path), changed, text, now, wall)
+            self._update_heartbeat(str(path), changed, text, now, wall)
         for row in message.get("log", ()):
-            self._take_log(row, now, wall)
+            self._update_log(row, now, wall)
         for news in message.get("ckpt", ()):
-            self._take_listing(news)
+            self._update_directory(news)
         for directory, listed in message.get("listed", ()):
             self._directories.setdefault(str(directory), CheckpointDirectoryState()).listed_seconds = float(listed)
         for path, free, total, error, *kind in message.get("fs", ()):
@@ -193,8 +202,8 @@ class ProbeReader:
         if "kmsg_error" in message:
             self._kernel_warning = (str(message["kmsg_error"]),)
 
-        gpus = self._gpus
-        status, detail, boards = gpus.status, gpus.detail, gpus.boards
+        answer = self._gpu_answer
+        status, detail, gpus = answer.status, answer.detail, answer.gpus
         hung: tuple[HungCall, ...] = ()
         for call, age in message.get("busy", ()):
             seconds = _to_float(age)
@@ -202,9 +211,9 @@ class ProbeReader:
                 hung += (HungCall(str(call), seconds),)
             if call in GPU_CALLS:
                 if seconds >= self._hung_seconds:
-                    status, boards = HostStatus.SAMPLER_TIMEOUT, None
+                    status, gpus = HostStatus.SAMPLER_TIMEOUT, None
                     detail = f"{call} has not answered for {seconds:.0f} s"
-                elif gpus.read_seconds is None:
+                elif answer.read_seconds is None:
                     detail = f"{call} has not answered yet, after {seconds:.1f} s"
         return NodeSample(
             self.node,
@@ -214,10 +223,10 @@ class ProbeReader:
             now,
             wall,
             received,
-            gpus.source,
-            boards,
-            gpus.missing,
-            gpus.warnings + self._node_warnings + self._kernel_warning,
+            answer.source,
+            gpus,
+            answer.missing,
+            answer.warnings + self._node_warnings + self._kernel_warning,
             self._processes,
             self._progress_samples(now),
             self._checkpoint_samples(now),
@@ -225,7 +234,7 @@ class ProbeReader:
             hung,
             tuple(self._filesystems.values()),
             self._load,
-            max(0.0, now - gpus.read_seconds) if gpus.read_seconds is not None else 0.0,
+            max(0.0, now - answer.read_seconds) if answer.read_seconds is not None else 0.0,
             self._workers,
             self._driver,
         )
@@ -233,20 +242,22 @@ class ProbeReader:
     # GPUs
 
     def _read_gpus(self, answer: Mapping[str, Any], now: float) -> None:
-        asked = _to_float(answer.get("t", now))
+        asked_seconds = _to_float(answer.get("t", now))
         self._driver = _to_optional_text(answer.get("driver"))
         if answer["src"] == "nvml":
-            self._gpus = self._read_nvml(answer["rows"], tuple(answer.get("columns", UNNAMED_COLUMNS)), asked)
+            self._gpu_answer = self._read_nvml(
+                answer["rows"], tuple(answer.get("columns", UNNAMED_COLUMNS)), asked_seconds
+            )
             return
         report = self._read_smi(answer)
-        boards = report.snapshots[-1].gpus if report.snapshots else None
+        gpus = report.snapshots[-1].gpus if report.snapshots else None
         detail = report.detail
         if "nvml" in answer:
             detail = "; ".join(filter(None, (detail, host_status_of(int(answer["nvml"]))[1])))
         failed = report.status is not HostStatus.OK
         source = "shell" if answer["src"] == "shell" else "nvidia-smi"
-        self._gpus = GpuQueryResult(
-            report.status, detail if failed else "", source, boards, report.missing_gpus, report.warnings, asked
+        self._gpu_answer = GpuQueryResult(
+            report.status, detail if failed else "", source, gpus, report.missing_gpus, report.warnings, asked_seconds
         )
 
     def _read_smi(self, answer: Mapping[str, Any]) -> SmiReport:
@@ -257,37 +268,39 @@ class ProbeReader:
         out, err = str(answer["out"]).encode(), str(answer.get("err", "")).encode()
         return read_query_csv(out, err, int(answer["rc"]), fields)
 
-    def _read_nvml(self, rows: Sequence[Sequence[Any]], names: tuple[str, ...], asked: float) -> GpuQueryResult:
-        boards: list[GpuSample] = []
+    def _read_nvml(self, rows: Sequence[Sequence[Any]], names: tuple[str, ...], asked_seconds: float) -> GpuQueryResult:
+        gpus: list[GpuSample] = []
         missing: list[MissingGpu] = []
         energy: dict[str, tuple[float, float]] = {}
         columns, uuid = nvml_columns(names), names.index("uuid")
         for entry in rows:
             row, errors = entry[0], entry[1] if len(entry) > 1 else None
             if errors and HANDLE_ERROR in errors:
-                lost = missing_from_nvml(row, errors, columns)
-                if lost is not None:
-                    missing.append(lost)
+                unopened = missing_from_nvml(row, errors, columns)
+                if unopened is not None:
+                    missing.append(unopened)
                     continue
-            board = gpu_from_nvml(row, errors, self._energy.get(row[uuid]), asked, columns)
-            if board.energy_joules is not None and board.uuid is not None:
-                energy[board.uuid] = (asked, board.energy_joules)
-            boards.append(board)
+            gpu = gpu_from_nvml(row, errors, self._energy.get(row[uuid]), asked_seconds, columns)
+            if gpu.energy_joules is not None and gpu.uuid is not None:
+                energy[gpu.uuid] = (asked_seconds, gpu.energy_joules)
+            gpus.append(gpu)
         self._energy = energy
-        if boards:
-            return GpuQueryResult(HostStatus.OK, "", "nvml", tuple(boards), tuple(missing), (), asked)
+        if gpus:
+            return GpuQueryResult(HostStatus.OK, "", "nvml", tuple(gpus), tuple(missing), (), asked_seconds)
         if missing:
             status, detail = host_status_of(int(rows[0][1][HANDLE_ERROR]))
-            return GpuQueryResult(status, f"no board gave a handle: {detail}", "nvml", None, tuple(missing), (), asked)
-        return GpuQueryResult(HostStatus.NO_DEVICES, "NVML counts no board", "nvml", None, (), (), asked)
+            return GpuQueryResult(
+                status, f"NVML cannot open any GPU: {detail}", "nvml", None, tuple(missing), (), asked_seconds
+            )
+        return GpuQueryResult(HostStatus.NO_DEVICES, "NVML reports no GPU", "nvml", None, (), (), asked_seconds)
 
     # Processes
 
     def _read_processes(self, rows: Sequence[Sequence[Any]] | None, now: float) -> tuple[ProcessSample, ...] | None:
         if rows is None:
             return None
-        index_of = {board.uuid: board.index for board in self._gpus.boards or () if board.index is not None}
-        rank_of = {beat.sample.pid: beat.sample.rank for beat in self._heartbeats.values() if beat.host == self._host}
+        index_of = {gpu.uuid: gpu.index for gpu in self._gpu_answer.gpus or () if gpu.index is not None}
+        rank_of = {each.sample.pid: each.sample.rank for each in self._heartbeats.values() if each.host == self._host}
         samples = []
         for pid, started, state, name, cpu_seconds, held, *waits_in in rows:
             indexes = tuple(
@@ -296,7 +309,7 @@ class ProbeReader:
             samples.append(
                 ProcessSample(
                     _to_int(pid), str(name), str(state), _to_float(started), _to_optional_float(cpu_seconds), indexes,
-                    rank_of.get(pid), self._shares.of((pid, started), _to_optional_float(cpu_seconds), now),
+                    rank_of.get(pid), self._shares.share((pid, started), _to_optional_float(cpu_seconds), now),
                     _to_optional_text(waits_in[0]) if waits_in else None,
                 )
             )  # fmt: skip
@@ -307,7 +320,7 @@ class ProbeReader:
         return tuple(
             WorkerSample(
                 _to_int(pid), _to_int(parent), str(name), str(state),
-                self._shares.of((pid, _to_float(started)), _to_optional_float(cpu_seconds), now),
+                self._shares.share((pid, _to_float(started)), _to_optional_float(cpu_seconds), now),
                 _to_optional_text(waits_in),
             )
             for parent, pid, started, state, name, cpu_seconds, waits_in in rows
@@ -315,7 +328,7 @@ class ProbeReader:
 
     # Progress
 
-    def _take_heartbeat(self, path: str, changed: Any, text: Any, now: float, wall: float) -> None:
+    def _update_heartbeat(self, path: str, changed: Any, text: Any, now: float, wall: float) -> None:
         if text is None:
             self._heartbeats.pop(path, None)
             return
@@ -323,7 +336,7 @@ class ProbeReader:
         since = _change_time(self._heartbeats.get(path), _to_float(changed), now, wall)
         self._heartbeats[path] = ProgressSource(sample, since, host=heartbeat_host(str(text)))
 
-    def _take_log(self, row: Sequence[Any], now: float, wall: float) -> None:
+    def _update_log(self, row: Sequence[Any], now: float, wall: float) -> None:
         place, path, start, end, changed, text = row
         if start is None:
             self._progress.pop(path, None)
@@ -336,10 +349,11 @@ class ProbeReader:
         if len(tail) > TAIL_BYTES:
             tail, cut = tail[-TAIL_BYTES:], True
         pattern = self._request.logs[place].pattern if 0 <= place < len(self._request.logs) else None
-        world = next((beat.sample.world for beat in self._heartbeats.values() if beat.sample.world), None)
+        world = next((each.sample.world for each in self._heartbeats.values() if each.sample.world), None)
         sample = read_progress(tail, str(path), pattern, world, cut)
         if sample.step is None and known is not None and known.sample.step is not None and known.end == start:
-            sample = known.sample  # 8 KB of other output have pushed the last step line out: it still stands
+            # Other output has pushed the last step line out of the tail: it is still the last step.
+            sample = known.sample
         sample = _with_stop(sample, tail, pattern)
         since = _change_time(known, _to_float(changed), now, wall)
         self._progress[str(path)] = ProgressSource(sample, since, "", tail, _to_int(end), cut)
@@ -353,7 +367,7 @@ class ProbeReader:
 
     # Checkpoints
 
-    def _take_listing(self, news: Mapping[str, Any]) -> None:
+    def _update_directory(self, news: Mapping[str, Any]) -> None:
         listed, wall = _to_float(news["t"]), _to_float(news["w"])
         known = self._directories.setdefault(str(news["dir"]), CheckpointDirectoryState())
         folders = dict(known.listing.folders)
@@ -365,9 +379,9 @@ class ProbeReader:
                 known.initial = names | frozenset(news.get("root", ()))
         initial = known.initial or frozenset()
 
-        def seen_change(name: str, stamp: float) -> None:
-            """First sight: the file's own stamp is all there is. Later the change itself was seen, which needs no
-            agreement with the clock of a file server."""
+        def note_change(name: str, stamp: float) -> None:
+            """On first sight the modification time is all there is. Later, the moment at which the change was noticed
+            counts: that does not depend on the clock of a file server."""
             first = name in initial and name not in known.changed_seconds
             known.changed_seconds[name] = listed - max(0.0, wall - stamp) if first else listed
 
@@ -375,26 +389,27 @@ class ProbeReader:
             before, root = root, parse_root_files(news["root"])
             for name, file in root.items():
                 if before.get(name) != file:
-                    seen_change(name, file.changed_seconds)
+                    note_change(name, file.changed_seconds)
         for name, raw in news.get("entries", {}).items():
             facts = folders[str(name)] = parse_folder(raw)
-            seen_change(str(name), facts.changed_seconds)
+            note_change(str(name), facts.changed_seconds)
         known.listing = CheckpointListing(root, folders, _to_optional_text(error))
         known.listed_seconds = listed
-        known.judged_seconds = None
+        known.evaluated_seconds = None
 
     def _checkpoint_samples(self, now: float) -> tuple[CheckpointSample, ...]:
         samples = []
         for path, known in self._directories.items():
             due = (
-                known.judged_seconds is None or known.listed_seconds - known.judged_seconds > CHECKPOINT_REFRESH_SECONDS
+                known.evaluated_seconds is None
+                or known.listed_seconds - known.evaluated_seconds > CHECKPOINT_REFRESH_SECONDS
             )
-            if known.judged is None or due:
+            if known.sample is None or due:
                 ages = {name: max(0.0, known.listed_seconds - at) for name, at in known.changed_seconds.items()}
-                known.judged = read_checkpoints(path, known.listing, ages)
-                known.judged_seconds = known.listed_seconds
+                known.sample = read_checkpoints(path, known.listing, ages)
+                known.evaluated_seconds = known.listed_seconds
             age = max(0.0, now - known.listed_seconds)
-            samples.append(CheckpointSample(path, known.judged.entries, age, known.judged.error))
+            samples.append(CheckpointSample(path, known.sample.entries, age, known.sample.error))
         return tuple(samples)
 
     # Kernel log
@@ -409,18 +424,18 @@ def short_host_name(host: str) -> str:
 
 
 def heartbeat_host(text: str) -> str:
-    """Which host wrote it, for matching pids: the same pid means another process elsewhere."""
+    """The host that wrote it: a pid identifies a process only together with its host."""
     found = HEARTBEAT_HOST.search(text)
     return "" if found is None else short_host_name(found[1])
 
 
 def _change_time(known: ProgressSource | None, stamp: float, now: float, wall: float) -> float:
-    """When the source last changed, on the node's monotonic clock: as seen, or by its stamp at first sight."""
+    """When the source last changed, on the node's monotonic clock: now, or by its modification time on first sight."""
     return now if known is not None else now - max(0.0, wall - stamp)
 
 
 def _with_age(sample: ProgressSample, age_seconds: float) -> ProgressSample:
-    """The same with its age of now. Spelled out: `dataclasses.replace` costs four times as much, for each rank."""
+    """The same sample with its current age. `dataclasses.replace` would cost four times as much, for every rank."""
     return ProgressSample(
         sample.source,
         sample.format,
@@ -442,7 +457,7 @@ def _with_age(sample: ProgressSample, age_seconds: float) -> ProgressSample:
 
 
 def _with_stop(sample: ProgressSample, tail: str, pattern: str | None) -> ProgressSample:
-    """With what the log says of a stop; steps behind that line are of the run after it."""
+    """With what the log says about an external stop. Steps after that line belong to the next run."""
     stop = find_external_stop(tail)
     if stop is None and sample.stopped is None:
         return sample
@@ -478,60 +493,64 @@ def _to_optional_text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-# CPU seconds of processes, line after line -> per cent of one core over the last seconds.
+# CPU share of processes
+# -------------------------------------------------------------------------------------------------
 
-# Shorter than this a share says more about the moment than about the process; workers are looked at each 5 s.
 WINDOW_SECONDS: Final = 10.0
 MIN_SPAN_SECONDS: Final = 4.0
+"""Over a shorter span the share describes the moment rather than the process. Just under the 5 s between two reports of
+loader workers, so that two of them are enough."""
 FORGET_SECONDS: Final = 60.0
 
-ProcessKey = tuple[int, float]  # pid and start: a pid is given out again
+ProcessKey = tuple[int, float]  # pid and start time: the kernel reuses pids
 
 
 @dataclass(slots=True)
 class CpuUsage:
-    """CPU seconds at two moments some while ago, and when the process was last seen."""
+    """CPU seconds at the start of the previous and of the current window."""
 
-    before: tuple[float, float]  # node's monotonic seconds, CPU seconds
-    since: tuple[float, float]
-    seen: float
+    previous: tuple[float, float]  # node's monotonic seconds, CPU seconds
+    current: tuple[float, float]
+    last_seen_seconds: float
 
 
 class CpuShareTracker:
-    """Follows the processes of one node over one connection."""
+    """CPU seconds of the processes of one node -> percent of one core over the last seconds."""
 
     def __init__(self) -> None:
-        self._ran: dict[ProcessKey, CpuUsage] = {}
-        self._forget_from = 0.0
+        self._usage: dict[ProcessKey, CpuUsage] = {}
+        self._next_cleanup_seconds = 0.0
 
-    def of(self, process: ProcessKey, cpu_seconds: float | None, now: float) -> float | None:
-        """Per cent of one core over the last one or two windows; None until it was seen for LEAST_SECONDS."""
+    def share(self, process: ProcessKey, cpu_seconds: float | None, now: float) -> float | None:
+        """Percent of one core over the last one or two windows; None until it was observed for MIN_SPAN_SECONDS."""
         if cpu_seconds is None:
             return None
-        known = self._ran.get(process)
-        if known is None or cpu_seconds < known.since[1] or now < known.since[0]:
-            self._ran[process] = CpuUsage((now, cpu_seconds), (now, cpu_seconds), now)
+        known = self._usage.get(process)
+        if known is None or cpu_seconds < known.current[1] or now < known.current[0]:
+            self._usage[process] = CpuUsage((now, cpu_seconds), (now, cpu_seconds), now)
             return None
-        known.seen = now
-        start, used = known.before
+        known.last_seen_seconds = now
+        start, used = known.previous
         share = 100.0 * (cpu_seconds - used) / (now - start) if now - start >= MIN_SPAN_SECONDS else None
-        if now - known.since[0] >= WINDOW_SECONDS:
-            known.before, known.since = known.since, (now, cpu_seconds)
+        if now - known.current[0] >= WINDOW_SECONDS:
+            known.previous, known.current = known.current, (now, cpu_seconds)
         return share
 
     def forget(self, now: float) -> None:
-        """Drops processes that were not seen for a while."""
-        if now < self._forget_from:
+        """Drop processes that have not been reported for a while."""
+        if now < self._next_cleanup_seconds:
             return
-        self._forget_from = now + FORGET_SECONDS
-        self._ran = {process: ran for process, ran in self._ran.items() if now - ran.seen <= FORGET_SECONDS}
+        self._next_cleanup_seconds = now + FORGET_SECONDS
+        self._usage = {
+            process: usage for process, usage in self._usage.items() if now - usage.last_seen_seconds <= FORGET_SECONDS
+        }
 
 
-# A line of the kernel log -> `KernelEvent`, where it names a fault: Xid, out of memory, segmentation fault.
+# Kernel log -----------------------------------------------------------------------------------------------------------
 #
 # Sources: NVIDIA's Xid messages ("NVRM: Xid (PCI:0000:9b:00): 119, pid=2024380, name=nvidia-smi, ..."; pid and name
-# since driver 510, "pid='<unknown>'" too); Linux mm/oom_kill.c; arch/x86/mm/fault.c. Which Xid means what is judged
-# elsewhere.
+# since driver 510, also "pid='<unknown>'"); Linux mm/oom_kill.c; arch/x86/mm/fault.c. What each Xid means is decided
+# downstream.
 
 XID: Final = re.compile(
     r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<xid>\d+)"
@@ -543,7 +562,7 @@ SEGFAULT: Final = re.compile(r"(?P<process>[^\s\[\]]+)\[(?P<pid>\d+)\]:? (?:segf
 
 
 def parse_kernel_line(text: str, age_seconds: float | None = None) -> KernelEvent | None:
-    """The fault that this line names; None for any other line."""
+    """The fault that a line of the kernel log reports (Xid, out of memory, segmentation fault); None for any other."""
     found = XID.search(text)
     if found is not None:
         pid = found["pid"]
@@ -564,7 +583,7 @@ def parse_kernel_line(text: str, age_seconds: float | None = None) -> KernelEven
 
 
 def full_bus_id(bus: str) -> str:
-    """ "0000:9b:00" -> "00000000:9B:00.0", as nvidia-smi and NVML print it, so that the two can be compared."""
+    """ "0000:9b:00" -> "00000000:9B:00.0", as nvidia-smi and NVML print it."""
     parts = bus.split(":")
     if len(parts) != 3:
         return bus

@@ -7,7 +7,7 @@ from wattwatch.collectors.probe_reader import FORGET_SECONDS, CpuShareTracker
 
 def shares_of(ran: list[tuple[float, float]]) -> list[float | None]:
     shares = CpuShareTracker()
-    return [shares.of((7, 1.0), cpu, now) for now, cpu in ran]
+    return [shares.share((7, 1.0), cpu, now) for now, cpu in ran]
 
 
 def test_a_share_needs_some_seconds() -> None:
@@ -26,18 +26,18 @@ def test_looks_each_five_seconds_are_enough() -> None:
 
 def test_another_process_of_the_same_pid_begins_anew() -> None:
     shares = CpuShareTracker()
-    shares.of((7, 1.0), 50.0, 0.0)
-    assert shares.of((7, 9.0), 50.0, 10.0) is None
-    assert shares.of((7, 1.0), 1.0, 20.0) is None  # a counter that went back
+    shares.share((7, 1.0), 50.0, 0.0)
+    assert shares.share((7, 9.0), 50.0, 10.0) is None
+    assert shares.share((7, 1.0), 1.0, 20.0) is None  # a counter that went back
 
 
 def test_no_cpu_seconds_no_share() -> None:
     assert shares_of([(0.0, 1.0)]) == [None]
-    assert CpuShareTracker().of((1, 1.0), None, 0.0) is None
+    assert CpuShareTracker().share((1, 1.0), None, 0.0) is None
 
 
 def test_what_is_gone_is_forgotten() -> None:
     shares = CpuShareTracker()
-    shares.of((7, 1.0), 1.0, 0.0)
+    shares.share((7, 1.0), 1.0, 0.0)
     shares.forget(2 * FORGET_SECONDS)
-    assert shares.of((7, 1.0), 9.0, 2 * FORGET_SECONDS) is None
+    assert shares.share((7, 1.0), 9.0, 2 * FORGET_SECONDS) is None
