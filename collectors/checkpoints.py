@@ -1,8 +1,8 @@
-"""A listing of a checkpoint directory -> `CheckpointSample`. What marks completion is data (checkpoint_layouts.toml).
+"""A listing of a checkpoint directory -> `CheckpointSample`. Completion rules are data (checkpoint_layouts.toml).
 
-The listing is made on the node by the probe, or here by `list_directory` with the same function. Complete is True,
-False, or None: the layout leaves no mark and the files have not been quiet for long enough.
-A safetensors file states its own length, so one that is cut short, or still grows, shows without any mark.
+The listing is made on the node by the probe, or here by `list_checkpoint_directory` with the same function. `complete`
+is True, False, or None: the layout has no completion marker and the files have not been unchanged for long enough.
+A safetensors file states its own length, so one that is truncated or still growing is detected without a marker.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from wattwatch.collectors.samples import CheckpointEntry, CheckpointSample
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """One folder below the checkpoint directory, with all that lies in it."""
+    """One folder in the checkpoint directory, with everything in it."""
 
     bytes: int
     files: int
-    changed_seconds: float  # newest change, wall clock of whoever keeps the files
+    changed_seconds: float  # newest change, on the file server's wall clock
     sizes: Mapping[str, int]  # relative name -> bytes; bulk files may be left out
-    index_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # index -> files it counts as its own
-    stated_bytes: Mapping[str, int] = field(default_factory=dict)  # safetensors whose size is not what they state
+    index_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # index -> files that it refers to
+    # Safetensors files whose size is not what their header says.
+    stated_bytes: Mapping[str, int] = field(default_factory=dict)
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RootFile:
-    """What lies beside the folders: pointers, links, markers, checkpoints that are one file."""
+    """A file beside the folders: pointer, link, marker, or a checkpoint that is a single file."""
 
     kind: str  # "file", "link"
     bytes: int
@@ -44,6 +45,9 @@ class RootFile:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointListing:
+    """Content of a checkpoint directory: files directly in it, and the newest folders. `error`: why it is
+    unreadable."""
+
     root: Mapping[str, RootFile]
     folders: Mapping[str, CheckpointFolder]
     error: str | None = None
@@ -51,7 +55,7 @@ class CheckpointListing:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLayout:
-    """How one trainer lays out a checkpoint. See checkpoint_layouts.toml for the meaning of each field."""
+    """How one trainer lays out a checkpoint. checkpoint_layouts.toml explains the fields."""
 
     framework: str
     name: re.Pattern[str]
@@ -67,16 +71,16 @@ class CheckpointLayout:
     trap: str = ""
 
 
-def parse_folder(facts: Mapping[str, Any]) -> CheckpointFolder:
-    """As the probe ships it. Raises TypeError, ValueError or KeyError on anything else."""
+def parse_folder(folder: Mapping[str, Any]) -> CheckpointFolder:
+    """A folder as the probe sends it. Raises TypeError, ValueError or KeyError on anything else."""
     return CheckpointFolder(
-        int(facts["bytes"]),
-        int(facts["count"]),
-        float(facts["mtime"]),
-        {str(name): int(size) for name, size in facts["files"]},
-        {str(index): tuple(map(str, names)) for index, names in facts.get("index", {}).items()},
-        {str(name): int(size) for name, size in facts.get("short", {}).items()},
-        facts.get("error"),
+        int(folder["bytes"]),
+        int(folder["count"]),
+        float(folder["mtime"]),
+        {str(name): int(size) for name, size in folder["files"]},
+        {str(index): tuple(map(str, names)) for index, names in folder.get("index", {}).items()},
+        {str(name): int(size) for name, size in folder.get("short", {}).items()},
+        folder.get("error"),
     )
 
 
@@ -88,19 +92,19 @@ def parse_root_files(root: Mapping[str, Any]) -> dict[str, RootFile]:
 
 
 def list_checkpoint_directory(directory: str) -> tuple[CheckpointListing, dict[str, float]]:
-    """The listing of a local directory, and each entry's age in seconds since its newest change."""
+    """The listing of a local directory, and for each entry the seconds since its newest change."""
     raw = list_checkpoints(directory)
     listing = CheckpointListing(
         parse_root_files(raw["root"]),
-        {name: parse_folder(facts) for name, facts in raw["entries"].items()},
+        {name: parse_folder(folder) for name, folder in raw["entries"].items()},
         raw["error"],
     )
     return listing, ages_from_mtime(listing, time.time())
 
 
 def ages_from_mtime(listing: CheckpointListing, wall_seconds: float) -> dict[str, float]:
-    """Ages from the files' own stamps. A file server's clock may differ: better is to have seen the change."""
-    ages = {name: max(0.0, wall_seconds - facts.changed_seconds) for name, facts in listing.folders.items()}
+    """Ages by modification time. The file server's clock may differ: prefer the time at which a change was noticed."""
+    ages = {name: max(0.0, wall_seconds - folder.changed_seconds) for name, folder in listing.folders.items()}
     ages.update({name: max(0.0, wall_seconds - file.changed_seconds) for name, file in listing.root.items()})
     return ages
 
@@ -108,12 +112,12 @@ def ages_from_mtime(listing: CheckpointListing, wall_seconds: float) -> dict[str
 def read_checkpoints(
     directory: str, listing: CheckpointListing, ages_seconds: Mapping[str, float], listing_age_seconds: float = 0.0
 ) -> CheckpointSample:
-    """The checkpoints that `listing` shows, oldest first. `ages_seconds`: entry name -> seconds since it changed."""
+    """The checkpoints in `listing`, oldest first. `ages_seconds`: entry name -> seconds since it changed."""
     entries = []
-    for name, facts in listing.folders.items():
-        found = find_layout(name, facts)
+    for name, folder in listing.folders.items():
+        found = find_layout(name, folder)
         if found is not None:
-            entries.append(classify_folder(found, name, facts, listing, ages_seconds.get(name)))
+            entries.append(classify_folder(found, name, folder, listing, ages_seconds.get(name)))
     for name, file in listing.root.items():
         entry = classify_single_file(name, file, listing, ages_seconds.get(name))
         if entry is not None:
@@ -122,93 +126,96 @@ def read_checkpoints(
     return CheckpointSample(directory, tuple(entries), listing_age_seconds, listing.error)
 
 
-def find_layout(name: str, facts: CheckpointFolder) -> CheckpointLayout | None:
-    """The layout whose name fits and whose files are there most; among equals the first of the table."""
+def find_layout(name: str, folder: CheckpointFolder) -> CheckpointLayout | None:
+    """Of the layouts whose name matches, the one with most of its typical files; the first of the table on a tie."""
     best, best_score = None, -1
     for layout in LAYOUTS:
         if layout.single_file or not layout.name.search(name):
             continue
-        score = sum(any(pattern.search(file) for file in facts.sizes) for pattern in layout.holds)
+        score = sum(any(pattern.search(file) for file in folder.sizes) for pattern in layout.holds)
         if score > best_score:
             best, best_score = layout, score
     return best
 
 
 def classify_folder(
-    layout: CheckpointLayout, name: str, facts: CheckpointFolder, listing: CheckpointListing, age_seconds: float | None
+    layout: CheckpointLayout, name: str, folder: CheckpointFolder, listing: CheckpointListing, age_seconds: float | None
 ) -> CheckpointEntry:
     step = step_from_name(layout, name)
 
     def entry(complete: bool | None, why: str) -> CheckpointEntry:
-        said = f"{layout.framework}: {why}" + (f"; {layout.trap}" if layout.trap else "")
-        return CheckpointEntry(name, step, complete, facts.bytes, age_seconds, said)
+        text = f"{layout.framework}: {why}" + (f"; {layout.trap}" if layout.trap else "")
+        return CheckpointEntry(name, step, complete, folder.bytes, age_seconds, text)
 
-    if facts.error is not None:
-        return entry(None, f"cannot be read: {facts.error}")
+    if folder.error is not None:
+        return entry(None, f"cannot be read: {folder.error}")
     if STAGING.search(name):
-        return entry(False, "still staged under a temporary name")
+        return entry(False, "still being written under a temporary name")
     for path in layout.absent:
-        if path in facts.sizes:
-            return entry(False, f"{path} is there")
+        if path in folder.sizes:
+            return entry(False, f"{path} exists")
     if layout.absent_beside is not None and layout.absent_beside.format(name=name) in listing.root:
-        return entry(False, f"{layout.absent_beside.format(name=name)} is there")
+        return entry(False, f"{layout.absent_beside.format(name=name)} exists")
     for path in layout.needs:
-        if path not in facts.sizes:
-            return entry(False, f"{path} is not there yet")
-    trouble = describe_size_mismatch(facts)
-    if trouble:
-        return entry(False, trouble)
+        if path not in folder.sizes:
+            return entry(False, f"{path} does not exist yet")
+    mismatch = describe_size_mismatch(folder)
+    if mismatch:
+        return entry(False, mismatch)
     if layout.index is not None:
-        missing = describe_missing_shard(facts)
+        missing = describe_missing_shard(folder)
         if missing:
             return entry(False, missing)
     if layout.pointers:
         verdict = check_pointer(layout, name, step, listing)
         if verdict is not None:
             return entry(*verdict)
-    if facts.files == 0:
+    if folder.files == 0:
         return entry(False, "the folder is empty")
     if layout.quiet_seconds and (age_seconds is None or age_seconds < layout.quiet_seconds):
         quiet = 0.0 if age_seconds is None else age_seconds
-        return entry(None, f"quiet for {quiet:.0f} s of the {layout.quiet_seconds:.0f} s that would say it is finished")
+        return entry(
+            None, f"unchanged for {quiet:.0f} s; counts as complete after {layout.quiet_seconds:.0f} s without a change"
+        )
     return entry(True, describe_completion(layout, age_seconds))
 
 
 def describe_completion(layout: CheckpointLayout, age_seconds: float | None) -> str:
-    marks = [f"{path} is there" for path in layout.needs]
+    marks = [f"{path} exists" for path in layout.needs]
     if layout.pointers:
-        marks.append(f"{' or '.join(layout.pointers)} names it")
+        marks.append(f"{' or '.join(layout.pointers)} points to it")
     if layout.index is not None:
-        marks.append("all files of its index are whole")
+        marks.append("all files of its index are complete")
     if layout.quiet_seconds and age_seconds is not None:
-        marks.append(f"quiet for {age_seconds:.0f} s")
-    return ", ".join(marks) or "it is there"
+        marks.append(f"unchanged for {age_seconds:.0f} s")
+    return ", ".join(marks) or "it exists"
 
 
-def describe_size_mismatch(facts: CheckpointFolder) -> str:
-    """Which safetensors files are shorter, or longer, than they state."""
-    for name, stated in facts.stated_bytes.items():
-        size = facts.sizes.get(name)
+def describe_size_mismatch(folder: CheckpointFolder) -> str:
+    """The first safetensors file whose size differs from its header; "" if there is none."""
+    for name, stated in folder.stated_bytes.items():
+        size = folder.sizes.get(name)
         if size is not None and size != stated:
-            kind = "cut short or still being written" if size < stated else "longer than its header says"
+            kind = "truncated or still being written" if size < stated else "longer than its header says"
             return f"{name} is {kind}: {size} of {stated} bytes"
     return ""
 
 
-def describe_missing_shard(facts: CheckpointFolder) -> str:
-    for index, names in facts.index_files.items():
-        folder = index.rpartition("/")[0]
+def describe_missing_shard(folder: CheckpointFolder) -> str:
+    for index, names in folder.index_files.items():
+        parent = index.rpartition("/")[0]
         for name in names:
-            path = f"{folder}/{name}" if folder else name
-            if path not in facts.sizes:
-                return f"{name} of {index} is not there yet"
+            path = f"{parent}/{name}" if parent else name
+            if path not in folder.sizes:
+                return f"{name}, listed in {index}, does not exist yet"
     return ""
 
 
 def check_pointer(
     layout: CheckpointLayout, name: str, step: int | None, listing: CheckpointListing
 ) -> tuple[bool | None, str] | None:
-    """None where a pointer names this checkpoint, or a later one; else why it does not count as complete."""
+    """None where a pointer refers to this checkpoint or a later one; else (False, why it does not count as
+    complete)."""
     expected = layout.points_to.format(name=name, step=step)
     for pointer in layout.pointers:
         file = listing.root.get(pointer)
@@ -219,15 +226,15 @@ def check_pointer(
             return None
         later = re.search(r"(\d+)\D*$", target)
         if later is not None and step is not None and int(later.group(1)) > step:
-            return None  # a pointer moves on: the older one was named before it
-        return False, f"{pointer} names {target or 'nothing'}"
-    return False, f"{' or '.join(layout.pointers)} is not there yet"
+            return None  # the pointer has moved on, so it referred to this one before
+        return False, f"{pointer} points to {target or 'nothing'}"
+    return False, f"{' or '.join(layout.pointers)} does not exist yet"
 
 
 def classify_single_file(
     name: str, file: RootFile, listing: CheckpointListing, age_seconds: float | None
 ) -> CheckpointEntry | None:
-    """A checkpoint that is one file: Lightning's .ckpt, Composer's rank files."""
+    """A checkpoint that is a single file: Lightning's .ckpt, Composer's rank files."""
     if file.kind != "file":
         return None
     for layout in LAYOUTS:

@@ -462,7 +462,7 @@ def _with_stop(sample: ProgressSample, tail: str, pattern: str | None) -> Progre
     if stop is None and sample.stopped is None:
         return sample
     ended = stop is not None and read_progress(stop.after, pattern=pattern, cut=True).step is None
-    return replace(sample, stopped=stop.words if stop is not None and ended else None)
+    return replace(sample, stopped=stop.description if stop is not None and ended else None)
 
 
 def _is_number(value: object) -> bool:

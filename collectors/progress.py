@@ -1,9 +1,9 @@
-"""How far a job says it is: log text or a heartbeat file -> `ProgressSample`.
+"""A job's progress and how it was stopped, as far as its log or heartbeat says: text -> `ProgressSample`.
 
-The formats are data (progress_formats.toml). A log is text of any origin: cut at both ends, coloured, with progress
-bars that overwrite themselves, with lines of other programs between. What the text does not say is None, and `why`
-says what was found. A step, loss or total whose digits run into the end of an unfinished line may be torn: it is
-left out. NaN and infinite losses are kept, the job said so.
+The formats are data: progress_formats.toml, and stop_lines.toml for logs of jobs stopped from outside. A log may be cut
+at both ends, contain colors and progress bars that overwrite themselves, and lines of other programs in between. What
+the text does not say is None, and `why` says what was found. A number at the very end of an unfinished line may be cut
+off and is ignored. NaN and infinite losses are kept: they are what the job printed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from wattwatch.collectors.samples import ProgressSample
 MAX_LINE_CHARS: Final = 2000
 MAX_USER_PATTERN_LINE_CHARS: Final = 300
 MAX_WILDCARDS: Final = 3
-"""A regex with k of `.*` may try the k-th power of the line's length: a log of our user's must not stop the watcher."""
+"""A regex with k times `.*` may take time proportional to the k-th power of the line's length. A user's pattern must
+not stall the watcher; three on MAX_USER_PATTERN_LINE_CHARS characters stay harmless."""
 USER_PATTERN_SECONDS: Final = 0.2
-"""A pattern that takes longer over one text is not run on the rest of it: a regex may take exponential time."""
+"""A pattern that takes longer on one text is not applied to the rest: a regex may take exponential time."""
 
-TOO_SLOW: Final = f"the pattern took over {USER_PATTERN_SECONDS} s on this log and is not used: make it simpler"
-SLOW_PATTERNS: Final[set[str]] = set()  # once too slow, not run again in this process
+TOO_SLOW: Final = f"the pattern took more than {USER_PATTERN_SECONDS} s on this log and is no longer used: simplify it"
+SLOW_PATTERNS: Final[set[str]] = set()  # not used again in this process
 
 ANSI: Final = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 NESTED_REPEAT: Final = re.compile(r"\((?:[^()\\]|\\.)*[+*](?:[^()\\]|\\.)*\)(?:[+*]|\{\d*,\d*\})")
@@ -46,7 +47,7 @@ USER_PATTERN_GROUPS: Final = ("step", "total", "loss", "tokens_per_second", "tok
 
 @dataclass(frozen=True, slots=True)
 class ProgressFormat:
-    """One trainer's way to say it. See progress_formats.toml for the meaning of each field."""
+    """How one trainer prints its progress. progress_formats.toml explains the fields."""
 
     name: str
     step: re.Pattern[str]
@@ -57,12 +58,12 @@ class ProgressFormat:
     note: str = ""
     phases: Mapping[str, str] = field(default_factory=dict)
     longest_line: int = MAX_LINE_CHARS
-    seconds: float | None = None  # time that reading one text may take; None: our own patterns, known to be quick
+    seconds: float | None = None  # time limit for one text; None: our own patterns, known to be fast
 
 
 @dataclass(slots=True)
 class ProgressLine:
-    """One line that names a step, with what it and the lines after it add."""
+    """One line with a step, and the values that it and the following lines contain."""
 
     step: int
     groups: dict[str, str]
@@ -78,10 +79,10 @@ def read_progress(
     cut: bool = False,
     age_seconds: float | None = None,
 ) -> ProgressSample:
-    """The last state that `text` tells of. Never raises.
+    """The last progress reported in `text`. Never raises.
 
-    `pattern`: a regex with named groups (`step` at least) instead of the known formats. `world`: number of GPUs, where
-    known: some logs give throughput per GPU only. `cut`: the text begins in the middle of a line.
+    `pattern`: a regex with named groups (at least `step`) to use instead of the known formats. `world`: number of GPUs
+    if known, because some logs give throughput per GPU only. `cut`: the text begins in the middle of a line.
     """
     if pattern is None:
         formats: Sequence[ProgressFormat] = FORMATS
@@ -92,7 +93,7 @@ def read_progress(
         formats = (chosen,)
     clean = ANSI.sub("", text) if "\x1b" in text else text
     lines = re.split(r"[\r\n]+", clean)
-    torn = lines.pop() if lines and lines[-1] else None  # the last piece has no line end: it may be half a line
+    torn = lines.pop() if lines and lines[-1] else None  # no line end: it may be incomplete
     if cut and lines:
         lines = lines[1:]
     for one in formats:
@@ -112,7 +113,7 @@ def read_progress(
 
 
 def find_progress_lines(one: ProgressFormat, lines: Sequence[str], torn: str | None) -> tuple[list[ProgressLine], bool]:
-    """Events in the order of the text; True where a user's pattern outran its time."""
+    """Lines with a step, in order; True if a user's pattern exceeded its time limit."""
     events: list[ProgressLine] = []
     deadline = None if one.seconds is None else time.monotonic() + one.seconds
     pieces: Iterable[tuple[str, bool]] = [(line, False) for line in lines]
@@ -142,7 +143,7 @@ def find_progress_lines(one: ProgressFormat, lines: Sequence[str], torn: str | N
 
 
 def untorn_groups(found: re.Match[str], end: int | None) -> dict[str, str]:
-    """Named groups that matched; in an unfinished line without those that touch its end, which may be torn."""
+    """Named groups that matched, without those that touch the end of an unfinished line (they may be cut off)."""
     return {
         name: text
         for name, text in found.groupdict().items()
@@ -168,14 +169,14 @@ def summarize_progress(
         whole = per_gpu * world
     phase = latest("phase")
     if phase is not None and one.phases.get(phase) == "done" and "phase" not in events[-1].groups:
-        phase = None  # a step after the end is of another run
-    said = [f"{one.name}: step {last.step}" + (f" of {total}" if total else "")]
+        phase = None  # a step after the end belongs to another run
+    found = [f"{one.name}: step {last.step}" + (f" of {total}" if total else "")]
     if per_gpu is not None:
-        said.append(f"{per_gpu:.0f} tokens/s per GPU" + ("" if whole is not None else ", number of GPUs not known"))
+        found.append(f"{per_gpu:.0f} tokens/s per GPU" + ("" if whole is not None else ", number of GPUs unknown"))
     if phase is not None:
-        said.append(f"in {phase}")
+        found.append(f"in {phase}")
     if one.note:
-        said.append(one.note)
+        found.append(one.note)
     return ProgressSample(
         source=source,
         format=one.name,
@@ -189,12 +190,16 @@ def summarize_progress(
         world=world,
         pid=parse_count(latest("pid")),
         phase=None if phase is None else one.phases.get(phase, "train"),
-        why="; ".join(said),
+        why="; ".join(found),
     )
 
 
 def select_training_bar(events: list[ProgressLine]) -> list[ProgressLine]:
-    """Those of one total: evaluation and loading draw bars too. A loss follows the training's; else it is longest."""
+    """Lines of the training's progress bar only: evaluation and data loading draw bars too.
+
+    Bars are told apart by their totals. The training bar is the one followed by a loss, else the one with the largest
+    total.
+    """
     followed = [event for event in events if event.loss_follows]
     totals = [parse_number(event.groups.get("total")) or 0.0 for event in (followed or events)]
     total = totals[-1] if followed else max(totals)
@@ -203,7 +208,7 @@ def select_training_bar(events: list[ProgressLine]) -> list[ProgressLine]:
 
 
 def line_interval(events: list[ProgressLine]) -> float | None:
-    """Median seconds between lines of different steps, by the lines' own stamps; None where they have none."""
+    """Median seconds between lines of different steps, by the lines' own timestamps; None if they have none."""
     gaps: list[float] = []
     before: ProgressLine | None = None
     for event in events:
@@ -216,7 +221,7 @@ def line_interval(events: list[ProgressLine]) -> float | None:
 
 
 def line_timestamp(line: str, groups: Mapping[str, str]) -> float | None:
-    """Seconds on the clock that the line carries: a date and time, or a bar's time since the start."""
+    """Seconds on the clock that the line shows: a date and time, or a progress bar's elapsed time."""
     if "microseconds" in groups:
         return int(groups["microseconds"]) / 1e6
     elapsed = groups.get("elapsed")
@@ -239,7 +244,7 @@ def line_timestamp(line: str, groups: Mapping[str, str]) -> float | None:
 
 
 def parse_number(text: str | None) -> float | None:
-    """ "3,311" "53K" "'1.569'" "8.37E-01" "nan" "-inf" -> float; None where it is none."""
+    """ "3,311" "53K" "'1.569'" "8.37E-01" "nan" "-inf" -> float; None if it is not a number."""
     if text is None:
         return None
     text = text.strip("'\" ").replace(",", "").replace("_", "")
@@ -251,55 +256,58 @@ def parse_number(text: str | None) -> float | None:
 
 
 def parse_count(text: str | None) -> int | None:
-    """A count, or None: also for nan, inf and what no counter reaches."""
+    """A count, or None: also for nan, inf and absurdly large values."""
     value = parse_number(text)
     return int(value) if value is not None and abs(value) < 1e15 else None
 
 
 def compile_user_pattern(pattern: str) -> ProgressFormat | str:
-    """The user's regex as a format, or the sentence that says what is wrong with it."""
+    """The user's regex as a format, or a sentence that says what is wrong with it."""
     if pattern in SLOW_PATTERNS:
         return TOO_SLOW
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        return f"the pattern is no valid regular expression: {error}"
+        return f"the pattern is not a valid regular expression: {error}"
     if "step" not in compiled.groupindex:
         return r"the pattern has no group named step: write the number as (?P<step>\d+)"
     unknown = sorted(set(compiled.groupindex) - set(USER_PATTERN_GROUPS))
     if unknown:
-        return f"the pattern names the group {unknown[0]!r}; known are {', '.join(USER_PATTERN_GROUPS)}"
+        return f"the pattern has an unknown group {unknown[0]!r}; known groups are {', '.join(USER_PATTERN_GROUPS)}"
     if NESTED_REPEAT.search(pattern):
-        return "the pattern repeats a group that itself repeats, which can take for ever: write it without one of them"
+        return "the pattern contains a nested repetition such as (a+)+, which may never finish: remove one of the two"
     if len(WILDCARD.findall(pattern)) > MAX_WILDCARDS:
-        return f"the pattern has more than {MAX_WILDCARDS} of .* or .+: name what stands between instead, as [^|]*"
+        return (
+            f"the pattern has more than {MAX_WILDCARDS} wildcards (.* or .+): "
+            "use something more specific, such as [^|]*"
+        )
     return ProgressFormat("regex", compiled, longest_line=MAX_USER_PATTERN_LINE_CHARS, seconds=USER_PATTERN_SECONDS)
 
 
 def read_heartbeat(text: str, source: str, age_seconds: float | None = None) -> ProgressSample:
-    """One RUN/heartbeat/rank-*.json. Never raises: what is missing or of the wrong type is None, and `why` says so."""
+    """One RUN/heartbeat/rank-*.json. Never raises: what is missing or has the wrong type is None; `why` says so."""
     try:
-        beat = orjson.loads(text)
+        heartbeat = orjson.loads(text)
     except orjson.JSONDecodeError:
-        # A trainer may well write a loss of NaN, which JSON does not know.
+        # A trainer may write a loss of NaN, which is not valid JSON.
         try:
-            beat = orjson.loads(re.sub(r":\s*(-?(?:NaN|Infinity))\b", r':"\1"', text))
+            heartbeat = orjson.loads(re.sub(r":\s*(-?(?:NaN|Infinity))\b", r':"\1"', text))
         except orjson.JSONDecodeError:
-            return ProgressSample(source, "heartbeat", None, age_seconds=age_seconds, why="no JSON")
-    if not isinstance(beat, dict):
-        return ProgressSample(source, "heartbeat", None, age_seconds=age_seconds, why="JSON, and no object")
+            return ProgressSample(source, "heartbeat", None, age_seconds=age_seconds, why="not valid JSON")
+    if not isinstance(heartbeat, dict):
+        return ProgressSample(source, "heartbeat", None, age_seconds=age_seconds, why="not a JSON object")
 
     def whole(name: str) -> int | None:
-        value = beat.get(name)
+        value = heartbeat.get(name)
         return value if type(value) is int else None
 
     def real(name: str) -> float | None:
-        value = beat.get(name)
+        value = heartbeat.get(name)
         if type(value) is str:
             return parse_number(value)
         return float(value) if type(value) is int or type(value) is float else None
 
-    step, phase = whole("step"), beat.get("phase")
+    step, phase = whole("step"), heartbeat.get("phase")
     total = whole("steps")
     if step is None:
         why = "heartbeat without a step"
@@ -344,7 +352,7 @@ def _load_formats() -> tuple[ProgressFormat, ...]:
 FORMATS: Final = _load_formats()
 
 
-# Whether a log says that its job was stopped from outside: preempted, requeued, out of time, cancelled.
+# External stops: preempted, requeued, out of time, cancelled ----------------------------------------------------------
 
 MAX_STOP_LINE_CHARS: Final = 2000
 MAX_QUOTE_CHARS: Final = 160
@@ -352,7 +360,7 @@ MAX_QUOTE_CHARS: Final = 160
 
 @dataclass(frozen=True, slots=True)
 class StopMessage:
-    """One kind of line; see stop_lines.toml."""
+    """One kind of line that reports a stop; see stop_lines.toml."""
 
     hint: str
     line: re.Pattern[str]
@@ -362,22 +370,22 @@ class StopMessage:
 
 @dataclass(frozen=True, slots=True)
 class ExternalStop:
-    """`words`: what happened and the line that says so; `after`: the text behind that line."""
+    """`description`: what happened and the line that says so; `after`: the text after that line."""
 
-    words: str
+    description: str
     after: str
 
 
 @cache
 def load_stop_messages() -> tuple[tuple[StopMessage, ...], re.Pattern[str]]:
-    """The stops in the order of the file, and any failure."""
+    """The kinds of stop in the order of the file, and a pattern that matches any failure."""
     table = tomllib.loads(resources.files(__package__).joinpath("stop_lines.toml").read_text("utf-8"))
     stops = tuple(StopMessage(s["hint"], re.compile(s["line"]), s["says"], s["sure"]) for s in table["stops"])
     return stops, re.compile("|".join(table["failures"]["lines"]))
 
 
 def find_external_stop(text: str) -> ExternalStop | None:
-    """The surest line that says so, the last one of its kind; None where there is none or a failure outweighs it."""
+    """The last line of the most certain kind that reports a stop; None if there is none or a failure explains it."""
     stops, failure = load_stop_messages()
     for stop in stops:
         if stop.hint not in text:
@@ -386,6 +394,6 @@ def find_external_stop(text: str) -> ExternalStop | None:
         if not found or (not stop.sure and failure.search(text)):
             continue
         quote = found[-1].group().strip()
-        words = f"{stop.says}: {quote[-MAX_QUOTE_CHARS:]}"
-        return ExternalStop(words, text[found[-1].end() :])
+        description = f"{stop.says}: {quote[-MAX_QUOTE_CHARS:]}"
+        return ExternalStop(description, text[found[-1].end() :])
     return None

@@ -77,7 +77,7 @@ def test_one_that_is_still_written_is_not(layout: dict[str, Any], tmp_path: Path
     (entry,) = entries(lay_out(layout, tmp_path, complete=False))
     if layout["framework"] in QUIET:
         assert entry.complete is None
-        assert "quiet for" in entry.why
+        assert "unchanged for" in entry.why
     else:
         assert entry.complete is (layout["framework"] in ONE_FILE)
 
@@ -100,7 +100,7 @@ def ours(root: Path, written: int) -> Path:
 def test_a_safetensors_file_cut_short_is_seen_by_its_own_header(tmp_path: Path) -> None:
     (entry,) = entries(ours(tmp_path, written=400))
     assert entry.complete is False
-    assert "cut short or still being written" in entry.why
+    assert "truncated or still being written" in entry.why
 
 
 def test_the_same_file_whole_is_complete(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ FAILED = "E0616 api.py:882] failed (exitcode: 1) local_rank: 3 (pid: 7) of binar
 def test_a_stop_from_outside_is_read_with_its_line(text: str, says: str) -> None:
     stop = find_external_stop(STEPS + text)
     assert stop is not None
-    assert stop.words.startswith(f"{says}: ")
-    assert "\n" not in stop.words
+    assert stop.description.startswith(f"{says}: ")
+    assert "\n" not in stop.description
 
 
 @pytest.mark.parametrize(
