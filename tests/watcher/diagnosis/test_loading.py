@@ -142,7 +142,7 @@ def test_two_sets_are_never_mixed(tmp_path: Path) -> None:
     for name in ("gloo_213_barrier_r3", "gloo_213_missing_r2"):
         shutil.copytree(RECORDS / name, tmp_path / name)
     with pytest.raises(
-        NoEvidenceError, match="rank 0 has records in several folders: gloo_213_barrier_r3, gloo_213_missing_r2"
+        NoEvidenceError, match="rank 0 has records in several directories: gloo_213_barrier_r3, gloo_213_missing_r2"
     ):
         load_evidence(tmp_path)
 
@@ -208,16 +208,16 @@ def test_what_is_no_file_in_place_of_a_record_is_missing_and_not_opened(tmp_path
     (tmp_path / "rank_8_dumps" / "note").write_text("a folder with something in it is looked into")
     os.mkfifo(tmp_path / "_dump_3.pipe")
     found = load_evidence(tmp_path)
-    assert [each for each in found.missing if "would be" in each] == [
-        "trace_rank_5: it is a folder where a flight record would be",
-        "trace_rank_7: it is a link to a folder where a flight record would be",
-        "trace_rank_4: it is a FIFO where a flight record would be; it was not opened",
-        "trace_rank_6: it is a link to a device where a flight record would be; it was not opened",
+    assert [each for each in found.missing if "instead of" in each] == [
+        "trace_rank_5: a directory instead of a flight record",
+        "trace_rank_7: a link to a directory instead of a flight record",
+        "trace_rank_4: a FIFO instead of a flight record, not opened",
+        "trace_rank_6: a link to a device instead of a flight record, not opened",
     ]
     assert len(found.records) == 4
 
 
 def test_packed_dumps_are_told_to_be_unpacked(tmp_path: Path) -> None:
     (tmp_path / "_dump_0.gz").write_bytes(gzip.compress(b"x"))
-    with pytest.raises(NoEvidenceError, match=r"1 file is packed, the first is _dump_0\.gz: unpack"):
+    with pytest.raises(NoEvidenceError, match=r"1 file is an archive, first _dump_0\.gz: unpack"):
         load_evidence(tmp_path)

@@ -1,4 +1,8 @@
-"""What a file of a capture, of a run or of an unknown directory is, from its name and its first bytes. Pure."""
+"""Which files of a directory are evidence, and reading them safely.
+
+The directory may come from anywhere: only regular files are opened, and their number and size are bounded. What a file
+is, is decided from its name if we gave it, else from its first bytes.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +19,24 @@ from typing import Any, BinaryIO, Final
 from wattwatch.watcher.common.formatting import single_line
 from wattwatch.watcher.diagnosis.flight_recorder.loader import is_record_name
 
-HEAD_BYTES: Final = 64 * 1024  # of a file: enough to see what it is
+# What a file is
+
+HEAD_BYTES: Final = 64 * 1024  # read of every file to classify it
 
 
 class EvidenceKind(StrEnum):
-    RECORD = "record"  # of a flight recorder
+    RECORD = "record"  # flight record
     STACKS = "stacks"
     RAS = "ras"
     PROCESSES = "processes"
-    ENDING = "ending"
+    EXIT_REPORT = "ending"
     LOG = "log"
     OTHER = "other"
 
 
-# Names that this project gives, here and in a run directory.
-MANIFEST_NAME: Final = "manifest.json"  # of a capture
-LIVE_EVIDENCE_NAME: Final = "seen.json"  # what the watcher saw from outside, `Seen`
+# Names in a capture directory.
+MANIFEST_NAME: Final = "manifest.json"
+LIVE_EVIDENCE_NAME: Final = "seen.json"  # holds a `LiveEvidence`
 DIAGNOSIS_NAME: Final = "diagnosis.json"
 REPORT_NAME: Final = "report.html"
 CAPTURE_FILE_NAMES: Final = (
@@ -38,9 +44,10 @@ CAPTURE_FILE_NAMES: Final = (
     (re.compile(r"rank-\d+\.stacks\.txt"), EvidenceKind.STACKS),
     (re.compile(r"node-.+\.processes\.json"), EvidenceKind.PROCESSES),
     (re.compile(r"node-.+\.ras-\d+\.(json|txt)"), EvidenceKind.RAS),
-    (re.compile(r"rank-\d+\.ending\.json"), EvidenceKind.ENDING),
+    (re.compile(r"rank-\d+\.ending\.json"), EvidenceKind.EXIT_REPORT),
     (re.compile(r"rank-\d+\.log\.txt"), EvidenceKind.LOG),
 )
+# Flight records in the run directory of wattwatch-train.
 RUN_FILE_NAME: Final = re.compile(r"(rank|nccl|recorder)-\d+(\.json)?")
 NOT_EVIDENCE: Final = frozenset(
     {MANIFEST_NAME, LIVE_EVIDENCE_NAME, DIAGNOSIS_NAME, REPORT_NAME, "run.json", "gate.json"}
@@ -57,7 +64,7 @@ def classify_file(name: str, head: bytes) -> EvidenceKind:
     if head.startswith(b"\x80"):
         return EvidenceKind.RECORD
     found = _classify_text(head.decode("utf-8", "replace").lstrip("\ufeff \r\n\t"))
-    # Empty, torn or foreign: worth a word, as the rank that is missing may be the one.
+    # By its name a record, but empty, cut off or something else. It must be reported: its rank may be the culprit.
     if found is EvidenceKind.OTHER and (is_record_name(name) or (not head and RUN_FILE_NAME.fullmatch(name))):
         return EvidenceKind.RECORD
     return found
@@ -65,7 +72,7 @@ def classify_file(name: str, head: bytes) -> EvidenceKind:
 
 def _classify_text(text: str) -> EvidenceKind:
     if text.startswith("{"):
-        if '"communicators' in text or '"PEER_' in text:  # a report, or what its monitor printed
+        if '"communicators' in text or '"PEER_' in text:  # a report, or output of the RAS monitor
             return EvidenceKind.RAS
         if any(key in text for key in ('"entries"', '"pg_config"', '"pg_status"')):
             return EvidenceKind.RECORD
@@ -81,37 +88,37 @@ def _classify_text(text: str) -> EvidenceKind:
     return EvidenceKind.OTHER
 
 
-# The files of a directory that may be evidence, read with care: only plain files, of bounded size and number. Rim.
+# The files of a directory
 
 MAX_FILES: Final = 100_000
 MAX_DEPTH: Final = 3
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024
 ATTEMPT_DIRECTORY: Final = re.compile(r"attempt-(\d{1,9})")
-# Of a run directory: nothing in there is evidence, and the first can be large.
+# Of a run directory. Checkpoints can be large; heartbeats and logs are read by evidence.py.
 SKIPPED_RUN_DIRECTORIES: Final = frozenset({"checkpoints", "worker", "heartbeat", "logs"})
 
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
     path: Path
-    name: str  # relative to the directory: what people are told
+    name: str  # relative to the directory, for messages
     kind: EvidenceKind
 
 
 @dataclass(frozen=True, slots=True)
 class EvidenceListing:
-    files: tuple[ListedFile, ...]  # in the order of their names
+    files: tuple[ListedFile, ...]  # sorted by name
     missing: tuple[str, ...]
 
 
 def list_evidence_files(directory: Path) -> EvidenceListing:
-    """Raises OSError where the directory itself cannot be listed. Of several attempts only the newest is listed."""
+    """Of several attempt-NN directories only the newest is listed. Raises OSError if `directory` cannot be listed."""
     found: list[ListedFile] = []
     missing: list[str] = []
-    os.listdir(directory)  # os.walk is silent about a directory that it may not read
+    os.listdir(directory)  # os.walk ignores a directory that it may not read
     for path in _walk(directory, missing):
         if len(found) == MAX_FILES:
-            missing.append(f"{directory}: only the first {MAX_FILES:,} files were looked at")
+            missing.append(f"{directory}: only the first {MAX_FILES:,} files were read")
             break
         name = _display_name(path, directory)
         try:
@@ -120,9 +127,7 @@ def list_evidence_files(directory: Path) -> EvidenceListing:
             missing.append(f"{name}: cannot be read: {error.strerror or error}")
             continue
         if head is None and is_record_name(path.name):
-            missing.append(
-                f"{name}: it is {_describe_file_type(path)} where a flight record would be; it was not opened"
-            )
+            missing.append(f"{name}: {_describe_file_type(path)} instead of a flight record, not opened")
         if head is not None:
             found.append(ListedFile(path, name, classify_file(path.name, head)))
     return EvidenceListing(tuple(found), tuple(missing))
@@ -133,8 +138,8 @@ def _walk(directory: Path, missing: list[str]) -> Iterator[Path]:
         here = Path(at)
         for name in sorted(directories):
             if is_record_name(name) and ((here / name).is_symlink() or not _has_entries(here / name)):
-                of = _display_name(here / name, directory)
-                missing.append(f"{of}: it is {_describe_file_type(here / name)} where a flight record would be")
+                shown = _display_name(here / name, directory)
+                missing.append(f"{shown}: {_describe_file_type(here / name)} instead of a flight record")
         attempts = {int(m[1]): name for name in directories if (m := ATTEMPT_DIRECTORY.fullmatch(name))}
         newest = attempts[max(attempts)] if attempts else None
         is_run = (here / "run.json").exists()
@@ -145,7 +150,7 @@ def _walk(directory: Path, missing: list[str]) -> Iterator[Path]:
             and not (is_run and name in SKIPPED_RUN_DIRECTORIES)
         )
         if len(here.relative_to(directory).parts) >= MAX_DEPTH and directories:
-            missing.append(f"{here.relative_to(directory)}: folders below it were not looked at")
+            missing.append(f"{here.relative_to(directory)}: deeper directories were not read")
             directories.clear()
         yield from (here / name for name in sorted(names))
 
@@ -165,13 +170,15 @@ def _has_entries(directory: Path) -> bool:
 def _describe_file_type(path: Path) -> str:
     link = "a link to " if path.is_symlink() else ""
     mode = path.stat().st_mode
-    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"))
+    kinds = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"))
     return link + next((words for fits, words in kinds if fits(mode)), "a device")
 
 
 def read_regular_file(path: Path, most: int = MAX_FILE_BYTES, whole: bool = True) -> bytes | None:
-    """None for what is no plain file: torch keeps FIFOs beside its dumps, and to open one could wait for ever. Raises
-    OSError, also for a file that is larger than `most` where it is wanted whole."""
+    """At most `most` bytes; None if it is not a regular file. Raises OSError, also if the file is larger and `whole`.
+
+    torch keeps FIFOs beside its dumps, and opening one could block forever.
+    """
     file = _open_regular(path)
     if file is None:
         return None
@@ -183,7 +190,7 @@ def read_regular_file(path: Path, most: int = MAX_FILE_BYTES, whole: bool = True
 
 
 def read_json_object(path: Path, missing: list[str], most: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """The JSON object of a file; {} where there is no file, or none that can be used: then `missing` says why."""
+    """The JSON object in the file; {} if there is no file, or if it is unusable, which is noted in `missing`."""
     if not path.exists():
         return {}
     try:
@@ -192,13 +199,13 @@ def read_json_object(path: Path, missing: list[str], most: int = MAX_FILE_BYTES)
         missing.append(f"{path.name}: cannot be read: {error}")
         return {}
     if not isinstance(data, dict):
-        missing.append(f"{path.name}: holds no JSON object")
+        missing.append(f"{path.name}: not a JSON object")
         return {}
     return data
 
 
 def read_file_tail(path: Path, most: int) -> bytes | None:
-    """Its last bytes, at most so many; None for what is no plain file. Raises OSError."""
+    """At most the last `most` bytes; None if it is not a regular file. Raises OSError."""
     file = _open_regular(path)
     if file is None:
         return None
@@ -208,6 +215,7 @@ def read_file_tail(path: Path, most: int) -> bytes | None:
 
 
 def _open_regular(path: Path) -> BinaryIO | None:
+    # Checked before and after opening: opening a device can have effects, and the path may be replaced in between.
     if not stat.S_ISREG(path.stat().st_mode):
         return None
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")

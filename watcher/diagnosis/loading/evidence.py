@@ -1,4 +1,7 @@
-"""What a run directory of wattwatch-train tells beside flight records: how ranks ended, and where each was. Rim."""
+"""Loads `Evidence` from a directory: a capture, a run directory of wattwatch-train, or dumps copied from nodes.
+
+Files need no particular names: what a file is, is recognized from its content (`directory.py`).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ from wattwatch.watcher.diagnosis.nccl_ras.parse import parse_polls
 from wattwatch.watcher.diagnosis.stacks.log_errors import MAX_TAIL_BYTES, parse_rank_log
 from wattwatch.watcher.diagnosis.stacks.python_stacks import parse_stacks
 
-MAX_OBJECT_BYTES: Final = 1024 * 1024  # a heartbeat, an ending, run.json
+# A run directory of wattwatch-train
+
+MAX_OBJECT_BYTES: Final = 1024 * 1024  # of a heartbeat, an exit report or run.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,10 @@ class RunEvidence:
 
 
 def load_run_evidence(directory: Path) -> RunEvidence:
-    """Of RUN, or of RUN/flight and RUN/flight/attempt-02; of any other directory nothing. Never raises."""
+    """Exit reports, logs and heartbeats; empty if the directory is not (below) a run directory. Never raises.
+
+    `directory`: RUN, RUN/flight or RUN/flight/attempt-NN.
+    """
     run = next(
         (place for place in (directory, *directory.resolve().parents[:2]) if (place / "run.json").exists()), None
     )
@@ -62,39 +70,40 @@ def load_run_evidence(directory: Path) -> RunEvidence:
     record = read_json_object(run / "run.json", missing, MAX_OBJECT_BYTES)
     attempt = _attempt(directory, run)
     exit_reports = tuple(
-        ending
+        report
         for path in sorted((run / "logs" / f"attempt-{attempt:02d}").glob("rank-*.ending.json"))
-        if (ending := load_exit_report(path, run, missing)) is not None
+        if (report := load_exit_report(path, run, missing)) is not None
     )
     logs = tuple(
         log
         for path in sorted((run / "logs" / f"attempt-{attempt:02d}").glob("rank-*.log"))
         if (log := _load_run_log(path, run, missing)) is not None
     )
-    beats = [
+    heartbeats = [
         read_json_object(path, missing, MAX_OBJECT_BYTES) for path in sorted((run / "heartbeat").glob("rank-*.json"))
     ]
-    ranks = tuple(each for beat in beats if (each := _readings_from_heartbeat(beat, attempt)) is not None)
+    readings = (_readings_from_heartbeat(heartbeat, attempt) for heartbeat in heartbeats)
+    ranks = tuple(each for each in readings if each is not None)
     nodes = _nodes_from_run_record(record) | {each.rank: each.node for each in ranks if each.node}
     if not ranks:
         return RunEvidence(None, exit_reports, nodes, tuple(missing), logs)
     steps = [each.step for each in ranks if each.step is not None]
-    walls = [wall for beat in beats if (wall := _as_finite_float(beat.get("t_wall"))) is not None]
+    wall_times = [wall for heartbeat in heartbeats if (wall := _as_finite_float(heartbeat.get("t_wall"))) is not None]
     name = str(record.get("run") or run.name)
-    live = LiveEvidence(name, max(walls, default=0.0), "unknown", "unknown", min(steps, default=None), ranks)
+    live = LiveEvidence(name, max(wall_times, default=0.0), "unknown", "unknown", min(steps, default=None), ranks)
     return RunEvidence(live, exit_reports, nodes, tuple(missing), logs)
 
 
 def _attempt(directory: Path, run: Path) -> int:
-    """The one that was pointed at, else the newest that left anything."""
-    if found := ATTEMPT_DIRECTORY.fullmatch(directory.resolve().name):
-        return int(found[1])
-    names = [path.name for room in ("flight", "logs") for path in (run / room).glob("attempt-*")]
-    return max((int(found[1]) for name in names if (found := ATTEMPT_DIRECTORY.fullmatch(name))), default=1)
+    """The attempt that `directory` names, else the newest one with dumps or logs."""
+    if file := ATTEMPT_DIRECTORY.fullmatch(directory.resolve().name):
+        return int(file[1])
+    names = [path.name for folder in ("flight", "logs") for path in (run / folder).glob("attempt-*")]
+    return max((int(file[1]) for name in names if (file := ATTEMPT_DIRECTORY.fullmatch(name))), default=1)
 
 
 def _load_run_log(path: Path, run: Path, missing: list[str]) -> RankLog | None:
-    """Its end; the age of a log that may still be written tells nothing."""
+    """The end of a log. Its age is left unknown: the rank may still be writing to it."""
     rank = rank_from_file_name(path.name)
     try:
         data = None if rank is None else read_file_tail(path, MAX_TAIL_BYTES)
@@ -105,7 +114,7 @@ def _load_run_log(path: Path, run: Path, missing: list[str]) -> RankLog | None:
 
 
 def load_exit_report(path: Path, run: Path, missing: list[str]) -> RankExitReport | None:
-    """Of the file that a rank left; `run`: what its name is told against. What it cannot read is told in `missing`."""
+    """None if the file is not an exit report. `run`: directory that its name is shown relative to."""
     data, rank = read_json_object(path, missing, MAX_OBJECT_BYTES), rank_from_file_name(path.name)
     code = _as_int(data.get("code"))
     if rank is None or code is None:
@@ -115,19 +124,19 @@ def load_exit_report(path: Path, run: Path, missing: list[str]) -> RankExitRepor
     return RankExitReport(rank, code, why, _as_int(data.get("step")), data.get("follows") is True, source)
 
 
-def _readings_from_heartbeat(beat: dict[str, Any], attempt: int) -> RankReadings | None:
-    """An earlier attempt's heartbeat says nothing of this one."""
-    rank = _as_int(beat.get("rank"))
-    if rank is None or _as_int(beat.get("restart")) not in (None, attempt - 1):
+def _readings_from_heartbeat(heartbeat: dict[str, Any], attempt: int) -> RankReadings | None:
+    """None for the heartbeat of an earlier attempt."""
+    rank = _as_int(heartbeat.get("rank"))
+    if rank is None or _as_int(heartbeat.get("restart")) not in (None, attempt - 1):
         return None
-    phase = beat.get("phase")
+    phase = heartbeat.get("phase")
     return RankReadings(
         rank,
-        str(beat.get("host") or ""),
-        step=_as_int(beat.get("step")),
+        str(heartbeat.get("host") or ""),
+        step=_as_int(heartbeat.get("step")),
         phase=phase if isinstance(phase, str) else None,
-        data_wait_ms=_as_finite_float(beat.get("data_wait_ms")),
-        blocks_left=_as_int(beat.get("blocks_left")),
+        data_wait_ms=_as_finite_float(heartbeat.get("data_wait_ms")),
+        blocks_left=_as_int(heartbeat.get("blocks_left")),
     )
 
 
@@ -147,35 +156,34 @@ def _as_finite_float(value: object) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-# A directory -> `Evidence`: a capture, a run of wattwatch-train, or dumps that somebody put together. Rim.
-#
-# A foreign directory needs no names of ours: what a file is, is seen from its content.
+# Any directory
 
 LIVE_EVIDENCE_ADAPTER: Final = TypeAdapter(LiveEvidence)
 PROCESS_ADAPTER: Final = TypeAdapter(RankProcess)
 PROCESS_ROWS_ADAPTER: Final = TypeAdapter(list[dict[str, Any]])
 NODE_OF_RANK_ADAPTER: Final = TypeAdapter(dict[int, str])
 SENTENCES_ADAPTER: Final = TypeAdapter(list[str])
+# `node-n1.ras-2.json` as captured, `ras_poll2.json` as people name them
 POLL_NAME: Final = re.compile(r"(?P<series>.*?)(?:\.ras-|[._-]poll[._-]?)\d+\.(?:json|txt)")
 ARCHIVE_SUFFIXES: Final = (".gz", ".tgz", ".tar", ".zip", ".bz2", ".xz", ".zst", ".7z")
 
 
 class NoEvidenceError(Exception):
-    """There is nothing that a diagnosis could rest on; the sentence says what was looked for."""
+    """The directory holds no usable evidence; the text says what was expected, in a sentence."""
 
 
 def load_evidence(directory: Path) -> Evidence:
-    """Raises NoEvidence. What is there and cannot be used is told in `unread` and `missing`."""
+    """Raises NoEvidenceError. Files that cannot be used are listed in `unreadable` and `missing` of the result."""
     try:
         listing = list_evidence_files(directory)
     except NotADirectoryError:
-        raise NoEvidenceError(f"{directory}: not a directory; name the directory that the dumps lie in") from None
+        raise NoEvidenceError(f"{directory}: not a directory; name the directory that holds the dumps") from None
     except OSError as error:
         raise NoEvidenceError(f"{directory}: cannot be read: {error.strerror or error}") from None
     missing = [*listing.missing, *_archive_warnings(listing.files)]
     kinds: dict[EvidenceKind, list[ListedFile]] = defaultdict(list)
-    for found in listing.files:
-        kinds[found.kind].append(found)
+    for file in listing.files:
+        kinds[file.kind].append(file)
     _require_one_record_per_rank(directory, kinds[EvidenceKind.RECORD])
     manifest = read_json_object(directory / MANIFEST_NAME, missing)
     run = load_run_evidence(directory)
@@ -184,7 +192,7 @@ def load_evidence(directory: Path) -> Evidence:
     processes = tuple(_load_processes(kinds[EvidenceKind.PROCESSES], missing))
     ras = tuple(_load_ras_polls(directory, kinds[EvidenceKind.RAS], missing))
     live = _load_live_evidence(directory / LIVE_EVIDENCE_NAME, missing) or run.live
-    exit_reports = (*run.exit_reports, *_load_exit_reports(directory, kinds[EvidenceKind.ENDING], missing))
+    exit_reports = (*run.exit_reports, *_load_exit_reports(directory, kinds[EvidenceKind.EXIT_REPORT], missing))
     logs = (*run.logs, *_load_logs(kinds[EvidenceKind.LOG], manifest, missing))
     if not (
         records or unreadable or stacks or processes or ras or live or exit_reports or any(log.failure for log in logs)
@@ -195,43 +203,45 @@ def load_evidence(directory: Path) -> Evidence:
         EvidenceKind.STACKS,
         EvidenceKind.PROCESSES,
         EvidenceKind.RAS,
-        EvidenceKind.ENDING,
+        EvidenceKind.EXIT_REPORT,
         EvidenceKind.LOG,
     )
     return Evidence(
-        records,
-        unreadable,
-        stacks,
-        processes,
-        ras,
-        live,
-        exit_reports,
-        run.node_of_rank | _nodes_from_manifest(manifest),
-        tuple(found.name for kind in used for found in kinds[kind]),
-        (*_missing_from_manifest(manifest), *run.missing, *missing),
-        logs,
+        records=records,
+        unreadable=unreadable,
+        stacks=stacks,
+        processes=processes,
+        ras=ras,
+        live=live,
+        exit_reports=exit_reports,
+        node_of_rank=run.node_of_rank | _nodes_from_manifest(manifest),
+        sources=tuple(file.name for kind in used for file in kinds[kind]),
+        missing=(*_missing_from_manifest(manifest), *run.missing, *missing),
+        logs=logs,
     )
 
 
 def _require_one_record_per_rank(directory: Path, records: Sequence[ListedFile]) -> None:
-    """Records of one rank in two folders are of two hangs; to mix them would name the wrong one. Folders that each hold
-    some ranks are one set: dumps are often fetched node by node."""
+    """Records of one rank in two directories are of two hangs, and mixing them would blame the wrong rank.
+
+    Directories that hold different ranks are one set: dumps are often copied node by node.
+    """
     folder_of: dict[int, Path] = {}
-    for found in records:
-        rank = rank_from_file_name(found.name)
-        if rank is not None and folder_of.setdefault(rank, found.path.parent) != found.path.parent:
+    for file in records:
+        rank = rank_from_file_name(file.name)
+        if rank is not None and folder_of.setdefault(rank, file.path.parent) != file.path.parent:
             folders = sorted({str(each.path.parent.relative_to(directory)) for each in records})
             more = f" and {len(folders) - 4} more" if len(folders) > 4 else ""
             raise NoEvidenceError(
-                f"{directory}: rank {rank} has records in several folders: {', '.join(folders[:4])}{more}; name one of "
-                "them"
+                f"{directory}: rank {rank} has records in several directories: {', '.join(folders[:4])}{more}; "
+                "name one of them"
             )
 
 
 def _no_evidence_message(directory: Path, files: int, missing: Sequence[str]) -> str:
     if missing:
         return f"{directory}: nothing in it can be used: {'; '.join(missing[:3])}"
-    held = "it is empty" if not files else f"none of its {files:,} files is one"
+    held = "it is empty" if not files else f"none of its {files:,} files is one of these"
     return (
         f"{directory}: no flight records, stacks or NCCL RAS reports: {held}. Name a directory of torch's dumps "
         "(TORCH_FR_DUMP_TEMP_FILE), a capture of wattwatch, or a run directory"
@@ -239,18 +249,18 @@ def _no_evidence_message(directory: Path, files: int, missing: Sequence[str]) ->
 
 
 def _archive_warnings(files: Sequence[ListedFile]) -> Iterable[str]:
-    packed = [found.name for found in files if found.name.lower().endswith(ARCHIVE_SUFFIXES)]
+    packed = [file.name for file in files if file.name.lower().endswith(ARCHIVE_SUFFIXES)]
     if packed:
-        number = "1 file is" if len(packed) == 1 else f"{len(packed):,} files are"
-        yield f"{number} packed, the first is {packed[0]}: unpack what is packed, then run this again"
+        number = "1 file is an archive" if len(packed) == 1 else f"{len(packed):,} files are archives"
+        yield f"{number}, first {packed[0]}: unpack all of them and run this command again"
 
 
 def _load_records(files: Sequence[ListedFile]) -> tuple[tuple[RankRecord, ...], tuple[UnreadableRecord, ...]]:
-    """With names relative to the directory, as all other sources have them."""
+    """With file names relative to the directory, like those of all other evidence."""
     if not files:
         return (), ()
-    names = {str(found.path): found.name for found in files}
-    records, unreadable = read_flight_records([found.path for found in files])
+    names = {str(file.path): file.name for file in files}
+    records, unreadable = read_flight_records([file.path for file in files])
     return (
         tuple(replace(record, source=names.get(record.source, record.source)) for record in records),
         tuple(replace(each, source=names.get(each.source, each.source)) for each in unreadable),
@@ -285,52 +295,52 @@ def _load_live_evidence(path: Path, missing: list[str]) -> LiveEvidence | None:
     return None
 
 
-def _data(found: ListedFile, missing: list[str]) -> bytes | None:
+def _data(file: ListedFile, missing: list[str]) -> bytes | None:
     try:
-        return read_regular_file(found.path)
+        return read_regular_file(file.path)
     except OSError as error:
-        missing.append(f"{found.name}: cannot be read: {error.strerror or error}")
+        missing.append(f"{file.name}: cannot be read: {error.strerror or error}")
         return None
 
 
 def _load_stacks(files: Iterable[ListedFile], missing: list[str]) -> Iterable[RankStacks]:
-    for found in files:
-        data, rank = _data(found, missing), rank_from_file_name(found.name)
+    for file in files:
+        data, rank = _data(file, missing), rank_from_file_name(file.name)
         if data is None:
             continue
         if rank is None:
-            missing.append(f"{found.name}: stacks of an unknown rank: put the rank into its name, as in rank-3.txt")
-        elif stacks := parse_stacks(data.decode("utf-8", "replace"), rank, found.name):
+            missing.append(f"{file.name}: stacks of an unknown rank: put the rank into the file name, as in rank-3.txt")
+        elif stacks := parse_stacks(data.decode("utf-8", "replace"), rank, file.name):
             yield stacks
         else:
-            missing.append(f"{found.name}: no Python stacks in it")
+            missing.append(f"{file.name}: it contains no Python stacks")
 
 
 def _load_exit_reports(directory: Path, files: Iterable[ListedFile], missing: list[str]) -> Iterable[RankExitReport]:
-    for found in files:
-        if (ending := load_exit_report(found.path, directory, missing)) is not None:
-            yield ending
+    for file in files:
+        if (report := load_exit_report(file.path, directory, missing)) is not None:
+            yield report
 
 
 def _load_logs(files: Iterable[ListedFile], manifest: dict[str, Any], missing: list[str]) -> Iterable[RankLog]:
     listed = manifest.get("files")
-    for found in files:
-        data, rank = _data(found, missing), rank_from_file_name(found.name)
-        log = None if data is None or rank is None else parse_rank_log(data, rank, found.name)
+    for file in files:
+        data, rank = _data(file, missing), rank_from_file_name(file.name)
+        log = None if data is None or rank is None else parse_rank_log(data, rank, file.name)
         if log is not None:
-            told = listed.get(found.path.name) if isinstance(listed, dict) else None
-            age = told.get("age_seconds") if isinstance(told, dict) else None
+            entry = listed.get(file.path.name) if isinstance(listed, dict) else None
+            age = entry.get("age_seconds") if isinstance(entry, dict) else None
             yield replace(log, age_seconds=float(age) if isinstance(age, (int, float)) else None)
 
 
 def _load_processes(files: Iterable[ListedFile], missing: list[str]) -> Iterable[RankProcess]:
-    for found in files:
-        node = Path(found.name).name.removeprefix("node-").removesuffix(".processes.json")
+    for file in files:
+        node = Path(file.name).name.removeprefix("node-").removesuffix(".processes.json")
         try:
-            rows = PROCESS_ROWS_ADAPTER.validate_json(_data(found, missing) or b"[]")
-            yield from [_process(row, node, found.name) for row in rows]
+            rows = PROCESS_ROWS_ADAPTER.validate_json(_data(file, missing) or b"[]")
+            yield from [_process(row, node, file.name) for row in rows]
         except (ValidationError, KeyError, TypeError, ValueError) as error:
-            missing.append(f"{found.name}: not a list of processes: {str(error).splitlines()[0]}")
+            missing.append(f"{file.name}: not a list of processes: {str(error).splitlines()[0]}")
 
 
 def _process(row: dict[str, Any], node: str, source: str) -> RankProcess:
@@ -343,20 +353,20 @@ def _process(row: dict[str, Any], node: str, source: str) -> RankProcess:
 
 
 def _load_ras_polls(directory: Path, files: Sequence[ListedFile], missing: list[str]) -> Iterable[RasPolls]:
-    """Reports whose names differ in the number of the poll only are of one node, oldest first."""
+    """Reports whose names differ only in the number of the poll are of one node, oldest first."""
     series: dict[str, list[ListedFile]] = defaultdict(list)
-    for found in files:
-        match = POLL_NAME.fullmatch(found.path.name)
-        series[str(found.path.parent / (match["series"] if match else found.path.name))].append(found)
+    for file in files:
+        match = POLL_NAME.fullmatch(file.path.name)
+        series[str(file.path.parent / (match["series"] if match else file.path.name))].append(file)
     for key, group in sorted(series.items()):
-        reports = [(found.name, data) for found in group if (data := _data(found, missing)) is not None]
+        reports = [(file.name, data) for file in group if (data := _data(file, missing)) is not None]
         name = Path(key).name
         meta = read_json_object(directory / f"{name}.ras.json", missing)
-        apart, trouble = meta.get("apart_seconds"), meta.get("trouble")
+        interval_seconds, problem = meta.get("apart_seconds"), meta.get("trouble")
         node = name.removeprefix("node-") if name.startswith("node-") else ""
         yield parse_polls(
             node,
             reports,
-            float(apart) if isinstance(apart, (int, float)) else None,
-            str(trouble) if trouble else None,
+            float(interval_seconds) if isinstance(interval_seconds, (int, float)) else None,
+            str(problem) if problem else None,
         )

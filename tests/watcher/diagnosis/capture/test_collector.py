@@ -101,7 +101,7 @@ def test_where_nothing_listens_for_nccl_the_rest_is_had(watch: RunningFleet, run
 
 def test_a_node_without_a_session_to_spare_costs_a_sentence(here: Site, run: Path, tmp_path: Path) -> None:
     here.server("node", "MaxSessions 1")
-    check_refused(here, run, tmp_path / "capture", "its sshd grants no session beside the probe's")
+    check_refused(here, run, tmp_path / "capture", "its sshd allows no session beside the probe's")
 
 
 def test_a_node_without_python_costs_a_sentence(here: Site, run: Path, tmp_path: Path) -> None:
