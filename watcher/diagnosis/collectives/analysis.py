@@ -84,12 +84,16 @@ def analyze_collectives(
 def _analyze_waits(hang: CollectiveHang) -> CollectiveAnalysis:
     """No member disagrees with another of the same group: what do the waits lead to?"""
     job, outcome = hang.job, follow_waits(hang.graph, hang.job)
+    # A record that lost its oldest pending launch makes a later one look like the first. What follows from that may be
+    # wrong in any direction, so it is only trusted if a rank is found to block the others all the same.
     overflowed = [rank for rank in job.ranks if job.ranks[rank].ring_overflowed]
     if overflowed and not outcome.blocking and (outcome.cycles or not outcome.unexplained):
         return conclude_ring_overflow(overflowed, hang)
     if outcome.cycles and not outcome.blocking:
         return conclude_cycle(outcome.cycles[0], hang)
     if outcome.blocking:
+        # One such rank among ranks with records is what all others wait for, recorded or not. With two, or with a
+        # missing record, either may be waiting for the other.
         doubtful = [rank for rank, reason in outcome.blocking.items() if may_be_in_unrecorded_send(rank, reason, hang)]
         if len(doubtful) > 1 or (doubtful and job.ranks_without_record):
             return conclude_silent_or_sending(doubtful, hang)
@@ -97,6 +101,7 @@ def _analyze_waits(hang: CollectiveHang) -> CollectiveAnalysis:
     if outcome.unexplained:
         return conclude_missing_records(outcome, hang)
     stopped = find_ranks_that_stopped_launching(job)
+    # If most ranks seem to have stopped, it is the others that went ahead.
     if stopped and 2 * len(stopped) < len(job.ranks):
         return conclude_stopped_launching(stopped, hang)
     return conclude_all_joined(outcome, hang) if outcome.all_joined else conclude_undecided(hang)
@@ -116,7 +121,7 @@ def conclude_blocking_ranks(outcome: WaitOutcome, hang: CollectiveHang) -> Colle
     why = _join_limited(sentences)
     without_record = sorted({rank for each in outcome.unexplained for rank in each.awaited} - set(culprits))
     if without_record:
-        why += f"; {format_ranks(without_record)} left no record and may block others too"
+        why += f"; {format_ranks(without_record)} left no record and may be blocking others too"
     return hang.conclude(
         DiagnosisVerdict.NEVER_ARRIVED,
         False,
@@ -189,7 +194,8 @@ def conclude_stopped_launching(
     for rank, (state, count) in sorted(stopped.items()):
         last = state.records[rank].last_enqueued or 0
         sentences.append(
-            f"rank {rank} launched nothing after {position_text(state.group, last)}, its peers {count} more operations"
+            f"rank {rank} launched nothing after {position_text(state.group, last)}, while its peers launched {count} "
+            "more operations"
         )
         positions.append((state.group, last + 1))
     why = f"{describe_wait(with_most_waiters(hang.graph.stalled))}; {_join_limited(sentences)}"
@@ -201,7 +207,7 @@ def conclude_missing_records(outcome: WaitOutcome, hang: CollectiveHang) -> Coll
     """Only ranks without a record can be what the others wait for. None is named; see the module's docstring."""
     stall = with_most_waiters(outcome.unexplained)
     who = "it" if len(stall.awaited) == 1 else "any of them"
-    why = f"{describe_wait(stall)}; {format_ranks(stall.awaited)} left no record, so {who} may block the others"
+    why = f"{describe_wait(stall)}; {format_ranks(stall.awaited)} left no record, so {who} may be blocking the others"
     analysis = hang.conclude(DiagnosisVerdict.UNKNOWN, False, (), 0.0, why, [(stall.group, stall.slot)])
     return replace(analysis, absent=outcome.awaited_without_record)
 
@@ -212,6 +218,8 @@ def conclude_missing_records(outcome: WaitOutcome, hang: CollectiveHang) -> Coll
 def conclude_all_joined(outcome: WaitOutcome, hang: CollectiveHang) -> CollectiveAnalysis:
     """All members of a group are in the same operation."""
     job, stall = hang.job, with_most_waiters(outcome.all_joined)
+    # Members that are past an operation that others are in: with a synchronizing one that is impossible, so these gave
+    # up (Gloo times out), or the operation lets some finish early. Neither shows who is at fault.
     others = set(job.groups[stall.group].records) - set(stall.waiters)
     if others and not stall.operation.point_to_point:
         return hang.unknown(f"{describe_wait(stall)}, which {format_ranks(others)} finished or gave up")
@@ -224,11 +232,11 @@ def conclude_all_joined(outcome: WaitOutcome, hang: CollectiveHang) -> Collectiv
     why = f"all {len(stall.waiters)} members wait in the same {what}{more}"
     if uneven:
         why += (
-            "; their sizes differ, which is correct only if they match pairwise, so the network, a GPU, its driver or "
-            "these sizes block it"
+            "; their sizes differ, which is correct only if they match pairwise, so the cause is the network, a "
+            "GPU, its driver, or these sizes"
         )
     else:
-        why += "; the program is consistent, so the network, a GPU or its driver blocks it"
+        why += "; all ranks agree, so the cause is the network, a GPU or its driver, not the program"
     return hang.conclude(
         DiagnosisVerdict.NO_DESYNC,
         False,

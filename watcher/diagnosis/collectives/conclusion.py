@@ -50,6 +50,7 @@ class CollectiveHang:
         tied: tuple[tuple[int, ...], ...] = (),
     ) -> CollectiveAnalysis:
         """`positions`: groups and slots that the conclusion rests on; these are shown first."""
+        # dict.fromkeys: without duplicates and in order, as a set would make the output depend on hash values.
         waited_in = ((each.group, each.slot) for each in self.graph.stalled)
         shown = list(dict.fromkeys([*positions, *waited_in]))[:MAX_GROUPS_SHOWN]
         return CollectiveAnalysis(

@@ -30,7 +30,7 @@ from wattwatch.watcher.diagnosis.flight_recorder.model import (
 )
 from wattwatch.watcher.diagnosis.model import CollectiveAnalysis, DiagnosisVerdict
 
-# A batch of launches. Members may batch different launches, and the name says nothing of what is in it.
+# A batch of launches. Members may batch different launches, and its name does not show what it contains.
 NOT_COMPARED: Final = frozenset({"coalesced"})
 
 # Confidences are chosen, not measured: there are too few public records with a known culprit.
@@ -125,6 +125,7 @@ def sizes_differ(state: GroupState, slot: int) -> bool:
 
 def conclude_disagreement(disagreements: list[Disagreement], hang: CollectiveHang) -> CollectiveAnalysis:
     """`disagreements`: at least one."""
+    # A fault in one group often shows in several: those with a majority decide, ties among them add nothing.
     decided = [each for each in disagreements if each.minority]
     culprits = tuple(sorted({rank for each in decided for rank in each.minority}))
     shown = (decided or disagreements)[0]
@@ -172,6 +173,7 @@ def conclude_cycle(cycle: tuple[StalledOperation, ...], hang: CollectiveHang) ->
         why += f"; {DECIDED_BY_LAUNCH_COUNTS if culprits else TIED}"
     return hang.conclude(
         DiagnosisVerdict.DESYNC,
+        # A cycle through a group with guessed members may not exist.
         not any(each.group in hang.job.guessed_groups for each in cycle),
         culprits,
         confidence,
@@ -200,7 +202,7 @@ def cycle_sides(cycle: tuple[StalledOperation, ...]) -> list[tuple[StalledOperat
 
 
 def _group_kind(group: ProcessGroup, cycle: tuple[StalledOperation, ...]) -> str:
-    """Groups with the same description are of one kind if they share no member; otherwise each is a kind by itself."""
+    """Groups with the same description are of one kind if they share no member; otherwise each is its own kind."""
     same_description = [each.group for each in cycle if each.group != group and str(each.group) == str(group)]
     shares_member = any(set(each.members) & set(group.members) for each in same_description)
     return f"{group} {group.name}" if shares_member else str(group)

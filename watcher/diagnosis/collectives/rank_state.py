@@ -54,13 +54,14 @@ class GroupState:
         record = self.records.get(rank)
         if record is None:
             return None
+        # A missing slot was never launched, or finished and left the ring buffer: only the count distinguishes these.
         if self.counts_usable and record.last_enqueued is not None:
             return record.last_enqueued >= slot
         recorded = self._launch_by_slot[rank]
         if not recorded:
             return None
         if max(recorded) > slot:
-            return True
+            return True  # a rank launches in order, so this one came earlier
         return False if keeps_finished_launches(record) else None
 
     def completed(self, rank: int, slot: int) -> bool | None:
@@ -105,6 +106,7 @@ class RankState:
     ) -> tuple[ProcessGroup, OperationLaunch] | None:
         """The first pending launch whose kernel has started, otherwise the first pending one, without `ignored`."""
         waits = [wait for wait in self.waits if wait not in ignored] if ignored else self.waits
+        # A later launch can run first if it is on another stream; the earlier one is then queued behind something else.
         running = (wait for wait in waits if wait[1].started)
         return next(running, next(iter(waits), None))
 
@@ -143,6 +145,7 @@ def build_recorded_job(records: Sequence[RankRecord]) -> RecordedJob:
             state = groups.setdefault(group, GroupState(group))
             state.records[record.rank] = part
             waits += [(group, launch) for launch in part.launches if launch.pending]
+        # Slots count within a group; only record_id orders launches over all groups of the rank.
         waits.sort(key=lambda wait: wait[1].record_id)
         ranks[record.rank] = RankState(record.rank, record.source, tuple(waits))
     for state in groups.values():
@@ -200,7 +203,7 @@ def resolve_members(records: Sequence[RankRecord]) -> dict[ProcessGroup, Process
                 group = without_members.setdefault(part.group, part.group._replace(members=()))
                 parts_of.setdefault(group, []).append(part)
                 ranks_of.setdefault(group, []).append(record.rank)
-    # Ranks without a record are included: they may be members as well.
+    # All numbers up to the highest rank, ranks without a record included: they may be members as well.
     all_ranks = tuple(range(max((record.rank for record in records), default=-1) + 1))
     resolved = {}
     for group, parts in parts_of.items():

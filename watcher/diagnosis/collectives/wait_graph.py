@@ -6,7 +6,7 @@ are stalled groups, not as many edges as ranks squared. Following the waits ends
 
 - a rank that waits in nothing (silent): it is in its own code, stopped, or looping
 - a rank that did not finish what its peers finished
-- a rank without a record; that alone says nothing, as the record may merely be lost
+- a rank without a record; that alone proves nothing, as the record may merely be lost
 - an operation that all members have joined: not a fault of the program
 - a cycle of operations
 """
@@ -97,10 +97,14 @@ def build_wait_graph(job: RecordedJob) -> WaitGraph:
     graph = _build_graph(job, unfinished, {})
     late = sorted(rank for rank, found in unfinished.items() if len(found) <= FEW_OPERATIONS)
     excused: _UnfinishedByRank = {}
+    # One at a time, so that one late record does not excuse another rank that is really stuck. With many late ranks, a
+    # graph for each would take too long, and they are excused together or not at all.
     for ranks in [[rank] for rank in late] if len(late) <= MAX_LATE_RANKS_TRIED else [late]:
         tried = {**excused, **{rank: unfinished[rank] for rank in ranks}}
         without = _build_graph(job, unfinished, tried)
         outcome = follow_waits(without, job)
+        # Excusing a rank must lead to a rank beyond doubt. If it only makes the hang look like a network fault or a
+        # deadlock, the late rank is the better explanation.
         if outcome.blocking.keys() - set(late) and not outcome.all_joined and not outcome.cycles:
             excused, graph = tried, without
     return graph
@@ -117,6 +121,7 @@ def _build_graph(job: RecordedJob, unfinished: _UnfinishedByRank, excused: _Unfi
             by_rank[rank] = _add_waiter(stalled, rank, *wait)
     for operation in stalled.values():
         operation.awaited = _awaited_ranks(job, operation)
+    # Sorted, so that the result does not depend on the order in which records were read.
     ordered = sorted(stalled.values(), key=lambda each: (each.waiters, each.group, each.slot))
     possibly_late = frozenset(rank for rank in first_unfinished if len(unfinished[rank]) <= FEW_OPERATIONS)
     return WaitGraph(tuple(ordered), by_rank, first_unfinished, possibly_late)
@@ -154,7 +159,7 @@ def _find_unfinished(job: RecordedJob, rank: int) -> list[UnfinishedLaunch]:
         if finished_by and finished_by != (rank,):
             found.append(UnfinishedLaunch(group, launch, tuple(other for other in finished_by if other != rank)))
             if len(found) > FEW_OPERATIONS:
-                break
+                break  # beyond doubt already; a rank may have thousands of pending launches
     return found
 
 
@@ -179,6 +184,7 @@ def _awaited_ranks(job: RecordedJob, stall: StalledOperation) -> dict[int, str]:
             awaited[member] = NOT_LAUNCHED
         elif not state.completed(member, stall.slot):
             awaited[member] = IN_EARLIER_OPERATION
+    # If a rank with a record explains the wait, blaming one whose file may be lost would only add noise.
     return awaited or dict.fromkeys(job.members_without_record(stall.group), NO_RECORD)
 
 
@@ -187,6 +193,7 @@ def _awaited_peers(job: RecordedJob, stall: StalledOperation) -> dict[int, str]:
     if len(stall.waiters) > 1:
         return {}  # sender and receiver are both in it
     ends = [end for end in (operation.source, operation.destination) if end is not None]
+    # `end < len(members)`: the members of a Gloo group are sometimes a guess, and a hostile record may name any index.
     peers = [members[end] for end in ends if end < len(members) and members[end] not in stall.waiters]
     awaited: dict[int, str] = {}
     for peer in peers:
@@ -258,6 +265,7 @@ def _find_cycles(graph: WaitGraph, job: RecordedJob) -> tuple[tuple[StalledOpera
     following = {id(each): _next_stalls(graph, each.awaited) for each in graph.stalled}
     cycles = []
     for component in strongly_connected_components(graph.stalled, following):
+        # A group that may have more members can be waiting for one of these: no cycle is certain.
         if len(component) < 2 or any(each.group in job.possibly_larger_groups for each in component):
             continue
         inside = {rank for each in component for rank in each.waiters}
@@ -325,7 +333,7 @@ def find_ranks_that_stopped_launching(job: RecordedJob) -> dict[int, tuple[Group
 
     When a GPU dies, its host often learns of it and stops launching; the hosts of its peers go on until they have to
     wait for their own GPUs. All ranks have then joined the operation that never ends, and only what they launched after
-    it tells them apart.
+    it distinguishes them.
 
     Returns, by rank, the group in which it is furthest behind, and by how many operations. Only ranks that are behind
     most of their peers in every group whose members differ, and clearly so in one.
@@ -335,6 +343,7 @@ def find_ranks_that_stopped_launching(job: RecordedJob) -> dict[int, tuple[Group
     for group in sorted(job.groups):
         state = job.groups[group]
         launched = {rank: part.last_enqueued for rank, part in state.records.items() if part.last_enqueued is not None}
+        # The counts of a group with guessed members may belong to different groups of the same name.
         if len(set(launched.values())) < 2 or group in job.guessed_groups or not _has_pending_collective(state):
             continue
         furthest = max(launched.values())

@@ -94,6 +94,7 @@ def read_flight_records(
     candidates = find_candidates([paths] if isinstance(paths, str | os.PathLike) else paths)
     if not candidates:
         return (), ()
+    # Threads suffice: most of the work is done in their worker processes.
     readers = READER_PROCESSES if len(candidates) >= MIN_FILES_FOR_TWO_READERS else 1
     interner = Interner()
     with ThreadPoolExecutor(readers) as pool:
@@ -182,7 +183,7 @@ def _files_below(directory: Path) -> Iterator[Path]:
 
 
 def read_candidate(candidate: RecordCandidate) -> bytes | None:
-    """The bytes of a record. None: the file is something else, and nobody said that it is a record.
+    """The bytes of a record. None: it is something else, and was not declared to be a record.
 
     Raises UnusableRecordError.
     """
@@ -239,7 +240,7 @@ def looks_like_record(head: bytes) -> bool:
 
 
 def describe_old_pickle(head: bytes) -> str | None:
-    """What to say of a pickle of protocol 0 or 1; None: it is not a pickle.
+    """The reason to reject a pickle of protocol 0 or 1; None: it is not a pickle.
 
     These protocols have no marker at the beginning and can only be recognized by their instructions, which are listed
     here, not executed. PyTorch does not write them, so one that names or calls something was planted.
@@ -337,6 +338,7 @@ def _build_operation(row: list[Any], interner: Interner) -> Operation:
 
 def _best_per_rank(records: Iterable[RankRecord]) -> tuple[RankRecord, ...]:
     best: dict[tuple[int, bool], RankRecord] = {}
+    # A directory often contains the same rank twice: as pickle and JSON, or dumps of an earlier timeout.
     for record in sorted(records, key=_usefulness, reverse=True):
         best.setdefault((record.rank, _is_cpu_record(record)), record)
     return tuple(_merge_recorders(best, rank) for rank in sorted({rank for rank, _ in best}))

@@ -118,6 +118,7 @@ def _wait_until_ready(descriptor: int, event: int, deadline: float) -> None:
 
 
 def _send(descriptor: int, data: bytes, deadline: float) -> None:
+    # If the worker dies before it has read everything, write() fails with EPIPE and `read` reports it.
     left = memoryview(data)
     while left:
         _wait_until_ready(descriptor, select.POLLOUT, deadline)

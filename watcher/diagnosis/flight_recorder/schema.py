@@ -117,7 +117,7 @@ def build_record_table(decoded: Any, max_launches: int = MAX_ENTRIES) -> dict[st
         )
     if "version" not in decoded or not ({"entries", "pg_config", "pg_status"} & decoded.keys()):
         raise MalformedRecord(
-            "it has no version with pg_config or entries: not a flight record, or one of torch 2.2 or older"
+            "it lacks the fields of a flight record (version, pg_config, entries), or is of torch 2.2 or older"
         )
     version = printable_text("version", decoded["version"])
     library = printable_text("comm_lib_version", decoded.get("comm_lib_version", decoded.get("nccl_version", "")))
@@ -282,7 +282,7 @@ def _parse_operation(
     for field, sizes in zip(SIZE_FIELDS, (input_sizes, output_sizes), strict=True):
         expect_64_bits(field, flatten(sizes))
     backend, colon, name = printable_text("profiling_name", profiling_name).partition(":")
-    if not colon:
+    if not colon:  # usually "nccl:all_reduce"; older records name no backend
         backend, name = "", profiling_name
     types = [[printable_text("dtypes", each) for each in types] for types in (input_types, output_types)]
     ends = POINT_TO_POINT_NAME.fullmatch(name)
@@ -485,6 +485,7 @@ def _group_names(entries: ParsedEntries, config: GroupConfig, status: dict[int, 
     unmatched_ids = [pg_id for pg_id in ids if pg_id not in known]
     if len(unmatched_names) == len(unmatched_ids) == 1:
         known[unmatched_ids[0]] = unmatched_names[0]
+    # Better an invented name than a group without one: members of the group on other ranks get the same.
     for pg_id, _, _ in entries.keys:
         known.setdefault(pg_id, f"number {pg_id}")
     return known

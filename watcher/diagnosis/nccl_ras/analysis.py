@@ -58,6 +58,8 @@ def analyze_ras(polls: Sequence[RasPolls]) -> RasAnalysis:
     tied = tuple(dict.fromkeys(side for analysis in decisive for side in analysis.tied if side))
     confidence = decisive[0].confidence
     why = decisive[0].why
+    # A rank that waits in one communicator is late in all its others for that reason alone: only ranks that wait in
+    # none can be the cause.
     if finding is RasFinding.BEHIND and len(decisive) > 1 and suspects:
         suspects, cycle = _exclude_waiting(suspects, decisive)
         if cycle:

@@ -90,7 +90,7 @@ def poll_twice(
         if answer.raw:
             answers.append(answer)
         if not answer.raw and number == 1:
-            break
+            break  # nothing answers: waiting for a second report would only delay the capture
     interval = requested - answered if len(answers) == 2 else None
     return RasPollResult(tuple(answers), interval, "; ".join(problems) or None)
 
@@ -126,6 +126,7 @@ def request_report(
     """
     session = _Session(channel, clock, deadline_seconds, max_bytes)
     try:
+        # RAS waits for its peers twice, so a third of the deadline leaves time for the transfer.
         return session.run(min(5.0, deadline_seconds / 3))
     finally:
         channel.close()

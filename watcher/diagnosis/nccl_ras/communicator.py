@@ -102,6 +102,7 @@ def _failed(now: RasCommunicator) -> Suspicion | None:
         errors = ", ".join(map(describe_result, codes))
         verb = "reports" if len(origins) == 1 else "report"
         why = f"{describe_ranks(origins)} {verb} an NCCL error: {errors}{observed}"
+        # An error on most ranks is rarely the fault of each of them: something common failed.
         few = 2 * len(origins) < max(now.size, len(now.ranks))
         return Suspicion(RasFinding.FAILED, [rank.rank for rank in origins], why, 0.85 if few else 0.5)
     lost = [rank for rank in now.ranks if rank.unresponsive]

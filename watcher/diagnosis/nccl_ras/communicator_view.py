@@ -60,6 +60,8 @@ def _views_of_node(poll: RasPolls) -> Iterator[CommunicatorView]:
     before = poll.reports[-2] if len(poll.reports) > 1 else None
     earlier = {} if before is None else {entry.identity: entry for entry in before.communicators}
     later = {entry.identity for entry in now.communicators}
+    # No communicator in common: the reports are of two jobs, or all were recreated. Counting that as progress would
+    # hide a hang of the other job.
     if not earlier.keys() & later:
         earlier, before = {}, None
     for communicator in now.communicators:
@@ -89,8 +91,10 @@ def _is_complete(report: RasReport) -> bool:
 
 def _moved(before: RasCommunicator | None, now: RasCommunicator, report: RasReport) -> bool | None:
     """Whether a counter or a status changed. None: the two cannot be compared. `report`: the one of `before`."""
+    # Not in the earlier report: it is new, which is progress, unless that report simply did not list everything.
     if before is None:
         return True if _is_complete(report) else None
+    # Text format: it has no counters per rank, only these summaries.
     if now.counts or before.counts or now.statuses or before.statuses:
         return (now.counts, now.statuses, now.state) != (before.counts, before.statuses, before.state)
     earlier = {rank.rank: rank for rank in before.ranks if not rank.missing}
@@ -116,6 +120,8 @@ def _merge(views: Sequence[CommunicatorView]) -> CommunicatorView:
     for view in views:
         for rank in view.now.ranks:
             known = ranks.get(rank.rank)
+            # A network problem between two nodes makes ranks missing in one view only; data from any node proves that
+            # the rank answers. That a rank is dead is final, so one node is enough to know it.
             if known is None or (known.missing and not rank.missing):
                 found += known is not None
                 ranks[rank.rank] = rank
@@ -127,6 +133,7 @@ def _merge(views: Sequence[CommunicatorView]) -> CommunicatorView:
         missing_count=max(0, best.now.missing_count - found),
     )
     moves = {view.moved for view in views}
+    # Each node compares its own two reports, at its own times: a change that one of them saw is progress.
     moved = True if True in moves else (False if False in moves else None)
     interval = max((view.interval_seconds for view in views if view.interval_seconds is not None), default=None)
     return CommunicatorView(now, moved, None if moved else interval)

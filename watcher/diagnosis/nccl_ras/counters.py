@@ -3,7 +3,7 @@
 All ranks of a communicator launch the same operations in the same order. So the counters of a rank that is merely late
 are nowhere above those of the others. If a rank has launched more operations of one kind than another rank and fewer of
 a second kind, the counters are *crossed*: lateness cannot explain that, so it launched a different collective. This
-holds however far apart in time the ranks were asked. It is derived from how NCCL counts and was tested on constructed
+holds even if ranks were queried at different times. It is derived from how NCCL counts and was tested on constructed
 samples only, so it is never conclusive by itself; CUDA graphs, whose operations are not counted, could break it.
 """
 
@@ -25,7 +25,8 @@ from wattwatch.watcher.diagnosis.nccl_ras.model import RasCommunicator, RasFindi
 
 NOT_COUNTED_BY_RAS: Final = "RAS does not count send, recv, all-to-all and operations captured in CUDA graphs"
 ONE_REPORT_ONLY: Final = (
-    "without two reports some seconds apart, a hang cannot be told from the normal skew between ranks of a running job"
+    "without two reports some seconds apart, a hang cannot be distinguished from the normal skew between the ranks of "
+    "a running job"
 )
 MAX_SIDES_DESCRIBED: Final = 4
 
@@ -72,6 +73,7 @@ def _group_from_text(communicator: RasCommunicator) -> tuple[EqualLaunches, ...]
     ranks_by_counts: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank, counts in counts_by_rank.items():
         ranks_by_counts.setdefault(tuple(sorted(counts.items())), []).append(rank)
+    # Ranks without a name are all in the largest group of every kind, so they launched the same.
     groups = [
         EqualLaunches(dict(counts), len(ranks), tuple(sorted(ranks))) for counts, ranks in ranks_by_counts.items()
     ]
@@ -146,6 +148,7 @@ def _crossed(view: CommunicatorView, groups: Sequence[EqualLaunches]) -> Suspici
     caution = "derived from counters: confirm it with the flight recorder"
     if view.moved is None:
         caution = f"{caution}; {ONE_REPORT_ONLY}"
+    # Only a rank that is crossed with the majority is accused. One that is merely late against it is not.
     most = majority(groups)
     odd = [group for group in groups if most is not None and is_crossed(group, most)]
     if most is None or not odd:
@@ -172,6 +175,7 @@ def _behind(view: CommunicatorView, groups: Sequence[EqualLaunches]) -> Suspicio
             f"{low.size} of {total} ranks have launched {gap} than the ranks that are furthest ahead; {ONE_REPORT_ONLY}"
         )
         return Suspicion(RasFinding.CANNOT_TELL, [], why, 0.0)
+    # A minority that launched fewer operations is late; a majority may just be waiting where it should.
     if 2 * low.size < total:
         ahead = f"the {format_count(high.size, 'rank')} furthest ahead"
         why = f"{_no_progress(view)}: {_describe_side(low, view)} launched {gap} than {ahead}"
@@ -215,9 +219,9 @@ def _describe_side(group: EqualLaunches, view: CommunicatorView) -> str:
 
 
 def _describe_differences(differences: dict[str, int]) -> str:
-    """`1 AllReduce more and 1 ReduceScatter fewer`"""
-    parts = [f"{difference:,} {kind} more" for kind, difference in differences.items() if difference > 0]
-    parts += [f"{-difference:,} {kind} fewer" for kind, difference in differences.items() if difference < 0]
+    """`1 more AllReduce and 1 fewer ReduceScatter`"""
+    parts = [f"{difference:,} more {kind}" for kind, difference in differences.items() if difference > 0]
+    parts += [f"{-difference:,} fewer {kind}" for kind, difference in differences.items() if difference < 0]
     return " and ".join(parts)
 
 

@@ -28,6 +28,7 @@ _MAX_NESTING: Final = 32  # a report nests 6 levels; deeper input is not one, an
 
 def parse_report(data: bytes, source: str = "RAS") -> RasReport:
     """Raises nothing for what is in the data: `problem` says what is wrong. `source` names the data for people."""
+    # A byte order mark, zero bytes and carriage returns come with files that were copied through Windows or a terminal.
     text = data.decode("utf-8", errors="replace").lstrip("\ufeff").replace("\0", "").replace("\r", "")
     text = _SETUP_REPLIES.sub("", text)
     if not text.strip():
@@ -86,6 +87,7 @@ def _decode_json(text: str) -> tuple[Any, bool, str | None]:
         return orjson.loads(repaired), commas > 0, None
     except orjson.JSONDecodeError:
         pass
+    # Cut off by a deadline or a size limit: most of a large report is still worth reading.
     complete, closing = _cut_to_last_object(repaired)
     try:
         document = orjson.loads(complete + closing)

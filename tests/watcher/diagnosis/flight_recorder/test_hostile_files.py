@@ -257,6 +257,19 @@ def test_the_worker_imports_no_torch_and_cannot_open_files() -> None:
     assert environment == b""
 
 
+@pytest.mark.parametrize("name", ["wattwatch", "watcher", "json", "pickle", "struct", "sitecustomize"])
+def test_files_in_the_working_directory_or_on_pythonpath_do_not_replace_modules_of_the_worker(
+    name: str, marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    (planted / f"{name}.py").write_text(f"open({str(marker)!r}, 'w').close()")
+    monkeypatch.chdir(planted)
+    monkeypatch.setenv("PYTHONPATH", str(planted))
+    with SandboxedReader() as reader:
+        assert "columns" in reader.read(NCCL.read_bytes(), MAX_ANSWER, 1000)
+
+
 REAL: Final = [
     NCCL.read_bytes(),
     GLOO.read_bytes(),

@@ -215,7 +215,7 @@ def test_unprintable_characters_are_replaced() -> None:
 
 REJECTED: list[tuple[Any, str]] = [
     ([], "it contains a list where a dict of version, pg_config and entries was expected"),
-    ({}, "it has no version with pg_config or entries: not a flight record, or one of torch 2.2 or older"),
+    ({}, "it lacks the fields of a flight record (version, pg_config, entries), or is of torch 2.2 or older"),
     ({"version": 2.1, "entries": []}, "version is a float where a string was expected"),
     ({"version": "2.10", "entries": {}}, "entries is a dict where a list or a tuple was expected"),
     ({"version": "2.10", "entries": [3]}, "entries contains an integer where a dict was expected"),

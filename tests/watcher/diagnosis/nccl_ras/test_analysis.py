@@ -28,7 +28,7 @@ def test_a_rank_with_fewer_launches_is_late() -> None:
     analysis = without_progress(Communicator(JOB, counts={5: LATE}))
     assert (analysis.finding, suspects(analysis), analysis.confidence) == (RasFinding.BEHIND, [5], 0.6)
     assert (
-        "rank 5 (process 4005 on 10.0.0.1, GPU 5) launched 1 AllGather fewer than the 15 ranks furthest ahead"
+        "rank 5 (process 4005 on 10.0.0.1, GPU 5) launched 1 fewer AllGather than the 15 ranks furthest ahead"
         in analysis.why
     )
 
@@ -36,7 +36,7 @@ def test_a_rank_with_fewer_launches_is_late() -> None:
 def test_with_one_report_a_late_rank_looks_like_skew() -> None:
     analysis = analyze_reports(report(Communicator(JOB, counts={5: LATE})))
     assert (analysis.finding, suspects(analysis), analysis.confidence) == (RasFinding.CANNOT_TELL, [], 0.0)
-    assert "a hang cannot be told from the normal skew" in analysis.why
+    assert "a hang cannot be distinguished from the normal skew" in analysis.why
 
 
 def test_two_reports_within_a_second_count_as_one() -> None:

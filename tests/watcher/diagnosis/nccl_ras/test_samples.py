@@ -19,7 +19,7 @@ ONE_REPORT: list[tuple[str, RasFinding, list[int], float, str]] = [
         0.85,
         "CUDA error (ncclResult 1); 15 ranks report a remote process error (ncclResult 6)",
     ),
-    ("desync_crossed_counts_poll1.json", RasFinding.CROSSED, [3], 0.5, "1 AllReduce more and 1 ReduceScatter fewer"),
+    ("desync_crossed_counts_poll1.json", RasFinding.CROSSED, [3], 0.5, "1 more AllReduce and 1 fewer ReduceScatter"),
     ("desync_crossed_counts_poll2.json", RasFinding.CROSSED, [3], 0.5, "without two reports some seconds apart"),
     ("docs_2.30_block00.txt", RasFinding.NO_REPORT, [], 0.0, "it is an excerpt that contains no communicator"),
     ("docs_2.30_block01.txt", RasFinding.CANNOT_TELL, [], 0.0, "8 communicators of 4 ranks: RAS reports OK"),
@@ -30,7 +30,7 @@ ONE_REPORT: list[tuple[str, RasFinding, list[int], float, str]] = [
         0.0,
         "its ranks differ, but the excerpt does not say in which operation",
     ),
-    ("docs_2.30_block03.txt", RasFinding.CANNOT_TELL, [], 0.0, "6 of 32 ranks have launched 1 collective fewer"),
+    ("docs_2.30_block03.txt", RasFinding.CANNOT_TELL, [], 0.0, "6 of 32 ranks have launched 1 fewer collective"),
     (
         "docs_2.30_block04.txt",
         RasFinding.LEAVING,
@@ -54,7 +54,7 @@ ONE_REPORT: list[tuple[str, RasFinding, list[int], float, str]] = [
     ("monitor_events.txt", RasFinding.NO_REPORT, [], 0.0, MONITOR_OUTPUT),
     ("no_communicators.json", RasFinding.NO_COMMUNICATORS, [], 0.0, "RAS answers but knows no communicator"),
     ("process_stopped_unresponsive.json", RasFinding.UNRESPONSIVE, [13], 0.7, "stopped, without CPU time"),
-    ("status_desync_crossed_counts.txt", RasFinding.CROSSED, [3], 0.5, "1 AllReduce more and 1 ReduceScatter fewer"),
+    ("status_desync_crossed_counts.txt", RasFinding.CROSSED, [3], 0.5, "1 more AllReduce and 1 fewer ReduceScatter"),
     (
         "status_issue1730_ok_while_hung_2.26.2.txt",
         RasFinding.CANNOT_TELL,
@@ -119,7 +119,7 @@ TWO_REPORTS: list[tuple[str, str, RasFinding, list[int], float, str]] = [
         RasFinding.BEHIND,
         [0, 2, 3, 4, 5, 7],
         0.6,
-        "1 collective fewer than",
+        "1 fewer collective than",
     ),
 ]
 
@@ -174,7 +174,7 @@ def test_the_group_that_ras_names_is_not_blamed_if_it_is_the_one_ahead() -> None
     assert analysis.suspects == ()
     assert [suspect.rank for suspect in analysis.tied[0]] == [12, 13]
     assert analysis.confidence <= 0.3
-    assert "are ahead, the other 30 of 32 launched 1 AllGather fewer" in analysis.why
+    assert "are ahead, the other 30 of 32 launched 1 fewer AllGather" in analysis.why
 
 
 def test_numbers_in_the_text_format() -> None:
