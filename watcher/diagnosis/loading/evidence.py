@@ -96,10 +96,10 @@ def load_run_evidence(directory: Path) -> RunEvidence:
 
 def _attempt(directory: Path, run: Path) -> int:
     """The attempt that `directory` names, else the newest one with dumps or logs."""
-    if file := ATTEMPT_DIRECTORY.fullmatch(directory.resolve().name):
-        return int(file[1])
+    if match := ATTEMPT_DIRECTORY.fullmatch(directory.resolve().name):
+        return int(match[1])
     names = [path.name for folder in ("flight", "logs") for path in (run / folder).glob("attempt-*")]
-    return max((int(file[1]) for name in names if (file := ATTEMPT_DIRECTORY.fullmatch(name))), default=1)
+    return max((int(match[1]) for name in names if (match := ATTEMPT_DIRECTORY.fullmatch(name))), default=1)
 
 
 def _load_run_log(path: Path, run: Path, missing: list[str]) -> RankLog | None:
