@@ -123,8 +123,8 @@ def test_the_token_is_read_from_its_file(shell: Shell, tmp_path: Path) -> None:
     with watching(handmade.cluster(), TOKEN) as address:
         assert shell.run("status", "--url", address, "--token-file", good).exit_code == 2
         for arguments, words in (
-            ([], "401 this watcher asks for its token"),
-            (["--token-file", bad], "401 this watcher asks for its token"),
+            ([], "401 a token is required"),
+            (["--token-file", bad], "401 a token is required"),
             (["--token-file", empty], "is empty"),
             (["--token-file", tmp_path / "none"], "No such file"),
         ):
