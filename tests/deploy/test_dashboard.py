@@ -84,6 +84,6 @@ def test_every_unit_of_the_metric_table_has_a_grafana_unit() -> None:
 
 
 def test_the_dashboard_is_read_only_and_names_no_data_source() -> None:
-    board = json.loads(DASHBOARD_FILE.read_text("utf-8"))
-    assert board["editable"] is False
-    assert not {"__inputs", "__requires", "id"} & set(board)
+    exported = json.loads(DASHBOARD_FILE.read_text("utf-8"))
+    assert exported["editable"] is False
+    assert not {"__inputs", "__requires", "id"} & set(exported)

@@ -41,8 +41,8 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     ids=" ".join,
 )
 def test_promtool_accepts_the_rules(arguments: tuple[str, ...]) -> None:
-    said = promtool(*arguments)
-    assert said.returncode == 0, said.stdout + said.stderr
+    result = promtool(*arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_each_rule_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -> None:

@@ -23,14 +23,14 @@ def test_systemd_reads_the_unit_without_a_warning(tmp_path: Path) -> None:
     """With a program that exists here: wattwatch is installed elsewhere, on the user's machine."""
     copy = tmp_path / UNIT.name
     copy.write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", UNIT.read_text("utf-8")), "utf-8")
-    said = analyze("verify", str(copy))
-    assert (said.returncode, said.stderr, said.stdout) == (0, "", "")
+    result = analyze("verify", str(copy))
+    assert (result.returncode, result.stderr, result.stdout) == (0, "", "")
 
 
 def test_the_unit_has_a_low_exposure_score() -> None:
-    said = analyze("security", "--offline=true", f"--threshold={WORST_SCORE}", "--no-pager", str(UNIT))
-    assert said.returncode == 0, said.stdout
-    score = re.search(r"exposure level for wattwatch.service: ([0-9.]+)", said.stdout)
+    result = analyze("security", "--offline=true", f"--threshold={WORST_SCORE}", "--no-pager", str(UNIT))
+    assert result.returncode == 0, result.stdout
+    score = re.search(r"exposure level for wattwatch.service: ([0-9.]+)", result.stdout)
     assert score is not None
     assert float(score[1]) * 10 <= WORST_SCORE
     assert score[1] in (DEPLOY / "README.md").read_text("utf-8")

@@ -38,7 +38,7 @@ def finding(
         severity=ALERT_KINDS[alert].severity,
         scope=scope,
         summary=summary,
-        evidence=("15 boards at 190 W and 100 %", "rank 3 at 0 %"),
+        evidence=("15 GPUs at 190 W and 100 %", "rank 3 at 0 %"),
         advice="Take stacks of rank 3 before you end the job.",
         since_seconds=since,
         confirmed=confirmed,

@@ -210,10 +210,10 @@ def test_a_job_stopped_by_a_gpu_fault_is_named_once_in_a_message_about_the_fault
 
 
 def test_a_silent_node_whose_summary_says_the_job_stopped_is_not_reported_again_for_the_hang(watch: Watch) -> None:
-    stands = replace(NODE_DOWN, severity=Severity.CRITICAL, summary="node-02 does not answer, and llama has stopped.")
+    stopped = replace(NODE_DOWN, severity=Severity.CRITICAL, summary="node-02 does not answer, and llama has stopped.")
     watch.evaluate(NODE_DOWN, times=5)
-    watch.evaluate(stands, times=20)
-    watch.evaluate(stands, HUNG, times=60)
+    watch.evaluate(stopped, times=20)
+    watch.evaluate(stopped, HUNG, times=60)
     watch.evaluate(NODE_DOWN, times=60)
     assert [severity for _, _, severity in watch.messages()] == ["warning", "critical"]
     watch.evaluate(NODE_DOWN, finding(AlertName.JOB_CRASHED, since=110.0), times=60)
@@ -297,10 +297,10 @@ def test_a_completed_job_closes_all_its_alerts_and_sends_nothing_more(watch: Wat
 
 
 def test_a_watcher_without_network_reports_only_that(watch: Watch) -> None:
-    blind = finding(AlertName.WATCHER_DEGRADED, job="", gpus_idle=0)
+    network_loss = finding(AlertName.WATCHER_DEGRADED, job="", gpus_idle=0)
     watch.evaluate(HUNG)
-    watch.evaluate(blind, times=60, judged=("",))
-    watch.evaluate(blind, HUNG, NODE_DOWN, times=5)
+    watch.evaluate(network_loss, times=60, judged=("",))
+    watch.evaluate(network_loss, HUNG, NODE_DOWN, times=5)
     assert watch.messages() == [("firing", "JobHung", "critical"), ("firing", "WatcherDegraded", "warning")]
 
 

@@ -76,7 +76,7 @@ def test_a_message_has_verdict_suspect_evidence_cost_start_and_next_step() -> No
         "CRITICAL JobHung llama",
         "No step for 95 s; the usual pace is one in 9 s.",
         "Suspect: rank 3 on node-01 GPU 3",
-        "- 15 boards at 190 W and 100 %",
+        "- 15 GPUs at 190 W and 100 %",
         "- rank 3 at 0 %",
         "0.42 GPU-hours lost so far (16 GPUs doing no useful work).",
         "It began 1 min 35 s ago.",

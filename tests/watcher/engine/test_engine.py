@@ -50,8 +50,10 @@ class FakeNodes:
         self._sequence += 1
         for name in names:
             now = self._time.now
-            boards = working() if gpus is None else gpus
-            self._pending.append(NodeSample(name, HostStatus.OK, "", self._sequence, now, now, now, "nvml", boards))
+            gpu_samples = working() if gpus is None else gpus
+            self._pending.append(
+                NodeSample(name, HostStatus.OK, "", self._sequence, now, now, now, "nvml", gpu_samples)
+            )
 
     def cut(self, *names: str) -> None:
         for name in names:
@@ -110,11 +112,11 @@ class World:
 
 
 def working(watts: float | None = 985.0) -> tuple[GpuSample, ...]:
-    board = GpuSample(
+    first_gpu = GpuSample(
         index=0, name="NVIDIA B300 SXM6 AC", power_watts=watts, power_limit_watts=1100.0, utilization_percent=100.0,
         memory_used_bytes=8e10, memory_total_bytes=2.8e11,
     )  # fmt: skip
-    return tuple(replace(board, index=index) for index in range(8))
+    return tuple(replace(first_gpu, index=index) for index in range(8))
 
 
 def lost() -> tuple[GpuSample, ...]:
@@ -235,8 +237,8 @@ def play(world: World, start: int, end: int, *names: str) -> set[str]:
 
 def test_after_a_network_loss_only_jobs_whose_nodes_all_answer_are_evaluated_and_one_alert_is_reported() -> None:
     world = World(LARGE, SINGLE)
-    everybody = [*LARGE.nodes, "c"]
-    play(world, 0, 5, *everybody)
+    all_nodes = [*LARGE.nodes, "c"]
+    play(world, 0, 5, *all_nodes)
     world.nodes.cut(*LARGE.nodes)
     seen = len(world.sink.calls)
     assert play(world, 5, 60, "c") == {SINGLE.name}  # all of its nodes answer, so it is still evaluated
@@ -274,7 +276,7 @@ def test_a_stalled_watcher_pauses_before_it_evaluates() -> None:
 def test_an_error_in_one_job_does_not_stop_the_evaluation_of_others() -> None:
     world = World(PAIR, SINGLE)
     world.at(0.0, "a", "b", "c")
-    bad = replace(working()[0], power_watts="985 W")  # type: ignore[arg-type]  # no collector returns this: stands for a bug of ours
+    bad = replace(working()[0], power_watts="985 W")  # type: ignore[arg-type]  # no collector returns this: simulates a bug
     world.time.now += 1
     world.nodes.send("a", "b", gpus=(bad,))
     with pytest.raises(TypeError):

@@ -63,7 +63,7 @@ def gpu(index: int, watts: float | None, busy: float | None, node: str = "n", na
     )
 
 
-def boards(nodes: Sequence[str], readings: Sequence[tuple[float | None, float | None]]) -> tuple[RankGpu, ...]:
+def rank_gpus(nodes: Sequence[str], readings: Sequence[tuple[float | None, float | None]]) -> tuple[RankGpu, ...]:
     per_node = len(readings) // len(nodes)
     return tuple(
         RankGpu(nodes[rank // per_node], rank, gpu(rank % per_node, watts, busy, nodes[rank // per_node]))
@@ -110,7 +110,7 @@ def job(
         reason=reason,
         sample=JobSample(
             job=name,
-            gpus=boards(nodes, readings) if readings else (),
+            gpus=rank_gpus(nodes, readings) if readings else (),
             nodes=tuple(
                 NodeState(
                     n, HostStatus.OK, "", 0.4, True, sequence=90, expected_gpus=len(readings) // len(nodes) or None
@@ -217,7 +217,7 @@ def starving() -> JobView:
     )
 
 
-def lost_board() -> JobView:
+def lost_gpu() -> JobView:
     readings: list[tuple[float | None, float | None]] = [(71.0, 0.0) for _ in range(8)]
     readings[5] = (None, None)
     return job(
@@ -369,7 +369,7 @@ def episodes() -> tuple[EpisodeView, ...]:
 
 
 def cluster() -> Snapshot:
-    jobs = (healthy(), hung(), starving(), lost_board(), unseen())
+    jobs = (healthy(), hung(), starving(), lost_gpu(), unseen())
     return Snapshot(
         tick=412,
         wall_seconds=NOW,
@@ -394,5 +394,5 @@ def large(node_count: int, gpus_per_node: int = 8) -> Snapshot:
     names = [f"gpu-{i:04}" for i in range(node_count)]
     readings = [(900.0 + rank % 97 + 0.37, float(90 + rank % 11)) for rank in range(node_count * gpus_per_node)]
     view = replace(healthy(), name="large")
-    view = replace(view, sample=replace(view.sample, gpus=boards(names, readings)))
+    view = replace(view, sample=replace(view.sample, gpus=rank_gpus(names, readings)))
     return replace(cluster(), jobs={"large": view}, nodes={name: node(name, ("large",)) for name in names})

@@ -26,7 +26,7 @@ ODD_NAME = 'team/"x" & <ü>?'
 @pytest.fixture(scope="module")
 def app() -> ServedApp:
     snapshot = samples.cluster()
-    odd = replace(samples.lost_board(), name=ODD_NAME)
+    odd = replace(samples.lost_gpu(), name=ODD_NAME)
     return make_app(replace(snapshot, jobs={**snapshot.jobs, ODD_NAME: odd}))
 
 
@@ -91,8 +91,8 @@ def test_the_list_of_jobs_has_each_job_as_its_own_path_returns_it(client: httpx.
 def test_a_job_of_any_name_can_be_requested(client: httpx.Client) -> None:
     job = client.get(f"/api/v1/jobs/{quote(ODD_NAME, safe='')}").json()
     assert job["name"] == ODD_NAME
-    boards = client.get(f"/api/v1/jobs/{quote(ODD_NAME, safe='')}/gpus").json()
-    assert len(boards) == 8
+    rank_gpus = client.get(f"/api/v1/jobs/{quote(ODD_NAME, safe='')}/gpus").json()
+    assert len(rank_gpus) == 8
 
 
 def test_an_unknown_reading_is_null_with_a_reason(client: httpx.Client) -> None:
@@ -137,9 +137,9 @@ def test_ages_grow_while_the_watcher_is_stopped() -> None:
         app.time.seconds = 100.0
         job = httpx.get(f"{address}/api/v1/jobs/finetune-evenfix").json()
         assert (job["progress"]["age_seconds"], job["age_seconds"]) == (320.0, pytest.approx(100.4))
-        refusal = problem_of(httpx.get(f"{address}/-/ready"))
-        assert refusal["status"] == 503
-        assert "100 s ago" in refusal["detail"]
+        document = problem_of(httpx.get(f"{address}/-/ready"))
+        assert document["status"] == 503
+        assert "100 s ago" in document["detail"]
         assert httpx.get(f"{address}/-/healthy").status_code == 200
 
 

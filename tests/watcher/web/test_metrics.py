@@ -80,19 +80,19 @@ def test_names_follow_the_conventions(metric: MetricFamily) -> None:
 
 def test_promtool_reports_no_problem() -> None:
     promtool = require_tool("promtool")
-    said = subprocess.run(
+    result = subprocess.run(
         [promtool, "check", "metrics"], input=whole_body(), text=True, capture_output=True, timeout=60
     )
-    assert (said.returncode, said.stdout, said.stderr) == (0, "", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_gpu_readings_are_in_base_units() -> None:
     found = snapshot_series(samples.cluster())
-    board = {"train_job": "finetune-evenfix", "node": "gpu-03", "gpu": "3", "rank": "3"}
-    assert value(found, "wattwatch_gpu_power_watts", **board) == 184.0
-    assert value(found, "wattwatch_gpu_utilization_ratio", **board) == 0.0
-    assert value(found, "wattwatch_gpu_memory_used_bytes", **board) == 82 * samples.GIB
-    assert value(found, "wattwatch_gpu_info", **board, uuid="GPU-gpu-03-3", name="NVIDIA B300") == 1.0
+    gpu_labels = {"train_job": "finetune-evenfix", "node": "gpu-03", "gpu": "3", "rank": "3"}
+    assert value(found, "wattwatch_gpu_power_watts", **gpu_labels) == 184.0
+    assert value(found, "wattwatch_gpu_utilization_ratio", **gpu_labels) == 0.0
+    assert value(found, "wattwatch_gpu_memory_used_bytes", **gpu_labels) == 82 * samples.GIB
+    assert value(found, "wattwatch_gpu_info", **gpu_labels, uuid="GPU-gpu-03-3", name="NVIDIA B300") == 1.0
 
 
 def test_a_missing_reading_has_no_series() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.watcher.web import sample_snapshots as samples
 from tests.watcher.web.served_app import make_app, served
-from wattwatch.watcher.common import formatting as words
+from wattwatch.watcher.common import formatting
 from wattwatch.watcher.detection.model import JobState
 from wattwatch.watcher.engine.snapshot import Snapshot
 from wattwatch.watcher.web.page import STRIP_HEIGHT, PageRenderer, power_history, power_strip
@@ -45,26 +45,26 @@ def page(snapshot: Snapshot, seconds: float = 0.0) -> Words:
 
 
 def test_each_job_shows_its_state_since_when_how_certain_and_why() -> None:
-    said = page(samples.cluster()).text
-    assert "finetune-evenfix hung for 3 min 40 s No step for 3 min 40 s" in said
-    assert "Suspect: rank 3 on gpu-03 GPU 3" in said
-    assert "94 % confidence · sampled 0.4 s ago" in said
-    assert "step 1,923 of 3,854" in said
-    assert "GPU-hours lost 1.0 187 Wh" in said
-    assert "tokens/s 52,980" in said
-    assert "power by rank 184–194 W of 1,100 W" in said
+    text = page(samples.cluster()).text
+    assert "finetune-evenfix hung for 3 min 40 s No step for 3 min 40 s" in text
+    assert "Suspect: rank 3 on gpu-03 GPU 3" in text
+    assert "94 % confidence · sampled 0.4 s ago" in text
+    assert "step 1,923 of 3,854" in text
+    assert "GPU-hours lost 1.0 187 Wh" in text
+    assert "tokens/s 52,980" in text
+    assert "power by rank 184–194 W of 1,100 W" in text
 
 
 def test_an_unknown_value_is_never_shown_as_a_number() -> None:
-    said = page(replace(samples.cluster(), jobs={"eval-nightly": samples.unseen()})).text
-    assert "step – step age – tokens/s – checkpoint age – GPUs 0" in said
-    assert "no verdict" in said
-    assert "No GPU of this job can be read now." in said
+    text = page(replace(samples.cluster(), jobs={"eval-nightly": samples.unseen()})).text
+    assert "step – step age – tokens/s – checkpoint age – GPUs 0" in text
+    assert "no verdict" in text
+    assert "No GPU of this job can be read now." in text
 
 
 def test_a_lost_gpu_shows_why_it_has_no_reading() -> None:
-    said = page(replace(samples.cluster(), jobs={"a": samples.lost_board()})).text
-    assert "5 gpu-06 5 lost lost" in said
+    text = page(replace(samples.cluster(), jobs={"a": samples.lost_gpu()})).text
+    assert "5 gpu-06 5 lost lost" in text
 
 
 def test_hostile_names_stay_text() -> None:
@@ -112,9 +112,9 @@ def test_the_page_is_complete_without_scripts() -> None:
 def test_problems_of_the_watcher_itself_come_first(
     change: Callable[[Snapshot], Snapshot], seconds: float, says: str
 ) -> None:
-    said = page(change(samples.cluster()), seconds).text
-    assert says in said
-    assert said.index(says) < said.index("Open alerts")
+    text = page(change(samples.cluster()), seconds).text
+    assert says in text
+    assert text.index(says) < text.index("Open alerts")
 
 
 def test_a_healthy_watcher_shows_no_banner() -> None:
@@ -123,9 +123,9 @@ def test_a_healthy_watcher_shows_no_banner() -> None:
 
 
 def test_ages_count_up_to_the_time_of_the_response() -> None:
-    said = page(samples.cluster(), 5.0).text
-    assert "sampled 5.4 s ago" in said
-    assert "gpu-01 5.4 s old" in said
+    text = page(samples.cluster(), 5.0).text
+    assert "sampled 5.4 s ago" in text
+    assert "gpu-01 5.4 s old" in text
 
 
 def test_every_state_has_a_name_a_color_and_a_shape() -> None:
@@ -138,9 +138,9 @@ def test_every_state_has_a_name_a_color_and_a_shape() -> None:
 
 
 def test_a_watcher_without_jobs_has_a_page() -> None:
-    said = page(samples.empty()).text
-    assert "0 jobs · no open alerts · 0 of 0 nodes ok" in said
-    assert "No job has been evaluated yet." in said
+    text = page(samples.empty()).text
+    assert "0 jobs · no open alerts · 0 of 0 nodes ok" in text
+    assert "No job has been evaluated yet." in text
 
 
 def test_a_thousand_gpus_are_one_chart_and_no_table() -> None:
@@ -158,7 +158,7 @@ def test_the_same_snapshot_is_rendered_once_for_concurrent_requests() -> None:
 
 
 def test_bars_show_readings_and_marks_show_missing_ones() -> None:
-    lost = samples.lost_board()
+    lost = samples.lost_gpu()
     strip = power_strip(lost.sample.gpus, lost.verdict.suspects)
     assert strip.bars.count("z") == 7
     assert strip.absent.count("z") == 1
@@ -182,7 +182,7 @@ def test_the_power_history_has_gaps_where_there_is_no_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "text"),
     [
         (None, "–"),
         (float("inf"), "–"),
@@ -196,5 +196,5 @@ def test_the_power_history_has_gaps_where_there_is_no_data() -> None:
         (273_600.0, "3 d 4 h"),
     ],
 )
-def test_durations_are_formatted_for_people(seconds: float | None, said: str) -> None:
-    assert words.format_duration(seconds) == said
+def test_durations_are_formatted_for_people(seconds: float | None, text: str) -> None:
+    assert formatting.format_duration(seconds) == text
