@@ -102,7 +102,7 @@ class CheckpointDirectoryState:
     initial: frozenset[str] | None = None  # names of the first listing
 
 
-# The reader -----------------------------------------------------------------------------------------------------------
+# The reader ---------------------------------------------------------------------------------------------------------
 
 
 class ProbeReader:
@@ -546,7 +546,7 @@ class CpuShareTracker:
         }
 
 
-# Kernel log -----------------------------------------------------------------------------------------------------------
+# Kernel log ---------------------------------------------------------------------------------------------------------
 #
 # Sources: NVIDIA's Xid messages ("NVRM: Xid (PCI:0000:9b:00): 119, pid=2024380, name=nvidia-smi, ..."; pid and name
 # since driver 510, also "pid='<unknown>'"); Linux mm/oom_kill.c; arch/x86/mm/fault.c. What each Xid means is decided

@@ -352,7 +352,7 @@ def _load_formats() -> tuple[ProgressFormat, ...]:
 FORMATS: Final = _load_formats()
 
 
-# External stops: preempted, requeued, out of time, cancelled ----------------------------------------------------------
+# External stops: preempted, requeued, out of time, cancelled --------------------------------------------------------
 
 MAX_STOP_LINE_CHARS: Final = 2000
 MAX_QUOTE_CHARS: Final = 160

@@ -1,4 +1,4 @@
-"""Outputs of nvidia-smi (query CSV, table, XML, dmon, -L) and rocm-smi -> typed samples."""
+"""Output of nvidia-smi (query CSV, table, XML, dmon, -L) and rocm-smi -> typed samples. This is the public API."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from wattwatch.collectors.samples import GPU_READINGS, Reading, ReadingStatus
 
-# Columns --------------------------------------------------------------------------------------------------------------
+# Columns ------------------------------------------------------------------------------------------------------------
 
 _UNIT_SUFFIX: Final = re.compile(r"\s*[\[(]\s*([^\])]*?)\s*[\])]\s*$")
 _TRAILING_UNIT: Final = re.compile(r"\.(mib|mb|w|watts|mw|gb|gib|bytes|b)$")
@@ -88,7 +88,7 @@ def columns_from_names(names: Sequence[str]) -> tuple[Column, ...]:
     )
 
 
-# Cells ----------------------------------------------------------------------------------------------------------------
+# Cells --------------------------------------------------------------------------------------------------------------
 
 
 def _load_tokens() -> dict[str, ReadingStatus]:
@@ -170,7 +170,7 @@ def unit_of_cell(text: str) -> str:
     return match[2] if match else ""
 
 
-# Timestamps: only differences matter, so one without a time zone is taken as UTC --------------------------------------
+# Timestamps: only differences matter, so one without a time zone is taken as UTC ------------------------------------
 
 _YEAR_FIRST: Final = re.compile(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})[ T]+(\d{1,2}):(\d{2})(?::(\d{2})([.,]\d+)?)?")
 _YEAR_LAST: Final = re.compile(

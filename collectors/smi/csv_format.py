@@ -1,4 +1,8 @@
-"""`nvidia-smi --query-gpu=... --format=csv[,noheader][,nounits]` and logs made of it, by whatever hand."""
+"""`nvidia-smi --query-gpu=... --format=csv[,noheader][,nounits]`, and logs that scripts made of it.
+
+Rows without a header get their columns from the caller, from a header further down, from a known layout
+(layouts.toml), or from the shape of their values where only one meaning is possible.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +35,14 @@ from wattwatch.collectors.smi.report import ParsedRows
 from wattwatch.collectors.smi.snapshots import GpuRow, group_into_snapshots
 
 _MAX_LINE_CHARS: Final = 20_000  # all 241 fields of driver 610 take 8,000
-_HOST_PREFIX: Final = re.compile(r"[A-Za-z][\w.\-]*: (?=\S)")  # what pdsh and clush put before each line
+_HOST_PREFIX: Final = re.compile(r"[A-Za-z][\w.\-]*: (?=\S)")  # prefix that pdsh and clush put before each line
 _PROCESS_COLUMNS: Final = frozenset({"pid", "process_name", "used_gpu_memory [MiB]"})
 _NODE_COLUMNS: Final = frozenset({"node", "host", "hostname", "server", "rack", "pdu", "chassis"})
 
 
 @dataclass(slots=True)
 class _CsvRows:
-    """Rows as cells, before they are boards. `columns` is None for rows that came before any header."""
+    """Rows as cells, before they become GPUs. Columns are None for rows that came before any header."""
 
     rows: list[tuple[int, int, tuple[Column, ...] | None, list[str]]] = field(default_factory=list)
     headers: list[tuple[Column, ...]] = field(default_factory=list)
@@ -56,32 +60,34 @@ def split_cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split(mark)]
 
 
-def parse_csv(lines: Sequence[str], cut: bool, said: MessageLog, told: tuple[Column, ...] | None = None) -> ParsedRows:
-    """All boards of all samples. `cut`: the last line has no end. `told`: columns for rows without a header."""
-    found = _collect(lines, cut, said, told)
-    usable, trouble = [], ""
-    for number, block, columns, cells in _with_columns(found, said):
+def parse_csv(
+    lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple[Column, ...] | None = None
+) -> ParsedRows:
+    """All GPUs of all samples. `cut`: the last line has no line end. `given`: columns for rows without a header."""
+    found = _collect(lines, cut, messages, given)
+    usable, problem = [], ""
+    for number, block, columns, cells in _with_columns(found, messages):
         if all(status_of_text(cell) is ReadingStatus.UNSUPPORTED for cell in cells):
-            found.unreadable += 1  # not even an index: nobody knows which board this is
-        elif trouble_of := _why_not_gpus(columns):
-            trouble = trouble_of
+            found.unreadable += 1  # not even an index: it cannot be known which GPU this is
+        elif reason := _why_not_gpus(columns):
+            problem = reason
         else:
             usable.append((number, block, columns, cells))
-    if not usable and not trouble and not found.unreadable and found.headers:
-        trouble = _why_not_gpus(found.headers[-1]) or "a header and no rows below it"
-    rows, last = _boards(usable, found)
+    if not usable and not problem and not found.unreadable and found.headers:
+        problem = _why_not_gpus(found.headers[-1]) or "a header and no rows below it"
+    rows, last = _gpu_rows(usable, found)
     snapshots = group_into_snapshots(rows, number_bursts=True)
-    return ParsedRows(snapshots, (), found.unreadable, trouble, last)
+    return ParsedRows(snapshots, (), found.unreadable, problem, last)
 
 
-def _collect(lines: Sequence[str], cut: bool, said: MessageLog, told: tuple[Column, ...] | None) -> _CsvRows:
+def _collect(lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple[Column, ...] | None) -> _CsvRows:
     found = _CsvRows()
-    columns, block = told, 0
+    columns, block = given, 0
     for number, line in enumerate(lines):
         if not line or line.isspace():
             continue
         if len(line) > _MAX_LINE_CHARS:
-            said.warn(f"line {number + 1} has {len(line)} characters: no query prints that")
+            messages.warn(f"line {number + 1} has {len(line)} characters: longer than any query output")
             continue
         if "," in line and (host := _HOST_PREFIX.match(line)):
             line = line[host.end() :]
@@ -89,13 +95,13 @@ def _collect(lines: Sequence[str], cut: bool, said: MessageLog, told: tuple[Colu
         if cells[-1] == "" and len(cells) > 1 and (columns is None or len(cells) == len(columns) + 1):
             cells.pop()
         is_last = cut and number == len(lines) - 1
-        if columns and len(cells) == len(columns) > 1 and (columns is told or cells[0] != columns[0].printed):
+        if columns and len(cells) == len(columns) > 1 and (columns is given or cells[0] != columns[0].printed):
             if (header := read_header(cells)) is None:
                 found.rows.append((number, block, columns, cells))
                 continue
             columns, block = header, block + 1
             found.headers.append(header)
-        elif said.listen(line, number):
+        elif messages.recognize(line, number):
             continue
         elif (header := read_header(cells)) is not None:
             columns, block = header, block + 1
@@ -107,16 +113,16 @@ def _collect(lines: Sequence[str], cut: bool, said: MessageLog, told: tuple[Colu
         else:
             if columns is not None and (is_last or looks_like_row(cells) or len(cells) > 1):
                 found.unreadable += 1
-                said.warn(f"line {number + 1}: {len(cells)} cells where {len(columns)} belong: {line.strip()!r}")
+                messages.warn(f"line {number + 1}: {len(cells)} cells, expected {len(columns)}: {line.strip()!r}")
             elif not line.lstrip().startswith("#"):
-                said.warn(f"not understood: {line.strip()!r}")
+                messages.warn(f"not understood: {line.strip()!r}")
     if cut and found.rows and found.rows[-1][0] == len(lines) - 1:
         _drop_cut_row(found)
     return found
 
 
 def _drop_cut_row(found: _CsvRows) -> None:
-    """The last line has no end: if its last cell lost the unit that the cell above has, the number is cut as well."""
+    """Drop an incomplete last line: if its last cell lacks the unit of the cell above, the number may be cut too."""
     last = found.rows[-1]
     above = found.rows[-2] if len(found.rows) > 1 else None
     cut_within = above is not None and len(last[3]) < len(above[3])
@@ -128,8 +134,8 @@ def _drop_cut_row(found: _CsvRows) -> None:
         found.unreadable += 1
 
 
-def _with_columns(found: _CsvRows, said: MessageLog) -> list[tuple[int, int, tuple[Column, ...], list[str]]]:
-    """Rows with their columns: printed, told, taken from a header further down, or inferred from the shape of cells."""
+def _with_columns(found: _CsvRows, messages: MessageLog) -> list[tuple[int, int, tuple[Column, ...], list[str]]]:
+    """Rows with their columns: printed, given, from a header further down, or inferred from the shape of the values."""
     bare = [row for row in found.rows if row[2] is None]
     inferred: tuple[Column, ...] = ()
     if bare:
@@ -138,12 +144,14 @@ def _with_columns(found: _CsvRows, said: MessageLog) -> list[tuple[int, int, tup
         inferred = later or infer_columns([cells for _, _, _, cells in bare if len(cells) == width])
         if later is None and any(column.field for column in inferred):
             names = ", ".join(column.field or "?" for column in inferred)
-            said.warn(f"no header: columns inferred from the values as {names}; name the columns to read all of them")
+            messages.warn(
+                f"no header: columns inferred from the values as {names}; name the columns to read all of them"
+            )
     result = []
     for number, block, columns, cells in found.rows:
         if columns is None and len(cells) != len(inferred):
             found.unreadable += 1
-            said.warn(f"line {number + 1}: {len(cells)} cells where {len(inferred)} belong: {', '.join(cells)!r}")
+            messages.warn(f"line {number + 1}: {len(cells)} cells, expected {len(inferred)}: {', '.join(cells)!r}")
         else:
             result.append((number, block, columns if columns is not None else inferred, cells))
     return result
@@ -151,7 +159,7 @@ def _with_columns(found: _CsvRows, said: MessageLog) -> list[tuple[int, int, tup
 
 @lru_cache
 def _why_not_gpus(columns: tuple[Column, ...]) -> str:
-    """Why rows of these columns are no boards; "" if they are. Names what was found and what is needed."""
+    """Why rows with these columns are not GPUs; "" if they are. Says what was found and what is needed."""
     fields = {column.field for column in columns} - {""}
     printed = {column.printed for column in columns}
     names = ", ".join(column.printed or "?" for column in columns)
@@ -161,7 +169,7 @@ def _why_not_gpus(columns: tuple[Column, ...]) -> str:
     if fields & {"uuid", "pci_bus_id"} or {"index", "name"} <= fields or (fields & READING_FIELDS and not node_level):
         return ""
     if fields & IDENTITY_FIELDS and any(column.printed == column.field for column in columns) and "?" in printed:
-        return ""  # inferred: a name or an index alone is all that these rows say
+        return ""  # inferred: these rows contain nothing but a name or an index
     if printed == {"?"} or not printed - {"?", "timestamp"}:
         return (
             "rows without a header, and the values alone do not show what each column is: "
@@ -170,10 +178,10 @@ def _why_not_gpus(columns: tuple[Column, ...]) -> str:
     return f"no GPU readings in these columns: {names}; needed: {REQUIRED_COLUMNS}"
 
 
-def _boards(
+def _gpu_rows(
     usable: Sequence[tuple[int, int, tuple[Column, ...], list[str]]], found: _CsvRows
 ) -> tuple[list[GpuRow], int]:
-    stamps = parse_timestamps([_stamp(columns, cells) for _, _, columns, cells in usable])
+    stamps = parse_timestamps([_timestamp(columns, cells) for _, _, columns, cells in usable])
     rows, last = [], -1
     for (number, block, columns, cells), seconds in zip(usable, stamps, strict=True):
         named: dict[str, tuple[str, str]] = {}
@@ -188,29 +196,30 @@ def _boards(
     return rows, last
 
 
-def _stamp(columns: Sequence[Column], cells: Sequence[str]) -> str:
+def _timestamp(columns: Sequence[Column], cells: Sequence[str]) -> str:
     for column, cell in zip(columns, cells, strict=True):
         if column.field == "timestamp":
             return cell
     return ""
 
 
-# Rows without a header: columns by a known layout, else by the shape of their cells where only one reading fits.
+# Rows without a header ----------------------------------------------------------------------------------------------
 #
-# Bare integers are left alone: 64 may be a temperature, a load or a fan. Whoever needs them tells the columns.
+# Bare integers are not interpreted: 64 may be a temperature, a utilization or a fan speed. To read them, name the
+# columns.
 
 _UUID: Final = re.compile(r"GPU-[0-9a-zA-Z\-]+$")
 _BUS: Final = re.compile(r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]$")
 _STATE: Final = re.compile(r"P\d{1,2}$")
 _INTEGER: Final = re.compile(r"\d{1,7}$")
-_DECIMALS: Final = re.compile(r"\d+\.\d\d$")  # without units nvidia-smi prints two decimals for watts alone
+_DECIMALS: Final = re.compile(r"\d+\.\d\d$")  # without units, nvidia-smi prints two decimals only for watts
 _NAME: Final = re.compile(
     r"(NVIDIA|GeForce|Tesla|Quadro|TITAN|GRID|Orin|Xavier|Thor|Jetson|RTX|GTX|GB?\d{2,3}0?\b|[ABHLVTP]\d{1,3}\b|DGX)",
     re.IGNORECASE,
 )
 _LAYOUTS: Final = tomllib.loads((resources.files(__package__) / "layouts.toml").read_text("utf-8"))["layout"]
 _SHAPES: Final[dict[str, Callable[[str], bool]]] = {
-    "absent": lambda _: False,  # a token of absence always fits; nothing else does here
+    "absent": lambda _: False,  # only tokens of absence, which fit every column
     "index": lambda cell: bool(_INTEGER.match(cell)) and int(cell) < 64,
     "integer": lambda cell: bool(_INTEGER.match(cell)),
     "uuid": lambda cell: bool(_UUID.match(cell)),
@@ -223,7 +232,7 @@ _SHAPES: Final[dict[str, Callable[[str], bool]]] = {
 
 
 def looks_like_row(cells: Sequence[str]) -> bool:
-    """Could this headerless line be a row of a query? At least one cell must be of a kind that only rows have."""
+    """Whether this line could be a row of a query: at least one cell must have a shape that only rows have."""
     filled = [cell for cell in cells if cell]
     if len(cells) == 1:
         return bool(filled) and bool(_UUID.match(filled[0]) or _BUS.match(filled[0]))
@@ -239,18 +248,18 @@ def looks_like_row(cells: Sequence[str]) -> bool:
 
 
 def infer_columns(rows: Sequence[Sequence[str]]) -> tuple[Column, ...]:
-    """The columns of rows of equal length; an empty field where more than one reading fits."""
+    """The columns of rows of equal length; an empty field where more than one meaning is possible."""
     for layout in _LAYOUTS:
         if len(layout["columns"]) == len(rows[0]) and all(_fits(row, layout["shapes"]) for row in rows):
             return tuple(_column(name) for name in layout["columns"])
-    kinds = [_kind([row[place] for row in rows]) for place in range(len(rows[0]))]
+    kinds = [_column_shape([row[place] for row in rows]) for place in range(len(rows[0]))]
     fields = [
         kind if kind in {"timestamp", "uuid", "pci_bus_id", "name", "performance_state"} else "" for kind in kinds
     ]
     _infer_index(rows, kinds, fields)
-    _first(rows, kinds, fields, "watts", ("power_draw", "power_limit"))
-    _first(rows, kinds, fields, "percent", ("utilization", "memory_utilization"))
-    _memory(rows, kinds, fields)
+    _assign_in_order(rows, kinds, fields, "watts", ("power_draw", "power_limit"))
+    _assign_in_order(rows, kinds, fields, "percent", ("utilization", "memory_utilization"))
+    _assign_memory(rows, kinds, fields)
     if "watts" not in kinds and kinds.count("decimals") == 1:
         fields[kinds.index("decimals")] = "power_draw"
     return tuple(_column(name) for name in fields)
@@ -267,15 +276,15 @@ def _fits(row: Sequence[str], shapes: Sequence[str]) -> bool:
     )
 
 
-def _kind(cells: Sequence[str]) -> str:
-    """What all cells of a column are, absent ones left out; "" for a mixture or nothing but absence."""
-    kinds = {_kind_of_cell(cell) for cell in cells if status_of_text(cell) is None}
+def _column_shape(cells: Sequence[str]) -> str:
+    """The shape that all present cells of a column share; "" if they differ or all are absent."""
+    kinds = {_cell_shape(cell) for cell in cells if status_of_text(cell) is None}
     if kinds == {"integer", "decimals"}:
         kinds = {"number"}
     return kinds.pop() if len(kinds) == 1 else ""
 
 
-def _kind_of_cell(cell: str) -> str:
+def _cell_shape(cell: str) -> str:
     if is_timestamp(cell):
         return "timestamp"
     if _UUID.match(cell):
@@ -295,7 +304,8 @@ def _kind_of_cell(cell: str) -> str:
 
 
 def _infer_index(rows: Sequence[Sequence[str]], kinds: Sequence[str], fields: list[str]) -> None:
-    """The first column, or the one after the stamp, if it counts boards: small numbers from 0, or a name beside it."""
+    """The first column, or the one after the timestamp, is the index if it holds small numbers from 0, or stands next
+    to a name."""
     place = 1 if kinds and kinds[0] == "timestamp" else 0
     if place >= len(kinds) or kinds[place] != "integer":
         return
@@ -305,12 +315,12 @@ def _infer_index(rows: Sequence[Sequence[str]], kinds: Sequence[str], fields: li
         fields[place] = "index"
 
 
-def _first(
+def _assign_in_order(
     rows: Sequence[Sequence[str]], kinds: Sequence[str], fields: list[str], kind: str, names: Sequence[str]
 ) -> None:
-    """Draw stands before limit and board load before memory load in every query that we have seen.
+    """Draw comes before limit and GPU utilization before memory utilization in every query seen so far.
 
-    A lone percentage just before or after the performance state is a fan, not a load.
+    A lone percentage next to the performance state is a fan speed, not a utilization.
     """
     places = [place for place, found in enumerate(kinds) if found == kind]
     state = kinds.index("performance_state") if "performance_state" in kinds else -2
@@ -321,13 +331,13 @@ def _first(
     if kind == "watts" and len(places) == 2:
         first, second = ({row[place] for row in rows} for place in places)
         if len(first) == 1 < len(second):
-            places.reverse()  # of two, the one that stands still while the other moves is the limit
+            places.reverse()  # of two, the constant one is the limit
     for place, name in zip(places, names, strict=False):
         fields[place] = name
 
 
-def _memory(rows: Sequence[Sequence[str]], kinds: Sequence[str], fields: list[str]) -> None:
-    """One amount is the used one. Of two, the total is the one that stands still while the other moves."""
+def _assign_memory(rows: Sequence[Sequence[str]], kinds: Sequence[str], fields: list[str]) -> None:
+    """A single amount is memory used. Of two, the constant one is the total if the other one varies."""
     places = [place for place, kind in enumerate(kinds) if kind == "memory"]
     if len(places) == 1:
         fields[places[0]] = "memory_used"

@@ -1,4 +1,4 @@
-"""Lines beside the rows -> host state, boards that could not be opened, fields that are not known, warnings."""
+"""Lines that are not rows -> host state, GPUs that could not be opened, unknown fields, warnings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INVALID_FIELD: Final = re.compile(r"Field [\"'`]?([\w.\-]*)[\"'`]? is not a val
 
 @dataclass(frozen=True, slots=True)
 class KnownMessage:
-    """One known line. `status` is None for a harmless one."""
+    """One known message. `status` is None for a harmless one."""
 
     pattern: re.Pattern[str]
     status: HostStatus | None
@@ -32,6 +32,8 @@ class KnownMessage:
 
 @dataclass(frozen=True, slots=True)
 class ExitCode:
+    """What an exit status of nvidia-smi means; used only where nothing could be read."""
+
     status: HostStatus
     text: str
 
@@ -67,7 +69,7 @@ EXIT_CODES: Final[Mapping[int, ExitCode]] = _exit_codes()
 
 @dataclass(slots=True)
 class MessageLog:
-    """What the lines said so far. Lines are offered one by one; `listen` tells whether it knew the line."""
+    """The messages of one output. Lines are passed to `recognize` one by one."""
 
     status: HostStatus | None = None
     detail: str = ""
@@ -76,13 +78,13 @@ class MessageLog:
     invalid_fields: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def listen(self, line: str, number: int = -1) -> bool:
-        """True if the line is a known message: the caller need not look for a row in it."""
+    def recognize(self, line: str, number: int = -1) -> bool:
+        """Whether the line is a known message; if so it is recorded, and it is not a row."""
         text = line.strip()
         if len(text) > 1000 or not text[:1].isprintable():
             return False
         if handle := _HANDLE_FAILURE.search(text):
-            self._missing(handle, text)
+            self._add_missing(handle, text)
             return True
         if invalid := _INVALID_FIELD.search(text):
             self.invalid_fields.append(invalid[1])
@@ -100,7 +102,7 @@ class MessageLog:
         if len(self.warnings) < MAX_WARNINGS and text not in self.warnings:
             self.warnings.append(text[:200])
 
-    def _missing(self, handle: re.Match[str], text: str) -> None:
+    def _add_missing(self, handle: re.Match[str], text: str) -> None:
         why = handle["why"].casefold()
         reason = ReadingStatus.UNREADABLE
         if "lost" in why:
@@ -108,13 +110,13 @@ class MessageLog:
         elif "reset" in why:
             reason = ReadingStatus.RESET_REQUIRED
         index = int(handle["index"]) if handle["index"] else None
-        board = MissingGpu(index, handle["bus"], reason, text[:300])
-        if board not in self.missing:
-            self.missing.append(board)
+        gpu = MissingGpu(index, handle["bus"], reason, text[:300])
+        if gpu not in self.missing:
+            self.missing.append(gpu)
 
 
 def explain_exit_code(exit_code: int | None) -> ExitCode | None:
-    """What a non-zero exit status says; None for success or an unknown status. Negative: killed by that signal."""
+    """Meaning of a non-zero exit status; None for success or no status. Negative: killed by that signal."""
     if not exit_code:
         return None
     if exit_code < 0:
@@ -123,4 +125,4 @@ def explain_exit_code(exit_code: int | None) -> ExitCode | None:
         return EXIT_CODES[exit_code]
     if 128 < exit_code < 160:
         return ExitCode(HostStatus.DRIVER_DOWN, f"nvidia-smi was killed by signal {exit_code - 128}")
-    return ExitCode(HostStatus.PARSE_ERROR, "an exit status that is not documented")
+    return ExitCode(HostStatus.PARSE_ERROR, "an undocumented exit status")

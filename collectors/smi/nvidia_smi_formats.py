@@ -1,9 +1,4 @@
-"""The default nvidia-smi table of any driver age, whole or pasted in part.
-
-A board is two lines: who it is (index, name, PCI id, ECC) and what it does (fan, temperature, state, power, memory,
-utilisation); drivers since R450 add a third with the MIG mode. Lines are found by what stands in them, not by borders
-or widths: boards of 1000 W and more, 4-digit PCI domains and pasted tables shift every column.
-"""
+"""Output formats of nvidia-smi other than CSV: the default table, XML (-q -x), dmon and the listing (-L)."""
 
 from __future__ import annotations
 
@@ -19,6 +14,12 @@ from wattwatch.collectors.smi.messages import MessageLog
 from wattwatch.collectors.smi.report import GpuSnapshot, ParsedRows
 from wattwatch.collectors.smi.snapshots import GpuRow, drop_cut_rounds, group_into_snapshots
 
+# The default table --------------------------------------------------------------------------------------------------
+#
+# A GPU is two lines: identity (index, name, PCI id, ECC) and readings (fan, temperature, state, power, memory,
+# utilization); drivers since R450 add a third line with the MIG mode. Lines are recognized by their content, not by
+# borders or widths: GPUs of 1000 W and more, 4-digit PCI domains and pasted tables shift every column.
+
 _BUS: Final = re.compile(r"(?<![0-9A-Za-z])[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f](?![0-9A-Za-z])")
 _NUMBERED: Final = re.compile(r"(?:^|[|\s])(\d{1,4})\.?\s+([A-Za-z?].*)")
 _MODES: Final = frozenset(
@@ -31,7 +32,7 @@ _READINGS_LINE: Final = re.compile(
     r"(?:[\s|]+(?P<util>\d+\s?%|N/A|ERR!))?"
 )
 _MIG_LINE: Final = re.compile(r"^[^|]*\|\s*\|\s*\|\s*(?P<mig>Enabled\*?|Disabled\*?|N/A|ERR!)\s*\|?\s*$")
-_MAX_TABLE_WIDTH: Final = 300  # a table is some 90 wide; what is longer is no table, and searching it would be slow
+_MAX_TABLE_WIDTH: Final = 300  # a table is about 90 wide; a longer line is not one, and searching it would be slow
 _NEW_TABLE: Final = re.compile(r"NVIDIA-SMI\s+\d")
 
 
@@ -41,37 +42,37 @@ def looks_like_table(lines: Sequence[str]) -> bool:
     )
 
 
-def parse_table(lines: Sequence[str], said: MessageLog) -> ParsedRows:
-    """All boards of all tables. A second line without its first (a pasted scrap) is a board without a number."""
-    boards: list[tuple[dict[str, tuple[str, str]], int, str]] = []
-    block, stamp, last, in_slices, open_board = 0, "", -1, False, False
+def parse_table(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
+    """All GPUs of all tables. A second line without its first (a pasted fragment) is a GPU without an index."""
+    gpus: list[tuple[dict[str, tuple[str, str]], int, str]] = []
+    block, timestamp, last, in_slices, open_gpu = 0, "", -1, False, False
     for number, whole in enumerate(lines):
         line = whole[:_MAX_TABLE_WIDTH]
         if _NEW_TABLE.search(line):
-            block, in_slices, open_board = block + 1, False, False
+            block, in_slices, open_gpu = block + 1, False, False
         elif "MIG devices:" in line or "Processes:" in line:
-            in_slices, open_board = True, False  # rows below look like boards and are slices or processes
-        elif who := _identity_cells(line):
-            in_slices, open_board, last = False, True, number
-            boards.append((who, block, stamp))
+            in_slices, open_gpu = True, False  # the rows below look like GPUs but are MIG instances or processes
+        elif identity := _identity_cells(line):
+            in_slices, open_gpu, last = False, True, number
+            gpus.append((identity, block, timestamp))
         elif in_slices:
             continue
-        elif does := _READINGS_LINE.search(line):
-            if not open_board or "power_draw" in boards[-1][0]:
-                boards.append(({}, block, stamp))
-            boards[-1][0].update(_reading_cells(does))
-            open_board, last = True, number
-        elif open_board and (mig := _MIG_LINE.match(line)):
-            boards[-1][0]["mig"] = (mig["mig"].rstrip("*"), "")
-            open_board = False
+        elif readings := _READINGS_LINE.search(line):
+            if not open_gpu or "power_draw" in gpus[-1][0]:
+                gpus.append(({}, block, timestamp))
+            gpus[-1][0].update(_reading_cells(readings))
+            open_gpu, last = True, number
+        elif open_gpu and (mig := _MIG_LINE.match(line)):
+            gpus[-1][0]["mig"] = (mig["mig"].rstrip("*"), "")
+            open_gpu = False
         elif is_timestamp(line):
-            stamp, block = line.strip(), block + 1
-        elif not _is_border(line) and not said.listen(line, number):
-            said.warn(f"not understood: {line.strip()!r}")
-    seconds = parse_timestamps([stamp for _, _, stamp in boards])
+            timestamp, block = line.strip(), block + 1
+        elif not _is_border(line) and not messages.recognize(line, number):
+            messages.warn(f"not understood: {line.strip()!r}")
+    seconds = parse_timestamps([timestamp for _, _, timestamp in gpus])
     rows = [
         GpuRow(gpu_from_cells(cells, PowerSource.TABLE), second, block)
-        for (cells, block, _), second in zip(boards, seconds, strict=True)
+        for (cells, block, _), second in zip(gpus, seconds, strict=True)
     ]
     return ParsedRows(group_into_snapshots(rows), (), 0, "", last)
 
@@ -82,7 +83,7 @@ def _is_border(line: str) -> bool:
 
 
 def _identity_cells(line: str) -> dict[str, tuple[str, str]]:
-    """Index, name, PCI id and ECC of a board's first line; {} for any other line."""
+    """Index, name, PCI id and ECC from the first line of a GPU; {} for any other line."""
     bus = _BUS.search(line)
     before = line[: bus.start()].rstrip(" |\t") if bus else ""
     numbered = _NUMBERED.search(before)
@@ -111,10 +112,10 @@ def _reading_cells(match: re.Match[str]) -> dict[str, tuple[str, str]]:
     return {field: (text, unit) for field, (text, unit) in cells.items() if text is not None}
 
 
-# `nvidia-smi -q -x`: one XML document a sample. Entities are never expanded; the index is the order of the boards.
+# `nvidia-smi -q -x`: one XML document per sample --------------------------------------------------------------------
 #
-# Newer documents nest power under gpu_power_readings, older ones under power_readings; module_power_readings on Grace
-# parts include the CPU and are never read.
+# Entities are never expanded; the index is the order of the GPUs. Newer documents nest power under gpu_power_readings,
+# older ones under power_readings; module_power_readings on Grace parts include the CPU and are never read.
 
 _XML_DOCUMENT: Final = re.compile(r"<nvidia_smi_log\b.*?(?:</nvidia_smi_log\s*>|\Z)", re.DOTALL)
 _XML_GPU: Final = re.compile(r"<gpu[\s>]")
@@ -146,8 +147,8 @@ _XML_PATHS: Final[dict[str, tuple[str, ...]]] = {
 _XML_THROTTLE: Final = re.compile(r"clocks_(?:event|throttle)_reasons?_(\w+)$")
 
 
-def parse_xml(text: str, said: MessageLog) -> ParsedRows:
-    """All boards of all documents in the text; a document that is cut keeps the boards that are whole."""
+def parse_xml(text: str, messages: MessageLog) -> ParsedRows:
+    """All GPUs of all documents in the text; a document that is cut off keeps the GPUs that are complete."""
     snapshots, warnings, unreadable = [], [], 0
     cut = False
     for document in _XML_DOCUMENT.finditer(text):
@@ -162,13 +163,13 @@ def parse_xml(text: str, said: MessageLog) -> ParsedRows:
         if cut:
             unreadable += 1
             warnings.append("the XML document is cut off: only whole GPU elements were read")
-        stamp = _XML_TIMESTAMP.search(document[0])
+        timestamp = _XML_TIMESTAMP.search(document[0])
         if gpus:
-            snapshots.append(GpuSnapshot(parse_timestamps([stamp[1] if stamp else ""])[0], tuple(gpus)))
-    _log_text_outside_xml(text, said)
-    trouble = "" if snapshots else "nvidia-smi -q -x lists no GPU"
-    # A document is whole, and proves what it does not list; only one that is cut does not.
-    return ParsedRows(tuple(drop_cut_rounds(snapshots) if cut else snapshots), tuple(warnings), unreadable, trouble, 0)
+            snapshots.append(GpuSnapshot(parse_timestamps([timestamp[1] if timestamp else ""])[0], tuple(gpus)))
+    _log_text_outside_xml(text, messages)
+    problem = "" if snapshots else "nvidia-smi -q -x lists no GPU"
+    # A complete document proves that a GPU it does not list is missing; one that is cut off does not.
+    return ParsedRows(tuple(drop_cut_rounds(snapshots) if cut else snapshots), tuple(warnings), unreadable, problem, 0)
 
 
 def _gpu_elements(document: str) -> Iterator[str]:
@@ -182,7 +183,7 @@ def _gpu_elements(document: str) -> Iterator[str]:
 
 
 def _parse_element(element: str) -> ElementTree.Element:
-    """One GPU element on its own: no document type travels with it, so no entity can be declared or expanded."""
+    """One GPU element alone: without a document type no entity can be declared, so none can be expanded."""
     return ElementTree.fromstring(element)
 
 
@@ -201,14 +202,14 @@ def _gpu_from_xml(gpu: ElementTree.Element, number: int) -> GpuSample:
     return gpu_from_cells(cells)
 
 
-def _log_text_outside_xml(text: str, said: MessageLog) -> None:
+def _log_text_outside_xml(text: str, messages: MessageLog) -> None:
     outside: Sequence[str] = _XML_DOCUMENT.sub("", text).splitlines()
     for line in outside:
         if line.strip() and not line.lstrip().startswith("<"):
-            said.listen(line)
+            messages.recognize(line)
 
 
-# `nvidia-smi dmon`: a line per board and second under a `# gpu pwr gtemp ...` header; "-" is absence.
+# `nvidia-smi dmon`: a line per GPU and second under a header `# gpu pwr gtemp ...`; "-" is absence ------------------
 
 DMON_HEADER: Final = re.compile(r"^#\s*(?:Date[\s,]+)?(?:Time[\s,]+)?gpu[\s,]+\S", re.IGNORECASE)
 _DMON_FIELDS: Final = {
@@ -223,8 +224,8 @@ _DMON_FIELDS: Final = {
 }
 
 
-def parse_dmon(lines: Sequence[str], said: MessageLog) -> ParsedRows:
-    """All boards of all seconds. A row with fewer cells than its header (cut off) is no row."""
+def parse_dmon(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
+    """All GPUs of all seconds. A row with fewer cells than its header was cut off and is ignored."""
     names: list[str] = []
     found: list[tuple[dict[str, tuple[str, str]], str]] = []
     unreadable, last = 0, -1
@@ -234,28 +235,34 @@ def parse_dmon(lines: Sequence[str], said: MessageLog) -> ParsedRows:
             names = line.replace("#", " ").replace(",", " ").casefold().split()
             if "pid" in names:
                 return ParsedRows(
-                    (), (), 0, f"this is pmon's list of processes, not of GPUs; needed: {REQUIRED_COLUMNS}", -1
+                    (),
+                    (),
+                    0,
+                    f"nvidia-smi pmon lists processes, not GPUs; needed: {REQUIRED_COLUMNS}",
+                    -1,
                 )
         elif not cells or line.startswith("#"):
             continue
         elif len(cells) == len(names) and cells[names.index("gpu")].isdigit():
-            stamp = " ".join(cell for cell, name in zip(cells, names, strict=True) if name in {"date", "time"})
+            timestamp = " ".join(cell for cell, name in zip(cells, names, strict=True) if name in {"date", "time"})
             named = {
                 _DMON_FIELDS[name][0]: (cell, _DMON_FIELDS[name][1])
                 for cell, name in zip(cells, names, strict=True)
                 if name in _DMON_FIELDS
             }
-            found.append((named, f"{stamp[:4]}/{stamp[4:6]}/{stamp[6:]}" if re.match(r"\d{8} ", stamp) else stamp))
+            if re.match(r"\d{8} ", timestamp):  # dmon -o D prints 20260131
+                timestamp = f"{timestamp[:4]}/{timestamp[4:6]}/{timestamp[6:]}"
+            found.append((named, timestamp))
             last = number
-        elif not said.listen(line, number):
+        elif not messages.recognize(line, number):
             unreadable += 1
-            said.warn(f"line {number + 1} is no dmon row: {line.strip()!r}")
-    seconds = parse_timestamps([stamp for _, stamp in found])
+            messages.warn(f"line {number + 1} is not a dmon row: {line.strip()!r}")
+    seconds = parse_timestamps([timestamp for _, timestamp in found])
     rows = [GpuRow(gpu_from_cells(named), second) for (named, _), second in zip(found, seconds, strict=True)]
-    return ParsedRows(group_into_snapshots(rows), (), unreadable, "a dmon header and no rows below it", last)
+    return ParsedRows(group_into_snapshots(rows), (), unreadable, "a dmon header without rows below it", last)
 
 
-# `nvidia-smi -L`: names of boards. Lost ones stay on it: it says who is there, nothing of their health.
+# `nvidia-smi -L`: names of GPUs. Lost ones remain in it: it says nothing about their health -------------------------
 
 _LISTED_GPU: Final = re.compile(r"^\s*GPU (?P<index>\d+): (?P<name>.*?)\s*\(UUID: (?P<uuid>[^)]*)\)")
 _LISTED_SLICE: Final = re.compile(r"^\s+MIG\s+\S+\s+Device\s+\d+:")
@@ -265,8 +272,8 @@ def looks_like_listing(lines: Sequence[str]) -> bool:
     return any(_LISTED_GPU.match(line) for line in lines)
 
 
-def parse_listing(lines: Sequence[str], said: MessageLog) -> ParsedRows:
-    """Boards with index, name and UUID, and no reading at all. MIG slices below a board make it a sliced one."""
+def parse_listing(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
+    """GPUs with index, name and UUID and no readings. MIG instances listed below a GPU mean that it is divided."""
     found: list[dict[str, tuple[str, str]]] = []
     last = -1
     for number, line in enumerate(lines):
@@ -275,7 +282,7 @@ def parse_listing(lines: Sequence[str], said: MessageLog) -> ParsedRows:
             last = number
         elif _LISTED_SLICE.match(line) and found:
             found[-1]["mig"] = ("Enabled", "")
-        elif line.strip() and not said.listen(line, number):
-            said.warn(f"not understood: {line.strip()!r}")
-    said.warn("a listing (-L) names boards, lost ones too: it says nothing about their health")
+        elif line.strip() and not messages.recognize(line, number):
+            messages.warn(f"not understood: {line.strip()!r}")
+    messages.warn("nvidia-smi -L lists GPUs that are lost as well: it says nothing about their health")
     return ParsedRows(group_into_snapshots([GpuRow(gpu_from_cells(cells), None) for cells in found]), (), 0, "", last)

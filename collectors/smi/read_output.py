@@ -1,4 +1,4 @@
-"""Any output of a GPU tool -> `SmiReport`: find the format, read the rows, then judge what the whole of it says."""
+"""Any output of a GPU tool -> `SmiReport`: detect the format, read the rows, derive the host's status."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from typing import Final
 
 from wattwatch.collectors.samples import HostStatus
-from wattwatch.collectors.smi import nvidia_smi_formats as dmon
 from wattwatch.collectors.smi.columns import REQUIRED_COLUMNS, columns_from_names
 from wattwatch.collectors.smi.csv_format import parse_csv
 from wattwatch.collectors.smi.gpu_cells import gpu_from_cells
 from wattwatch.collectors.smi.messages import MessageLog, explain_exit_code
 from wattwatch.collectors.smi.nvidia_smi_formats import (
+    DMON_HEADER,
     looks_like_listing,
     looks_like_table,
+    parse_dmon,
     parse_listing,
     parse_table,
     parse_xml,
@@ -22,118 +23,120 @@ from wattwatch.collectors.smi.nvidia_smi_formats import (
 from wattwatch.collectors.smi.report import GpuSnapshot, ParsedRows, SmiReport
 from wattwatch.collectors.smi.rocm_smi import looks_like_rocm, parse_rocm
 
-_MAX_PROBED_WIDTH: Final = 4000  # rocm-smi --json writes all boards of a node in one line
-_INFOROM: Final = 14  # "infoROM is corrupted": harmless beside rows
+_MAX_PROBED_WIDTH: Final = 4000  # rocm-smi --json prints all GPUs of a node in one line
+_INFOROM: Final = 14  # exit status "infoROM is corrupted": harmless if there are rows
 
 
 def read_gpu_output(
     data: bytes, stderr: bytes = b"", exit_code: int | None = None, columns: Sequence[str] | None = None
 ) -> SmiReport:
-    """Read what a tool printed, or what a person pasted of it. Never raises.
+    """Read what a tool printed, or the part of it that a person pasted. Never raises.
 
-    `columns`: names for rows without a header (nvidia-smi's or ours). `exit_code`: a witness where nothing was
-    printed (124 and 137 mean that the query hung); rows are believed whatever it is. The last word counts: a log that
-    ends with "Failed to initialize NVML" has rows and the status driver_down.
+    `columns`: names for rows without a header (nvidia-smi's or ours). `exit_code`: used only where nothing was printed
+    (124 and 137 mean that the query hung); readable rows are trusted whatever it is. The last message decides: a log
+    that ends with "Failed to initialize NVML" has rows and the status driver_down.
     """
     lines, cut = decode_lines(data)
-    said, heard = MessageLog(), MessageLog()
+    messages, stderr_messages = MessageLog(), MessageLog()
     for line in decode_lines(stderr)[0]:
-        if line.strip() and not heard.listen(line):
-            heard.warn(f"stderr: {line.strip()!r}")
-    source, rows = _parse_any(lines, cut, said, columns)
-    if not rows.snapshots and said.status is None:
-        said.status, said.detail = heard.status, heard.detail
-    elif heard.status:
-        heard.warn(heard.detail)
-    said.missing.extend(board for board in heard.missing if board not in said.missing)
-    said.invalid_fields.extend(heard.invalid_fields)
-    for warning in (*rows.warnings, *heard.warnings):
-        said.warn(warning)
+        if line.strip() and not stderr_messages.recognize(line):
+            stderr_messages.warn(f"stderr: {line.strip()!r}")
+    source, rows = _parse_any(lines, cut, messages, columns)
+    if not rows.snapshots and messages.status is None:
+        messages.status, messages.detail = stderr_messages.status, stderr_messages.detail
+    elif stderr_messages.status:
+        stderr_messages.warn(stderr_messages.detail)
+    messages.missing.extend(gpu for gpu in stderr_messages.missing if gpu not in messages.missing)
+    messages.invalid_fields.extend(stderr_messages.invalid_fields)
+    for warning in (*rows.warnings, *stderr_messages.warnings):
+        messages.warn(warning)
     empty = not any(line.strip() for line in lines) and not stderr.strip()
-    return _build_report(source, rows, said, exit_code, empty)
+    return _build_report(source, rows, messages, exit_code, empty)
 
 
-def _parse_any(lines: list[str], cut: bool, said: MessageLog, columns: Sequence[str] | None) -> tuple[str, ParsedRows]:
+def _parse_any(
+    lines: list[str], cut: bool, messages: MessageLog, columns: Sequence[str] | None
+) -> tuple[str, ParsedRows]:
     text = "\n".join(lines)
     if "<nvidia_smi_log" in text:
-        return "xml", parse_xml(text, said)
+        return "xml", parse_xml(text, messages)
     short = [
         line[:_MAX_PROBED_WIDTH] for line in lines
-    ]  # garbage without line ends must not make a pattern search for minutes
+    ]  # garbage without line ends must not keep a pattern busy for minutes
     if looks_like_rocm(short):
-        return "rocm", parse_rocm(lines, said)
-    if any(dmon.DMON_HEADER.match(line) for line in short):
-        return "dmon", dmon.parse_dmon(short, said)
+        return "rocm", parse_rocm(lines, messages)
+    if any(DMON_HEADER.match(line) for line in short):
+        return "dmon", parse_dmon(short, messages)
     if looks_like_table(short):
-        return "table", parse_table(short, said)
+        return "table", parse_table(short, messages)
     if looks_like_listing(short):
-        return "list", parse_listing(short, said)
+        return "list", parse_listing(short, messages)
     if looks_like_wandb(text):
         return "wandb", parse_wandb(lines)
-    rows = parse_csv(lines, cut, said, columns_from_names(columns) if columns else None)
-    return ("csv" if rows.snapshots or rows.trouble else ""), rows
+    rows = parse_csv(lines, cut, messages, columns_from_names(columns) if columns else None)
+    return ("csv" if rows.snapshots or rows.problem else ""), rows
 
 
-def _build_report(source: str, rows: ParsedRows, said: MessageLog, exit_code: int | None, empty: bool) -> SmiReport:
+def _build_report(source: str, rows: ParsedRows, messages: MessageLog, exit_code: int | None, empty: bool) -> SmiReport:
     ended = explain_exit_code(exit_code)
     status, detail = HostStatus.OK, ""
     if rows.snapshots:
-        if said.status and said.status_line > rows.last_row_line >= 0:
-            status, detail = said.status, f"after the last row: {said.detail}"
-        elif said.status:
-            said.warn(said.detail)
+        if messages.status and messages.status_line > rows.last_row_line >= 0:
+            status, detail = messages.status, f"after the last row: {messages.detail}"
+        elif messages.status:
+            messages.warn(messages.detail)
         if ended:
-            said.warn(f"nvidia-smi ended with {exit_code} beside readable rows: {ended.text}")
-    elif said.invalid_fields:
-        names = ", ".join(repr(name) for name in said.invalid_fields)
-        status, detail = HostStatus.PARSE_ERROR, f"this driver does not know the field {names}: ask for fewer fields"
-    elif said.status:
-        status, detail = said.status, said.detail
-    elif said.missing:
-        named = "; ".join(board.text for board in said.missing[:4])
+            messages.warn(f"nvidia-smi exited with status {exit_code} but printed readable rows: {ended.text}")
+    elif messages.invalid_fields:
+        names = ", ".join(repr(name) for name in messages.invalid_fields)
+        status, detail = HostStatus.PARSE_ERROR, f"this driver does not know the field {names}: query fewer fields"
+    elif messages.status:
+        status, detail = messages.status, messages.detail
+    elif messages.missing:
+        named = "; ".join(gpu.text for gpu in messages.missing[:4])
         status, detail = (
             HostStatus.DRIVER_DOWN,
-            f"nvidia-smi stopped at a board it cannot open, and lists none: {named}",
+            f"nvidia-smi stopped at a GPU that it cannot open, and lists none: {named}",
         )
     elif ended and (empty or exit_code != _INFOROM):
-        status, detail = ended.status, f"nvidia-smi ended with {exit_code} and no rows: {ended.text}"
+        status, detail = ended.status, f"nvidia-smi exited with status {exit_code} and printed no rows: {ended.text}"
     else:
-        status, detail = HostStatus.PARSE_ERROR, _why_nothing(rows, said, empty)
+        status, detail = HostStatus.PARSE_ERROR, _why_nothing(rows, messages, empty)
     return SmiReport(
         source if rows.snapshots or source else "",
         status,
         detail,
         rows.snapshots,
-        tuple(said.missing),
-        tuple(said.warnings),
-        tuple(said.invalid_fields),
+        tuple(messages.missing),
+        tuple(messages.warnings),
+        tuple(messages.invalid_fields),
         rows.unreadable_rows,
     )
 
 
-def _why_nothing(rows: ParsedRows, said: MessageLog, empty: bool) -> str:
+def _why_nothing(rows: ParsedRows, messages: MessageLog, empty: bool) -> str:
     if empty:
-        return "no output at all: the query printed nothing, or never returned"
-    if rows.trouble:
-        return rows.trouble
+        return "no output: the query printed nothing, or did not return"
+    if rows.problem:
+        return rows.problem
     if rows.unreadable_rows:
-        return f"{rows.unreadable_rows} rows and no board in them: every cell is absent, or cells are missing"
-    first = f"; it begins with {said.warnings[0]}" if said.warnings else ""
+        return f"{rows.unreadable_rows} rows without a GPU: all cells are absent, or cells are missing"
+    first = f"; it begins with {messages.warnings[0]}" if messages.warnings else ""
     query = REQUIRED_COLUMNS.replace(", ", ",")
     return f"no GPU row found{first}. Needed: nvidia-smi --query-gpu={query} --format=csv"
 
 
-# Bytes of any tool, shell or logger -> lines.
+# Bytes of any tool, shell or logger -> lines ------------------------------------------------------------------------
 
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[()][0-9A-B]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _BOMS: Final = ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"), (b"\xef\xbb\xbf", "utf-8"))
 
 
 def decode_lines(data: bytes) -> tuple[list[str], bool]:
-    """The lines, and whether the last one was cut off (no line end). Bytes that are no text become U+FFFD.
+    """The lines, and whether the last one is incomplete (no line end). Invalid bytes become U+FFFD.
 
-    Understands UTF-8 and UTF-16 (PowerShell redirects with and without a byte-order mark), CRLF, terminal colours. A
-    logger that was killed leaves NUL padding: it ends a line.
+    Handles UTF-8 and UTF-16 (PowerShell redirects, with and without byte-order mark), CRLF and terminal colors. A
+    killed logger leaves NUL padding, which ends a line.
     """
     text = _decode(data)
     text = _ESCAPES.sub("", text) if "\x1b" in text else text
@@ -151,7 +154,7 @@ def _decode(data: bytes) -> str:
         if data.startswith(bom):
             return _even_length(data[len(bom) :], encoding).decode(encoding, "replace")
     head = data[:4000]
-    # ASCII in UTF-16 has a NUL in every other byte; padding has them side by side.
+    # ASCII text in UTF-16 has a NUL in every second byte; padding has them next to each other.
     odd, even = head[1::2].count(0), head[::2].count(0)
     if len(head) >= 8 and odd * 10 > len(head) * 4 and even * 10 < odd:
         return _even_length(data, "utf-16-le").decode("utf-16-le", "replace")
@@ -161,11 +164,11 @@ def _decode(data: bytes) -> str:
 
 
 def _even_length(data: bytes, encoding: str) -> bytes:
-    """Without the half of a character that a cut left at the end of UTF-16."""
+    """Without half a UTF-16 character at the end, which a cut may leave."""
     return data[: len(data) // 2 * 2] if encoding.startswith("utf-16") else data
 
 
-# Run-logger keys, `system.gpu.0.powerWatts=123`, also as JSON: read what is there, name what is not.
+# Keys of run loggers (Weights & Biases), `system.gpu.0.powerWatts=123`, also as JSON --------------------------------
 
 _WANDB_KEY: Final = re.compile(r"system[./]gpu\.(\d{1,3})\.(\w+)[\"']?\s*[=:,\s]\s*(-?[\d.]+(?:[eE][+-]?\d+)?)")
 _WANDB_FIELDS: Final = {
@@ -184,17 +187,17 @@ def looks_like_wandb(text: str) -> bool:
 
 
 def parse_wandb(lines: Sequence[str]) -> ParsedRows:
-    """The last value of each key, as one snapshot; error counters alone are no reading of a board."""
-    boards: dict[int, dict[str, tuple[str, str]]] = {}
+    """The last value of each key, as one snapshot; error counters alone are not a GPU reading."""
+    gpus: dict[int, dict[str, tuple[str, str]]] = {}
     others: set[str] = set()
     for line in lines:
         for index, key, value in _WANDB_KEY.findall(line):
             if key in _WANDB_FIELDS:
                 field, unit = _WANDB_FIELDS[key]
-                boards.setdefault(int(index), {"index": (index, "")})[field] = (value, unit)
+                gpus.setdefault(int(index), {"index": (index, "")})[field] = (value, unit)
             else:
                 others.add(key)
-    if not boards:
+    if not gpus:
         found = ", ".join(sorted(others)[:10])
-        return ParsedRows(trouble=f"no GPU readings: this logger recorded only {found}; needed: powerWatts, gpu, temp")
-    return ParsedRows((GpuSnapshot(None, tuple(gpu_from_cells(boards[index]) for index in sorted(boards))),))
+        return ParsedRows(problem=f"no GPU readings: this logger recorded only {found}; needed: powerWatts, gpu, temp")
+    return ParsedRows((GpuSnapshot(None, tuple(gpu_from_cells(gpus[index]) for index in sorted(gpus))),))

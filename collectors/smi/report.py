@@ -1,4 +1,4 @@
-"""What one reading of a GPU tool's output gives: the frozen types of this room."""
+"""The result of reading a GPU tool's output: the types of this folder."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Final
 from wattwatch.collectors.samples import GpuSample, HostStatus, MissingGpu
 
 MAX_WARNINGS: Final = 20
-"""Enough to see what is wrong; a log of a million odd lines must not fill memory with them."""
+"""Enough to see what is wrong; a log with a million odd lines must not fill memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSnapshot:
-    """The boards of one host at one moment. `time_seconds`: the tool's own stamp as if it were UTC; None without."""
+    """The GPUs of one host at one moment. `time_seconds`: the tool's own timestamp, taken as UTC; None without one."""
 
     time_seconds: float | None
     gpus: tuple[GpuSample, ...]
@@ -21,15 +21,15 @@ class GpuSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SmiReport:
-    """All that was read. Never raises, never empty with status OK: zero rows parsed is an error.
+    """Everything that was read. With status OK there is at least one snapshot: an output without rows is an error.
 
-    `invalid_fields`: the driver does not know these columns and therefore answered nothing (exit 2): ask again with a
-    smaller list. `unreadable_rows`: rows that were there and gave no board (cut off, nothing but absence, ragged).
+    `invalid_fields`: columns that the driver does not know, for which it printed nothing at all (exit 2): query again
+    with fewer. `unreadable_rows`: rows that contained no GPU (cut off, all cells absent, wrong number of cells).
     """
 
     source: str  # "csv", "table", "xml", "dmon", "list", "rocm", "wandb", "" (nothing recognised)
     status: HostStatus
-    detail: str  # "" when OK; else one sentence: what was seen and what to do
+    detail: str  # "" when OK; else one sentence: what was found and what to do
     snapshots: tuple[GpuSnapshot, ...] = ()
     missing_gpus: tuple[MissingGpu, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -39,10 +39,10 @@ class SmiReport:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRows:
-    """What a reader of one format found, before the host's status is judged. `trouble`: why there are none."""
+    """What the reader of one format found, before the host's status is derived. `problem`: why there are no rows."""
 
     snapshots: tuple[GpuSnapshot, ...] = ()
     warnings: tuple[str, ...] = ()
     unreadable_rows: int = 0
-    trouble: str = ""
-    last_row_line: int = -1  # number of the last line that gave a row: what is said after it is the last word
+    problem: str = ""
+    last_row_line: int = -1  # line number of the last row: a message after it decides the status

@@ -1,7 +1,7 @@
-"""rocm-smi on AMD boards: `GPU[0] : name: value` lines, `device,...` CSV, JSON, and the concise table.
+"""rocm-smi on AMD GPUs: `GPU[0] : name: value` lines, `device,...` CSV, JSON, and the concise table.
 
-An MI250 is two devices with one power reading: the second die prints "N/A (Secondary die)", older versions 0. It gets
-the reading of its primary, the nearest one before it, never 0 W.
+An MI250 is two devices with one power reading: the second die prints "N/A (Secondary die)", or 0 in older versions. It
+gets the reading of its primary, the nearest device before it, never 0 W.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def looks_like_rocm(lines: Sequence[str]) -> bool:
     return any(_TITLE.match(line) for line in lines)
 
 
-def parse_rocm(lines: Sequence[str], said: MessageLog) -> ParsedRows:
-    """One snapshot of all devices; a log of several is read as its last values."""
+def parse_rocm(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
+    """One snapshot of all devices; of a log with several snapshots, the last values."""
     devices: dict[int, RocmDevice] = {}
     header: list[str] = []
     last = -1
@@ -74,8 +74,13 @@ def parse_rocm(lines: Sequence[str], said: MessageLog) -> ParsedRows:
         elif match := _CONCISE.match(line):
             devices.setdefault(int(match[1]), {}).update(_concise(text.split()))
         else:
-            if text.strip("= ") and not said.listen(line, number) and "End of ROCm" not in text and text[0] not in "=-":
-                said.warn(f"not understood: {text!r}")
+            if (
+                text.strip("= ")
+                and not messages.recognize(line, number)
+                and "End of ROCm" not in text
+                and text[0] not in "=-"
+            ):
+                messages.warn(f"not understood: {text!r}")
             continue
         last = number
     gpus = _with_secondary_dies(
@@ -86,7 +91,7 @@ def parse_rocm(lines: Sequence[str], said: MessageLog) -> ParsedRows:
 
 
 def _from_json(text: str) -> dict[int, RocmDevice]:
-    """`rocm-smi --json`: {"card0": {name: value}}; {} where it is cut off."""
+    """`rocm-smi --json`: {"card0": {name: value}}; {} if it is cut off."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
@@ -99,7 +104,7 @@ def _from_json(text: str) -> dict[int, RocmDevice]:
 
 
 def _concise(words: Sequence[str]) -> RocmDevice:
-    """`0  35.0c  237.0W  ...  560.0W  0%  99%`: first watts drawn, last watts the cap, last per cent the load."""
+    """`0  35.0c  237.0W  ...  560.0W  0%  99%`: first watts: draw, last watts: cap, last percentage: utilization."""
     device: RocmDevice = {}
     watts = [word for word in words if re.fullmatch(r"[\d.]+W", word)]
     percent = [word for word in words if word.endswith("%")]
@@ -121,7 +126,7 @@ def _gpu_from_device(index: int, device: Mapping[str, str]) -> GpuSample:
         field, unit = _FIELDS.get(name, ("", ""))
         if field and field not in cells:
             cells[field] = (text, unit)
-    # Of the power readings whichever is a number; all absent is one absence.
+    # The first power reading that is a number; if all are absent, the first absence.
     powers = [(device[name], source) for name, source in _POWER if name in device]
     chosen = next(((text, source) for text, source in powers if read_number(text, "W").value is not None), None)
     text, source = chosen or (powers[0] if powers else ("", None))

@@ -1,7 +1,7 @@
-"""Rows of a log -> snapshots: all boards of one moment, each with the index it had.
+"""Rows of a log -> snapshots: all GPUs of one moment, each with the index it had.
 
-A snapshot ends where a board comes again. Rows without any identity are told apart by time: the rows of one burst are
-GPU 0..n-1. A row that is lost so wholly that even its index is gone gets its identity from the last good snapshot.
+A snapshot ends where a GPU appears again. Rows without any identity are separated by time: the rows of one burst are
+GPU 0..n-1. A row of a lost GPU in which even the index is lost gets its identity from the last complete snapshot.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from wattwatch.collectors.samples import GpuSample
 from wattwatch.collectors.smi.columns import IDENTITY_FIELDS
 from wattwatch.collectors.smi.report import GpuSnapshot
 
-BURST_SECONDS: Final = 0.05  # boards of one query are printed some 3 ms apart
-_TICK: Final = 0.001  # resolution of nvidia-smi's stamps
+BURST_SECONDS: Final = 0.05  # GPUs of one query are printed about 3 ms apart
+_TICK: Final = 0.001  # resolution of nvidia-smi's timestamps
 _CLEAR_JUMP: Final = 3.0
 ORDERED_SHARE: Final = 0.9
-"""Of the rows whose index is lower than the one before: as many are the first board's in a log in order."""
+"""Share of the rows with a lower index than the row before that must be the first GPU's, for a log to count as
+ordered. Chosen, not measured."""
 MAX_UNNAMED_GPUS: Final = 16
-"""More rows than this without any identity are a log of one board, not one moment of many."""
+"""More rows than this without any identity are a log of one GPU, not one moment of many."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """One board as printed, its stamp, and the block of lines it came in (a new header or table starts one)."""
+    """One GPU as printed, its timestamp, and the block of lines it came in (a new header or table starts one)."""
 
     gpu: GpuSample
     seconds: float | None
@@ -41,17 +42,17 @@ def _key(gpu: GpuSample) -> str | None:
 
 
 def group_into_snapshots(rows: Sequence[GpuRow], number_bursts: bool = False) -> tuple[GpuSnapshot, ...]:
-    """Snapshots in the order of the rows, indices as printed. Absences that prove nothing are none (`rounds.py`).
+    """Snapshots in the order of the rows, indexes as printed; a GPU that is only briefly missing is filled in.
 
-    `number_bursts`: where no row has any identity, the rows of one burst become GPU 0..n-1 (CSV prints all boards in
-    order; a scrap of a table does not).
+    `number_bursts`: where no row has any identity, the rows of one burst become GPU 0..n-1 (CSV prints all GPUs in
+    order; a fragment of a table does not).
     """
     if not rows:
         return ()
     if not number_bursts or any(_key(row.gpu) for row in rows):
         snapshots = _by_key(rows)
         return fill_unproven_gaps([GpuSnapshot(group[0].seconds, gpus) for group, gpus in _recovered(snapshots)])
-    counted = not any("index" in row.gpu.reasons for row in rows)  # asked for and not said: do not make one up
+    counted = not any("index" in row.gpu.reasons for row in rows)  # queried and not returned: do not invent one
     bursts = [
         GpuSnapshot(
             group[0].seconds,
@@ -64,7 +65,7 @@ def group_into_snapshots(rows: Sequence[GpuRow], number_bursts: bool = False) ->
 
 def _by_key(rows: Sequence[GpuRow]) -> list[list[GpuRow]]:
     times = Counter(key for row in rows if (key := _key(row.gpu)))
-    boards, repeats = len(times), max(times.values(), default=0) > 1
+    gpu_count, repeats = len(times), max(times.values(), default=0) > 1
     first = _first_of_a_round(rows) if repeats else None
     groups: list[list[GpuRow]] = [[]]
     seen: set[str] = set()
@@ -72,7 +73,7 @@ def _by_key(rows: Sequence[GpuRow]) -> list[list[GpuRow]]:
         key = _key(row.gpu)
         current = groups[-1]
         if current and (
-            key in seen or _comes_down_to(first, current[-1], row) if key else _begins(current, row, boards, repeats)
+            key in seen or _comes_down_to(first, current[-1], row) if key else _begins(current, row, gpu_count, repeats)
         ):
             groups.append([])
             seen = set()
@@ -83,16 +84,16 @@ def _by_key(rows: Sequence[GpuRow]) -> list[list[GpuRow]]:
 
 
 def _first_of_a_round(rows: Sequence[GpuRow]) -> int | None:
-    """The index that rounds begin with, where boards are listed in order of their index; None where they are not.
+    """The index with which rounds begin, if GPUs are listed in order of their index; else None.
 
-    A log that begins within a round would else be cut into rounds that hold the rows of two moments each.
+    Without it, a log that begins in the middle of a round would be split into rounds with rows of two moments each.
     """
-    told = [row.gpu.index for row in rows if row.gpu.index is not None]
-    lands = Counter(after for before, after in pairwise(told) if after < before)
-    if not lands or len(told) < len(rows):
+    indexes = [row.gpu.index for row in rows if row.gpu.index is not None]
+    lands = Counter(after for before, after in pairwise(indexes) if after < before)
+    if not lands or len(indexes) < len(rows):
         return None
     index, times = lands.most_common(1)[0]
-    return index if index == min(told) and times > 1 and times >= ORDERED_SHARE * lands.total() else None
+    return index if index == min(indexes) and times > 1 and times >= ORDERED_SHARE * lands.total() else None
 
 
 def _comes_down_to(first: int | None, before: GpuRow, row: GpuRow) -> bool:
@@ -100,16 +101,16 @@ def _comes_down_to(first: int | None, before: GpuRow, row: GpuRow) -> bool:
     return first is not None and last is not None and index is not None and index < last
 
 
-def _begins(current: Sequence[GpuRow], row: GpuRow, boards: int, repeats: bool) -> bool:
-    """Does a row without identity begin a new snapshot? Its stamp says so, else the log's number of boards."""
+def _begins(current: Sequence[GpuRow], row: GpuRow, gpu_count: int, repeats: bool) -> bool:
+    """Whether a row without identity begins a new snapshot: by its timestamp, else by the log's number of GPUs."""
     before = current[-1].seconds
     if before is not None and row.seconds is not None and abs(row.seconds - before) > BURST_SECONDS * 4:
         return True
-    return repeats and len(current) >= boards
+    return repeats and len(current) >= gpu_count
 
 
 def _recovered(groups: Sequence[list[GpuRow]]) -> list[tuple[list[GpuRow], tuple[GpuSample, ...]]]:
-    """A keyless row is the board that the last complete snapshot had and this one lacks, if the counts agree."""
+    """A row without identity is the GPU that the last complete snapshot has and this one lacks, if the counts match."""
     known: dict[str, GpuSample] = {}
     result: list[tuple[list[GpuRow], tuple[GpuSample, ...]]] = []
     for group in groups:
@@ -151,14 +152,14 @@ def _by_burst(rows: Sequence[GpuRow]) -> list[list[GpuRow]]:
             groups.append([row])
     sizes = Counter(len(group) for group in groups)
     size, times = sizes.most_common(1)[0]
-    # Fast sampling of one board looks like one endless burst: then every row is its own moment.
+    # Fast sampling of one GPU looks like one endless burst: then every row is a moment of its own.
     if size > MAX_UNNAMED_GPUS or max(sizes) > 2 * max(size, 8) or times * 2 < len(groups):
         return [[row] for row in rows]
     return groups
 
 
 def _burst_limit(rows: Sequence[GpuRow]) -> float:
-    """The gap that parts bursts: where the sorted gaps make their widest jump, if they make one at all."""
+    """The gap that separates bursts: at the widest jump in the sorted gaps, if there is a clear one."""
     pairs = pairwise(rows)
     gaps = sorted(
         abs(after.seconds - before.seconds)
@@ -172,20 +173,20 @@ def _burst_limit(rows: Sequence[GpuRow]) -> float:
     return (left + right) / 2 if ratio >= _CLEAR_JUMP else BURST_SECONDS
 
 
-# What a log proves of boards that a round of it does not list.
+# GPUs that a round of a log does not list ---------------------------------------------------------------------------
 #
-# A log may begin or end within a round (head, tail, a copy while it is written), a line may be lost, and the rows of
-# boards that are asked one by one come in any order. So a round lists a board by its newest row as long as its absence
-# proves nothing; a board that stays away over several whole rounds is absent.
+# A log may begin or end in the middle of a round (head, tail, a copy while it is written), a line may be lost, and the
+# rows of GPUs that are queried one by one come in any order. So a round repeats a GPU's last row as long as the missing
+# row proves nothing; a GPU that is missing from several complete rounds is absent.
 
 ABSENT_AFTER_ROUNDS: Final = 3.0
-"""A board that comes in every round, and is missing from as many, is gone. One that comes in each fifth: five times
-as many."""
+"""A GPU that is normally in every round is absent after this many rounds without it. One that is normally in every
+fifth round: after five times as many. Chosen, not measured."""
 
 
 def fill_unproven_gaps(snapshots: Sequence[GpuSnapshot]) -> tuple[GpuSnapshot, ...]:
-    """The same log without a round that was cut, and without absences that prove nothing. Boards without any identity
-    are left as they are."""
+    """The same log without incomplete rounds at its ends, and with briefly missing GPUs filled in. GPUs without any
+    identity are left unchanged."""
     rounds = drop_cut_rounds(snapshots)
     if len(rounds) < 2 or len({frozenset(_keys(each)) for each in rounds}) == 1:
         return tuple(rounds)
@@ -200,9 +201,9 @@ def fill_unproven_gaps(snapshots: Sequence[GpuSnapshot]) -> tuple[GpuSnapshot, .
         usual = statistics.median(gaps) if gaps else 1
         for before, after in zip(numbers, [*numbers[1:], len(rounds)], strict=True):
             if 1 < after - before <= math.ceil(ABSENT_AFTER_ROUNDS * usual):
-                board = next(gpu for gpu in rounds[before].gpus if gpu.key == key)
+                last = next(gpu for gpu in rounds[before].gpus if gpu.key == key)
                 for number in range(before + 1, after):
-                    held.setdefault(number, []).append(board)
+                    held.setdefault(number, []).append(last)
     return tuple(
         replace(each, gpus=_in_order((*each.gpus, *held[number]))) if number in held else each
         for number, each in enumerate(rounds)
@@ -210,7 +211,7 @@ def fill_unproven_gaps(snapshots: Sequence[GpuSnapshot]) -> tuple[GpuSnapshot, .
 
 
 def drop_cut_rounds(snapshots: Sequence[GpuSnapshot]) -> Sequence[GpuSnapshot]:
-    """Without a first or last round that lists only some of the boards of the round beside it."""
+    """Without a first or last round that lists only some of the GPUs of the round next to it."""
     rounds = list(snapshots)
     if len(rounds) > 1 and _keys(rounds[-1]) < _keys(rounds[-2]):
         rounds.pop()

@@ -211,7 +211,7 @@ def _smi_step(verdict: str, text: str) -> CheckStep:
     return CheckStep("GPU tools", False, f"nvidia-smi fails: {text.strip()}", "install or repair the driver")
 
 
-# What a capture would find -------------------------------------------------------------------------------------------
+# What a capture would find ------------------------------------------------------------------------------------------
 
 CAPTURE_PREFIX: Final = "capture "
 FLIGHT_RECORDER_SET: Final = "'^TORCH_(FR|NCCL_TRACE)_BUFFER_SIZE=[1-9]'"
