@@ -201,7 +201,7 @@ def _group(console: Console, group: Mapping[str, Any]) -> None:
         )
         first, *rest = map(safe_markup, cells)
         table.add_row(f"  {first}", *rest)
-    console.print(f"\n{safe_markup(group['group'])} ({group['size']:,} ranks), slot {group['slot']:,}")
+    console.print(f"\n{safe_markup(group['group'])} ({group['size']:,} ranks), sequence number {group['slot']:,}")
     console.print(table)
     if len(group["members"]) > MAX_ROWS:
         console.print(f"  {len(group['members']) - MAX_ROWS:,} more rows: see --json")
@@ -217,7 +217,7 @@ def _waits(console: Console, waits: Sequence[Mapping[str, Any]], culprits: Seque
         waiting, awaited = format_ranks(wait["ranks"]), format_ranks(wait["awaited"])
         verb = "waits" if len(wait["ranks"]) == 1 else "wait"
         why = agree_with_count(str(wait["why"]), len(wait["awaited"]))
-        what = f"{wait['operation']} at slot {wait['slot']:,} of {wait['group']}"
+        what = f"{wait['operation']} at sequence number {wait['slot']:,} of {wait['group']}"
         console.print(f"  {waiting} {verb} in {safe_markup(what)} for {awaited}, which {safe_markup(why)}")
     if len(waits) > MAX_WAITS:
         console.print(f"  {len(waits) - MAX_WAITS:,} more: see --json")

@@ -67,11 +67,11 @@ def describe_culprits(
     return tuple(culprits)
 
 
-def describe_rank_from_signals(rank: int, signals: Sequence[Signal]) -> str:
+def describe_rank_from_signals(rank: int, signals: Sequence[Signal], joiner: str = "; ") -> str:
     """Completes "rank 3 ..." from the most informative sources; empty if none describes the rank."""
     texts = {signal.source: text for signal in signals if (text := signal.rank_text.get(rank))}
     informative = [texts[source] for source in MOST_INFORMATIVE_FIRST if source in texts]
-    return "; ".join(dict.fromkeys(informative[:2] or list(texts.values())[:1]))
+    return joiner.join(dict.fromkeys(informative[:2] or list(texts.values())[:1]))
 
 
 def describe_member_state(collectives: CollectiveAnalysis, rank: int) -> str:
@@ -82,17 +82,22 @@ def describe_member_state(collectives: CollectiveAnalysis, rank: int) -> str:
         if member is None:
             continue
         where = position_text(group.group, group.slot)
-        line = "" if member.frame is None else f" ({member.frame.function}, {member.frame.file}:{member.frame.line})"
+        frame = "" if member.frame is None else f"{member.frame.function}, {member.frame.file}:{member.frame.line}"
         if member.operation is not None and member.state is MemberState.WAITING:
-            return f"in {describe_operation(member.operation)} at {where}{line}"
+            return _with_details(f"in {describe_operation(member.operation)} at {where}", frame)
         if member.state is MemberState.ABSENT:
             return f"left no record at {where}"
         if member.state in (MemberState.SILENT, MemberState.BEHIND):
-            last = "" if member.last_enqueued is None else f"; the last it launched is {member.last_enqueued:,}"
-            return f"has not reached {where}{last}{line}"
+            last = "" if member.last_enqueued is None else f"last launched: {member.last_enqueued:,}"
+            return _with_details(f"has not reached {where}", last, frame)
         if member.state is MemberState.AHEAD:
-            return f"finished {where}{line}"
+            return _with_details(f"finished {where}", frame)
     return ""
+
+
+def _with_details(text: str, *details: str) -> str:
+    known = "; ".join(detail for detail in details if detail)
+    return f"{text} ({known})" if known else text
 
 
 def format_culprits(culprits: Sequence[Culprit]) -> str:
@@ -133,7 +138,7 @@ def summarize(
         contrast = contrast or _opposite_order_sentence(who, culprits, collectives)
         if contrast is not None:
             return contrast + at_step
-    text = describe_rank_from_signals(culprits[0].rank, signals)
+    text = describe_rank_from_signals(culprits[0].rank, signals, "; it ")
     detail = "" if not text else f"; rank {culprits[0].rank} {text}" if several else f": it {text}"
     if verdict is DiagnosisVerdict.NO_DESYNC:
         differ = "differ" if several else "differs"
@@ -213,8 +218,7 @@ def _never_arrived_sentence(
         ahead = sum(member.state is MemberState.AHEAD for member in group.members)
         operation = next((m.operation for m in group.members if m.rank == culprits[0].rank), None)
         what = "its operation" if operation is None else describe_operation(operation)
-        finished = f"{format_count(ahead, 'rank')} of the group {'has' if ahead == 1 else 'have'}"
-        return f"{who} did not finish {what} at {where}, {finished}{detail}"
+        return f"{who} did not finish {what} at {where}, while {format_count(ahead, 'rank')} of the group did{detail}"
     ranks = {culprit.rank for culprit in culprits}
     waiting = [m for m in group.members if m.state is MemberState.WAITING and m.rank not in ranks]
     common = _most_common(_operation_names(waiting))
@@ -254,7 +258,8 @@ def _no_culprit_sentence(
         return "all ranks launched the same collectives: the network, a GPU or its driver blocks them"
     processes = next((signal.text for signal in signals if signal.source == PROCESSES and signal.rank_text), "")
     first = next((signal.text for signal, _ in combined.agrees), collectives.why if collectives is not None else "")
-    known = processes or first
+    waits = collectives.why if collectives is not None and collectives.waits else ""
+    known = processes or waits or first
     if known:
         return f"no single rank can be identified as the cause: {known}"
     return "no rank can be identified as the cause: the evidence shows no difference between the ranks"

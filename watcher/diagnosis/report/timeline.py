@@ -62,7 +62,7 @@ class StateSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class PowerBand:
+class PowerPaths:
     """SVG paths: the area between the lowest and the highest GPU, and the median as a line."""
 
     band: str
@@ -125,7 +125,7 @@ def thin_points(points: Sequence[TimelinePoint], most: int) -> list[TimelinePoin
 
 def power_band(
     points: Sequence[TimelinePoint], x_at: Callable[[float], float], top_watts: float, height: float
-) -> PowerBand:
+) -> PowerPaths:
     """`x_at` maps Unix seconds to x; `top_watts` is drawn at y = 0, 0 W at y = `height`. Gaps in the data stay gaps."""
 
     def at(point: TimelinePoint, watts: float | None) -> str:
@@ -137,7 +137,7 @@ def power_band(
         lower = [at(point, point.power_watts_low) for point in segment]
         band.append("M" + "L".join([*upper, *reversed(lower)]) + "z")
         median.append("M" + "L".join(at(point, point.power_watts_median) for point in segment))
-    return PowerBand("".join(band), "".join(median))
+    return PowerPaths("".join(band), "".join(median))
 
 
 def state_segments(
