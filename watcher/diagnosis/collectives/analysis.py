@@ -146,7 +146,7 @@ def _describe_blocking_rank(rank: int, reason: BlockingReason, hang: CollectiveH
         what = f"{describe_operation(launch.operation)} at {position_text(group, launch.slot)}"
         late = ""
         if rank in hang.graph.possibly_late:
-            late = f" (it is behind by at most {FEW_OPERATIONS} operations, so its record may just be a little older)"
+            late = f" (it lags by at most {FEW_OPERATIONS} operations, so its record may just be older)"
         return (
             f"rank {rank} did not finish {what}, which {format_ranks(finished_by)} finished{late}",
             group,
@@ -229,7 +229,8 @@ def conclude_all_joined(outcome: WaitOutcome, hang: CollectiveHang) -> Collectiv
     what = f"{describe_operation(stall.operation, sizes=not uneven)} at {position_text(stall.group, stall.slot)}"
     more_groups = len(outcome.all_joined) - 1
     more = f" ({format_count(more_groups, 'more group')} like this)" if more_groups else ""
-    why = f"all {len(stall.waiters)} members wait in the same {what}{more}"
+    members = "both" if len(stall.waiters) == 2 else f"all {len(stall.waiters)}"
+    why = f"{members} members wait in the same {what}{more}"
     if uneven:
         why += (
             "; their sizes differ, which is correct only if they match pairwise, so the cause is the network, a "
@@ -257,12 +258,13 @@ def conclude_no_wait(hang: CollectiveHang, unreadable: Sequence[UnreadableRecord
             "only used sends and receives of Gloo, which it does not record"
         )
         return hang.unknown(why + describe_unreadable(unreadable))
+    number = len(job.ranks)
     if missing := job.ranks_without_record:
-        why = (
-            f"none of the {len(job.ranks)} ranks with a record waits in a collective; {format_ranks(missing)} left none"
-        )
+        who = "the only rank with a record is not" if number == 1 else f"none of the {number} ranks with a record is"
+        why = f"{who} waiting in a collective; {format_ranks(missing)} left no record"
         return hang.unknown(why + describe_unreadable(unreadable))
-    why = f"none of the {len(job.ranks)} ranks waits in a collective: every recorded launch is finished"
+    who = "the only rank is not" if number == 1 else f"none of the {number} ranks is"
+    why = f"{who} waiting in a collective: every recorded launch is finished"
     return hang.conclude(DiagnosisVerdict.NO_DESYNC, False, (), CONFIDENCE_NO_WAIT, why, [])
 
 

@@ -40,8 +40,6 @@ CONFIDENCE_PEER_VOTE: Final = 0.7
 
 MAX_SIDES_DESCRIBED: Final = 4
 TIED: Final = "no side has a majority, so the records do not show which one is wrong"
-DECIDED_BY_PEER_GROUPS: Final = "the other groups of this kind show which side is wrong"
-DECIDED_BY_LAUNCH_COUNTS: Final = "what the other ranks launched before shows which side is wrong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +139,9 @@ def conclude_disagreement(disagreements: list[Disagreement], hang: CollectiveHan
     if not culprits:
         culprits = minority_by_peer_groups(shown, hang.job)
         confidence = CONFIDENCE_PEER_VOTE if culprits else CONFIDENCE_DISAGREEMENT
-        why += f"; {DECIDED_BY_PEER_GROUPS if culprits else TIED}"
+        right = {rank for _, ranks in shown.sides for rank in ranks}.difference(culprits)
+        peers_agree = f"the other groups of this kind agree with {format_ranks(right)}"
+        why += f"; {peers_agree if culprits else TIED}"
     return hang.conclude(
         DiagnosisVerdict.MISMATCH if only_sizes else DiagnosisVerdict.DESYNC,
         True,
@@ -170,7 +170,10 @@ def conclude_cycle(cycle: tuple[StalledOperation, ...], hang: CollectiveHang) ->
     if not culprits:
         culprits = minority_by_launch_counts(cycle, common, hang.job)
         confidence = CONFIDENCE_PEER_VOTE if culprits else CONFIDENCE_CYCLE
-        why += f"; {DECIDED_BY_LAUNCH_COUNTS if culprits else TIED}"
+        counts_differ = (
+            f"{format_ranks(culprits)} launched a different number of operations before than the other ranks"
+        )
+        why += f"; {counts_differ if culprits else TIED}"
     return hang.conclude(
         DiagnosisVerdict.DESYNC,
         # A cycle through a group with guessed members may not exist.

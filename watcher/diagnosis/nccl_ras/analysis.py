@@ -167,7 +167,7 @@ def _describe_others(analyses: Sequence[CommunicatorAnalysis], decisive: Sequenc
     """In how many communicators the finding is the same, and what is suspicious in the others although the job runs."""
     same = sum(analysis.identical_count for analysis in decisive) - decisive[0].identical_count
     total = sum(analysis.identical_count for analysis in analyses)
-    text = f" (the same in {same} more of {total} communicators)" if same else ""
+    text = f"; the same in {same} more of {total} communicators" if same else ""
     if decisive[0].finding is RasFinding.PROGRESSING:
         odd = next((a for a in analyses if a.finding in (RasFinding.CROSSED, RasFinding.BEHIND) and a.suspects), None)
         if odd is not None:
