@@ -44,7 +44,7 @@ class AlertMessage:
 
     @property
     def inhibited_sentence(self) -> str:
-        return f"It also explains {', '.join(self.inhibited)}: no separate message is sent." if self.inhibited else ""
+        return f"Also explains {', '.join(self.inhibited)}, for which no separate message is sent." if self.inhibited else ""
 
     @property
     def text(self) -> str:
@@ -149,5 +149,5 @@ def cost_sentence(episode: Episode, is_closed: bool) -> str:
 def timing_sentence(episode: Episode, is_closed: bool, now: float) -> str:
     if is_closed:
         end = now if episode.absent_seconds is None else episode.absent_seconds
-        return f"It lasted {format_duration(end - episode.began_seconds)}."
-    return f"It began {format_duration(now - episode.began_seconds)} ago."
+        return f"Lasted {format_duration(end - episode.began_seconds)}."
+    return f"Started {format_duration(now - episode.began_seconds)} ago."

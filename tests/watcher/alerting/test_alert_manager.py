@@ -310,7 +310,7 @@ def test_reminders_are_sent_at_the_configured_interval_only(watch: Watch) -> Non
     watch.start()
     watch.evaluate(HUNG, times=130)
     assert [status for status, _, _ in watch.messages()] == ["firing"] * 3
-    assert watch.last()["annotations"]["reason"] == "Reminder: it is still firing."
+    assert watch.last()["annotations"]["reason"] == "Reminder: this alert is still firing."
 
 
 def test_cost_is_counted_and_reported(watch: Watch) -> None:
@@ -399,7 +399,7 @@ def test_an_alert_never_seen_again_after_a_restart_closes_with_unknown_state(wat
     assert len(watch.messages()) == 2
     watch.evaluate(times=4)
     assert sorted(alert for status, alert, _ in watch.messages() if status == "resolved") == ["GpuThrottled", "JobHung"]
-    assert "Its state is unknown" in watch.last()["annotations"]["reason"]
+    assert "State unknown" in watch.last()["annotations"]["reason"]
 
 
 def test_a_completed_job_stays_completed_over_restarts_and_its_released_nodes_page_nobody(watch: Watch) -> None:

@@ -37,7 +37,7 @@ def test_all_jobs_with_step_rate_and_reason_and_what_is_open(address: str, shell
     assert answer.exit_code == 2
     healthy = next(line for line in answer.out.splitlines() if line.startswith("pretrain-32b"))
     assert healthy.split()[1:4] == ["computing", "1,923/3,854", "52,980"]
-    assert "Step 1,923 came" in healthy
+    assert "Step 1,923 was" in healthy
     assert "CRITICAL JobHung finetune-evenfix: Hung at step 3,854: rank 3 waits apart from the other 15." in answer.out
     assert "WARNING NodeUnreachable eval-nightly: gpu-07 does not answer." in answer.out
     assert "(quiet: GpuFault gpu-06/5)" in answer.out

@@ -138,7 +138,7 @@ def healthy() -> JobView:
         nodes,
         readings,
         [(JobState.COMPUTING, 420, 985.0), (JobState.CHECKPOINTING, 60, 190.0), (JobState.COMPUTING, 120, 985.0)],
-        "Step 1,923 came 4.9 s ago, as the job's own pace of 4.9 s a step lets expect.",
+        "Step 1,923 was 4.9 s ago, as expected from the job's own 4.9 s per step.",
         Verdict(
             PowerState.COMPUTE, 0.97, UtilizationPattern.ALL_BUSY, "Median 985 W is 0.90 of the limit.", "", (), 0.9
         ),
@@ -160,8 +160,8 @@ def hung() -> JobView:
         nodes,
         readings,
         [(JobState.COMPUTING, 380, 990.0), (JobState.HUNG, 220, 191.0)],
-        "No step for 3 min 40 s where the job's pace is 4.9 s; power fell from 990 W to 191 W while "
-        "utilisation still reads 100 % on 15 of 16 ranks.",
+        "No step for 3 min 40 s where a step usually takes 4.9 s; power fell from 990 W to 191 W while "
+        "utilization still reads 100 % on 15 of 16 ranks.",
         Verdict(
             PowerState.HANG,
             0.94,
@@ -201,12 +201,12 @@ def starving() -> JobView:
         ["gpu-05"],
         readings,
         [(JobState.STARVING, 600, 575.0)],
-        "Steps advance at 21,000 tok/s against 52,000 before; utilisation scatters from 0 % to 96 % over ranks.",
+        "Steps advance at 21,000 tok/s against 52,000 before; utilization scatters from 0 % to 96 % over ranks.",
         Verdict(
             PowerState.STARVATION,
             0.71,
             UtilizationPattern.SCATTER,
-            "Median 575 W, utilisation spread 96 points.",
+            "Median 575 W, utilization spread 96 points.",
             "",
             (),
             0.52,
@@ -310,7 +310,7 @@ def episode(alert: AlertName, severity: Severity, job: str, summary: str, ago: f
         severity=severity,
         confirmed=True,
         summary=summary,
-        evidence=("Step 3,854 is 3 min 40 s old; the pace is 4.9 s.", "Power 990 W -> 191 W at 10:11:20 UTC."),
+        evidence=("Step 3,854 is 3 min 40 s old; a step usually takes 4.9 s.", "Power 990 W -> 191 W at 10:11:20 UTC."),
         advice="Dump the flight recorder before anything is killed.",
         suspects=(),
         opened_wall_seconds=NOW - ago,
