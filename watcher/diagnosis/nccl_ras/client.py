@@ -38,13 +38,13 @@ class RasAnswer:
     """What one session gave."""
 
     raw: bytes  # the report as received, without the replies to the setup commands
-    form: str  # "json" or "text"
+    report_format: str  # "json" or "text"
     problem: str | None = None  # why there is no report, or why it is incomplete
 
     @property
     def suffix(self) -> str:
         """For the name of a file that stores it."""
-        return ".json" if self.form == "json" else ".txt"
+        return ".json" if self.report_format == "json" else ".txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _request_once(
     answer = request_report(channel, clock, deadline_seconds, max_bytes)
     if answer.problem is None:
         return answer
-    return RasAnswer(answer.raw, answer.form, f"NCCL RAS on {address}: {answer.problem}")
+    return RasAnswer(answer.raw, answer.report_format, f"NCCL RAS on {address}: {answer.problem}")
 
 
 def request_report(
@@ -147,7 +147,7 @@ class _Session:
 
     def run(self, server_seconds: float) -> RasAnswer:
         """`server_seconds`: how long RAS may wait for its peers, well within our deadline."""
-        form = "text"
+        report_format = "text"
         try:
             greeting = self.command("CLIENT PROTOCOL 2")
             if not greeting.upper().startswith("SERVER PROTOCOL"):
@@ -157,29 +157,29 @@ class _Session:
             # If the server rejects the timeout, it keeps its own. The deadline of the session holds in both cases.
             self.command(f"TIMEOUT {server_seconds:g}")
             if self.command("SET FORMAT json").upper() == "OK":
-                form = "json"
+                report_format = "json"
             self.send("VERBOSE STATUS")
         except _SessionFailed as failure:
-            return RasAnswer(b"", form, str(failure))
+            return RasAnswer(b"", report_format, str(failure))
         try:
             while self.receive():
                 pass
         except _SessionFailed as failure:
-            return self.answer(form, str(failure))
-        return self.answer(form, None)
+            return self.answer(report_format, str(failure))
+        return self.answer(report_format, None)
 
-    def answer(self, form: str, problem: str | None) -> RasAnswer:
+    def answer(self, report_format: str, problem: str | None) -> RasAnswer:
         raw = bytes(self.received)
         if problem is None:
             if not raw.strip():
                 problem = "it closed the connection without a report"
             elif raw[:6].upper() == b"ERROR:":
                 problem = f"it rejected the request: {_decode_line(raw)}"
-            elif form == "json" and not raw.rstrip().endswith(b"}"):
+            elif report_format == "json" and not raw.rstrip().endswith(b"}"):
                 problem = f"it closed the connection in the middle of its report, after {len(raw):,} bytes"
         elif raw:
             problem = f"{problem}; the {len(raw):,} bytes received until then are kept"
-        return RasAnswer(raw, form, problem)
+        return RasAnswer(raw, report_format, problem)
 
     def command(self, line: str) -> str:
         """Send one line and return the line that answers it."""

@@ -66,7 +66,7 @@ class Drip:
 def test_json_is_returned_as_it_was_sent() -> None:
     with serving(speaks_ras(lambda: REPORT)) as server:
         answer = request_report(server.connect(), Clock())
-    assert (answer.raw, answer.form, answer.suffix, answer.problem) == (REPORT, "json", ".json", None)
+    assert (answer.raw, answer.report_format, answer.suffix, answer.problem) == (REPORT, "json", ".json", None)
     expected = re.findall(r"^C: (.*)\\n$", sample("wire_session_json.txt").decode(), re.MULTILINE)
     assert server.commands == expected == ["CLIENT PROTOCOL 2", "TIMEOUT 5", "SET FORMAT json", "VERBOSE STATUS"]
 
@@ -75,7 +75,7 @@ def test_json_is_returned_as_it_was_sent() -> None:
 def test_a_server_without_json_is_asked_for_text(line_end: bytes) -> None:
     with serving(speaks_ras(lambda: TEXT, knows_json=False, line_end=line_end)) as server:
         answer = request_report(server.connect(), Clock())
-    assert (answer.raw, answer.form, answer.suffix, answer.problem) == (TEXT, "text", ".txt", None)
+    assert (answer.raw, answer.report_format, answer.suffix, answer.problem) == (TEXT, "text", ".txt", None)
 
 
 def test_a_stalled_server_is_abandoned_at_the_deadline() -> None:
