@@ -1,8 +1,11 @@
-"""`wattwatch-train pack SOURCE`: records to token blocks on this node, before any GPU is held for it."""
+"""The command line `wattwatch-train`: pack, gate, launch, and run, which the launcher starts once per GPU.
+
+Each command imports what it needs when it is called: `gate` has to start in milliseconds on every node, and torch,
+datasets and rich take seconds to import.
+"""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -12,37 +15,56 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from wattwatch.trainer.errors import UserError
-from wattwatch.trainer.gate.gather import Rendezvous
-from wattwatch.trainer.gate.model import GateSettings
-from wattwatch.trainer.gate.run import GateProcess, node_name, run_gate
-from wattwatch.trainer.launch.attempt import count_interrupts
-from wattwatch.trainer.launch.launcher import JobLauncher, LaunchOptions, plan_lines
-from wattwatch.trainer.launch.placement import Placement, format_address, resolve_placement
-from wattwatch.trainer.pack.manifest import PackManifest
 from wattwatch.trainer.ranks import RANK_VARIABLES, WORLD_VARIABLES, RanksOption, select_ranks
-from wattwatch.trainer.settings import JobFile, read_job_file, settings_help, smoke_test_job
 
 if TYPE_CHECKING:
+    from wattwatch.trainer.gate.gather import Rendezvous
+    from wattwatch.trainer.launch.placement import Placement
+    from wattwatch.trainer.pack.manifest import PackManifest
     from wattwatch.trainer.settings import JobFile
 
+# The launcher's own name for the node first: it is the one that the job file uses.
+NODE_NAME_VARIABLES: Final = ("WATTWATCH_NODE", "SLURMD_NODENAME")
+JOB_ID_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+OPTIONAL_PACKAGES: Final = ("datasets", "transformers", "tokenizers", "numpy", "safetensors", "torch")
 
-@click.command()
+
+class PipelineGroup(click.Group):
+    """Lists the commands in the order in which they are used, not in alphabetical order."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=PipelineGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="wattwatch", prog_name="wattwatch-train", message="%(prog)s %(version)s")
+def wattwatch_train() -> None:
+    """Full fine-tuning in which all ranks always issue the same collectives: data is packed and checked beforehand."""
+
+
+@wattwatch_train.command("pack", short_help="Tokenize records once, into fixed blocks per rank.")
 @click.argument("source")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Directory, local to the node.")
-@click.option("--tokenizer", required=True, help="Directory of save_pretrained, or a name on the hub.")
-@click.option("--world", type=click.IntRange(1), envvar=WORLD_VARIABLES, required=True, help="Ranks of the job.")
-@click.option("--ranks", type=RanksOption(), help="Those of this node, as 0-7; else the launcher's RANK, else all.")
-@click.option("--seq-len", type=click.IntRange(2), default=2048, show_default=True, help="Token ids in a block.")
-@click.option("--split", default="train", show_default=True)
-@click.option("--column", help="Column of the records: text, or lists of messages; else text or messages.")
-@click.option("--contiguous/--strided", default=True, show_default=True, help="How rows are dealt to ranks.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Output directory, local to the node."
+)
+@click.option("--tokenizer", required=True, help="Directory written by save_pretrained, or a name on the Hub.")
+@click.option(
+    "--world", type=click.IntRange(1), envvar=WORLD_VARIABLES, required=True, help="Number of ranks of the job."
+)
+@click.option(
+    "--ranks", type=RanksOption(), help="Ranks of this node, such as 0-7. [default: RANK of the launcher, or all ranks]"
+)
+@click.option("--seq-len", type=click.IntRange(2), default=2048, show_default=True, help="Token ids per block.")
+@click.option("--split", default="train", show_default=True, help="Split of the dataset.")
+@click.option("--column", help="Column with the text or the lists of messages. [default: text or messages]")
+@click.option(
+    "--contiguous/--strided", default=True, show_default=True, help="How rows are distributed to ranks, see datasets."
+)
 @click.option("--document-mask", is_flag=True, help="Also write where records begin.")
-@click.option("--workers", type=click.IntRange(1), help="Tokenising processes. [default: one per CPU core]")
-@click.option("--json", "as_json", is_flag=True, help="The manifests, as a list.")
+@click.option("--workers", type=click.IntRange(1), help="Processes that tokenize. [default: one per CPU core]")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifests as a JSON list.")
 def pack_command(
     source: str,
     output: Path,
@@ -57,18 +79,21 @@ def pack_command(
     workers: int | None,
     as_json: bool,
 ) -> None:
-    """Tokenise each record of SOURCE once and pack the ids into fixed blocks: one .i32 file and manifest per rank.
+    """Tokenize each record of SOURCE once and pack the ids into fixed blocks: an .i32 file and a manifest per rank.
 
-    SOURCE is JSONL (a path or a glob), a directory of datasets' save_to_disk, or the name of a dataset. Same input,
-    bit-same output. Exit code 2: refused, and the rank it names was not published.
+    SOURCE is JSONL (a path or a glob), a directory written by save_to_disk of datasets, or the name of a dataset. The
+    same input always gives the same bytes. Exit code 2: an error; nothing was written for the rank that it names.
     """
     ranks = select_ranks(world, ranks)
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     from wattwatch.trainer.pack.corpus import read_corpus, shard_corpus
     from wattwatch.trainer.pack.packing import PackSettings, pack_shard
     from wattwatch.trainer.pack.tokens import TokenizerPool, read_tokenizer
 
     corpus = read_corpus(source, split, column)
-    recipe, facts = read_tokenizer(tokenizer, corpus.kind)
+    recipe, identity = read_tokenizer(tokenizer, corpus.kind)
     settings = PackSettings(seq_len, document_mask)
     pool = TokenizerPool(recipe, workers or len(os.sched_getaffinity(0)))
     shards = [shard_corpus(corpus, world, rank, contiguous) for rank in ranks]
@@ -77,7 +102,7 @@ def pack_command(
     with pool, Progress(*bar, console=Console(stderr=True)) as progress:
         for shard in shards:
             task = progress.add_task(f"rank {shard.rank}", total=shard.row_ids.size)
-            manifest = pack_shard(corpus, shard, settings, facts, pool, output, partial(progress.advance, task))
+            manifest = pack_shard(corpus, shard, settings, identity, pool, output, partial(progress.advance, task))
             manifests.append(manifest)
             if not as_json:
                 click.echo(describe_manifest(manifest))
@@ -93,71 +118,8 @@ def describe_manifest(manifest: PackManifest) -> str:
     )
 
 
-# What a job file tells the gate, so that the gate asks for the very job that is launched.
-
-
-def gate_option_defaults(job: JobFile) -> dict[str, Any]:
-    """Values of the command's options, by their names, where nobody gives them. Raises Refusal."""
-    said, here = job.settings, resolve_placement(job.settings.launch, os.environ)
-    for name in WORLD_VARIABLES:
-        if os.environ.get(name, str(here.world)) != str(here.world):
-            raise UserError(
-                f"{job.path}: {len(here.nodes)} nodes of {here.ranks_per_node} ranks are a world of {here.world}, the "
-                f"environment says {name}={os.environ[name]}: correct launch.nodes or launch.ranks_per_node"
-            )
-    return {
-        "run": said.run,
-        "data": said.data,
-        "model": said.model,
-        "config": job.path,
-        "world": here.world,
-        "rendezvous": format_address(here.address, here.port + 1),
-        "micro_batch": said.train.micro_batch,
-        "accumulation": said.train.accumulation,
-        "keep": said.checkpoint.keep,
-        "wait": said.launch.gate_wait_seconds,
-        "strict": said.launch.strict,
-    }
-
-
-def gate_settings_from_job(job: JobFile) -> dict[str, Any]:
-    """Fields of GateSettings for which there are no options."""
-    train, checkpoint = job.settings.train, job.settings.checkpoint
-    return {
-        "epochs": train.epochs,
-        "evenness": train.evenness,
-        "document_mask": train.document_mask,
-        "optimizer": checkpoint.optimizer,
-        "random_weights": train.random_weights,
-        "file_bytes": round(checkpoint.file_gigabytes * 1e9),
-        "save_timeout_seconds": float(checkpoint.timeout_seconds),
-    }
-
-
-def ranks_on_node(job: JobFile, node: str) -> tuple[int, ...]:
-    """Those that the job places on `node`. Raises Refusal where it names no such node."""
-    here = resolve_placement(job.settings.launch, os.environ)
-    if len(here.nodes) == 1:
-        return tuple(here.ranks(0))
-    return tuple(here.ranks(_node_index(here, node, job.path)))
-
-
-def _node_index(here: Placement, node: str, path: str) -> int:
-    for name in (node, node.partition(".")[0]):
-        if name in here.nodes:
-            return here.nodes.index(name)
-    shown = ", ".join(here.nodes[:4]) + (", ..." if len(here.nodes) > 4 else "")
-    raise UserError(f"{path}: this node, {node}, is none of launch.nodes, {shown}: say which with --node or --ranks")
-
-
-# `wattwatch-train gate`: may this job start? One process on each node, or one for each rank, at the same time.
-
-NODE_NAME_VARIABLES: Final = ("WATTWATCH_NODE", "SLURMD_NODENAME")
-JOB_ID_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
-
-
 def read_job_defaults(ctx: click.Context, _: click.Parameter, path: str | None) -> JobFile | None:
-    """The job's values become the defaults of the options. Imported here: a gate without a job file stays quick."""
+    """Callback of `gate --job`: the values of the job file become the defaults of the other options."""
     if path is None:
         return None
     from wattwatch.trainer.settings import read_job_file
@@ -167,29 +129,51 @@ def read_job_defaults(ctx: click.Context, _: click.Parameter, path: str | None) 
     return job
 
 
-@click.command()
-@click.option("--job", is_eager=True, callback=read_job_defaults, help="The job's TOML: all of the below but --resume.")
-@click.option("--run", required=True, help="The run directory, shared by all nodes: gate.json, checkpoints/.")
-@click.option("--data", required=True, help="Directory of the packed blocks on this node.")
-@click.option("--world", type=click.IntRange(1), envvar=WORLD_VARIABLES, required=True, help="Ranks of the job.")
-@click.option("--ranks", type=RanksOption(), help="Those of this process, as 0-7; else the launcher's RANK, else all.")
-@click.option("--rendezvous", help="HOST:PORT of rank 0's gate; else MASTER_ADDR and MASTER_PORT.")
-@click.option("--micro-batch", type=click.IntRange(1), default=1, show_default=True, help="Blocks in a micro-step.")
-@click.option("--accumulation", type=click.IntRange(1), default=8, show_default=True, help="Micro-steps in a step.")
-@click.option("--seq-len", type=click.IntRange(2), help="Token ids in a block; else as packed.")
-@click.option("--vocab-size", type=click.IntRange(1), help="Of the model; else of --model, else of the tokenizer.")
-@click.option("--model", help="Directory of the model: vocabulary, tokenizer, size of a checkpoint.")
-@click.option("--config", help="The job's configuration file: it must be the same on every node.")
-@click.option("--resume", help="Checkpoint directory to resume from: it must be complete.")
-@click.option("--keep", type=click.IntRange(1), default=2, show_default=True, help="Checkpoints that stay on disk.")
-@click.option("--checkpoint-gigabytes", type=click.FloatRange(0, min_open=True), help="Of one; else the model's.")
-@click.option("--node", envvar=NODE_NAME_VARIABLES, help="Name of this node in what is said. [default: its host name]")
-@click.option("--wait", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds for ranks to come.")
+@wattwatch_train.command("gate", short_help="Six checks over all ranks: may this job start?")
 @click.option(
-    "--path-deadline", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Seconds for a path."
+    "--job", is_eager=True, callback=read_job_defaults, help="JOB.toml: sets all options below except --resume."
+)
+@click.option("--run", required=True, help="Run directory, shared by all nodes: gate.json, checkpoints/.")
+@click.option("--data", required=True, help="Directory of the packed blocks on this node.")
+@click.option(
+    "--world", type=click.IntRange(1), envvar=WORLD_VARIABLES, required=True, help="Number of ranks of the job."
+)
+@click.option(
+    "--ranks",
+    type=RanksOption(),
+    help="Ranks of this process, such as 0-7. [default: RANK of the launcher, or all ranks]",
+)
+@click.option(
+    "--rendezvous", help="HOST:PORT where rank 0's gate process listens. [default: MASTER_ADDR and MASTER_PORT]"
+)
+@click.option("--micro-batch", type=click.IntRange(1), default=1, show_default=True, help="Blocks per micro-step.")
+@click.option("--accumulation", type=click.IntRange(1), default=8, show_default=True, help="Micro-steps per step.")
+@click.option("--seq-len", type=click.IntRange(2), help="Token ids per block. [default: as packed]")
+@click.option(
+    "--vocab-size", type=click.IntRange(1), help="Vocabulary of the model. [default: from --model, or the tokenizer]"
+)
+@click.option("--model", help="Model directory: vocabulary, tokenizer, size of a checkpoint.")
+@click.option("--config", help="Configuration file of the job: must be identical on all nodes.")
+@click.option("--resume", help="Checkpoint directory to resume from: must be complete.")
+@click.option("--keep", type=click.IntRange(1), default=2, show_default=True, help="Checkpoints kept on disk.")
+@click.option(
+    "--checkpoint-gigabytes",
+    type=click.FloatRange(0, min_open=True),
+    help="Size of one checkpoint. [default: from the model]",
+)
+@click.option("--node", envvar=NODE_NAME_VARIABLES, help="Name of this node in messages. [default: its host name]")
+@click.option(
+    "--wait", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds to wait for all ranks."
+)
+@click.option(
+    "--path-deadline",
+    type=click.FloatRange(0.1),
+    default=10.0,
+    show_default=True,
+    help="Seconds that a path or nvidia-smi may take to respond.",
 )
 @click.option("--strict", is_flag=True, help="Warnings refuse the job too.")
-@click.option("--json", "as_json", is_flag=True, help="Print gate.json, from every process.")
+@click.option("--json", "as_json", is_flag=True, help="Print gate.json, in every process.")
 def gate_command(
     job: JobFile | None,
     run: str,
@@ -214,20 +198,23 @@ def gate_command(
 ) -> None:
     """Six checks over all ranks before a job may start: world, blocks, shards, evenness, checkpoint, devices.
 
-    Start it on every node at the same time; rank 0's process prints the verdict and writes RUN/gate.json. Exit code:
-    0 pass, 1 warnings, 2 refused, 3 the gate itself broke.
+    Start it on all nodes at the same time, one process per node or one per rank. The process with rank 0 prints the
+    verdict and writes RUN/gate.json. Exit code: 0 passed, 1 warnings, 2 refused, 3 internal error.
     """
-    more = {}
+    from wattwatch.trainer.gate.model import GateSettings
+    from wattwatch.trainer.gate.run import GateProcess, node_name, run_gate
+
+    more: dict[str, Any] = {}
     if job:
         more = gate_settings_from_job(job)
         if ranks is None and not any(os.environ.get(name) for name in RANK_VARIABLES):
             ranks = ranks_on_node(job, node_name(node))
     ranks = select_ranks(world, ranks)
-    size = None if checkpoint_gigabytes is None else round(checkpoint_gigabytes * 1e9)
-    settings = GateSettings(world, micro_batch, accumulation, keep, seq_len, vocab_size, size, **more)
-    here = GateProcess(node_name(node), ranks, data, run, model, resume, config, path_deadline)
-    meeting = None if ranks == tuple(range(world)) else parse_rendezvous(rendezvous)
-    gate = run_gate(settings, here, meeting, wait)
+    checkpoint_bytes = None if checkpoint_gigabytes is None else round(checkpoint_gigabytes * 1e9)
+    settings = GateSettings(world, micro_batch, accumulation, keep, seq_len, vocab_size, checkpoint_bytes, **more)
+    process = GateProcess(node_name(node), ranks, data, run, model, resume, config, path_deadline)
+    meeting_point = None if ranks == tuple(range(world)) else parse_rendezvous(rendezvous)
+    gate = run_gate(settings, process, meeting_point, wait)
     code = gate.verdict.exit_code(strict)
     if as_json:
         click.echo(json.dumps(gate.record, indent=1))
@@ -235,26 +222,94 @@ def gate_command(
         click.echo("\n".join(gate.verdict.lines()))
         click.echo(gate_summary_line(gate.verdict.level, code, gate.record["gate_id"], gate.record["seconds"]))
     else:
-        click.echo(f"gate {gate.verdict.level}: rank 0's process on {gate.reports[0].node} says why")
+        click.echo(f"gate {gate.verdict.level}: see the output of rank 0's process on {gate.reports[0].node}")
     if gate.unrecorded:
-        click.echo(f"{run}/gate.json is not written: {gate.unrecorded}", err=True)
+        click.echo(f"{run}/gate.json was not written: {gate.unrecorded}", err=True)
         code = 2
     sys.exit(code)
 
 
+def gate_option_defaults(job: JobFile) -> dict[str, Any]:
+    """Values for the options of `gate`, by parameter name, so that it checks exactly the job that will be launched.
+
+    Raises UserError if the launcher's environment says that the job has another number of ranks.
+    """
+    from wattwatch.trainer.launch.placement import format_address, resolve_placement
+
+    settings, placement = job.settings, resolve_placement(job.settings.launch, os.environ)
+    for name in WORLD_VARIABLES:
+        if os.environ.get(name, str(placement.world)) != str(placement.world):
+            raise UserError(
+                f"{job.path}: {len(placement.nodes)} nodes with {placement.ranks_per_node} ranks each are a world of "
+                f"{placement.world}, but the environment has {name}={os.environ[name]}: correct launch.nodes or "
+                "launch.ranks_per_node"
+            )
+    return {
+        "run": settings.run,
+        "data": settings.data,
+        "model": settings.model,
+        "config": job.path,
+        "world": placement.world,
+        "rendezvous": format_address(placement.address, placement.port + 1),  # torch's store uses the port itself
+        "micro_batch": settings.train.micro_batch,
+        "accumulation": settings.train.accumulation,
+        "keep": settings.checkpoint.keep,
+        "wait": settings.launch.gate_wait_seconds,
+        "strict": settings.launch.strict,
+    }
+
+
+def gate_settings_from_job(job: JobFile) -> dict[str, Any]:
+    """Fields of GateSettings that have no option."""
+    train, checkpoint = job.settings.train, job.settings.checkpoint
+    return {
+        "epochs": train.epochs,
+        "evenness": train.evenness,
+        "document_mask": train.document_mask,
+        "optimizer": checkpoint.optimizer,
+        "random_weights": train.random_weights,
+        "file_bytes": round(checkpoint.file_gigabytes * 1e9),
+        "save_timeout_seconds": float(checkpoint.timeout_seconds),
+    }
+
+
+def ranks_on_node(job: JobFile, node: str) -> tuple[int, ...]:
+    """The ranks that the job file places on `node`. Raises UserError if it does not name that node."""
+    from wattwatch.trainer.launch.placement import resolve_placement
+
+    placement = resolve_placement(job.settings.launch, os.environ)
+    if len(placement.nodes) == 1:
+        return tuple(placement.ranks(0))
+    return tuple(placement.ranks(_node_index(placement, node, job.path)))
+
+
+def _node_index(placement: Placement, node: str, path: str) -> int:
+    for name in (node, node.partition(".")[0]):  # a host name may be fully qualified, the job file's names are not
+        if name in placement.nodes:
+            return placement.nodes.index(name)
+    shown = ", ".join(placement.nodes[:4]) + (", ..." if len(placement.nodes) > 4 else "")
+    raise UserError(f"{path}: this node, {node}, is not in launch.nodes ({shown}): name it with --node or --ranks")
+
+
 def gate_summary_line(level: str, code: int, gate_id: str, seconds: float | None) -> str:
+    """`gate open: WARN in 0.41 s, id 3f2a`, `gate refused: FAIL in 0.38 s, id 77c0`."""
     took = "" if seconds is None else f" in {seconds:.2f} s"
-    word = "refused" if code == 2 else "open"
-    return f"gate {word}: {level}{took}{', id ' + gate_id if gate_id else ''}"
+    state = "refused" if code == 2 else "open"
+    return f"gate {state}: {level}{took}{', id ' + gate_id if gate_id else ''}"
 
 
 def parse_rendezvous(given: str | None) -> Rendezvous:
-    """HOST:PORT, or the launcher's. Raises click.UsageError where nobody names one, Refusal for one that is none."""
+    """`given` is HOST:PORT; None means the launcher's MASTER_ADDR and MASTER_PORT.
+
+    Raises click.UsageError if neither is set, UserError if it is not HOST:PORT.
+    """
+    from wattwatch.trainer.gate.gather import Rendezvous
+
     if given is None:
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if not host or not port:
             raise click.UsageError(
-                "other processes hold ranks of this job: say where they meet, --rendezvous HOST:PORT"
+                "other processes have ranks of this job: set where rank 0's listens with --rendezvous HOST:PORT"
             )
         given = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     host, _, port = given.rpartition(":")
@@ -265,86 +320,68 @@ def parse_rendezvous(given: str | None) -> Rendezvous:
     return Rendezvous(host, int(port), key)
 
 
-# `wattwatch-train launch`: a job over its nodes, from the gate to the last checkpoint.
-
-
 def print_keys(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
-    """Every key with its default and what it means, as a file to start from."""
+    """Callback of `launch --keys`."""
     if wanted:
+        from wattwatch.trainer.settings import settings_help
+
         click.echo(settings_help(), nl=False)
         ctx.exit()
 
 
-@click.command()
+@wattwatch_train.command("launch", short_help="Run a job on all its nodes, from the gate to the last checkpoint.")
 @click.argument("job", metavar="JOB.toml")
 @click.option("--smoke", type=click.Choice(["boundary"]), help="Only the last two steps and the save after them.")
-@click.option("--fresh", is_flag=True, help="From the start: checkpoints that are there are set aside.")
-@click.option("--print", "only_print", is_flag=True, help="Print what would be run, run nothing.")
+@click.option("--fresh", is_flag=True, help="Start from the beginning: existing checkpoints are moved aside.")
+@click.option("--print", "only_print", is_flag=True, help="Print what would be run, and run nothing.")
 @click.option(
     "--keys", is_flag=True, is_eager=True, expose_value=False, callback=print_keys, help="Print all keys of JOB.toml."
 )
 def launch_command(job: str, smoke: str | None, fresh: bool, only_print: bool) -> None:
-    """Runs the job on all its nodes: gate, then ranks, and again from the last complete checkpoint when they fail.
+    """Run a job on all its nodes: gate, then ranks; after a failure again, from the last complete checkpoint.
 
-    SIGTERM or Ctrl-C once: the ranks save and end. Twice: they are ended. Exit code: 0 all steps are done and saved,
-    2 refused, 4 stopped on request, 5 failed after all attempts, 130 interrupted.
+    SIGTERM or Ctrl-C once: the ranks save and stop. Twice: they are terminated without saving. Exit code: 0 all steps
+    are done and saved, 2 refused, 4 stopped on request, 5 failed after all attempts, 130 interrupted.
     """
-    settings = with_absolute_path(read_job_file(job))
-    wishes = LaunchOptions(smoke, fresh)
+    from wattwatch.trainer.launch.attempt import count_interrupts
+    from wattwatch.trainer.launch.launcher import JobLauncher, LaunchOptions, plan_lines
+    from wattwatch.trainer.settings import read_job_file, smoke_test_job
+
+    job_file = with_absolute_path(read_job_file(job))
+    options = LaunchOptions(smoke, fresh)
     if smoke:
-        settings = smoke_test_job(settings)
+        job_file = smoke_test_job(job_file)
     if only_print:
-        click.echo("\n".join(plan_lines(settings, wishes)))
+        click.echo("\n".join(plan_lines(job_file, options)))
         return
-    with count_interrupts() as counted:
-        sys.exit(JobLauncher(settings, wishes, counted, click.echo).run())
+    with count_interrupts() as interrupts:
+        sys.exit(JobLauncher(job_file, options, interrupts, click.echo).run())
 
 
 def with_absolute_path(job: JobFile) -> JobFile:
-    """The same path on every node, whatever directory a login starts in."""
+    """The nodes read the file too, and a login over SSH starts in another directory."""
     return replace(job, path=str(Path(job.path).absolute()))
 
 
-# The command `wattwatch-train`: a table of commands, each loaded when it is called, so that the gate stays quick.
+@wattwatch_train.command("run", short_help="One rank of a job; started by the launcher.")
+@click.argument("job")
+@click.option("--resume", help="Checkpoint directory to resume from; it must be complete.")
+@click.option("--smoke", type=click.Choice(["boundary"]), help="Only the last two steps and the save after them.")
+def run_command(job: str, resume: str | None, smoke: str | None) -> None:
+    """One rank of the job in the file JOB. The launcher starts it through torchrun, once per GPU.
 
-# name -> (module, object, one line of help)
-COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
-    "pack": ("wattwatch.trainer.cli", "pack_command", "Tokenise records once, into fixed blocks per rank."),
-    "gate": ("wattwatch.trainer.cli", "gate_command", "Six checks over all ranks: may this job start?"),
-    "launch": ("wattwatch.trainer.cli", "launch_command", "A job over its nodes, from gate to last checkpoint."),
-    "run": ("wattwatch.trainer.train.rank", "run_command", "One rank of a job; the launcher starts it."),
-}
+    Exit code: 0 all steps are done and saved, 2 refused, 3 a bug, 4 stopped on request before the last step, 5 failed:
+    a new attempt from the last complete checkpoint may succeed.
+    """
+    from wattwatch.trainer.train.rank import run_rank_process
 
-
-class TrainCommandGroup(click.Group):
-    """A group that imports a command's module only when the command is asked for."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module, name, _ = COMMANDS[cmd_name]
-        command = getattr(importlib.import_module(module), name)
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
-
-
-@click.group(cls=TrainCommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="wattwatch", prog_name="wattwatch-train", message="%(prog)s %(version)s")
-def wattwatch_train() -> None:
-    """Full fine-tuning whose ranks cannot run out of step: what it reads is packed, and checked before it starts."""
+    run_rank_process(job, resume, smoke is not None)
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Entry point. Exit codes: 0 OK, 1 warning, 2 refused or wrong use, 3 unknown, 130 interrupted.
+    """Entry point. Exit codes: 0 OK, 1 warning, 2 refused or wrong usage, 3 internal error, 130 interrupted.
 
-    A traceback is for developers: set WATTWATCH_DEBUG=1 to see it.
+    Set WATTWATCH_DEBUG=1 to get the traceback of an internal error.
     """
     try:
         code = wattwatch_train.main(args=arguments, prog_name="wattwatch-train", standalone_mode=False)
@@ -356,15 +393,15 @@ def main(arguments: list[str] | None = None) -> Any:
     except UserError as error:
         return _fail(str(error), 2)
     except ModuleNotFoundError as error:
-        if error.name not in ("datasets", "transformers", "tokenizers", "numpy", "safetensors", "torch"):
+        if error.name not in OPTIONAL_PACKAGES:
             raise
         return _fail(f"{error.name} is not installed: pip install 'wattwatch[trainer]'", 2)
     except Exception as error:
         if os.environ.get("WATTWATCH_DEBUG") == "1":
             raise
         return _fail(
-            f"wattwatch-train: an internal error, please report it: {type(error).__name__}: {error}\n"
-            "Run again with WATTWATCH_DEBUG=1 for the place in the code.",
+            f"wattwatch-train: internal error, please report it: {type(error).__name__}: {error}\n"
+            "Run again with WATTWATCH_DEBUG=1 for a traceback.",
             3,
         )
     return sys.exit(code if isinstance(code, int) else 0)

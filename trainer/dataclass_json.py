@@ -1,6 +1,6 @@
-"""Frozen dataclasses from JSON, strictly: a field that is missing, unknown or of another type is named.
+"""Decoded JSON to frozen dataclasses, strictly: a missing, unknown or wrongly typed field is an error that names it.
 
-The standard library only: the gate reads manifests and reports with it, and must start in milliseconds.
+Standard library only, without pydantic: the gate reads manifests and reports with it, and has to start in milliseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class InvalidDataError(ValueError):
-    """Data that does not fit the type; the text names the field and what stood there."""
+    """Data that does not fit the dataclass. The message names the field and the value that was found."""
 
 
 @cache
@@ -24,7 +24,10 @@ def _type_hints(kind: type) -> dict[str, Any]:
 
 
 def parse_dataclass(kind: type[T], data: object, where: str = "") -> T:
-    """`data`, as json.loads returns it, as a `kind`. Raises NotPlain."""
+    """`data`, as json.loads or tomllib returns it, as an instance of the dataclass `kind`.
+
+    `where` is the path of `data` in a larger document, for the error message. Raises InvalidDataError.
+    """
     if not isinstance(data, dict):
         raise InvalidDataError(f"{where or kind.__name__}: expected an object, found {_shortened(data)}")
     hints = _type_hints(kind)  # type: ignore[arg-type]  # a class is hashable; mypy doubts it for type[T]
@@ -41,6 +44,7 @@ def parse_dataclass(kind: type[T], data: object, where: str = "") -> T:
 
 
 def _parse_value(hint: Any, data: object, where: str) -> Any:
+    """Supports what our dataclasses use: X | None, tuple[X, ...], dict[str, X], dataclasses and plain types."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if data is None and type(None) in arguments:
@@ -53,9 +57,9 @@ def _parse_value(hint: Any, data: object, where: str) -> Any:
         return {key: _parse_value(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
     if is_dataclass(hint):
         return parse_dataclass(typing.cast("type[Any]", hint), data, where)
-    if hint is float and type(data) is int:
+    if hint is float and type(data) is int:  # JSON and TOML writers drop the ".0"
         return float(data)
-    if type(data) is hint:  # exactly: True is no int
+    if type(data) is hint:  # not isinstance: True is an int to Python, and a mistake in a file
         return data
     raise InvalidDataError(f"{where}: expected {getattr(hint, '__name__', hint)}, found {_shortened(data)}")
 

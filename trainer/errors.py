@@ -1,7 +1,10 @@
-"""What stops a command: one sentence that says what, where and what to do."""
+"""The error that ends a command with one sentence and no traceback."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Input or surroundings that must not be worked with. Its text is what the user reads, whole."""
+    """Input or an environment that the command cannot work with.
+
+    The message is printed as it is, so it must name the file, key or node, say what is wrong, and what to do about it.
+    """

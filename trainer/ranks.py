@@ -1,4 +1,4 @@
-"""Which ranks: `3`, `0-7`, `0-3,8`; and what launchers say of world and rank in the environment."""
+"""Which ranks a command works on: the option `--ranks 0-7`, or the rank that a launcher put into the environment."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any, Final
 
 import click
 
-# torchrun's names first, then srun's
+# torchrun's names first: under `srun torchrun` both are set, and Slurm counts its own tasks, not ranks.
 WORLD_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS")
 RANK_VARIABLES: Final = ("RANK", "SLURM_PROCID")
+MAX_RANK: Final = 1_000_000  # chosen: a typing error such as 0-1000000000 must not fill the memory
 
 
 class RanksOption(click.ParamType[tuple[int, ...]]):
-    """A set of ranks, in order."""
+    """A set of ranks such as `3`, `0-7` or `0-3,8`, as a sorted tuple."""
 
     name = "ranks"
 
@@ -24,30 +25,21 @@ class RanksOption(click.ParamType[tuple[int, ...]]):
         for part in str(value).split(","):
             first, _, last = part.partition("-")
             if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
-                self.fail(f"{part!r} is no range of ranks: write 3, 0-7 or 0-3,8", param, ctx)
-            if int(last or first) >= 1_000_000:
-                self.fail(f"{part!r}: no such rank", param, ctx)
+                self.fail(f"{part!r} is not a range of ranks: write 3, 0-7 or 0-3,8", param, ctx)
+            if int(last or first) >= MAX_RANK:
+                self.fail(f"{part!r}: ranks must be below {MAX_RANK:,}", param, ctx)
             ranks.update(range(int(first), int(last or first) + 1))
         return tuple(sorted(ranks))
 
 
 def select_ranks(world: int, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The ranks asked for, else the launcher's, else all. Raises click.BadParameter for one outside the world."""
+    """The ranks that were asked for; without any, the rank in the environment; without that, all ranks of the world.
+
+    Raises click.BadParameter for a rank outside the world.
+    """
     if ranks is None:
-        own = next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name, "").isdecimal()), None)
-        ranks = tuple(range(world)) if own is None else (int(own),)
+        rank = next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name, "").isdecimal()), None)
+        ranks = tuple(range(world)) if rank is None else (int(rank),)
     if ranks[-1] >= world:
         raise click.BadParameter(f"rank {ranks[-1]} is outside a world of {world}", param_hint="'--ranks'")
     return ranks
-
-
-def format_rank_list(ranks: tuple[int, ...] | list[int]) -> str:
-    """`rank 3`, `ranks 0-7, 9`."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"{'ranks' if len(set(ranks)) > 1 else 'rank'} {words}"

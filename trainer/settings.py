@@ -1,6 +1,6 @@
-"""A job as its owner writes it, in TOML: what is trained on what, how, where to. The field's metadata is its help.
+"""JOB.toml: what to train, on what, how, and where the output goes. Each field's metadata is its help text.
 
-Read by the launcher, the gate and every rank from one file, whose hash the gate records: no torch here.
+The launcher, the gate and every rank read the same file, and the gate records its hash. No torch here.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from wattwatch.trainer.errors import UserError
 
 
 class Evenness(StrEnum):
-    """What becomes of ranks with unequal block counts (PAPER: "evenfix")."""
+    """What to do when ranks have unequal numbers of blocks (called "evenfix" in arXiv 2608.05944, section 5)."""
 
-    MIN = "min"  # all stop at the shortest rank's count
-    PAD = "pad"  # shorter ranks repeat their first blocks, up to the longest rank's count
-    OFF = "off"  # each its own count: deadlocks at the end of the epoch; to reproduce the failure, for nothing else
+    MIN = "min"  # all ranks stop at the count of the rank with the fewest blocks
+    PAD = "pad"  # ranks with fewer blocks repeat their first ones, up to the largest count
+    OFF = "off"  # every rank uses its own count: deadlocks at the end of the epoch. Only to reproduce that failure
 
 
 class Precision(StrEnum):
-    BF16 = "bf16"  # computed in bfloat16, reduced and kept in float32
+    BF16 = "bf16"  # computed in bfloat16; gradients reduced, and parameters kept, in float32
     FP32 = "fp32"
 
 
 class GatherMode(StrEnum):
-    """How long a rank holds whole weights and gradients."""
+    """How long a rank holds unsharded weights and gradients."""
 
-    LAYER = "layer"  # of a layer, while it computes; reduced at every micro-step (FULL_SHARD)
-    STEP = "step"  # of the model, for a step: gathered once, reduced once
+    LAYER = "layer"  # those of one layer, while it is computed; gradients reduced at every micro-step (FULL_SHARD)
+    STEP = "step"  # those of the whole model, for one step: gathered once, reduced once
 
 
 class LaunchMethod(StrEnum):
-    """How the launcher reaches a node."""
+    """How the launcher starts processes on a node."""
 
     LOCAL = "local"
     SSH = "ssh"
@@ -50,7 +50,7 @@ class LaunchMethod(StrEnum):
 
 
 def setting(default: Any, text: str) -> Any:
-    """A dataclass field with its help."""
+    """A dataclass field with its help text."""
     return field(default=default, metadata={"help": text})
 
 
@@ -58,26 +58,31 @@ def setting(default: Any, text: str) -> Any:
 class TrainSettings:
     """[train]"""
 
-    epochs: int = setting(1, "times over the data")
-    micro_batch: int = setting(1, "blocks in a micro-step, on each rank")
-    accumulation: int = setting(8, "micro-steps in an optimizer step")
-    learning_rate: float = setting(1e-5, "at the top of the schedule")
-    final_learning_rate_share: float = setting(0.1, "of learning_rate, where the cosine ends")
-    warmup_steps: int = setting(100, "steps from 0 to learning_rate; again after a weights-only resume")
-    weight_decay: float = setting(0.1, "of matrices; vectors have none")
+    epochs: int = setting(1, "passes over the data")
+    micro_batch: int = setting(1, "blocks per micro-step, on each rank")
+    accumulation: int = setting(8, "micro-steps per optimizer step")
+    learning_rate: float = setting(1e-5, "peak learning rate, reached at the end of the warm-up")
+    final_learning_rate_share: float = setting(0.1, "the cosine ends at this fraction of learning_rate")
+    warmup_steps: int = setting(100, "steps from 0 to learning_rate; repeated after a resume without optimizer state")
+    weight_decay: float = setting(0.1, "for matrices; norms and biases have none")
     beta1: float = setting(0.9, "AdamW")
     beta2: float = setting(0.95, "AdamW")
     epsilon: float = setting(1e-8, "AdamW")
-    clip_norm: float = setting(1.0, "largest norm of the gradient over all ranks; 0: not clipped")
-    seed: int = setting(0, "of random weights")
-    random_weights: bool = setting(False, "start from the model's config.json only")
-    evenness: str = setting("min", "min: stop at the shortest rank; pad: repeat blocks to the longest; off: deadlock")
-    precision: str = setting("bf16", "bf16: computed in bfloat16, reduced and kept in float32; fp32")
-    gather: str = setting("layer", "layer: least memory; step: whole model for a step, up to 8 bytes a parameter more")
-    gradient_checkpointing: bool = setting(False, "recompute activations: less memory, about 1.6x slower (PAPER)")
+    clip_norm: float = setting(1.0, "maximum gradient norm over all ranks; 0: no clipping")
+    seed: int = setting(0, "for random weights and dropout")
+    random_weights: bool = setting(False, "start from config.json alone, with randomly initialized weights")
+    evenness: str = setting(
+        "min",
+        "ranks with unequal block counts: min: stop at the smallest; pad: repeat blocks to the largest; off: deadlock",
+    )
+    precision: str = setting("bf16", "bf16: compute in bfloat16, reduce and keep in float32; fp32")
+    gather: str = setting(
+        "layer", "layer: least memory; step: the whole model for a step, up to 8 bytes per parameter more"
+    )
+    gradient_checkpointing: bool = setting(False, "recompute activations: less memory, about 1.6x slower")
     compile: bool = setting(False, "torch.compile each layer")
-    document_mask: bool = setting(False, "no attention across records; packed with --document-mask")
-    log_every: int = setting(10, "steps between two lines")
+    document_mask: bool = setting(False, "no attention across records; needs blocks packed with --document-mask")
+    log_every: int = setting(10, "steps between two log lines")
     step_timeout_seconds: float = setting(1800.0, "a collective of a step that takes longer ends the job")
 
 
@@ -86,8 +91,8 @@ class CheckpointSettings:
     """[checkpoint]"""
 
     save_every: int = setting(500, "steps between two checkpoints; one more at the end of each epoch")
-    keep: int = setting(2, "complete checkpoints that stay")
-    optimizer: bool = setting(False, "also what an exact resume needs: masters and moments, 12 bytes a parameter")
+    keep: int = setting(2, "complete checkpoints to keep")
+    optimizer: bool = setting(False, "also save optimizer state, for an exact resume: 12 bytes per parameter")
     file_gigabytes: float = setting(5.0, "size of a weights file; each rank writes whole files")
     timeout_seconds: float = setting(3600.0, "a collective of a save that takes longer ends the job")
 
@@ -96,50 +101,51 @@ class CheckpointSettings:
 class LaunchSettings:
     """[launch]"""
 
-    nodes: str = setting("localhost", "such as gpu-[01-16]; rank 0 is on the first")
-    ranks_per_node: int = setting(1, "processes on each node: one a GPU")
+    nodes: str = setting("localhost", "such as gpu-[01-16]; rank 0 runs on the first")
+    ranks_per_node: int = setting(1, "processes on each node: one per GPU")
     via: str = setting("local", "local: this host only; ssh; srun: inside a Slurm allocation")
-    address: str = setting("", "of the first node for the others; else its name")
-    port: int = setting(29500, "of the first node: torch's store; the gate meets on the next one")
-    retries: int = setting(3, "new attempts from the last complete checkpoint")
-    retry_wait_seconds: float = setting(10.0, "before the first new attempt, doubled for each next")
-    gate_wait_seconds: float = setting(60.0, "for all nodes to come to the gate")
-    strict: bool = setting(False, "warnings of the gate refuse too")
-    python: str = setting("", "interpreter on the nodes; else this one's path")
-    ssh_options: tuple[str, ...] = setting((), 'for ssh, such as "-F", "/nfs/ssh_config"')
+    address: str = setting("", "address of the first node for the other nodes. Default: its name")
+    port: int = setting(29500, "port of torch's store on the first node; the gate uses the next one")
+    retries: int = setting(3, "new attempts from the last complete checkpoint after a failure")
+    retry_wait_seconds: float = setting(10.0, "delay before the first retry, doubled for each further one")
+    gate_wait_seconds: float = setting(60.0, "how long the gate waits for all nodes")
+    strict: bool = setting(False, "warnings of the gate refuse the job too")
+    python: str = setting("", "Python interpreter on the nodes. Default: the path of this one")
+    ssh_options: tuple[str, ...] = setting((), 'options for ssh, such as "-F", "/nfs/ssh_config"')
     environment: dict[str, str] = field(
-        default_factory=dict, metadata={"help": "variables for the ranks, such as NCCL_SOCKET_IFNAME"}
+        default_factory=dict, metadata={"help": "environment variables for the ranks, such as NCCL_SOCKET_IFNAME"}
     )
 
 
 @dataclass(frozen=True, slots=True)
 class JobSettings:
-    """The file. Paths are as the nodes see them."""
+    """The whole file. Paths are as the nodes see them."""
 
     run: str = field(metadata={"help": "run directory, shared by all nodes"})
-    data: str = field(metadata={"help": "packed blocks, on each node's own disk"})
-    model: str = field(metadata={"help": "Hugging Face directory: config.json, tokenizer, weights"})
-    name: str = setting("", "of the run in heartbeats and records; else the run directory's")
+    data: str = field(metadata={"help": "packed blocks, on each node's local disk"})
+    model: str = field(metadata={"help": "Hugging Face model directory: config.json, tokenizer, weights"})
+    name: str = setting("", "name of the run in heartbeats and records. Default: that of the run directory")
     train: TrainSettings = TrainSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     launch: LaunchSettings = LaunchSettings()
 
     @property
     def blocks_per_step(self) -> int:
-        """Blocks that one rank consumes between two optimizer steps."""
+        """Blocks that one rank consumes per optimizer step."""
         return self.train.micro_batch * self.train.accumulation
 
 
 @dataclass(frozen=True, slots=True)
 class JobFile:
-    """Settings, and the file they come from."""
+    """The settings and the file that they were read from."""
 
     path: str
-    sha256: str  # what the gate compares over nodes, and the trainer with the gate's
+    sha256: str  # of the file: the gate compares it across nodes, each rank compares its own with the gate's
     settings: JobSettings
 
 
 VARIABLE_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# torchrun sets these for each rank; a value from the job file would give all ranks the same identity.
 RESERVED_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CHOICES: Final[dict[str, type[StrEnum]]] = {
     "train.evenness": Evenness,
@@ -158,8 +164,8 @@ NOT_NEGATIVE: Final = (
 )
 FRACTIONS: Final = ("train.final_learning_rate_share",)
 TIMEOUTS: Final = ("train.step_timeout_seconds", "checkpoint.timeout_seconds")
-MAX_TIMEOUT_SECONDS: Final = 30 * 86400
-MIN_EPSILON: Final = 1e-30  # float32 knows no less that is worth a division
+MAX_TIMEOUT_SECONDS: Final = 30 * 86400  # chosen: torch takes milliseconds in an int64, and 1e15 s overflows it
+MIN_EPSILON: Final = 1e-30  # AdamW divides in float32, whose smallest normal number is about 1e-38
 RANGES: Final[tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...]] = (
     (AT_LEAST_ONE, lambda number: number >= 1, "at least 1"),
     (ABOVE_ZERO, lambda number: 0 < number < math.inf, "more than 0"),
@@ -169,12 +175,13 @@ RANGES: Final[tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...]] 
     (("train.learning_rate",), lambda number: 0 < number <= 1, "more than 0, at most 1"),
     (("train.epsilon",), lambda number: MIN_EPSILON <= number <= 1, "from 1e-30 to 1"),
     (TIMEOUTS, lambda number: 0 < number <= MAX_TIMEOUT_SECONDS, "more than 0, at most 30 days"),
+    # below 65535, not at it: the gate uses the next port
     (("launch.port",), lambda number: 0 < number < 65535, "a port below 65535"),
 )
 
 
 def read_job_file(path: str) -> JobFile:
-    """The job in a TOML file. Raises Refusal that names the file, the key and what was expected."""
+    """The job in a TOML file. Raises UserError that names the file, the key, and what was expected."""
     try:
         data = Path(path).read_bytes()
         table = tomllib.loads(data.decode())
@@ -186,7 +193,11 @@ def read_job_file(path: str) -> JobFile:
 
 
 def parse_job_settings(table: dict[str, Any], where: str) -> JobSettings:
-    """Raises Refusal; all that is wrong with a value or a name is said at once."""
+    """The settings in a decoded TOML table.
+
+    Raises UserError that lists all unknown keys, or all values out of range, at once: a user who fixes a file one
+    error at a time queues for the cluster once per error.
+    """
     problems = _unknown_keys(JobSettings, table)
     if not problems:
         try:
@@ -216,14 +227,14 @@ def _bad_values(settings: JobSettings) -> list[str]:
     for name, choices in CHOICES.items():
         if (value := _setting_value(settings, name)) not in list(choices):
             problems.append(f"{name}: expected one of {', '.join(choices)}, found {value!r}")
-    for names, fits, wanted in RANGES:
-        off = [name for name in names if not fits(_setting_value(settings, name))]  # NaN fits nowhere
-        problems += [f"{name}: expected {wanted}, found {_setting_value(settings, name)}" for name in off]
+    for names, is_valid, expected in RANGES:
+        invalid = [name for name in names if not is_valid(_setting_value(settings, name))]  # NaN is never valid
+        problems += [f"{name}: expected {expected}, found {_setting_value(settings, name)}" for name in invalid]
     for name, value in settings.launch.environment.items():
         if not VARIABLE_NAME.fullmatch(name) or "\0" in value:
-            problems.append(f"launch.environment.{name!r}: not a variable that a process can be given")
+            problems.append(f"launch.environment.{name!r}: not a valid environment variable")
         elif name in RESERVED_VARIABLES:
-            problems.append(f"launch.environment.{name}: the launcher's own to set")
+            problems.append(f"launch.environment.{name}: set by the launcher; remove it")
     problems += [f"{name}: empty" for name in ("run", "data", "model") if not getattr(settings, name)]
     return problems
 
@@ -234,7 +245,7 @@ def _setting_value(settings: JobSettings, name: str) -> Any:
 
 
 def settings_help() -> str:
-    """All keys with their defaults and help, as the TOML that a user starts from."""
+    """All keys with their defaults and help texts, as a TOML file to start from."""
     lines = []
     for top in fields(JobSettings):
         kind = get_type_hints(JobSettings)[top.name]
@@ -249,14 +260,14 @@ def settings_help() -> str:
 
 
 def _help_line(name: str, default: Any, text: str) -> str:
-    return f"{name} = {json.dumps(default)}  # {text}"  # what we have as defaults reads the same in TOML
+    return f"{name} = {json.dumps(default)}  # {text}"  # all our defaults look the same in JSON and TOML
 
 
 def smoke_test_job(job: JobFile) -> JobFile:
-    """The last two steps and the save at the end of the epoch, on the real shards, in a directory of their own.
+    """The same job reduced to its last two steps and the save at the end of the epoch, in RUN/smoke.
 
-    Whatever hangs or breaks at that boundary breaks there, hours before the job would reach it; a run of the first
-    steps says nothing of it.
+    What hangs or breaks at the end of an epoch then does so at once, on the real shards, instead of hours later. A test
+    of the first steps finds nothing of it.
     """
     settings = job.settings
     return replace(

@@ -135,8 +135,8 @@ def ours(root: str, size: Size, gather: str) -> Ran:
     class Marking(HeartbeatWriter):
         """Keeps what the loop says at the end of each step, and when."""
 
-        def beat(self, phase: str | None = None, step: int | None = None, **said: Any) -> None:
-            super().beat(phase, step, **said)
+        def update(self, phase: str | None = None, step: int | None = None, **said: Any) -> None:
+            super().update(phase, step, **said)
             if "loss" in said:
                 ends.append((time.perf_counter(), time.process_time()))
                 losses.append(said["loss"])

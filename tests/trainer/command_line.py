@@ -1,4 +1,4 @@
-"""`wattwatch-train` as a user meets it, in this process."""
+"""Runs `wattwatch-train` in this process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Answer:
     err: str
 
 
-def wattwatch_train(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Answer:
+def run_wattwatch_train(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Answer:
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit:
         main([str(argument) for argument in arguments])
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert isinstance(exit.value.code, int)
-    return Answer(exit.value.code, said.out, said.err)
+    return Answer(exit.value.code, output.out, output.err)

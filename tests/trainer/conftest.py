@@ -1,4 +1,4 @@
-"""A corpus and a tokenizer made on the spot: nothing is downloaded, nothing is left in a home directory."""
+"""A corpus and a tokenizer generated for the tests: nothing is downloaded, and no home directory is written to."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A whole job under its launcher, interrupted in every way that the field knows, ends as if nothing had happened.
+"""A whole job under its launcher, interrupted in several ways, ends as if nothing had happened.
 
-With the optimizer saved the last weights are those of an undisturbed run, bit for bit: so every step took the same
+With optimizer state saved, the final weights are those of an uninterrupted run, bit for bit: every step used the same
 blocks, at the same learning rate, from the same state.
 """
 
@@ -45,14 +45,14 @@ retry_wait_seconds = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """One launch on its way."""
+class RunningLaunch:
+    """A launch that is running."""
 
     directory: Path
     process: subprocess.Popen[str]
 
-    def beat(self, rank: int) -> dict[str, Any]:
-        """What a rank of this very launch said last; {} before it."""
+    def heartbeat(self, rank: int) -> dict[str, Any]:
+        """The last heartbeat of a rank of this launch; {} before the first."""
         try:
             beat = json.loads((self.directory / "run" / "heartbeat" / f"rank-{rank:05d}.json").read_text())
         except FileNotFoundError:
@@ -61,16 +61,16 @@ class Launch:
         return beat if os.path.exists(f"/proc/{beat['pid']}") else {}
 
     def wait_for_step(self, step: int) -> dict[str, Any]:
-        """The beat of rank 1 at this step or after it."""
+        """The heartbeat of rank 1 at this step or a later one."""
         until = time.monotonic() + DEADLINE_SECONDS
         while time.monotonic() < until:
-            if (beat := self.beat(1)).get("step", -1) >= step and beat["phase"] == "train":
+            if (beat := self.heartbeat(1)).get("step", -1) >= step and beat["phase"] == "train":
                 return beat
             time.sleep(0.02)
         raise AssertionError(f"rank 1 never came to step {step}: {self.end()}")
 
     def end(self) -> tuple[int, str]:
-        """Exit code, and all that was said."""
+        """Exit code, and all output."""
         try:
             out, _ = self.process.communicate(timeout=DEADLINE_SECONDS)
         finally:
@@ -87,19 +87,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def launch(directory: Path, inputs: Path) -> Launch:
+def launch(directory: Path, inputs: Path) -> RunningLaunch:
     job = directory / "job.toml"
     if not job.exists():
         job.write_text(JOB.format(directory=directory, inputs=inputs, port=free_port()))
     command = [sys.executable, "-m", "wattwatch.trainer.cli", "launch", str(job)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return Launch(directory, process)
+    return RunningLaunch(directory, process)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def uninterrupted(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """sha256 of every file of the last checkpoint, by name."""
-    directory = tmp_path_factory.mktemp("undisturbed")
+    directory = tmp_path_factory.mktemp("uninterrupted")
     code, said = launch(directory, inputs).end()
     assert code == 0, said
     return hashes(directory)
@@ -114,8 +114,8 @@ def checkpoints(directory: Path) -> list[str]:
     return sorted(entry.name for entry in (directory / "run" / "checkpoints").iterdir() if entry.is_dir())
 
 
-def test_a_rank_that_is_killed_costs_an_attempt_and_nothing_else(
-    inputs: Path, undisturbed: dict[str, str], tmp_path: Path
+def test_a_killed_rank_costs_one_attempt_and_nothing_else(
+    inputs: Path, uninterrupted: dict[str, str], tmp_path: Path
 ) -> None:
     job = launch(tmp_path, inputs)
     os.kill(job.wait_for_step(8)["pid"], signal.SIGKILL)
@@ -123,11 +123,11 @@ def test_a_rank_that_is_killed_costs_an_attempt_and_nothing_else(
     assert code == 0, said
     assert "rank 1 on localhost was killed by SIGKILL" in said
     assert re.search(r"launch: attempt 2, .*step-000000", said), said
-    assert hashes(tmp_path) == undisturbed
+    assert hashes(tmp_path) == uninterrupted
 
 
-def test_sigterm_on_one_rank_ends_all_at_one_step_and_a_new_launch_goes_on(
-    inputs: Path, undisturbed: dict[str, str], tmp_path: Path
+def test_sigterm_on_one_rank_stops_all_at_the_same_step_and_a_new_launch_continues(
+    inputs: Path, uninterrupted: dict[str, str], tmp_path: Path
 ) -> None:
     job = launch(tmp_path, inputs)
     os.kill(job.wait_for_step(8)["pid"], signal.SIGTERM)
@@ -141,11 +141,11 @@ def test_sigterm_on_one_rank_ends_all_at_one_step_and_a_new_launch_goes_on(
     assert "SIGTERM" in endings[1]["why"]
     code, said = launch(tmp_path, inputs).end()
     assert code == 0, said
-    assert hashes(tmp_path) == undisturbed
+    assert hashes(tmp_path) == uninterrupted
 
 
-def test_the_stop_file_saves_and_a_broken_checkpoint_is_passed_over(
-    inputs: Path, undisturbed: dict[str, str], tmp_path: Path
+def test_the_stop_file_saves_and_a_damaged_checkpoint_is_skipped(
+    inputs: Path, uninterrupted: dict[str, str], tmp_path: Path
 ) -> None:
     job = launch(tmp_path, inputs)
     job.wait_for_step(8)
@@ -158,5 +158,5 @@ def test_the_stop_file_saves_and_a_broken_checkpoint_is_passed_over(
     os.truncate(weights, weights.stat().st_size - 1)
     code, said = launch(tmp_path, inputs).end()
     assert code == 0, said
-    assert f"{weights}: cut short" in said
-    assert hashes(tmp_path) == undisturbed
+    assert f"{weights}: truncated" in said
+    assert hashes(tmp_path) == uninterrupted

@@ -1,4 +1,4 @@
-"""From records to blocks on disk: every token once, in order, in the right rank, and the same bytes each time."""
+"""From records to blocks on disk: every token once, in order, on the right rank, and always the same bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.trainer.command_line import Answer, wattwatch_train
+from tests.trainer.command_line import Answer, run_wattwatch_train
 from tests.trainer.conftest import make_tokenizer, words, write_jsonl
 from wattwatch.trainer.errors import UserError
 from wattwatch.trainer.pack.blocks import PackedBlocks, block_count
@@ -24,7 +24,7 @@ SEQ_LEN = 32
 
 
 def packed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Answer:
-    answer = wattwatch_train(capsys, "pack", *arguments, "--seq-len", str(SEQ_LEN))
+    answer = run_wattwatch_train(capsys, "pack", *arguments, "--seq-len", str(SEQ_LEN))
     assert answer.exit_code == 0, answer.err
     return answer
 
@@ -79,7 +79,7 @@ def test_same_input_gives_the_same_bytes_whatever_the_number_of_workers(
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-def test_a_node_packs_its_own_ranks_only_and_the_same_as_elsewhere(
+def test_a_node_packs_only_its_own_ranks_and_gives_the_same_bytes(
     corpus: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common = ("--tokenizer", tokenizer, "--workers", "1")
@@ -93,7 +93,7 @@ def test_a_node_packs_its_own_ranks_only_and_the_same_as_elsewhere(
         assert path.read_bytes() == (tmp_path / "all" / path.name).read_bytes()
 
 
-def test_chats_pass_through_the_template_and_end_by_eos_once(
+def test_chats_are_rendered_by_the_template_and_end_with_one_eos(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chats = [
@@ -131,13 +131,13 @@ def test_a_saved_dataset_packs_like_the_jsonl_it_came_from(
     packed(capsys, corpus, "-o", tmp_path / "a", *common)
     packed(capsys, tmp_path / "saved", "--split", "small", "--column", "body", "-o", tmp_path / "b", *common)
     assert (tmp_path / "a" / "rank-00000.i32").read_bytes() == (tmp_path / "b" / "rank-00000.i32").read_bytes()
-    answer = wattwatch_train(capsys, "pack", tmp_path / "saved", "-o", tmp_path / "c", *common)
-    assert (answer.exit_code, answer.err) == (2, f"{tmp_path}/saved: no split 'train'; there are small\n")
-    answer = wattwatch_train(capsys, "pack", tmp_path / "saved", "--split", "small", "-o", tmp_path / "c", *common)
-    assert "neither a column 'text' nor 'messages'; there are body, n" in answer.err
+    answer = run_wattwatch_train(capsys, "pack", tmp_path / "saved", "-o", tmp_path / "c", *common)
+    assert (answer.exit_code, answer.err) == (2, f"{tmp_path}/saved: no split 'train'; the splits are small\n")
+    answer = run_wattwatch_train(capsys, "pack", tmp_path / "saved", "--split", "small", "-o", tmp_path / "c", *common)
+    assert "neither a column 'text' nor 'messages'; the columns are body, n" in answer.err
 
 
-def test_any_block_is_found_without_those_before_it(
+def test_any_block_can_be_read_without_those_before_it(
     corpus: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packed(
@@ -164,15 +164,15 @@ def test_any_block_is_found_without_those_before_it(
     ("records", "world", "says"),
     [
         ([], 1, "source.jsonl: "),
-        ([{"text": "few"}], 1, "less than one block of 32"),
-        ([{"text": words(1, 90)}] * 3, 4, "rank 3 of 4 gets no row of 3"),
+        ([{"text": "few"}], 1, "fewer than one block of 32"),
+        ([{"text": words(1, 90)}] * 3, 4, "rank 3 of 4 gets none of the 3 rows"),
         ([{"text": 5}] * 9, 1, "column 'text', row 0: expected text"),
-        ([{"text": "x", "messages": []}], 1, "has a column 'text' and a column 'messages': name one with --column"),
-        ([{"note": "x"}], 1, "neither a column 'text' nor 'messages'; there are note"),
+        ([{"text": "x", "messages": []}], 1, "has a column 'text' and a column 'messages': choose with --column"),
+        ([{"note": "x"}], 1, "neither a column 'text' nor 'messages'; the columns are note"),
         ([{"messages": [{"content": "x"}]}], 1, "column 'messages', row 0: expected text, or a list of messages"),
     ],
 )
-def test_what_cannot_be_packed_is_refused_in_one_line_and_nothing_is_written(
+def test_records_that_cannot_be_packed_are_refused_in_one_line_and_nothing_is_written(
     records: list[object],
     world: int,
     says: str,
@@ -181,7 +181,7 @@ def test_what_cannot_be_packed_is_refused_in_one_line_and_nothing_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     source = write_jsonl(tmp_path / "source.jsonl", records)
-    answer = wattwatch_train(
+    answer = run_wattwatch_train(
         capsys, "pack", source, "-o", tmp_path / "out", "--tokenizer", tokenizer, "--world", str(world),
         "--workers", "1", "--seq-len", "32",
     )  # fmt: skip
@@ -191,16 +191,16 @@ def test_what_cannot_be_packed_is_refused_in_one_line_and_nothing_is_written(
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_sources_and_tokenizers_that_are_not_there_are_named(
+def test_missing_sources_and_tokenizers_are_named(
     corpus: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "torn.jsonl").write_text('{"text": "whole"}\n{"text": "to')
     for source, chosen, named in (
         (tmp_path / "none.jsonl", tokenizer, "none.jsonl: cannot be read"),
         (tmp_path / "torn.jsonl", tokenizer, "torn.jsonl: cannot be read"),
-        (corpus, tmp_path, f"{tmp_path}: no tokenizer_config.json there"),
+        (corpus, tmp_path, f"{tmp_path}: has no tokenizer_config.json"),
     ):
-        answer = wattwatch_train(
+        answer = run_wattwatch_train(
             capsys, "pack", source, "-o", tmp_path / "out", "--tokenizer", chosen, "--world", "1", "--workers", "1"
         )
         assert answer.exit_code == 2
@@ -208,7 +208,7 @@ def test_sources_and_tokenizers_that_are_not_there_are_named(
         assert "Traceback" not in answer.err
 
 
-def test_a_full_disk_leaves_the_files_of_before(
+def test_a_full_disk_leaves_the_previous_files(
     corpus: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = ("-o", tmp_path, "--tokenizer", tokenizer, "--world", "1", "--workers", "1")
@@ -218,7 +218,7 @@ def test_a_full_disk_leaves_the_files_of_before(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))  # a write beyond fails, as on a full disk
     try:
-        answer = wattwatch_train(capsys, "pack", big, *common, "--seq-len", "32")
+        answer = run_wattwatch_train(capsys, "pack", big, *common, "--seq-len", "32")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert answer.exit_code == 2
@@ -243,13 +243,13 @@ def test_a_damaged_shard_is_not_read(
         PackedBlocks(tmp_path, 0)
 
 
-def test_ragged_bytes_are_not_rounded_down() -> None:
+def test_an_incomplete_last_block_is_an_error_and_not_rounded_down() -> None:
     assert block_count(4 * 2048 * 30_835, 2048) == 30_835
     with pytest.raises(ValueError, match=r"not a whole number of blocks of 2048"):
         block_count(4 * 2048 * 30_835 + 4, 2048)
 
 
-def test_no_process_outlives_a_pack_that_is_killed(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+def test_no_worker_outlives_a_pack_command_that_is_killed(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     many = tmp_path / "many.jsonl"
     many.write_text(corpus.read_text() * 500)
     command = ["pack", many, "-o", tmp_path / "out", "--tokenizer", tokenizer, "--world", "1", "--workers", "2"]

@@ -1,7 +1,8 @@
-"""Is a checkpoint whole? COMPLETE.json, and everything that it and the files say of themselves.
+"""Is a checkpoint complete? Checks COMPLETE.json and everything that it and the files themselves imply.
 
-Standard library only: gate and launcher ask before torch is there. Writers have left truncated files that looked
-finished (NeMo-RL#3624), and a "latest" before what it names (Megatron-Bridge#5746): nothing here trusts a name.
+Standard library only: gate and launcher ask before torch is loaded. No file name is trusted: other savers have left
+truncated files that looked finished (NeMo-RL#3624), and a "latest" file before the checkpoint that it names
+(Megatron-Bridge#5746).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from wattwatch.trainer.dataclass_json import InvalidDataError, parse_dataclass
 from wattwatch.trainer.errors import UserError
 
 COMPLETION_VERSION: Final = 1
-HASH_THREADS: Final = 8
+HASH_THREADS: Final = 8  # chosen: one thread hashes about 1 GB/s, a fast disk reads several
 MARKER: Final = "COMPLETE.json"
 INDEX_FILE: Final = "model.safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
 CONFIG_FILE: Final = "config.json"
-DIRECTORY_NAME: Final = re.compile(r"step-(\d+)")  # RunDirectory.checkpoint
+DIRECTORY_NAME: Final = re.compile(r"step-(\d+)")  # see RunDirectory.checkpoint
 STAGED_NAME: Final = re.compile(r"step-\d+\.tmp-.*", re.DOTALL)
+MAX_HEADER_BYTES: Final = 100_000_000  # the safetensors library's own limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +42,26 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """COMPLETE.json: of which moment of which job, and every other file of the directory."""
+    """COMPLETE.json: the point of the job that was saved, and every other file of the directory."""
 
     v: int
     run: str
     step: int  # steps done
     steps: int  # of the whole run
     epoch: int
-    tokens: int  # trained on so far, by all ranks
+    tokens: int  # used so far, by all ranks
     world: int
     gate_id: str
-    blocks_sha256: str  # of all ranks' manifests: the data that `step` counts through
-    optimizer: bool  # an exact resume is possible
-    t_wall: float  # seconds since 1970
+    blocks_sha256: str  # over the token files of all ranks: the data whose blocks `step` counts
+    optimizer: bool  # contains optimizer state: an exact resume is possible
+    t_wall: float  # Unix seconds
     files: dict[str, FileRecord]  # by path below the directory
-    warm_from: int = 0  # the step where the optimizer's moments, and the last warm-up, began
+    warm_from: int = 0  # the step at which the optimizer's moments, and the last warm-up, began
 
 
 @dataclass(frozen=True, slots=True)
 class NewestCheckpoint:
-    """The newest complete checkpoint, and why newer ones are not."""
+    """The newest complete checkpoint, and why newer ones are not complete."""
 
     directory: Path | None
     completion: Completion | None = None
@@ -67,7 +69,11 @@ class NewestCheckpoint:
 
 
 class _IncompleteError(Exception):
-    """Why a checkpoint is not complete."""
+    """The message says why a checkpoint is not complete."""
+
+
+class InvalidHeaderError(ValueError):
+    """The header of a safetensors file and the file's size do not agree, or there is no header."""
 
 
 def optimizer_file(rank: int) -> str:
@@ -75,12 +81,12 @@ def optimizer_file(rank: int) -> str:
 
 
 def completion_text(completion: Completion) -> str:
-    """No newline ends it: what is cut anywhere is no JSON."""
+    """Without a newline at the end: a file that is truncated anywhere is then not valid JSON."""
     return json.dumps(asdict(completion), indent=1)
 
 
 def read_completion(directory: Path) -> Completion:
-    """What COMPLETE.json says; the files themselves are not looked at. Raises Refusal."""
+    """What COMPLETE.json says, without checking the files. Raises UserError."""
     try:
         return _read_marker(directory)
     except _IncompleteError as error:
@@ -88,18 +94,18 @@ def read_completion(directory: Path) -> Completion:
 
 
 def why_incomplete(directory: Path, deep: bool = False) -> str | None:
-    """Why `directory` is not a complete checkpoint, as a sentence that names the file; None: it is.
+    """Why `directory` is not a complete checkpoint, as a sentence that names the file. None: it is complete.
 
-    Reads the marker, the index and the headers of safetensors files. `deep` reads and hashes every byte: only that
-    finds bytes that changed in place.
+    Reads the marker, the index, and the headers of safetensors files. `deep` also hashes every byte: only that finds
+    bytes that have changed in place.
     """
     try:
         if STAGED_NAME.fullmatch(directory.name):
-            raise _IncompleteError(f"{directory}: still staged, its save did not end")
+            raise _IncompleteError(f"{directory}: still staged: its save did not finish")
         completion = _read_marker(directory)
         _check_names(directory, completion)
-        for name, fact in completion.files.items():
-            _check_size(directory / name, fact)
+        for name, record in completion.files.items():
+            _check_size(directory / name, record)
         _check_weights(directory, completion)
         if deep:
             _check_bytes(directory, completion)
@@ -111,16 +117,16 @@ def why_incomplete(directory: Path, deep: bool = False) -> str | None:
 
 
 def find_newest_complete(checkpoints: Path, deep: bool = False) -> NewestCheckpoint:
-    """By step, of all that are not staged. A directory that does not exist holds none.
+    """The complete checkpoint with the most steps. A directory that does not exist has none.
 
-    Raises Refusal where `checkpoints` cannot be read: a run must not start anew because a mount is ill.
+    Raises UserError if `checkpoints` cannot be read: a job must not start from the beginning because a mount is broken.
     """
     try:
         names = os.listdir(checkpoints)
     except FileNotFoundError:
         return NewestCheckpoint(None)
     except OSError as error:
-        raise UserError(f"{checkpoints}: {error.strerror or error}; checkpoints cannot be looked for") from None
+        raise UserError(f"{checkpoints}: {error.strerror or error}; cannot look for checkpoints") from None
     found = [(int(match[1]), name) for name in names if (match := DIRECTORY_NAME.fullmatch(name))]
     skipped: list[str] = []
     for _, name in sorted(found, reverse=True):
@@ -138,14 +144,14 @@ def _read_marker(directory: Path) -> Completion:
     except FileNotFoundError:
         if not directory.is_dir():
             raise _IncompleteError(f"{directory}: no such directory") from None
-        raise _IncompleteError(f"{path}: missing, the save did not end") from None
+        raise _IncompleteError(f"{path}: missing: the save did not finish") from None
     except OSError as error:
         raise _IncompleteError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError):
-        raise _IncompleteError(f"{path}: cut or changed, it is not JSON") from None
+        raise _IncompleteError(f"{path}: truncated or damaged: not valid JSON") from None
     version = data.get("v") if isinstance(data, dict) else None
     if isinstance(version, int) and version != COMPLETION_VERSION:
-        raise _IncompleteError(f"{path}: version {version}, this program reads {COMPLETION_VERSION}")
+        raise _IncompleteError(f"{path}: version {version}, this program reads version {COMPLETION_VERSION}")
     try:
         return parse_dataclass(Completion, data)
     except InvalidDataError as error:
@@ -153,43 +159,44 @@ def _read_marker(directory: Path) -> Completion:
 
 
 def _check_names(directory: Path, completion: Completion) -> None:
-    """What the marker must list, and nothing that would be loaded without being listed."""
+    """The marker lists what a checkpoint needs, and there is nothing that would be loaded without being listed."""
     marker = directory / MARKER
     if (match := DIRECTORY_NAME.fullmatch(directory.name)) and int(match[1]) != completion.step:
-        raise _IncompleteError(f"{marker}: of step {completion.step}, in a directory of another name")
+        raise _IncompleteError(f"{marker}: says step {completion.step}, the directory's name another one")
     for name in completion.files:
+        # The names are joined to the directory below: a damaged or hostile marker must not lead outside of it.
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name:
-            raise _IncompleteError(f"{marker}: {name!r} is no file of this directory")
+            raise _IncompleteError(f"{marker}: {name!r} is not a file of this directory")
     needed = [CONFIG_FILE]
     if completion.optimizer:
         needed += [optimizer_file(rank) for rank in range(completion.world)]
-    if absent := [name for name in needed if name not in completion.files]:
-        raise _IncompleteError(f"{marker}: does not list {absent[0]}")
+    if missing := [name for name in needed if name not in completion.files]:
+        raise _IncompleteError(f"{marker}: does not list {missing[0]}")
     for name in sorted(os.listdir(directory)):
         if name.endswith((".safetensors", ".index.json")) and name not in completion.files:
-            raise _IncompleteError(f"{directory / name}: not of this checkpoint, {MARKER} does not list it")
+            raise _IncompleteError(f"{directory / name}: not part of this checkpoint: {MARKER} does not list it")
 
 
-def _check_size(path: Path, fact: FileRecord) -> None:
+def _check_size(path: Path, record: FileRecord) -> None:
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         raise _IncompleteError(f"{path}: missing") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise _IncompleteError(f"{path}: not a file")
-    if found.st_size != fact.bytes:
-        how = "cut short" if found.st_size < fact.bytes else "longer than written"
-        raise _IncompleteError(f"{path}: {how}, {found.st_size:,} bytes where {fact.bytes:,} were written")
+    if not stat.S_ISREG(found.st_mode):  # opening a named pipe would hang
+        raise _IncompleteError(f"{path}: not a regular file")
+    if found.st_size != record.bytes:
+        what = "truncated" if found.st_size < record.bytes else "longer than written"
+        raise _IncompleteError(f"{path}: {what}: {found.st_size:,} bytes, {record.bytes:,} were written")
 
 
 def _check_weights(directory: Path, completion: Completion) -> None:
-    """Headers agree with sizes, and the index with the headers."""
+    """The headers agree with the sizes, and the index with the headers."""
     tensors: dict[str, frozenset[str]] = {}
-    for name, fact in completion.files.items():
+    for name, record in completion.files.items():
         if name.endswith(".safetensors"):
             try:
-                tensors[name] = read_tensor_names(directory / name, fact.bytes)
+                tensors[name] = read_tensor_names(directory / name, record.bytes)
             except InvalidHeaderError as error:
                 raise _IncompleteError(f"{directory / name}: {error}") from None
     weights = {name: names for name, names in tensors.items() if "/" not in name}
@@ -204,61 +211,55 @@ def _check_index(path: Path, weights: Mapping[str, frozenset[str]]) -> None:
         mapping = json.loads(path.read_bytes())["weight_map"]
         pairs = {(str(tensor), str(name)) for tensor, name in mapping.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise _IncompleteError(f"{path}: cut or changed, it has no weight_map") from None
+        raise _IncompleteError(f"{path}: truncated or damaged: it has no weight_map") from None
     for tensor, name in sorted(pairs):
         if name not in weights:
-            raise _IncompleteError(f"{path}: names {name}, which is not of this checkpoint")
+            raise _IncompleteError(f"{path}: names {name}, which is not part of this checkpoint")
         if tensor not in weights[name]:
-            raise _IncompleteError(f"{path}: says that {tensor} is in {name}, and it is not")
+            raise _IncompleteError(f"{path}: says that {tensor} is in {name}, but it is not")
     if more := sorted({(tensor, name) for name, tensors in weights.items() for tensor in tensors} - pairs):
         tensor, name = more[0]
         raise _IncompleteError(f"{path}: does not name {tensor} of {name}")
 
 
 def _check_bytes(directory: Path, completion: Completion) -> None:
-    with ThreadPoolExecutor(HASH_THREADS) as threads:  # hashlib lets go of the interpreter
-        digests = threads.map(_sha256, [directory / name for name in completion.files])
-        for (name, fact), digest in zip(completion.files.items(), digests, strict=True):
-            if digest != fact.sha256:
-                raise _IncompleteError(f"{directory / name}: other bytes than were written, its sha256 differs")
+    with ThreadPoolExecutor(HASH_THREADS) as threads:  # hashlib releases the interpreter lock
+        digests = threads.map(_file_sha256, [directory / name for name in completion.files])
+        for (name, record), digest in zip(completion.files.items(), digests, strict=True):
+            if digest != record.sha256:
+                raise _IncompleteError(f"{directory / name}: its bytes have changed: the SHA-256 differs")
 
 
-def _sha256(path: Path) -> str:
+def _file_sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# What a safetensors file says of its own length: 8 bytes of header size, the header, the tensors without gaps.
-#
-# Format: https://huggingface.co/docs/safetensors (8 bytes little-endian, JSON, data_offsets counted after the header).
-
-MAX_HEADER_BYTES: Final = 100_000_000  # the library's own limit
-
-
-class InvalidHeaderError(ValueError):
-    """What a header says and the file is not."""
-
-
 def read_tensor_names(path: Path, size_bytes: int) -> frozenset[str]:
-    """The tensors of a file of `size_bytes`. Raises BadHeader where its header tells of another size, and OSError."""
+    """The names of the tensors in a safetensors file of `size_bytes`, from its header.
+
+    The format (https://huggingface.co/docs/safetensors) states its own length: 8 bytes with the header's length, the
+    header as JSON, then the tensors without gaps. Raises InvalidHeaderError if that is not `size_bytes`, and OSError.
+    """
     with open(path, "rb") as file:
         if size_bytes < 8:
-            raise InvalidHeaderError(f"{size_bytes} bytes are no safetensors file")
+            raise InvalidHeaderError(f"{size_bytes} bytes are too short for a safetensors file")
         header_bytes = int.from_bytes(file.read(8), "little")
         if size_bytes < 8 + header_bytes or header_bytes > MAX_HEADER_BYTES:
-            raise InvalidHeaderError(f"its header would be {header_bytes:,} bytes, the file is {size_bytes:,}")
+            raise InvalidHeaderError(f"its header would have {header_bytes:,} bytes, the file has {size_bytes:,}")
         raw = file.read(header_bytes)
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
+        # data_offsets count from the end of the header
         spans = sorted((int(begin), int(end)) for begin, end in (item["data_offsets"] for item in header.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InvalidHeaderError("its header is not that of a safetensors file") from None
+        raise InvalidHeaderError("it does not have the header of a safetensors file") from None
     reached = 0
     for begin, end in spans:
         if begin != reached or end < begin:
-            raise InvalidHeaderError(f"its header leaves a gap or an overlap at byte {reached:,} of the tensors")
+            raise InvalidHeaderError(f"its header has a gap or an overlap at byte {reached:,} of the tensors")
         reached = end
     if (stated := 8 + header_bytes + reached) != size_bytes:
-        raise InvalidHeaderError(f"its header tells of {stated:,} bytes, the file is {size_bytes:,}")
+        raise InvalidHeaderError(f"its header describes {stated:,} bytes, the file has {size_bytes:,}")
     return frozenset(header)

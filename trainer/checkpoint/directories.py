@@ -1,6 +1,6 @@
-"""Checkpoint directories as rank 0 alone makes, renames and removes them.
+"""Checkpoint directories: created, published, pruned and removed by rank 0 alone.
 
-Rank 0 decides and tells: on NFS two ranks may see different things for a while (KempnerForge#49).
+Rank 0 decides and tells the others: on NFS, two ranks may see different directories for a while (KempnerForge#49).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from wattwatch.trainer.run_directory import RunDirectory
 
 
 def create_staging_directory(run: RunDirectory, step: int, with_optimizer: bool) -> Path:
-    """A new directory to write into, beside its later name. Raises OSError."""
+    """A new directory to write into, beside its final name: a rename within one directory is atomic. Raises OSError."""
     staged = run.checkpoints / f"{run.checkpoint(step).name}.tmp-{secrets.token_hex(4)}"
     staged.mkdir(parents=True)
     if with_optimizer:
@@ -34,16 +34,18 @@ def create_staging_directory(run: RunDirectory, step: int, with_optimizer: bool)
 
 
 def publish_checkpoint(run: RunDirectory, staged: Path, completion: Completion) -> Path:
-    """Marks `staged` as complete and gives it its name. Raises OSError; then it is still staged.
+    """Writes the marker into `staged` and renames it to its final name. Raises OSError; then it is still staged.
 
-    A directory of the same step is replaced: it is broken, or of the same step trained once more.
+    A directory with that name is replaced: it is broken, or the same step trained once more.
     """
+    # The marker last, after all ranks have synced their files; then the directories, so that no file's name is lost in
+    # a power failure; only then the rename. In any other order a crash could leave a checkpoint that looks complete.
     write_and_sync(staged / MARKER, [completion_text(completion).encode()])
     for directory in {(staged / name).parent for name in completion.files} | {staged}:
         fsync_directory(str(directory))
     target = run.checkpoint(completion.step)
     replaced = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}") if os.path.lexists(target) else None
-    if replaced:
+    if replaced:  # rename cannot replace a directory that is not empty
         os.rename(target, replaced)
     try:
         os.rename(staged, target)
@@ -56,25 +58,31 @@ def publish_checkpoint(run: RunDirectory, staged: Path, completion: Completion) 
 
 
 def clean_up_after_save(run: RunDirectory, published: Path, keep: int) -> tuple[str, ...]:
-    """After a save: `latest`, and room for the next. What could not be done is told: the checkpoint itself is safe."""
+    """Updates `latest` and removes old checkpoints.
+
+    Returns what could not be done as warnings, and raises nothing: the checkpoint itself is safe.
+    """
     warnings: list[str] = []
     try:
         atomic_write_text(str(run.latest), published.name + "\n")
     except OSError as error:
-        warnings.append(f"{run.latest}: {error.strerror or error}; it names an older checkpoint, or none")
+        warnings.append(f"{run.latest}: {error.strerror or error}; it still names an older checkpoint, or none")
     try:
         warnings += _prune(run, _step_number(published), keep)
     except OSError as error:
-        warnings.append(f"{run.checkpoints}: {error.strerror or error}; older checkpoints stay")
+        warnings.append(f"{run.checkpoints}: {error.strerror or error}; older checkpoints were not removed")
     return tuple(warnings + remove_staged(run))
 
 
 def _prune(run: RunDirectory, step: int, keep: int) -> list[str]:
-    """Leaves the newest `keep` complete ones up to `step`, and the broken ones between them."""
+    """Keeps the newest `keep` complete checkpoints up to `step`, and broken ones between them.
+
+    Broken ones do not count, so `keep` complete ones always remain.
+    """
     names = [name for name in os.listdir(run.checkpoints) if DIRECTORY_NAME.fullmatch(name)]
     listed = sorted(((_step_number(run.checkpoints / name), run.checkpoints / name) for name in names), reverse=True)
     warnings = [
-        f"{path} is of a later step than this save, and would be resumed from before it; move it away"
+        f"{path} is of a later step than this save: the next attempt would resume from it; move it away"
         for number, path in listed
         if number > step and why_incomplete(path) is None
     ]
@@ -88,20 +96,20 @@ def _prune(run: RunDirectory, step: int, keep: int) -> list[str]:
 
 
 def remove_staged(run: RunDirectory) -> list[str]:
-    """What saves left that did not end. Returns what could not be removed, and why."""
+    """Removes what unfinished saves left. Returns what could not be removed, and why."""
     try:
         names = os.listdir(run.checkpoints)
     except FileNotFoundError:
         return []
     except OSError as error:
         return [f"{run.checkpoints}: {error.strerror or error}"]
-    return [word for name in names if STAGED_NAME.fullmatch(name) for word in remove_checkpoint(run.checkpoints / name)]
+    return [text for name in names if STAGED_NAME.fullmatch(name) for text in remove_checkpoint(run.checkpoints / name)]
 
 
 def remove_checkpoint(directory: Path) -> list[str]:
-    """Removes; a checkpoint is renamed first, so that one that is half removed does not look complete.
+    """Removes a directory. Renames it to a staged name first, so that it never looks complete when half removed.
 
-    Returns why it is still there, where it is.
+    Returns [], or the reason why it still exists.
     """
     try:
         if not STAGED_NAME.fullmatch(directory.name):

@@ -1,7 +1,7 @@
-"""A sharded model's tensors, whole, one after the other, on the one rank that writes them.
+"""The tensors of a sharded model, whole, one after the other, on the one rank that writes them.
 
-Every rank issues the same all_gathers in the same order, on the save's own group, whatever happens to its files. It
-is not DTensor.full_tensor: that would use the training group, whose order of collectives a save must not touch.
+Every rank issues the same all_gathers in the same order, on the save's own process group, even if its files failed.
+Not DTensor.full_tensor: it uses the training group, and allocates the whole tensor on every rank.
 """
 
 from __future__ import annotations
@@ -18,52 +18,54 @@ from wattwatch.trainer.checkpoint.safetensors_writer import TensorSpec
 from wattwatch.trainer.errors import UserError
 
 SAVED_DTYPE: Final = torch.bfloat16
-SCRATCH_BYTES: Final = 256 << 20  # received at once, on the device
+# Received at once, on the device. Chosen: large enough for full bandwidth, small beside the memory of any GPU.
+SCRATCH_BYTES: Final = 256 << 20
 
 
 def tensors_to_save(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, each once however many names it has, and the buffers that belong to the model's state."""
-    state = set(model.state_dict(keep_vars=True))  # first: it also puts parameters back that a forward left unsharded
+    """Parameters, each once however many names it has, and the buffers that are part of state_dict."""
+    # Before named_parameters: state_dict also reshards parameters that a forward pass has left unsharded.
+    state = set(model.state_dict(keep_vars=True))
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     found |= {name: buffer for name, buffer in model.named_buffers() if name in state}
     return found
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, or the whole of what is not sharded: its own memory, outside of any graph."""
+    """This rank's shard, or all of a tensor that is not sharded. Shares its memory and is outside of any graph."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def find_non_finite(tensors: dict[str, torch.Tensor]) -> str | None:
-    """The first tensor of which this rank's part holds what is no number; such weights are worth no checkpoint."""
+    """The name of the first tensor whose shard on this rank contains NaN or infinity."""
     for name, tensor in tensors.items():
-        own = local_shard(tensor)
-        if own.is_floating_point() and not bool(torch.isfinite(own).all()):
+        shard = local_shard(tensor)
+        if shard.is_floating_point() and not bool(torch.isfinite(shard).all()):
             return name
     return None
 
 
 def describe_tensors(tensors: dict[str, torch.Tensor]) -> list[TensorSpec]:
-    """As they will be saved. Raises Refusal for a tensor that is sharded in a way that `Gathering` does not undo."""
+    """The tensors as they will be saved. Raises UserError for a sharding that TensorGatherer does not undo."""
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and tuple(tensor.placements) != (Shard(0),):
             raise UserError(
-                f"{name} is laid out as {tensor.placements}, only shards of the first dimension can be saved"
+                f"{name} is sharded as {tensor.placements}: only shards of the first dimension can be saved"
             )
     return [TensorSpec(name, tuple(tensor.shape), _saved_dtype(tensor)) for name, tensor in tensors.items()]
 
 
 def _saved_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Parameters in bfloat16; buffers as they are, since a model reads them in their own precision."""
+    """Parameters in bfloat16; buffers unchanged, since a model may need the precision in which it keeps them."""
     is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
     return SAVED_DTYPE if is_weight else tensor.dtype
 
 
 class TensorGatherer:
-    """Brings tensors together through two scratch tensors of bounded size."""
+    """Gathers tensors through two scratch tensors of limited size."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch_bytes: int) -> None:
-        """Allocates, at most SCRATCH_BYTES; raises RuntimeError where the device has no room."""
+        """Allocates at most SCRATCH_BYTES. Raises RuntimeError if the device has no memory left."""
         self.group = group
         self.world = group.size()
         self.piece = max(1, min(scratch_bytes, SCRATCH_BYTES) // SAVED_DTYPE.itemsize // self.world)
@@ -72,14 +74,14 @@ class TensorGatherer:
 
     @torch.no_grad()
     def gather(self, tensor: torch.Tensor, into: torch.Tensor | None) -> None:
-        """The whole of `tensor`, flat and cast, into `into` on the host; None on ranks that only take part."""
+        """Copies all of `tensor`, flat and cast, into `into` on the host. None on ranks that only take part."""
         if not isinstance(tensor, DTensor):
             if into is not None:
                 into.copy_(tensor.detach().reshape(-1))
             return
         local = tensor.to_local().reshape(-1)
-        # torch.chunk's rule: all shards have ceil(rows / world) rows but the last ones, which have fewer or none. So
-        # the whole is the shards end to end, each padded to `span`, cut at the end.
+        # FSDP2 shards like torch.chunk: ceil(rows / world) rows on each rank, and fewer or none on the last ones. So
+        # the whole is the shards one after the other, each padded to `span`, and cut off at the end.
         rows = math.ceil(tensor.shape[0] / self.world)
         span = rows * math.prod(tensor.shape[1:])
         for begin in range(0, span, self.piece):
@@ -92,7 +94,7 @@ class TensorGatherer:
                 self._place(received, into, begin, count, span)
 
     def _place(self, received: torch.Tensor, into: torch.Tensor, begin: int, count: int, span: int) -> None:
-        if count == span:  # in one piece: what came is already in order
+        if count == span:  # in one piece, so it is already in order
             into.copy_(received[: into.numel()])
             return
         for rank in range(self.world):

@@ -1,7 +1,8 @@
-"""What an exact resume needs of a rank: its shards of the float32 masters and of the optimizer's state, bit for bit.
+"""Optimizer state for an exact resume: each rank's shards of float32 parameters and AdamW's moments, bit for bit.
 
-One file a rank, without a collective, so that it belongs to one world size. Names in the file: what it is, a dot, the
-parameter: `master.lm_head.weight`, `exp_avg.lm_head.weight`, `step.lm_head.weight`.
+One file per rank, written without a collective; so it can only be resumed with the same number of ranks. The names in
+the file are a kind, a dot, and the parameter: `master.lm_head.weight` (the float32 parameter itself),
+`exp_avg.lm_head.weight`, `step.lm_head.weight`.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ from wattwatch.trainer.checkpoint.gather import local_shard
 from wattwatch.trainer.checkpoint.safetensors_writer import DTYPE_NAMES, TensorSpec, host_bytes, safetensors_layout
 from wattwatch.trainer.errors import UserError
 
-MASTER: Final = "master"
+MASTER: Final = "master"  # the float32 parameter: the checkpoint's weights are bfloat16 and have lost its low bits
 
 
 def optimizer_file_chunks(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of the file of `rank`, one tensor after the other: each is copied to the host when its turn comes."""
+    """The bytes of the file of `rank`, tensor by tensor: each is copied to the host only when it is written."""
     tensors = _local_tensors(model, optimizer)
-    facts = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    content = safetensors_layout(facts, {"format": "pt", "rank": str(rank), "world": str(world)})
-    yield content.header
-    for tensor in content.tensors:
-        yield host_bytes(tensors[tensor.name])
+    specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    layout = safetensors_layout(specs, {"format": "pt", "rank": str(rank), "world": str(world)})
+    yield layout.header
+    for spec in layout.tensors:
+        yield host_bytes(tensors[spec.name])
 
 
 @torch.no_grad()
 def load_optimizer_state(
     directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int
 ) -> None:
-    """Puts masters and state of `rank` back as they were when `directory` was saved. No collective.
+    """Restores parameters and optimizer state of `rank` as they were when `directory` was saved. Not a collective.
 
-    `model` is sharded already, over the same world. Raises Refusal for another world or another model, and for a
-    checkpoint without optimizer; model and optimizer are then untouched.
+    `model` must be sharded already, over the same world. Raises UserError for another world or another model, and for a
+    checkpoint without optimizer state; model and optimizer are then unchanged.
     """
     completion = read_completion(directory)
-    advice = "resume with weights only, or as it was saved"
+    advice = "resume with weights only, or with the settings that it was saved with"
     if not completion.optimizer:
         raise UserError(f"{directory}: saved without the optimizer; resume with weights only")
     if completion.world != world:
@@ -54,18 +55,18 @@ def load_optimizer_state(
     parameters = dict(model.named_parameters())
     try:
         with safe_open(path, framework="pt") as file:
-            if wrong := _mismatch(file, {name: local_shard(parameter) for name, parameter in parameters.items()}):
-                raise UserError(f"{path}: {wrong}; {advice}")
+            if mismatch := _mismatch(file, {name: local_shard(parameter) for name, parameter in parameters.items()}):
+                raise UserError(f"{path}: {mismatch}; {advice}")
             _restore_state(file, parameters, optimizer)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: {error}; resume from another checkpoint") from None
 
 
 def _restore_state(file: Any, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """One tensor after the other, so that the host never holds the file."""
+    """One tensor after the other, so that the host never holds the whole file."""
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()
-    for key in file.keys():  # noqa: SIM118  # safe_open is no mapping
+    for key in file.keys():  # noqa: SIM118  # safe_open is not a mapping
         kind, _, name = key.partition(".")
         parameter = parameters[name]
         if kind == MASTER:
@@ -78,33 +79,34 @@ def _local_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         found[f"{MASTER}.{name}"] = local_shard(parameter)
-        for kind, value in sorted(optimizer.state.get(parameter, {}).items()):  # the order in memory follows history
+        # Sorted: the order in memory is another one after a resume, and the same state must give the same file.
+        for kind, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor):
                 found[f"{kind}.{name}"] = local_shard(value)
     return found
 
 
 def _mismatch(file: Any, shards: dict[str, torch.Tensor]) -> str:
-    """What the file and the model do not share, from the header alone; "" where they fit."""
+    """The first difference between file and model, from the header alone; "" if they fit."""
     keys = set(file.keys())
-    if absent := [name for name in shards if f"{MASTER}.{name}" not in keys]:
-        return f"has no {absent[0]}"
+    if missing := [name for name in shards if f"{MASTER}.{name}" not in keys]:
+        return f"has no {missing[0]}"
     for key in sorted(keys):
         kind, _, name = key.partition(".")
         if name not in shards:
-            return f"holds {name}, which the model has not"
+            return f"holds {name}, which the model does not have"
         saved, shard = file.get_slice(key), shards[name]
         shape = tuple(saved.get_shape())
-        if shape != tuple(shard.shape) and (shape or kind == MASTER):  # a count of steps has no shape
-            return f"holds {shape} of {name}, this rank of the model {tuple(shard.shape)}"
+        if shape != tuple(shard.shape) and (shape or kind == MASTER):  # AdamW's step count has no shape
+            return f"holds {shape} of {name}, this rank of the model has {tuple(shard.shape)}"
         if kind == MASTER and saved.get_dtype() != DTYPE_NAMES[shard.dtype]:
-            return f"holds {name} as {saved.get_dtype()}, the model as {DTYPE_NAMES[shard.dtype]}"
+            return f"holds {name} as {saved.get_dtype()}, the model has {DTYPE_NAMES[shard.dtype]}"
     return ""
 
 
 def _as_optimizer_state(parameter: torch.Tensor, tensor: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """A value of the state as the optimizer itself would hold it for `parameter`."""
-    if not tensor.dim() and parameter.dim():  # a step count; on the device only where kernels read it there
+    """The value as the optimizer itself would hold it for `parameter`."""
+    if not tensor.dim() and parameter.dim():  # a step count: on the device only for kernels that read it there
         return tensor.to(parameter.device if group.get("fused") or group.get("capturable") else "cpu")
     tensor = tensor.to(parameter.device)
     if not isinstance(parameter, DTensor):
@@ -113,7 +115,8 @@ def _as_optimizer_state(parameter: torch.Tensor, tensor: torch.Tensor, group: di
         tensor,
         parameter.device_mesh,
         parameter.placements,
-        run_check=False,
+        run_check=False,  # would be a collective
+        # The last ranks' shards may be smaller, so the whole shape cannot be computed from this rank's.
         shape=parameter.shape,
         stride=parameter.stride(),
     )

@@ -1,7 +1,7 @@
-"""A safetensors file laid out before its tensors are at hand, then written in one pass that also hashes it.
+"""Safetensors files whose layout is known before their tensors are gathered, written and hashed in one pass.
 
-The library's writer wants all tensors at once, and again the file to hash it; here memory holds what is being written,
-once. Format: see wattwatch.trainer.checkpoint.complete.
+The safetensors library's writer needs all tensors at once, and the file would have to be read again to hash it; here a
+rank holds one file in memory. Format: https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 
 from wattwatch.trainer.checkpoint.complete import INDEX_FILE, SINGLE_FILE, FileRecord
 
-ALIGNMENT: Final = 8  # of the first tensor, as the library does it
-WRITE_BYTES: Final = 16 << 20  # at once: short enough to hash while it is in the cache
+ALIGNMENT: Final = 8  # of the first tensor, as in the library
+WRITE_BYTES: Final = 16 << 20  # per write. Chosen: still in the CPU's cache when it is hashed
 DTYPE_NAMES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -50,23 +50,28 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsLayout:
-    """Where every tensor of a file lies."""
+    """The position of every tensor in a file."""
 
-    header: bytes  # with the 8 bytes of its length
+    header: bytes  # including the 8 bytes with its length
     tensors: tuple[TensorSpec, ...]  # in the order of the file: wide elements first, so that each is aligned
     tensor_bytes: int
 
-    @property
-    def bytes(self) -> int:
-        return len(self.header) + self.tensor_bytes
-
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Every tensor, flat, in `memory` (uint8, of tensor_bytes)."""
+        """Every tensor, flat, as a view of `memory` (uint8, tensor_bytes long)."""
         found, reached = {}, 0
         for tensor in self.tensors:
             found[tensor.name] = memory[reached : reached + tensor.bytes].view(tensor.dtype)
             reached += tensor.bytes
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """One file and the rank that writes it."""
+
+    name: str
+    owner: int
+    layout: SafetensorsLayout
 
 
 def safetensors_layout(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> SafetensorsLayout:
@@ -85,15 +90,53 @@ def safetensors_layout(tensors: Sequence[TensorSpec], metadata: Mapping[str, str
     return SafetensorsLayout(len(raw).to_bytes(8, "little") + raw, ordered, reached)
 
 
+def plan_weights_files(
+    tensors: Sequence[TensorSpec], file_bytes: int, world: int, ranks_per_node: int
+) -> tuple[WeightsFile, ...]:
+    """Which tensor goes into which file, and which rank writes it: every rank computes the same, without asking.
+
+    Files contain at most `file_bytes` of tensors, or one tensor that is larger; named as on the Hub.
+    Consecutive files go to different nodes first, then to other ranks of the same node, so that all links to the
+    storage are used: one rank that writes everything leaves 255 others waiting (Automodel#2279).
+    """
+    writers = sorted(range(world), key=lambda rank: (rank % ranks_per_node, rank // ranks_per_node))
+    contents: list[list[TensorSpec]] = [[]]
+    bytes_left = file_bytes
+    for tensor in tensors:
+        if tensor.bytes > bytes_left and contents[-1]:
+            contents.append([])
+            bytes_left = file_bytes
+        contents[-1].append(tensor)
+        bytes_left -= tensor.bytes
+    names = [f"model-{number:05d}-of-{len(contents):05d}.safetensors" for number in range(1, len(contents) + 1)]
+    if len(contents) == 1:
+        names = [SINGLE_FILE]
+    return tuple(
+        WeightsFile(name, writers[number % world], safetensors_layout(content, {"format": "pt"}))
+        for number, (name, content) in enumerate(zip(names, contents, strict=True))
+    )
+
+
+def build_index_file(files: Sequence[WeightsFile]) -> dict[str, bytes]:
+    """The index by its name; {} if there is only one file, which needs none."""
+    if len(files) == 1:
+        return {}
+    mapping = {tensor.name: file.name for file in files for tensor in file.layout.tensors}
+    total = sum(file.layout.tensor_bytes for file in files)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(mapping.items()))}, indent=2)
+    return {INDEX_FILE: text.encode()}
+
+
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, copied to the host where it lies elsewhere."""
+    """The bytes of a tensor, copied to the host if they are on a device."""
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_and_sync(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
-    """A new file, on the disk when this returns. Raises OSError that names `path`: disk full shows at any of the three.
+    """Writes a new file, which is on disk when this returns.
 
-    Must not exist already: nobody else writes into a staged directory.
+    Raises OSError that names `path`: a full disk may show at open, write or fsync. Fails if `path` exists: nothing else
+    writes into a staged directory.
     """
     digest, total = hashlib.sha256(), 0
     try:
@@ -102,59 +145,11 @@ def write_and_sync(path: Path, pieces: Iterable[bytes | memoryview]) -> FileReco
                 for begin in range(0, len(piece), WRITE_BYTES):
                     part = memoryview(piece)[begin : begin + WRITE_BYTES]
                     digest.update(part)
-                    while part:  # an unbuffered write may take a part only
+                    while part:  # an unbuffered write may be partial
                         part = part[file.write(part) :]
                 total += len(piece)
             os.fsync(file.fileno())
     except OSError as error:
-        error.filename = error.filename or str(path)
+        error.filename = error.filename or str(path)  # errors of write and fsync do not name the file
         raise
     return FileRecord(total, digest.hexdigest())
-
-
-# Which tensor goes into which file, and which rank writes it: the same on every rank, without asking.
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsFile:
-    """One file and its writer."""
-
-    name: str
-    owner: int  # rank
-    layout: SafetensorsLayout
-
-
-def plan_weights_files(
-    tensors: Sequence[TensorSpec], file_bytes: int, world: int, ranks_per_node: int
-) -> tuple[WeightsFile, ...]:
-    """Files of at most `file_bytes` of tensors each, or of one tensor that is larger; named as the hub names them.
-
-    Consecutive files go to other nodes first, then to other ranks of a node, so that all links to the storage are used
-    (one rank that writes everything leaves 255 others waiting: Automodel#2279).
-    """
-    writers = sorted(range(world), key=lambda rank: (rank % ranks_per_node, rank // ranks_per_node))
-    shares: list[list[TensorSpec]] = [[]]
-    room = file_bytes
-    for tensor in tensors:
-        if tensor.bytes > room and shares[-1]:
-            shares.append([])
-            room = file_bytes
-        shares[-1].append(tensor)
-        room -= tensor.bytes
-    names = [f"model-{number:05d}-of-{len(shares):05d}.safetensors" for number in range(1, len(shares) + 1)]
-    if len(shares) == 1:
-        names = [SINGLE_FILE]
-    return tuple(
-        WeightsFile(name, writers[number % world], safetensors_layout(share, {"format": "pt"}))
-        for number, (name, share) in enumerate(zip(names, shares, strict=True))
-    )
-
-
-def build_index_file(files: Sequence[WeightsFile]) -> dict[str, bytes]:
-    """The index by its name; nothing where one file holds everything."""
-    if len(files) == 1:
-        return {}
-    mapping = {tensor.name: file.name for file in files for tensor in file.layout.tensors}
-    total = sum(file.layout.tensor_bytes for file in files)
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(mapping.items()))}, indent=2)
-    return {INDEX_FILE: text.encode()}

@@ -1,7 +1,10 @@
-"""A checkpoint, from the staged directory to the new name: what the training loop calls after its barrier.
+"""Saving a checkpoint: what the training loop calls, on all ranks, after its barrier.
 
-stage ─► agree ─► gather, write ─► agree ─► mark, sync, rename ─► agree ─► latest, prune
-rank 0    all      all ranks        all       rank 0               all      rank 0
+create directory ─► agree ─► gather, write ─► agree ─► marker, sync, rename ─► agree ─► latest, prune
+rank 0              all      all ranks        all       rank 0                 all      rank 0
+
+A rank whose disk is full or whose tensor is NaN still takes part in every collective up to the next "agree", where all
+ranks learn that the save has failed. If it raised at once, the others would wait for it until the timeout.
 """
 
 from __future__ import annotations
@@ -49,10 +52,28 @@ from wattwatch.trainer.checkpoint.safetensors_writer import (
 from wattwatch.trainer.errors import UserError
 from wattwatch.trainer.run_directory import RunDirectory
 
+T = TypeVar("T")
+MAX_REASONS_SHOWN: Final = 3  # chosen: a shared disk that is full fails on every rank at once
+NO_SPACE_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Names of tokenizer files differ by type: BPE, unigram, tiktoken, Mistral's tekken.
+COMPANION_PATTERNS: Final = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class SavePoint:
-    """Where a job stands: the loop's part of Completion, equal on all ranks."""
+    """The training loop's part of Completion, the same on all ranks."""
 
     run: str
     step: int  # steps done
@@ -61,27 +82,34 @@ class SavePoint:
     tokens: int
     gate_id: str
     blocks_sha256: str
-    warm_from: int = 0  # where the optimizer's moments began
+    warm_from: int = 0  # the step at which the optimizer's moments began
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A save that ended well, equal on all ranks but `seconds`."""
+    """A successful save. The same on all ranks, except `seconds`."""
 
     directory: Path
     seconds: float
     bytes: int
     files: int
     writers: int  # ranks that wrote weights
-    peak_bytes: int  # the most weights that any rank held in memory for it
-    warnings: tuple[str, ...]  # of what lies around the checkpoint: `latest`, older ones
+    peak_bytes: int  # the most bytes of weights that any rank held in memory for the save
+    warnings: tuple[str, ...]  # about `latest` and older checkpoints, see clean_up_after_save
+
+
+class SaveError(Exception):
+    """The save failed, on all ranks. The message is what the user reads.
+
+    A new attempt resumes from the last complete checkpoint.
+    """
 
 
 class CheckpointSaver:
-    """Saves checkpoints of one job; made and called by all ranks together, at the same step.
+    """Saves the checkpoints of one job. Created and called by all ranks together, at the same step.
 
-    Its collectives run on a group of its own, with its own timeout, so that a slow disk does not count against a step,
-    nor a step's collective match one of a save.
+    Its collectives run on a process group of its own. That has its own timeout, so that a slow disk does not count
+    against a step; and a rank that is still in a step cannot take part in a collective of the save by mistake.
     """
 
     def __init__(
@@ -96,7 +124,7 @@ class CheckpointSaver:
     ) -> None:
         """Reads the model's tokenizer and configuration, and removes what a killed save has left.
 
-        Raises Refusal on all ranks where rank 0 cannot read `source_model`.
+        Raises UserError on all ranks if rank 0 cannot read `source_model`.
         """
         self.run = run
         self.keep = keep
@@ -119,38 +147,39 @@ class CheckpointSaver:
         except SaveError as error:
             raise UserError(str(error)) from None
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, moment: SavePoint) -> SaveReport:
-        """Returns when the checkpoint is complete and named, on all ranks; an optimizer makes it one for exact resumes.
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, point: SavePoint) -> SaveReport:
+        """Returns on all ranks when the checkpoint has its final name. With an optimizer it allows an exact resume.
 
-        Raises SaveFailed on all ranks, the staged directory removed; where a rank has died, on those that are left, and
-        the next Saver removes it. Raises Refusal for a model that cannot be saved.
+        Raises SaveError on all ranks, with the staged directory removed. If a rank has died, the others raise SaveError
+        after the timeout, and the next CheckpointSaver removes the directory. Raises UserError for a model that cannot
+        be saved.
         """
         begun = time.monotonic()
         tensors = tensors_to_save(model)
         files = plan_weights_files(describe_tensors(tensors), self.file_bytes, self.world, self.ranks_per_node)
         try:
-            staged, gathering = self._prepare(moment.step, files, tensors, optimizer)
+            staged, gatherer = self._prepare(point.step, files, tensors, optimizer)
             try:
-                words = self._write(staged, gathering, model, tensors, files, optimizer)
-                completion = self._completion(moment, [facts for facts, _ in words], optimizer is not None)
+                written = self._write(staged, gatherer, model, tensors, files, optimizer)
+                completion = self._completion(point, [records for records, _ in written], optimizer is not None)
                 self._publish(staged, completion)
             except SaveError:
-                if self.rank == 0:  # all ranks have agreed: nobody writes there any more
+                if self.rank == 0:  # all ranks have agreed that the save failed, so none writes there any more
                     remove_checkpoint(staged)
                 raise
-            directory = self.run.checkpoint(moment.step)
-            warnings = exchange_results(
-                self.group, None, clean_up_after_save(self.run, directory, self.keep) if self.rank == 0 else ()
-            )[0]
-        except RuntimeError as error:  # of gloo, NCCL or CUDA: somebody did not come, or a connection broke
-            raise SaveError(f"rank {self.rank}: the save of step {moment.step} broke off: {error}") from error
+            directory = self.run.checkpoint(point.step)
+            warnings = clean_up_after_save(self.run, directory, self.keep) if self.rank == 0 else ()
+            # Also the last barrier: without it a rank could exit while rank 0 still removes old checkpoints.
+            warnings = exchange_results(self.group, None, warnings)[0]
+        except RuntimeError as error:  # of gloo, NCCL or CUDA: another rank did not come, or a connection broke
+            raise SaveError(f"rank {self.rank}: the save of step {point.step} failed: {error}") from error
         return SaveReport(
             directory=directory,
             seconds=time.monotonic() - begun,
-            bytes=sum(fact.bytes for fact in completion.files.values()),
+            bytes=sum(record.bytes for record in completion.files.values()),
             files=len(completion.files),
             writers=len({file.owner for file in files}),
-            peak_bytes=max(peak for _, peak in words),
+            peak_bytes=max(peak for _, peak in written),
             warnings=warnings,
         )
 
@@ -161,65 +190,69 @@ class CheckpointSaver:
         tensors: dict[str, torch.Tensor],
         optimizer: torch.optim.Optimizer | None,
     ) -> tuple[Path, TensorGatherer]:
-        """Rank 0's new directory, and every rank's scratch memory; nobody has weights that are no numbers."""
-        staged, gathering, reason = None, None, None
+        """Creates rank 0's staging directory and every rank's scratch memory; checks that all weights are finite.
+
+        NaN weights are not worth a checkpoint: pruning would remove a good one for it.
+        """
+        staged, gatherer, reason = None, None, None
         try:
             if self.rank == 0:
                 remove_staged(self.run)
                 staged = create_staging_directory(self.run, step, optimizer is not None)
-            if broken := find_non_finite(tensors):
-                reason = f"rank {self.rank}: {broken} is not finite; nothing is saved of it. Lower train.learning_rate"
+            if name := find_non_finite(tensors):
+                reason = f"rank {self.rank}: {name} contains NaN or infinity; nothing was saved. "
+                reason += "Lower train.learning_rate"
             device = next(iter(tensors.values())).device
-            gathering = TensorGatherer(self.group, device, max(file.layout.tensor_bytes for file in files))
-        except (OSError, RuntimeError) as error:  # RuntimeError: no memory on the device
+            gatherer = TensorGatherer(self.group, device, max(file.layout.tensor_bytes for file in files))
+        except (OSError, RuntimeError) as error:  # RuntimeError: the device has no memory left
             reason = describe_rank_error(error, self.rank)
         try:
-            word = exchange_results(self.group, reason, str(staged))[0]
+            rank_0_path = exchange_results(self.group, reason, str(staged))[0]
         except SaveError:
             if staged:
                 remove_checkpoint(staged)
             raise
-        assert gathering is not None
-        return Path(word), gathering
+        assert gatherer is not None
+        return Path(rank_0_path), gatherer
 
     def _write(
         self,
         staged: Path,
-        gathering: TensorGatherer,
+        gatherer: TensorGatherer,
         model: nn.Module,
         tensors: dict[str, torch.Tensor],
         files: tuple[WeightsFile, ...],
         optimizer: torch.optim.Optimizer | None,
     ) -> list[tuple[dict[str, FileRecord], int]]:
-        """All files but the marker. Returns of every rank what it wrote, and the most weights that it held."""
-        writing = RankFileWriter(staged, self.rank)
+        """Writes all files except the marker. Returns, by rank, the files written and the peak memory in bytes."""
+        writer = RankFileWriter(staged, self.rank)
         try:
             for file in files:
-                memory = writing.room(file)
-                places = {} if memory is None else file.layout.views(memory)
+                memory = writer.allocate(file)
+                views = {} if memory is None else file.layout.views(memory)
                 for tensor in file.layout.tensors:
-                    gathering.gather(tensors[tensor.name], places.get(tensor.name))
+                    gatherer.gather(tensors[tensor.name], views.get(tensor.name))
                 if memory is not None:
-                    writing.send(file, memory)
+                    writer.write_in_background(file, memory)
             if self.rank == 0:
                 companions = self.companions | {CONFIG_FILE: config_for_checkpoint(self.companions[CONFIG_FILE], model)}
                 for name, data in (companions | build_index_file(files)).items():
-                    writing.write(name, [data])
+                    writer.write(name, [data])
             if optimizer is not None:
-                writing.write(optimizer_file(self.rank), optimizer_file_chunks(model, optimizer, self.rank, self.world))
+                writer.write(optimizer_file(self.rank), optimizer_file_chunks(model, optimizer, self.rank, self.world))
         finally:
-            writing.close()
-        return exchange_results(self.group, writing.reason, (writing.facts, writing.peak_bytes))
+            writer.close()
+        return exchange_results(self.group, writer.reason, (writer.records, writer.peak_bytes))
 
-    def _completion(self, moment: SavePoint, facts: list[dict[str, FileRecord]], optimizer: bool) -> Completion:
-        files = dict(sorted(item for of_rank in facts for item in of_rank.items()))
+    def _completion(self, point: SavePoint, records: list[dict[str, FileRecord]], optimizer: bool) -> Completion:
+        files = dict(sorted(item for of_rank in records for item in of_rank.items()))
         return Completion(
             v=COMPLETION_VERSION,
             world=self.world,
             optimizer=optimizer,
             t_wall=time.time(),
             files=files,
-            **asdict(moment),
+            **asdict(point),
         )
 
     def _publish(self, staged: Path, completion: Completion) -> None:
@@ -232,56 +265,54 @@ class CheckpointSaver:
         exchange_results(self.group, reason, None)
 
 
-# A rank's own files of one save: one in memory, written by a thread while the other ranks' files are gathered.
-
-
 class RankFileWriter:
-    """What one rank has written, or why it cannot. Never raises for that: peers wait in the next collective.
+    """Writes one rank's files of a save: one in memory, written by a thread while the next ones are gathered.
 
-    After a first failure nothing more is written; the rank only goes on taking part.
+    Never raises: the other ranks wait in the next collective. After the first error, which is kept in `reason`, nothing
+    more is written, and the rank only takes part in the collectives.
     """
 
     def __init__(self, staged: Path, rank: int) -> None:
         self.staged = staged
         self.rank = rank
-        self.facts: dict[str, FileRecord] = {}
+        self.records: dict[str, FileRecord] = {}
         self.reason: str | None = None
         self.peak_bytes = 0  # of weights in this rank's memory at any time
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
 
-    def room(self, file: WeightsFile) -> torch.Tensor | None:
-        """Memory for the tensors of `file`, once the file before has left it. None: they are not wanted here."""
+    def allocate(self, file: WeightsFile) -> torch.Tensor | None:
+        """Memory for the tensors of `file`, once the previous file is written. None: this rank does not write it."""
         self._wait()
         memory: list[torch.Tensor] = []
         if file.owner == self.rank:
-            self.attempt(lambda: memory.append(torch.empty(file.layout.tensor_bytes, dtype=torch.uint8)))
+            self._attempt(lambda: memory.append(torch.empty(file.layout.tensor_bytes, dtype=torch.uint8)))
             self.peak_bytes = max(self.peak_bytes, file.layout.tensor_bytes)
         return memory[0] if memory else None
 
-    def send(self, file: WeightsFile, memory: torch.Tensor) -> None:
-        """Begins to write; `memory` is the thread's from here on."""
+    def write_in_background(self, file: WeightsFile, memory: torch.Tensor) -> None:
+        """Starts writing. `memory` belongs to the thread from here on."""
 
         def write() -> None:
-            self.facts[file.name] = write_and_sync(self.staged / file.name, [file.layout.header, host_bytes(memory)])
+            self.records[file.name] = write_and_sync(self.staged / file.name, [file.layout.header, host_bytes(memory)])
 
-        self._pending = self._thread.submit(self.attempt, write)
+        self._pending = self._thread.submit(self._attempt, write)
 
     def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """A file beside the weights, at once."""
+        """Writes a file now."""
 
         def write() -> None:
-            self.facts[name] = write_and_sync(self.staged / name, pieces)
+            self.records[name] = write_and_sync(self.staged / name, pieces)
 
-        self.attempt(write)
+        self._attempt(write)
 
-    def attempt(self, work: Callable[[], object]) -> None:
-        """Does `work` unless something has failed before; keeps why it failed."""
+    def _attempt(self, work: Callable[[], object]) -> None:
+        """Calls `work` unless something has failed before; keeps the reason if it fails."""
         if self.reason is not None:
             return
         try:
             work()
-        except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it and not wait
+        except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must not wait for this one
             self.reason = describe_rank_error(error, self.rank)
 
     def _wait(self) -> None:
@@ -290,33 +321,42 @@ class RankFileWriter:
             self._pending = None
 
     def close(self) -> None:
-        """Returns when all is on the disk."""
+        """Returns when everything is on disk."""
         self._wait()
         self._thread.shutdown()
 
 
-# What a model directory holds besides weights, so that a checkpoint is used like the model that it came from.
+def exchange_results(group: dist.ProcessGroup, reason: str | None, result: T) -> list[T]:
+    """A collective. Returns every rank's `result`, in order; raises SaveError on all ranks if any has a reason to fail.
 
-# Names of tokenizers' own files differ by their kind: BPE, unigram, tiktoken, Mistral's tekken.
-COMPANION_PATTERNS: Final = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-    "chat_template*",
-    "additional_chat_templates/*.jinja",
-)
+    Every rank must call it, whatever has happened to it; if one does not, the others wait for the group's timeout.
+    """
+    answers: list[Any] = [None] * group.size()
+    dist.all_gather_object(answers, (reason, result), group=group)
+    if reasons := [reason for reason, _ in answers if reason]:
+        more = f" (and {len(reasons) - MAX_REASONS_SHOWN} more ranks)" if len(reasons) > MAX_REASONS_SHOWN else ""
+        raise SaveError("; ".join(reasons[:MAX_REASONS_SHOWN]) + more)
+    return [result for _, result in answers]
+
+
+def describe_rank_error(error: Exception, rank: int) -> str:
+    """What this rank tells the others about its error: rank and node, file, what happened, and what to do."""
+    where = f"rank {rank} on {platform.node()}"
+    if not isinstance(error, OSError):
+        return f"{where}: {type(error).__name__}: {error}"
+    text = f"{where}: {error.filename or 'a file'}: {error.strerror or error}"
+    if error.errno in NO_SPACE_ERRNOS:
+        return f"{text}; free some space (or lower checkpoint.keep) and start again"
+    return text
+
+
+# The files that a model directory has besides its weights, so that a checkpoint can be used like the original model.
 
 
 def read_companions(source_model: Path) -> dict[str, bytes]:
-    """Configuration, tokenizer, chat templates and generation settings of `source_model`, by name. Raises Refusal.
+    """Configuration, tokenizer, chat templates and generation settings of `source_model`, by name. Raises UserError.
 
-    Read once, when a job starts: a model directory that goes away later must not cost a checkpoint.
+    Read once, when the job starts: a model directory that disappears later must not make a save fail.
     """
     try:
         found = {CONFIG_FILE: (source_model / CONFIG_FILE).read_bytes()}
@@ -328,7 +368,7 @@ def read_companions(source_model: Path) -> dict[str, bytes]:
             raise ValueError
     except OSError as error:
         raise UserError(
-            f"{error.filename or source_model}: {error.strerror or error}; is it a model's directory?"
+            f"{error.filename or source_model}: {error.strerror or error}; is it a model directory?"
         ) from None
     except ValueError:
         raise UserError(f"{source_model / CONFIG_FILE}: not a JSON object") from None
@@ -336,55 +376,16 @@ def read_companions(source_model: Path) -> dict[str, bytes]:
 
 
 def config_for_checkpoint(source: bytes, model: nn.Module) -> bytes:
-    """`source` with the precision of the saved weights; every other key stays as its makers wrote it, so that whatever
-    reads the model reads the checkpoint."""
+    """`source` with the dtype of the saved weights. All other keys stay as they are, so that whatever can read the
+    original model can read the checkpoint."""
     config = json.loads(source)
-    known = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers before 4.56, and since
-    config[known] = "bfloat16"
+    dtype_key = "torch_dtype" if "torch_dtype" in config else "dtype"  # renamed in transformers 4.56
+    config[dtype_key] = "bfloat16"
     if not config.get("architectures"):
         config["architectures"] = [_model_class_name(model)]
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _model_class_name(model: nn.Module) -> str:
-    """fully_shard puts a class of its own before the model's."""
+    """fully_shard replaces the model's class by a subclass of it and FSDPModule."""
     return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-
-
-# One word of every rank to every rank: a save goes on when nobody has failed, and ends everywhere otherwise.
-
-T = TypeVar("T")
-MAX_REASONS_SHOWN: Final = 3
-NO_SPACE_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class SaveError(Exception):
-    """No checkpoint came of it, on any rank. Its text is what the user reads, whole.
-
-    The job may be started again: it goes on from the last complete checkpoint.
-    """
-
-
-def describe_rank_error(error: Exception, rank: int) -> str:
-    """What a rank tells the others of its failure: who, where, what, and what to do."""
-    who = f"rank {rank} on {platform.node()}"
-    if not isinstance(error, OSError):
-        return f"{who}: {type(error).__name__}: {error}"
-    what = f"{who}: {error.filename or 'a file'}: {error.strerror or error}"
-    if error.errno in NO_SPACE_ERRNOS:
-        return f"{what}; make room (or lower checkpoint.keep) and start again"
-    return what
-
-
-def exchange_results(group: dist.ProcessGroup, reason: str | None, word: T) -> list[T]:
-    """Every rank's `word`, in order. Raises SaveFailed on all ranks where one came with a reason.
-
-    Every rank must come here, whatever has happened to it; one that does not lets the others wait for the group's
-    timeout.
-    """
-    answers: list[Any] = [None] * group.size()
-    dist.all_gather_object(answers, (reason, word), group=group)
-    if reasons := [reason for reason, _ in answers if reason]:
-        more = f" (and {len(reasons) - MAX_REASONS_SHOWN} more ranks)" if len(reasons) > MAX_REASONS_SHOWN else ""
-        raise SaveError("; ".join(reasons[:MAX_REASONS_SHOWN]) + more)
-    return [word for _, word in answers]

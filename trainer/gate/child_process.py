@@ -1,4 +1,4 @@
-"""A process with a deadline: whatever it waits for, a hung mount or a hung driver, the gate does not wait with it."""
+"""A child process with a deadline: a mount or a driver that hangs blocks the child, and the gate goes on without it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-IMPORT_ROOT: Final = str(Path(__file__).parents[3])
-SEND_SECONDS: Final = 1.0
-PROBE_PROGRAM: Final = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from wattwatch.trainer.gate.probe import main; main()"
-)
+IMPORT_ROOT: Final = str(Path(__file__).parents[3])  # the directory that contains the package `wattwatch`
+SEND_SECONDS: Final = 1.0  # a request is below the pipe's 64 KiB, so this is only for a child that does not start
+WAIT_AFTER_KILL_SECONDS: Final = 0.5
+# The child runs isolated, so our package's directory has to be named. At the end of sys.path, so that no other package
+# in site-packages can replace a module of the standard library.
+PROBE_PROGRAM: Final = "import sys; sys.path.append(sys.argv[1]); from wattwatch.trainer.gate.probe import main; main()"
 
 
 class ChildProcess:
-    """Lines of one process. It is killed at the end, and left alone if it cannot even be killed (state D)."""
+    """One process, read line by line.
+
+    It is killed on `close`, and abandoned if even that has no effect: a process in state D, waiting for a dead NFS
+    server, does not react to SIGKILL.
+    """
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -31,7 +36,7 @@ class ChildProcess:
         self.ended = False
 
     def send(self, message: dict[str, Any], until: float) -> None:
-        """Writes one line; what the child has not taken by `until` is dropped: it hangs, and its answer will tell."""
+        """Writes one line. What the child has not read by `until` is dropped: then it hangs, and will not answer."""
         assert self._process.stdin is not None
         handle = self._process.stdin.fileno()
         os.set_blocking(handle, False)
@@ -43,7 +48,7 @@ class ChildProcess:
                 data = data[os.write(handle, data) :]
 
     def line(self, until: float) -> str | None:
-        """The next line, by time.monotonic() `until`; None where none came in time or none will come (`ended`)."""
+        """The next line. None if there was none by `until` (time.monotonic()), or if there are no more (`ended`)."""
         assert self._process.stdout is not None
         handle = self._process.stdout.fileno()
         poll = select.poll()
@@ -58,7 +63,7 @@ class ChildProcess:
         return line.decode("utf-8", "replace") if line or not self.ended else None
 
     def lines(self, until: float) -> list[str]:
-        """All lines to the end, or to the deadline: `ended` tells which."""
+        """All lines up to the end of the output or to the deadline; `ended` says which of the two."""
         found = []
         while (line := self.line(until)) is not None:
             found.append(line)
@@ -66,26 +71,30 @@ class ChildProcess:
 
     def exit_code(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(0.5)
+            return self._process.wait(WAIT_AFTER_KILL_SECONDS)
         return None
 
-    def close(self, patience_seconds: float = 0.0) -> None:
-        """Ends standard input, waits a little for an end in peace, kills."""
+    def close(self, wait_seconds: float = 0.0) -> None:
+        """Closes the child's standard input, waits for it to exit by itself, then kills it."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience_seconds)
+            process.wait(wait_seconds)
         if process.poll() is None:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.5)
+                process.wait(WAIT_AFTER_KILL_SECONDS)
         process.stdout.close()
 
 
 def start_path_probe(request: dict[str, Any]) -> ChildProcess:
-    """A child of probe.py at work on `request`; isolated, without site-packages: it starts in milliseconds."""
+    """A child that runs wattwatch.trainer.gate.probe on `request`.
+
+    -I ignores the working directory and PYTHONPATH, so that no file there can replace our modules. -S skips
+    site-packages, whose .pth files may import anything: the child starts in milliseconds.
+    """
     child = ChildProcess([sys.executable, "-I", "-S", "-c", PROBE_PROGRAM, IMPORT_ROOT])
     child.send(request, time.monotonic() + SEND_SECONDS)
     return child

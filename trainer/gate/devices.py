@@ -1,4 +1,8 @@
-"""GPUs by nvidia-smi: no CUDA context, which takes seconds and memory; a driver that hangs holds a child only."""
+"""The node's GPUs from nvidia-smi.
+
+Not through CUDA: a context takes seconds, and memory on the GPU. Not through NVML in this process: a driver that hangs
+would hang the gate; so it hangs only a child.
+"""
 
 from __future__ import annotations
 
@@ -14,48 +18,52 @@ from typing import Final
 from wattwatch.trainer.gate.child_process import ChildProcess
 from wattwatch.trainer.gate.model import DevicesReport, GpuReport
 
+# Names from `nvidia-smi --help-query-gpu`, `--help-query-compute-apps` and `--help-query-remapped-rows`.
 GPU_FIELDS: Final = "index,uuid,name,driver_version,memory.total,memory.used"
 HEALTH_FIELDS: Final = (
     "ecc.errors.uncorrected.volatile.total,temperature.gpu,power.draw,power.limit,retired_pages.pending"
 )
 PROCESS_FIELDS: Final = "pid,gpu_uuid"
 ROW_FIELDS: Final = "gpu_uuid,remapped_rows.pending"
-UNKNOWN_FIELD: Final = "not a valid field"
+UNKNOWN_FIELD: Final = "not a valid field"  # in nvidia-smi's message about a field that this version does not have
 
 
 class NvidiaSmiProbe:
-    """Questions to nvidia-smi, asked at once, answered later. An older one does not know all of them."""
+    """Starts all nvidia-smi queries at once; `report` collects the answers."""
 
     def __init__(self) -> None:
         self._path = shutil.which("nvidia-smi")
         self._begun = time.monotonic()
         self._children: list[ChildProcess] = []
         if self._path:
-            self._gpus = self._ask(f"--query-gpu={GPU_FIELDS},{HEALTH_FIELDS}")
-            self._processes = self._ask(f"--query-compute-apps={PROCESS_FIELDS}")
-            self._row_remaps = self._ask(f"--query-remapped-rows={ROW_FIELDS}")
+            self._gpus = self._start(f"--query-gpu={GPU_FIELDS},{HEALTH_FIELDS}")
+            self._processes = self._start(f"--query-compute-apps={PROCESS_FIELDS}")
+            self._row_remaps = self._start(f"--query-remapped-rows={ROW_FIELDS}")
 
-    def _ask(self, query: str) -> ChildProcess:
+    def _start(self, query: str) -> ChildProcess:
         assert self._path is not None
         child = ChildProcess([self._path, query, "--format=csv,noheader,nounits"])
         self._children.append(child)
         return child
 
-    def look(self, until: float) -> DevicesReport:
+    def report(self, until: float) -> DevicesReport:
+        """What nvidia-smi said by `until` (time.monotonic())."""
         if not self._path:
             return DevicesReport(skipped="no nvidia-smi on this node")
         try:
             code, gpus = self._answer(self._gpus, until)
-            if code and UNKNOWN_FIELD in " ".join(gpus):  # one unknown field, and it answers none
-                code, gpus = self._answer(self._ask(f"--query-gpu={GPU_FIELDS}"), until)
+            # An older nvidia-smi answers nothing at all if it does not know one of the fields.
+            if code and UNKNOWN_FIELD in " ".join(gpus):
+                code, gpus = self._answer(self._start(f"--query-gpu={GPU_FIELDS}"), until)
             processes_code, processes = self._answer(self._processes, until)
             rows_code, rows = self._answer(self._row_remaps, until)
         except TimeoutError as error:
             return DevicesReport(trouble=str(error))
         if code or processes_code:
-            words = " ".join(gpus if code else processes)[:200]
-            return DevicesReport(trouble=f"{self._path} ended with {code or processes_code}: {words}")
+            output = " ".join(gpus if code else processes)[:200]
+            return DevicesReport(trouble=f"{self._path} exited with code {code or processes_code}: {output}")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        # The query of remapped rows fails on drivers before it existed; that alone is not a problem.
         return parse_devices(gpus, processes, visible, [] if rows_code else rows)
 
     def _answer(self, child: ChildProcess, until: float) -> tuple[int | None, list[str]]:
@@ -75,7 +83,10 @@ class NvidiaSmiProbe:
 def parse_devices(
     gpu_lines: list[str], process_lines: list[str], visible: str | None, row_lines: Sequence[str] = ()
 ) -> DevicesReport:
-    """The boards that CUDA_VISIBLE_DEVICES lets the job see, and the compute processes on those."""
+    """The GPUs that CUDA_VISIBLE_DEVICES (`visible`) lets the job use, and the compute processes on them.
+
+    GPU lines have the columns of GPU_FIELDS, optionally followed by those of HEALTH_FIELDS.
+    """
     gpus = []
     pending = {row[0]: _parse_flag(row[1]) for row in _csv_rows(row_lines) if len(row) == 2}
     for row in _csv_rows(gpu_lines):
@@ -84,28 +95,31 @@ def parse_devices(
             gpu = GpuReport(int(index), uuid, name, driver, float(total), float(used), rows_pending=pending.get(uuid))
             gpus.append(_with_health(gpu, *health) if health else gpu)
         except (ValueError, TypeError):
-            return DevicesReport(trouble=f"nvidia-smi said {', '.join(row)[:120]!r} where a GPU was expected")
+            return DevicesReport(trouble=f"nvidia-smi printed {', '.join(row)[:120]!r} where a GPU was expected")
     if visible is not None:
-        wanted = [part.strip() for part in visible.split(",")]
+        # CUDA accepts indices, and UUIDs shortened to a unique prefix.
+        allowed = [part.strip() for part in visible.split(",")]
         gpus = [
             gpu
             for gpu in gpus
-            if any(part == str(gpu.index) or (part.startswith("GPU-") and gpu.uuid.startswith(part)) for part in wanted)
+            if any(
+                part == str(gpu.index) or (part.startswith("GPU-") and gpu.uuid.startswith(part)) for part in allowed
+            )
         ]
-    by_uuid = {gpu.uuid: gpu.index for gpu in gpus}
+    index_by_uuid = {gpu.uuid: gpu.index for gpu in gpus}
     processes = tuple(
-        f"pid {row[0]} on GPU {by_uuid[row[1]]}"
+        f"pid {row[0]} on GPU {index_by_uuid[row[1]]}"
         for row in _csv_rows(process_lines)
-        if len(row) == 2 and row[1] in by_uuid
+        if len(row) == 2 and row[1] in index_by_uuid
     )
     return DevicesReport(gpus=tuple(gpus), processes=processes)
 
 
 def _with_health(gpu: GpuReport, errors: str, celsius: str, watts: str, limit: str, pages: str) -> GpuReport:
-    count = _parse_number(errors)
+    error_count = _parse_number(errors)
     return replace(
         gpu,
-        uncorrected_errors=None if count is None else int(count),
+        uncorrected_errors=None if error_count is None else int(error_count),
         temperature_celsius=_parse_number(celsius),
         power_watts=_parse_number(watts),
         power_limit_watts=_parse_number(limit),
@@ -123,7 +137,7 @@ def _parse_number(text: str) -> float | None:
 
 
 def _parse_flag(text: str) -> bool | None:
-    """Drivers say Yes or 1, No or 0."""
+    """Some driver versions print Yes and No, others 1 and 0."""
     return {"yes": True, "1": True, "no": False, "0": False}.get(text.strip().lower())
 
 

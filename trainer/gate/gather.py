@@ -1,10 +1,13 @@
-"""One gather over TCP: every gate process sends its report to rank 0's, and gets all of them back.
+"""One gather over TCP: every gate process sends its report to rank 0's process and receives all reports in return.
 
-Lines of JSON. No torch, no store, no pickle: what comes over the network is decoded field by field. A process that
-never comes costs the deadline, and rank 0's judges with those that came.
+Lines of JSON:
 
     member -> {"wattwatch_gate": 1, "key": ...}      member <- {"welcome": {...}}
     member -> {"report": {...}}                      member <- {"reports": [...]}
+
+Without torch's store, which takes seconds to import and whose timeout does not say who is missing; and without pickle:
+what comes over the network is decoded field by field. If a process never connects, rank 0 waits until the deadline and
+continues with the reports that it has.
 """
 
 from __future__ import annotations
@@ -24,19 +27,21 @@ from wattwatch.trainer.errors import UserError
 from wattwatch.trainer.gate.model import NodeReport
 
 GATHER_PROTOCOL_VERSION: Final = 1
-MAX_LINE_BYTES: Final = 64 * 1024 * 1024
-MAX_HELLO_BYTES: Final = 4096
+MAX_LINE_BYTES: Final = 64 * 1024 * 1024  # chosen: a report is about 1 KB per rank, the answer contains all of them
+MAX_HELLO_BYTES: Final = 4096  # before a peer has shown the key: port scanners connect too
 SEND_SECONDS: Final = 5.0
-ANSWER_GRACE_SECONDS: Final = 10.0  # for rank 0's answer, beyond the deadline: it may have begun later than we
+ANSWER_GRACE_SECONDS: Final = 10.0  # for rank 0's answer beyond our deadline: it may have started later than we did
+FIRST_RETRY_SECONDS: Final = 0.01
+MAX_RETRY_SECONDS: Final = 0.25
 
 
 class GatherError(Exception):
-    """No gather came about for this process; the text says why."""
+    """This process did not get the other reports; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where rank 0's gate listens, and a key that keeps another job's gate out."""
+    """Where rank 0's gate listens, and a key that keeps the gate of another job out."""
 
     host: str
     port: int
@@ -47,20 +52,21 @@ class Rendezvous:
 
 
 def open_gather_listener(rendezvous: Rendezvous) -> socket.socket:
-    """Rank 0's listener. Raises Refusal where the port is taken."""
-    # A name may lead to 127.0.1.1 on its own node, or here by translation only: then, as torch does, all interfaces.
+    """Rank 0's listening socket. Raises UserError if the port is in use."""
+    # Some distributions resolve a node's own name to 127.0.1.1, which other nodes cannot reach; a name may also lead
+    # here by address translation. So for a name listen on all interfaces, as torch's store does.
     host = rendezvous.host if rendezvous.host == "localhost" or _is_address(rendezvous.host) else ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         try:
             return socket.create_server((host, rendezvous.port), family=family, backlog=1024)
         except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
+            if error.errno != errno.EADDRNOTAVAIL:  # an address that is translated on the way is not ours to bind
                 raise
             return socket.create_server(("", rendezvous.port), backlog=1024)
     except OSError as error:
         raise UserError(
-            f"{rendezvous}: rank 0's gate cannot listen there: {error.strerror or error}; name another place with "
+            f"{rendezvous}: rank 0's gate cannot listen there: {error.strerror or error}; use another port with "
             "--rendezvous on every node"
         ) from None
 
@@ -84,17 +90,17 @@ class _Peer:
 def gather_reports(
     listener: socket.socket, rendezvous: Rendezvous, welcome: dict[str, Any], own: NodeReport, until: float
 ) -> list[NodeReport]:
-    """Rank 0's side: all reports, own first; those that came by `until` where somebody never comes."""
+    """Rank 0's side. All reports, its own first; after `until` (time.monotonic()) those that arrived."""
     peers: dict[socket.socket, _Peer] = {}
-    wanted = set(range(own.settings.world)) - set(own.ranks)
+    missing = set(range(own.settings.world)) - set(own.ranks)
     with selectors.DefaultSelector() as selector:
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ)
         try:
-            while wanted and (left := until - time.monotonic()) > 0:
+            while missing and (left := until - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
                     if key.fileobj is listener:
-                        with contextlib.suppress(OSError):
+                        with contextlib.suppress(OSError):  # the peer may have gone again
                             connection, _ = listener.accept()
                             connection.settimeout(SEND_SECONDS)
                             peers[connection] = _Peer(connection)
@@ -107,13 +113,14 @@ def gather_reports(
                         peer.connection.close()
                         del peers[peer.connection]
                     elif peer.report is not None:
-                        wanted -= set(peer.report.ranks)
+                        missing -= set(peer.report.ranks)
                         selector.unregister(peer.connection)
             reports = [own, *(peer.report for peer in peers.values() if peer.report is not None)]
             answer = json.dumps({"reports": [asdict(report) for report in reports]}).encode() + b"\n"
             for peer in peers.values():
-                with contextlib.suppress(OSError):  # gone, or too slow: it will say so itself
-                    peer.connection.sendall(answer if peer.report is not None else _refusal_line("it came too late"))
+                with contextlib.suppress(OSError):  # gone, or too slow: its own process will say so
+                    late = _refusal_line("its report arrived too late")
+                    peer.connection.sendall(answer if peer.report is not None else late)
             return reports
         finally:
             for peer in peers.values():
@@ -121,7 +128,7 @@ def gather_reports(
 
 
 def _receive(peer: _Peer, rendezvous: Rendezvous, welcome: dict[str, Any]) -> bool:
-    """Reads what came from a peer; False where it left, or is none of us."""
+    """Reads what a peer has sent. False if it closed the connection, or is not a gate process of this job."""
     try:
         data = peer.connection.recv(1 << 20)
     except OSError:
@@ -162,12 +169,12 @@ def _refusal_line(why: str) -> bytes:
 
 
 class GatherMember:
-    """The other side: come, look with what rank 0 has said, report, hear of all."""
+    """A member's side: connect, receive rank 0's welcome, send the own report, receive all reports."""
 
     def __init__(self, rendezvous: Rendezvous, until: float) -> None:
-        """Waits for rank 0 to listen. Raises GatherTrouble at the deadline."""
+        """Retries until rank 0 listens: the order in which nodes start is arbitrary. Raises GatherError at `until`."""
         self._rendezvous, self._until = rendezvous, until
-        pause, begun = 0.01, time.monotonic()
+        pause, begun = FIRST_RETRY_SECONDS, time.monotonic()
         while True:
             try:
                 self._connection = socket.create_connection((rendezvous.host, rendezvous.port), timeout=SEND_SECONDS)
@@ -179,22 +186,24 @@ class GatherMember:
                         f"{error.strerror or error}"
                     ) from None
                 time.sleep(pause)
-                pause = min(pause * 1.5, 0.25)
+                pause = min(pause * 1.5, MAX_RETRY_SECONDS)
         self._buffer = bytearray()
 
     def welcome(self) -> dict[str, Any]:
+        """What rank 0 tells all members: the gate id and its mark. Raises GatherError."""
         self._send({"wattwatch_gate": GATHER_PROTOCOL_VERSION, "key": self._rendezvous.key})
-        welcome = self._line().get("welcome")
+        welcome = self._read_message().get("welcome")
         if not isinstance(welcome, dict):
-            raise GatherError(f"what answers at {self._rendezvous} is no gate")
+            raise GatherError(f"the program that listens at {self._rendezvous} is not a gate")
         return welcome
 
     def exchange(self, report: NodeReport) -> list[NodeReport]:
+        """Sends `report`; returns all reports, rank 0's first. Raises GatherError."""
         self._send({"report": asdict(replace(report, wall=time.time()))})
         try:
-            return [parse_dataclass(NodeReport, item, "report") for item in self._line().get("reports", [])]
+            return [parse_dataclass(NodeReport, item, "report") for item in self._read_message().get("reports", [])]
         except InvalidDataError as error:
-            raise GatherError(f"{self._rendezvous} answered with something else: {error}") from None
+            raise GatherError(f"{self._rendezvous} sent an invalid answer: {error}") from None
 
     def close(self) -> None:
         self._connection.close()
@@ -206,25 +215,25 @@ class GatherMember:
         try:
             return act()
         except TimeoutError:
-            raise GatherError(f"{self._rendezvous} went silent") from None
+            raise GatherError(f"{self._rendezvous} stopped responding") from None
         except OSError as error:
             raise GatherError(f"{self._rendezvous} broke the connection: {error.strerror or error}") from None
 
-    def _line(self) -> dict[str, Any]:
+    def _read_message(self) -> dict[str, Any]:
         until = self._until + ANSWER_GRACE_SECONDS
         while b"\n" not in self._buffer:
             self._connection.settimeout(max(0.01, until - time.monotonic()))
             data = self._attempt(lambda: self._connection.recv(1 << 20))
             self._buffer += data
             if not data or len(self._buffer) > MAX_LINE_BYTES:
-                raise GatherError(f"{self._rendezvous} closed the connection: no gate, or rank 0's was ended")
+                raise GatherError(f"{self._rendezvous} closed the connection: not a gate, or rank 0's gate has exited")
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             message = json.loads(line)
         except ValueError:
             message = None
         if not isinstance(message, dict):
-            raise GatherError(f"what answers at {self._rendezvous} is no gate")
+            raise GatherError(f"the program that listens at {self._rendezvous} is not a gate")
         if "refused" in message:
             raise GatherError(f"{self._rendezvous} refused this process: {message['refused']}")
         return message

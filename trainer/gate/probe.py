@@ -1,6 +1,7 @@
-"""Shapes in a directory of safetensors, from the files' headers: no tensor is read.
+"""The child process that accesses paths for the gate: a mount that hangs blocks this process, not the gate.
 
-Format: https://huggingface.co/docs/safetensors (8 bytes little-endian, then JSON). Standard library only.
+It reads one request, a line of JSON, from standard input, and prints its answers as lines of JSON. It runs without
+site-packages and imports as little as possible, since it has to start in milliseconds.
 """
 
 from __future__ import annotations
@@ -16,71 +17,14 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, Final
 
-from wattwatch.trainer.run_directory import find_live_heartbeats
-
-MAX_HEADER_BYTES: Final = 100_000_000  # the library's own limit
-EMBEDDING_DIMENSIONS: Final = ("hidden_size", "vocab_size")
+MAX_PIECE_BYTES: Final = 64 * 1024  # head and tail of a token file, as hashed by wattwatch.trainer.pack.manifest
+MAX_PIECES: Final = 64  # a manifest lists 18 at most; a damaged one may list more
+MAX_TEXT_BYTES: Final = 8 * 1024 * 1024  # manifests and configuration files are far smaller
+MAX_HEADER_BYTES: Final = 100_000_000  # the safetensors library's own limit
+EMBEDDING_DIMENSIONS: Final = ("hidden_size", "vocab_size")  # of config.json; an embedding is vocab_size x hidden_size
 VOCABULARY_TENSORS: Final = ("lm_head.weight", "model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
-TensorShapes = dict[str, tuple[int, ...]]
-
-
-def read_tensor_shapes(directory: str) -> TensorShapes:
-    """Of every tensor; {} where there are no weights. Raises OSError, and ValueError for a header that is none."""
-    found: TensorShapes = {}
-    for name in sorted(os.listdir(directory)):
-        if name.endswith(".safetensors"):
-            found |= _read_file_shapes(f"{directory}/{name}")
-    return found
-
-
-def _read_file_shapes(path: str) -> TensorShapes:
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(f"{path}: not a safetensors file")
-        data = file.read(length)
-    try:
-        header = json.loads(data)
-        return {name: tuple(map(int, item["shape"])) for name, item in header.items() if name != "__metadata__"}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ValueError(f"{path}: cut or changed, it has no safetensors header") from None
-
-
-def count_parameters(shapes: TensorShapes) -> int | None:
-    return sum(map(prod, shapes.values())) or None
-
-
-def first_shape_difference(saved: TensorShapes, model: TensorShapes, config: dict[str, Any]) -> str | None:
-    """The first tensor of a checkpoint that is not as the model's; where that has no weights, as its config says.
-
-    A head that is tied to the embedding may stand in one of the two only.
-    """
-    for name in sorted(saved.keys() | model.keys()) if model else ():
-        mine, other = saved.get(name), model.get(name)
-        if mine == other or (
-            name == VOCABULARY_TENSORS[0] and config.get("tie_word_embeddings") and None in (mine, other)
-        ):
-            continue
-        return f"{name} is {_describe_shape(mine)} there and {_describe_shape(other)} in the model"
-    wanted = tuple(config.get(key) for key in reversed(EMBEDDING_DIMENSIONS))
-    for name in VOCABULARY_TENSORS:
-        if not model and name in saved and None not in wanted and saved[name] != wanted:
-            return f"{name} is {_describe_shape(saved[name])} there, the model's config.json says {list(wanted)}"
-    return None
-
-
-def _describe_shape(shape: tuple[int, ...] | None) -> str:
-    return "not" if shape is None else str(list(shape))
-
-
-# The child that touches paths for the gate: a hung mount holds this process, and the gate goes on without it.
-#
-# One request as a line of JSON comes in, lines of JSON go out. It imports next to nothing: it starts in milliseconds.
-
-MAX_PIECE_BYTES: Final = 64 * 1024
-MAX_PIECES: Final = 64
-MAX_TEXT_BYTES: Final = 8 * 1024 * 1024
 JsonObject = dict[str, Any]
+TensorShapes = dict[str, tuple[int, ...]]
 
 
 def main() -> None:
@@ -97,23 +41,24 @@ def describe_error(error: BaseException) -> str:
 
 
 def filesystem_type(path: str) -> str:
-    """Type of the mount that `path` is on; "" where nobody says."""
-    path, best, kind = os.path.realpath(path), "", ""
+    """Type of the file system that contains `path`, such as "xfs" or "nfs4"; "" if it cannot be determined."""
+    path, longest, kind = os.path.realpath(path), "", ""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
             for line in mounts:
                 before, _, after = line.partition(" - ")
-                point = before.split()[4].replace("\\040", " ")
-                inside = path == point or path.startswith(point.rstrip("/") + "/")
-                if inside and len(point) >= len(best):  # the last of equals lies on top
-                    best, kind = point, after.split()[0]
+                mount_point = before.split()[4].replace("\\040", " ")  # spaces are written in octal
+                inside = path == mount_point or path.startswith(mount_point.rstrip("/") + "/")
+                # >=: of two mounts on the same point, the later one hides the earlier one
+                if inside and len(mount_point) >= len(longest):
+                    longest, kind = mount_point, after.split()[0]
     except OSError:
         return ""
     return kind
 
 
 def probe_shards(request: JsonObject) -> Iterator[JsonObject]:
-    """Each rank's file and manifest, one answer a rank: those before a path that hangs are known."""
+    """Each rank's token file and manifest. One answer per rank, so that those before a path that hangs get through."""
     kind = ""
     with contextlib.suppress(OSError):
         kind = filesystem_type(request["directory"])
@@ -134,22 +79,26 @@ def probe_shards(request: JsonObject) -> Iterator[JsonObject]:
 
 
 def inspect_token_file(path: str, manifest_text: str) -> JsonObject:
-    """Size of a token file, which of its hashed pieces differ, and the range of ids in them."""
+    """Size of a token file, which of its hashed pieces differ from the manifest, and the range of ids in them.
+
+    At most 192 KiB are read, however large the file: the gate has to be quick on a full node.
+    """
     try:
-        wanted = [(s["offset"], s["bytes"], s["sha256"]) for s in json.loads(manifest_text).get("samples", [])]
+        samples = [(s["offset"], s["bytes"], s["sha256"]) for s in json.loads(manifest_text).get("samples", [])]
     except (ValueError, TypeError, KeyError, AttributeError):
-        wanted = []  # whoever decodes the manifest says what is wrong with it
+        samples = []  # the gate parses the manifest itself and reports what is wrong with it
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         ids = array("i")
         differing = []
+        # Head and tail even without a manifest; & ~3 keeps the offset on a whole id.
         edges = [(0, MAX_PIECE_BYTES, None), (max(0, size - MAX_PIECE_BYTES) & ~3, MAX_PIECE_BYTES, None)]
-        for offset, length, sha256 in [*wanted[:MAX_PIECES], *edges]:
+        for offset, length, sha256 in [*samples[:MAX_PIECES], *edges]:
             data = os.pread(file.fileno(), min(length, MAX_PIECE_BYTES), offset)
             if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
                 differing.append(offset)
             ids.frombytes(data[: len(data) & ~3])
-    if sys.byteorder == "big":
+    if sys.byteorder == "big":  # token files are little-endian
         ids.byteswap()
     return {
         "size_bytes": size,
@@ -160,13 +109,13 @@ def inspect_token_file(path: str, manifest_text: str) -> JsonObject:
 
 
 def probe_checkpoint(request: JsonObject) -> Iterator[JsonObject]:
-    """Writes as a save would: beside, synced, renamed. Holds rank 0's mark until standard input ends.
+    """Writes a file as a save would: under a temporary name, synced, renamed.
 
-    `write` is a name to leave for the others, `expect` the name and content that rank 0 has left; `rate_bytes` are
-    written and timed, where they are not 0; `beats` is a directory of heartbeats, or "".
+    `write` and `content` are the file's name and content. With `hold` (rank 0) it remains, as a mark for the other
+    nodes, until standard input ends; then gate.json may follow as a second request. `expect` is the name and content
+    of rank 0's mark. `rate_bytes` are written and timed unless 0. `beats` is the heartbeat directory, or "".
     """
     directory, name = request["directory"], request["write"]
-    rate_file = f"{directory}/{name}.rate"
     answer: JsonObject = {}
     written = None
     try:
@@ -174,28 +123,32 @@ def probe_checkpoint(request: JsonObject) -> Iterator[JsonObject]:
             os.makedirs(directory, exist_ok=True)
         answer["filesystem"] = filesystem_type(directory)
         space = os.statvfs(directory)
-        answer["free_bytes"] = space.f_bavail * space.f_frsize
+        answer["free_bytes"] = space.f_bavail * space.f_frsize  # f_bavail: without the blocks reserved for root
         if request["expect"]:
             answer["sees_rank_0"] = reads_mark(directory, *request["expect"])
         write_atomically(f"{directory}/{name}", request["content"])
         written = f"{directory}/{name}"
         if request["rate_bytes"]:
-            answer["write_bytes_per_second"] = measure_write_rate(rate_file, request["rate_bytes"])
+            answer["write_bytes_per_second"] = measure_write_rate(f"{directory}/{name}.rate", request["rate_bytes"])
     except OSError as error:
         answer["trouble"] = describe_error(error)
     if request["beats"]:
-        with contextlib.suppress(OSError):  # a directory that cannot be read is told of above, or is nobody's
-            answer["beats"] = find_live_heartbeats(request["beats"])
+        from dataclasses import asdict
+
+        from wattwatch.trainer.run_directory import find_live_heartbeats  # slow to import, and only needed here
+
+        with contextlib.suppress(OSError):  # an unreadable run directory was reported above, or contains no ranks
+            answer["beats"] = [asdict(heartbeat) for heartbeat in find_live_heartbeats(request["beats"])]
     if not request["hold"] and written:
         os.unlink(written)
         written = None
     try:
         yield answer
         while request["hold"] and (line := sys.stdin.readline()):
-            order = json.loads(line)
+            publication = json.loads(line)
             try:
-                write_atomically(order["path"], order["text"])
-                yield {"published": order["path"]}
+                write_atomically(publication["path"], publication["text"])
+                yield {"published": publication["path"]}
             except OSError as error:
                 yield {"trouble": describe_error(error)}
     finally:
@@ -205,7 +158,7 @@ def probe_checkpoint(request: JsonObject) -> Iterator[JsonObject]:
 
 
 def reads_mark(directory: str, name: str, content: str) -> bool:
-    # A name never asked for before: an NFS client has no cached "not there" for it (KempnerForge#49).
+    # The name is new and random: an NFS client cannot have cached that it does not exist (KempnerForge#49).
     try:
         with open(f"{directory}/{name}", encoding="utf-8") as file:
             return file.read(4096) == content
@@ -214,8 +167,8 @@ def reads_mark(directory: str, name: str, content: str) -> bool:
 
 
 def measure_write_rate(path: str, count: int) -> float:
-    """Bytes a second of one file, synced as a checkpoint's are. Raises OSError."""
-    data = memoryview(os.urandom(count))  # nothing that a file system could compress
+    """Bytes per second of one file of `count` bytes, synced as a checkpoint's files are. Raises OSError."""
+    data = memoryview(os.urandom(count))  # random: a file system that compresses would be measured too fast
     begun = time.monotonic()
     try:
         with open(path, "wb", buffering=0) as file:
@@ -235,7 +188,7 @@ def write_atomically(path: str, text: str) -> None:
 
 
 def probe_model(request: JsonObject) -> Iterator[JsonObject]:
-    """Configuration, tokenizer and weights of the model; the checkpoint to resume from."""
+    """The model's configuration, tokenizer and weights, and the checkpoint to resume from: fields of a ModelReport."""
     answer: JsonObject = {}
     config: JsonObject = {}
     shapes: TensorShapes = {}
@@ -257,23 +210,24 @@ def probe_model(request: JsonObject) -> Iterator[JsonObject]:
 
 
 def probe_resume(directory: str, model_shapes: TensorShapes, config: JsonObject) -> JsonObject:
-    """What a ResumeLook holds."""
-    from pathlib import Path  # both are slow to import, and seldom needed
+    """The fields of a ResumeReport."""
+    from pathlib import Path  # this and the next are slow to import, and only needed for a resume
 
     from wattwatch.trainer.checkpoint.complete import read_completion, why_incomplete
 
     if trouble := why_incomplete(Path(directory)):
         return {"directory": directory, "trouble": trouble}
-    said = read_completion(Path(directory))
+    completion = read_completion(Path(directory))
     try:
         other_shape = first_shape_difference(read_tensor_shapes(directory), model_shapes, config)
     except (OSError, ValueError) as error:
         return {"directory": directory, "trouble": describe_error(error) if isinstance(error, OSError) else str(error)}
-    facts = {name: getattr(said, name) for name in ("step", "tokens", "world", "optimizer", "blocks_sha256")}
-    return {"directory": directory, "other_shape": other_shape, **facts}
+    fields = {name: getattr(completion, name) for name in ("step", "tokens", "world", "optimizer", "blocks_sha256")}
+    return {"directory": directory, "other_shape": other_shape, **fields}
 
 
 def read_model_config(directory: str) -> JsonObject:
+    """config.json; the language model's part of a multimodal one (`text_config`) is merged into it."""
     try:
         with open(f"{directory}/config.json", encoding="utf-8") as file:
             config = json.load(file)
@@ -281,8 +235,8 @@ def read_model_config(directory: str) -> JsonObject:
         raise ValueError(f"{directory}/config.json: not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{directory}/config.json: not an object")
-    text = config.get("text_config")
-    return {**text, **config} if isinstance(text, dict) else config
+    text_config = config.get("text_config")
+    return {**text_config, **config} if isinstance(text_config, dict) else config
 
 
 def inspect_model_files(directory: str, config: JsonObject) -> JsonObject:
@@ -291,13 +245,70 @@ def inspect_model_files(directory: str, config: JsonObject) -> JsonObject:
     vocab_size = config.get("vocab_size")
     answer: JsonObject = {"vocab_size": vocab_size if type(vocab_size) is int else None}
     if os.path.exists(f"{directory}/tokenizer.json"):
-        with open(f"{directory}/tokenizer.json", "rb") as binary:
-            data = binary.read()
+        with open(f"{directory}/tokenizer.json", "rb") as file:
+            data = file.read()
         answer["tokenizer_file_sha256"] = hashlib.sha256(data).hexdigest()
         answer["tokenizer_meaning_sha256"] = canonical_tokenizer_sha256(data)
     weights = [entry.stat().st_size for entry in os.scandir(directory) if entry.name.endswith(".safetensors")]
     answer["weights_bytes"] = sum(weights) or None
     return answer
+
+
+# Tensor shapes from the headers of safetensors files, without reading a tensor.
+# Format: https://huggingface.co/docs/safetensors (header length in 8 bytes little-endian, then the header as JSON).
+
+
+def read_tensor_shapes(directory: str) -> TensorShapes:
+    """Shape of every tensor in `directory`; {} if there are no weights.
+
+    Raises OSError, and ValueError for a file that is not safetensors.
+    """
+    shapes: TensorShapes = {}
+    for name in sorted(os.listdir(directory)):
+        if name.endswith(".safetensors"):
+            shapes |= _read_file_shapes(f"{directory}/{name}")
+    return shapes
+
+
+def _read_file_shapes(path: str) -> TensorShapes:
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"{path}: not a safetensors file")
+        data = file.read(length)
+    try:
+        header = json.loads(data)
+        return {name: tuple(map(int, item["shape"])) for name, item in header.items() if name != "__metadata__"}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ValueError(f"{path}: truncated or damaged, it has no safetensors header") from None
+
+
+def count_parameters(shapes: TensorShapes) -> int | None:
+    return sum(map(prod, shapes.values())) or None
+
+
+def first_shape_difference(saved: TensorShapes, model: TensorShapes, config: JsonObject) -> str | None:
+    """The first tensor of a checkpoint whose shape is not the model's.
+
+    If the model has no weights, the embeddings are compared with its config.json. An output layer that shares its
+    weights with the embedding may be stored in only one of the two.
+    """
+    for name in sorted(saved.keys() | model.keys()) if model else ():
+        ours, theirs = saved.get(name), model.get(name)
+        is_tied = name == VOCABULARY_TENSORS[0] and config.get("tie_word_embeddings") and None in (ours, theirs)
+        if ours == theirs or is_tied:
+            continue
+        return f"{name} is {_describe_shape(ours)} in the checkpoint and {_describe_shape(theirs)} in the model"
+    expected = tuple(config.get(key) for key in reversed(EMBEDDING_DIMENSIONS))
+    for name in VOCABULARY_TENSORS:
+        if not model and name in saved and None not in expected and saved[name] != expected:
+            shape = _describe_shape(saved[name])
+            return f"{name} is {shape} in the checkpoint, {list(expected)} by the model's config.json"
+    return None
+
+
+def _describe_shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))
 
 
 PROBES: Final = {"shards": probe_shards, "checkpoint": probe_checkpoint, "model": probe_model}

@@ -1,7 +1,7 @@
-"""The gate on one node, in its order: look at everything at once, meet the others, judge, record.
+"""The gate process on one node: start all probes at once, meet the other nodes, check, write gate.json.
 
-Whatever fails here is put into the report and still reaches the gather: a process that died before it would leave all
-others waiting.
+Whatever fails here becomes part of the report and still reaches the gather: a process that exited before it would leave
+all others waiting until their deadline, without a reason.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from wattwatch.trainer.gate.devices import NvidiaSmiProbe
 from wattwatch.trainer.gate.gather import GatherError, GatherMember, Rendezvous, gather_reports, open_gather_listener
 from wattwatch.trainer.gate.model import (
     CheckpointReport,
+    GateCheck,
     GateSettings,
     GateVerdict,
     ModelReport,
@@ -36,23 +37,28 @@ from wattwatch.trainer.gate.model import (
 from wattwatch.trainer.pack.manifest import blocks_sha256, manifest_file, read_manifest, starts_file, token_file
 from wattwatch.trainer.run_directory import exclude_dead
 
-GATE_SCHEMA_VERSION: Final = 1
-WRITE_TEST_BYTES: Final = 4 * 1024 * 1024  # written to measure, where there is a timeout to compare with
+GATE_SCHEMA_VERSION: Final = 1  # of gate.json
+# Written and timed to estimate the duration of a save. Chosen: large enough to leave caches of a network file system,
+# small enough to cost a slow one well under a second.
+WRITE_TEST_BYTES: Final = 4 * 1024 * 1024
 LOCAL_RANK_VARIABLES: Final = ("LOCAL_RANK", "SLURM_LOCALID")
+LIBRARIES: Final = ("torch", "transformers", "datasets", "tokenizers", "numpy", "safetensors", "wattwatch")
+ENVIRONMENT_PREFIXES: Final = ("NCCL_", "TORCH_", "GLOO_")
+CLOSE_SECONDS: Final = 1.0  # for the checkpoint probe to remove rank 0's mark
 
 
 @dataclass(frozen=True, slots=True)
 class GateProcess:
-    """What this process speaks for, and where its things lie."""
+    """The ranks that this process represents, and where the job's files are on this node."""
 
     node: str
     ranks: tuple[int, ...]
-    data: str  # directory of the packed blocks, the node's own
+    data: str  # directory of the packed blocks, local to the node
     run: str  # the run directory, shared
     model: str | None
     resume: str | None
     config: str | None
-    path_seconds: float  # the longest that a path or the driver may keep silent
+    path_seconds: float  # how long a path or the driver may take to respond
 
     @property
     def checkpoints(self) -> str:
@@ -60,14 +66,17 @@ class GateProcess:
 
     @property
     def heartbeats(self) -> str:
-        """To be read by one process a node: there is a file for each rank of the world. "" for the others."""
-        place = next((os.environ[name] for name in LOCAL_RANK_VARIABLES if os.environ.get(name)), "0")
-        return f"{self.run}/heartbeat" if place == "0" else ""
+        """The heartbeat directory, for one process per node; "" for the node's other processes.
+
+        It has a file for each rank of the world: with one process per rank the reads would grow with its square.
+        """
+        local_rank = next((os.environ[name] for name in LOCAL_RANK_VARIABLES if os.environ.get(name)), "0")
+        return f"{self.run}/heartbeat" if local_rank == "0" else ""
 
 
 @dataclass(frozen=True, slots=True)
 class GateResult:
-    """How it went. `record` is gate.json."""
+    """The verdict and what it was computed from. `record` is gate.json."""
 
     verdict: GateVerdict
     reports: tuple[NodeReport, ...]
@@ -77,7 +86,7 @@ class GateResult:
 
 @dataclass(slots=True)
 class _PartTimer:
-    """Times and troubles of the parts, since this process began its work."""
+    """When each part was finished, and what went wrong in it."""
 
     begun: float = field(default_factory=time.monotonic)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -87,70 +96,79 @@ class _PartTimer:
     def part(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
+        except Exception as error:  # noqa: BLE001 - whatever it is, it has to get into the report
             self.troubles.append(f"{name}: {type(error).__name__}: {error}")
         self.seconds[name] = round(time.monotonic() - self.begun, 4)
 
 
 def run_gate(
-    settings: GateSettings, here: GateProcess, rendezvous: Rendezvous | None, wait_seconds: float
+    settings: GateSettings, process: GateProcess, rendezvous: Rendezvous | None, wait_seconds: float
 ) -> GateResult:
-    """All six checks over all ranks; without a rendezvous this process must speak for all of them.
+    """All six checks over all ranks. Without a rendezvous this process must represent all of them.
 
-    Raises Refusal where rank 0 cannot listen.
+    Raises UserError if rank 0's process cannot listen at the rendezvous.
     """
     with contextlib.ExitStack() as stack:
-        parts = _PartTimer()
-        until = parts.begun + wait_seconds
-        is_host = 0 in here.ranks
+        timer = _PartTimer()
+        until = timer.begun + wait_seconds
+        is_host = 0 in process.ranks
         listener = stack.enter_context(open_gather_listener(rendezvous)) if rendezvous and is_host else None
-        looks = _NodeProbes(here, settings, parts, stack)
+        probes = _NodeProbes(process, settings, timer, stack)
+        # Rank 0's node leaves a file with a random name and content; a node that cannot read it has another directory
+        # mounted under the same path. Then its checkpoint would be missing files, found at the first resume.
         mark = (f".gate-{secrets.token_hex(8)}", secrets.token_hex(16))
         note, member = "", None
         welcome: dict[str, Any] = {"gate_id": secrets.token_hex(6), "mark": None}
         if is_host:
-            looks.checkpoint(create=True, write=mark, expect=None)
-            if looks.checkpoint_look and not looks.checkpoint_look.trouble:
+            probes.checkpoint(create=True, write=mark, expect=None)
+            if probes.checkpoint_report and not probes.checkpoint_report.trouble:
                 welcome["mark"] = list(mark)
         elif rendezvous:
             try:
                 member = stack.enter_context(contextlib.closing(GatherMember(rendezvous, until)))
                 welcome = member.welcome()
-            except GatherError as trouble:
-                note, member = str(trouble), None
-            parts.seconds["rendezvous"] = round(time.monotonic() - parts.begun, 4)
-            looks.checkpoint(create=False, write=mark, expect=_parse_mark(welcome.get("mark")))
-        report = looks.report()
+            except GatherError as error:
+                note, member = str(error), None
+            timer.seconds["rendezvous"] = round(time.monotonic() - timer.begun, 4)
+            # Only after the welcome: it names the mark, which exists by then.
+            probes.checkpoint(create=False, write=mark, expect=_parse_mark(welcome.get("mark")))
+        report = probes.report()
         reports = [report]
         if listener and rendezvous:
             reports = gather_reports(listener, rendezvous, welcome, report, until)
-            note = f"waited {time.monotonic() - parts.begun:.0f} s"
+            note = f"waited {time.monotonic() - timer.begun:.0f} s"
         elif member:
             try:
                 reports = member.exchange(report)
-            except GatherError as trouble:
-                note = str(trouble)
-        parts.seconds["gather"] = round(time.monotonic() - parts.begun, 4)
+            except GatherError as error:
+                note = str(error)
+        timer.seconds["gather"] = round(time.monotonic() - timer.begun, 4)
         verdict = run_checks(reports, note)
-        reports[0] = replace(reports[0], seconds=dict(parts.seconds)) if is_host else reports[0]
+        reports[0] = replace(reports[0], seconds=dict(timer.seconds)) if is_host else reports[0]
         record = build_gate_record(str(welcome.get("gate_id", "")), verdict, reports)
         unrecorded = None
         if is_host and has_live_ranks(reports):
-            unrecorded = "the one that is there is the living job's"
+            # The ranks of the running job compare their gate id with the file when they start.
+            unrecorded = "the existing one belongs to the running job"
         elif is_host:
-            unrecorded = looks.publish(f"{here.run}/gate.json", record)
+            unrecorded = probes.publish(f"{process.run}/gate.json", record)
         return GateResult(verdict, tuple(reports), record, unrecorded)
 
 
 def has_live_ranks(reports: list[NodeReport]) -> bool:
-    """Has any node found ranks in this run directory, of which their own node does not say that they are gone?"""
-    return bool(exclude_dead([beat for report in reports if report.checkpoint for beat in report.checkpoint.beats]))
+    """Whether any node found ranks running in this run directory, except those that their own node knows are gone."""
+    return bool(exclude_dead(beat for report in reports if report.checkpoint for beat in report.checkpoint.beats))
 
 
 def build_gate_record(gate_id: str, verdict: GateVerdict, reports: list[NodeReport]) -> dict[str, Any]:
-    """gate.json: what was looked at, what was said of it, when, and hashes by which a trainer knows its own gate."""
-    settings, even = reports[0].settings, verdict.evenness
-    manifests = {s.rank: s.manifest.sha256 for r in reports for s in r.shards if s.manifest is not None}
+    """gate.json: what the trainer relies on first, the full reports last.
+
+    `inputs_sha256` is over settings, configuration and shards: two gates over the same inputs have the same.
+    """
+    settings, counts = reports[0].settings, verdict.evenness
+    manifests = {
+        shard.rank: shard.manifest.sha256 for report in reports for shard in report.shards if shard.manifest is not None
+    }
     config = next((r.model.config_sha256 for r in reports if r.model and r.model.config_sha256), None)
     inputs = {"settings": asdict(settings), "config_sha256": config, "shards": sorted(manifests.items())}
     return {
@@ -163,23 +181,24 @@ def build_gate_record(gate_id: str, verdict: GateVerdict, reports: list[NodeRepo
         "config_sha256": config,
         "blocks_sha256": blocks_sha256(manifests) if len(manifests) == settings.world else None,
         "inputs_sha256": hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest(),
-        "global_min_blocks": even.global_min_blocks if even else None,
-        "spread": even.spread if even else None,
-        "steps": even.steps if even else None,
-        "lost_share": even.lost_share if even else None,
-        "blocks": even.blocks if even else None,
-        "checks": [{"name": check.name, "level": check.level, **_check_fields(check)} for check in verdict.checks],
+        "global_min_blocks": counts.global_min_blocks if counts else None,
+        "spread": counts.spread if counts else None,
+        "steps": counts.steps if counts else None,
+        "lost_share": counts.lost_share if counts else None,
+        "blocks": counts.blocks if counts else None,
+        "checks": [_check_record(check) for check in verdict.checks],
         "settings": asdict(settings),
         "reports": [asdict(report) for report in reports],
     }
 
 
-def _check_fields(check: Any) -> dict[str, Any]:
-    return {"summary": check.summary, "problems": [asdict(problem) for problem in check.problems]}
+def _check_record(check: GateCheck) -> dict[str, Any]:
+    problems = [asdict(problem) for problem in check.problems]
+    return {"name": check.name, "level": check.level, "summary": check.summary, "problems": problems}
 
 
 def _parse_mark(mark: object) -> tuple[str, str] | None:
-    """The mark that rank 0 says it has left: a plain file name and its content."""
+    """Rank 0's mark, (file name, content). It came over the network: anything but a plain file name is ignored."""
     match mark:
         case [str(name), str(content)] if name.startswith(".gate-") and "/" not in name:
             return name, content
@@ -187,22 +206,23 @@ def _parse_mark(mark: object) -> tuple[str, str] | None:
 
 
 class _NodeProbes:
-    """The children at work on this node, and what they have answered by the deadline."""
+    """The child processes that inspect this node, and what they answered before their deadline."""
 
     def __init__(
-        self, here: GateProcess, settings: GateSettings, parts: _PartTimer, stack: contextlib.ExitStack
+        self, process: GateProcess, settings: GateSettings, timer: _PartTimer, stack: contextlib.ExitStack
     ) -> None:
-        self._here, self._settings, self._parts, self._stack = here, settings, parts, stack
+        """Starts all probes but the checkpoint's; they work while this process waits for the others."""
+        self._process, self._settings, self._timer, self._stack = process, settings, timer, stack
         self._checkpoint: ChildProcess | None = None
-        self.checkpoint_look: CheckpointReport | None = None
+        self.checkpoint_report: CheckpointReport | None = None
         files = [
-            (rank, token_file(here.data, rank), manifest_file(here.data, rank), starts_file(here.data, rank))
-            for rank in here.ranks
+            (rank, token_file(process.data, rank), manifest_file(process.data, rank), starts_file(process.data, rank))
+            for rank in process.ranks
         ]
-        self._shards = self._start({"kind": "shards", "directory": here.data, "files": files})
+        self._shards = self._start({"kind": "shards", "directory": process.data, "files": files})
         self._model = None
-        if here.model or here.resume or here.config:
-            paths = {"model": here.model, "resume": here.resume, "config": here.config}
+        if process.model or process.resume or process.config:
+            paths = {"model": process.model, "resume": process.resume, "config": process.config}
             self._model = self._start({"kind": "model", "weights": not settings.random_weights, **paths})
         self._devices = stack.enter_context(contextlib.closing(NvidiaSmiProbe()))
 
@@ -210,12 +230,12 @@ class _NodeProbes:
         return self._stack.enter_context(contextlib.closing(start_path_probe(request)))
 
     def _deadline(self) -> float:
-        return time.monotonic() + self._here.path_seconds
+        return time.monotonic() + self._process.path_seconds
 
     def checkpoint(self, create: bool, write: tuple[str, str], expect: tuple[str, str] | None) -> None:
-        """Rank 0's child stays, with its mark in the directory, until all have looked."""
-        with self._parts.part("checkpoint"):
-            directory = self._here.checkpoints
+        """Probes the checkpoint directory. Rank 0's child stays, with its mark, until all nodes have reported."""
+        with self._timer.part("checkpoint"):
+            directory = self._process.checkpoints
             self._checkpoint = self._start(
                 {
                     "kind": "checkpoint",
@@ -226,104 +246,110 @@ class _NodeProbes:
                     "expect": expect,
                     "hold": create,
                     "rate_bytes": 0 if self._settings.save_timeout_seconds is None else WRITE_TEST_BYTES,
-                    "beats": self._here.heartbeats,
+                    "beats": self._process.heartbeats,
                 }
             )
             answer = self._answer(self._checkpoint, directory)
-            self.checkpoint_look = parse_dataclass(CheckpointReport, {"directory": directory, **answer})
+            self.checkpoint_report = parse_dataclass(CheckpointReport, {"directory": directory, **answer})
 
     def report(self) -> NodeReport:
-        here, settings, parts = self._here, self._settings, self._parts
-        report = NodeReport(node=here.node, ranks=here.ranks, settings=settings, checkpoint=self.checkpoint_look)
-        with parts.part("surroundings"):
+        process, settings, timer = self._process, self._settings, self._timer
+        report = NodeReport(
+            node=process.node, ranks=process.ranks, settings=settings, checkpoint=self.checkpoint_report
+        )
+        with timer.part("surroundings"):
             report = replace(
-                report, versions=library_versions(), environment=communication_environment(), code_sha256=code_sha256()
+                report,
+                versions=library_versions(),
+                environment=communication_environment(),
+                code_sha256=code_sha256(),
             )
-        with parts.part("shards"):
-            report = replace(report, shards=self._shard_looks())
+        with timer.part("shards"):
+            report = replace(report, shards=self._shard_reports())
         if self._model:
-            with parts.part("model"):
-                named = " or ".join(path for path in (here.model, here.resume, here.config) if path)
-                report = replace(report, model=parse_dataclass(ModelReport, self._answer(self._model, named)))
-        with parts.part("devices"):
-            report = replace(report, devices=self._devices.look(self._deadline()))
-        return replace(report, troubles=tuple(parts.troubles), seconds=dict(parts.seconds), wall=time.time())
+            with timer.part("model"):
+                paths = " or ".join(path for path in (process.model, process.resume, process.config) if path)
+                report = replace(report, model=parse_dataclass(ModelReport, self._answer(self._model, paths)))
+        with timer.part("devices"):
+            report = replace(report, devices=self._devices.report(self._deadline()))
+        return replace(report, troubles=tuple(timer.troubles), seconds=dict(timer.seconds), wall=time.time())
 
-    def _shard_looks(self) -> tuple[ShardReport, ...]:
-        until, looks, hung = self._deadline(), [], False
-        for rank in self._here.ranks:
-            path = token_file(self._here.data, rank)
+    def _shard_reports(self) -> tuple[ShardReport, ...]:
+        """The probe answers rank by rank, so that the first rank without an answer is the one whose path hangs."""
+        until, reports, hung = self._deadline(), [], False
+        for rank in self._process.ranks:
+            path = token_file(self._process.data, rank)
             line = None if hung else self._shards.line(until)
             if line is None:
-                trouble = f"not looked at: {self._here.data} hangs" if hung else self._silence(self._shards)
-                looks.append(ShardReport(rank, path, trouble=trouble))
+                trouble = f"not inspected: {self._process.data} hangs" if hung else self._no_answer(self._shards)
+                reports.append(ShardReport(rank, path, trouble=trouble))
                 hung = True
             else:
-                looks.append(parse_shard_report(path, json.loads(line)))
-        return tuple(looks)
+                reports.append(parse_shard_report(path, json.loads(line)))
+        return tuple(reports)
 
-    def _answer(self, child: ChildProcess, named: str) -> dict[str, Any]:
+    def _answer(self, child: ChildProcess, paths: str) -> dict[str, Any]:
         line = child.line(self._deadline())
         if line is None:
-            return {"trouble": f"{named}: {self._silence(child)}"}
+            return {"trouble": f"{paths}: {self._no_answer(child)}"}
         answer = json.loads(line)
         assert isinstance(answer, dict)
         return answer
 
-    def _silence(self, child: ChildProcess) -> str:
-        return "the probe ended without an answer" if child.ended else f"no answer in {self._here.path_seconds:g} s"
+    def _no_answer(self, child: ChildProcess) -> str:
+        if child.ended:
+            return "the probe process exited without an answer"
+        return f"no answer in {self._process.path_seconds:g} s"
 
     def publish(self, path: str, record: dict[str, Any]) -> str | None:
-        """Has the checkpoint's child write `path`; why it could not, or None."""
+        """Writes `path` through the checkpoint probe, since that file system may hang too; the reason if it failed."""
         if self._checkpoint is None:
-            return "the checkpoint directory was not looked at"
-        order = {"path": path, "text": json.dumps(record, indent=1) + "\n"}
-        self._checkpoint.send(order, self._deadline())
+            return "the checkpoint directory was not inspected"
+        request = {"path": path, "text": json.dumps(record, indent=1) + "\n"}
+        self._checkpoint.send(request, self._deadline())
         answer = self._answer(self._checkpoint, path)
-        self._checkpoint.close(patience_seconds=1.0)
+        self._checkpoint.close(wait_seconds=CLOSE_SECONDS)
         trouble = answer.get("trouble")
         return None if trouble is None else str(trouble)
 
 
 def parse_shard_report(path: str, answer: dict[str, Any]) -> ShardReport:
-    """A probe's answer, with the manifest decoded or the reason why it cannot be."""
+    """A probe's answer, with its manifest parsed, or with the reason why it cannot be."""
     text = answer.pop("manifest_text", None)
-    look = parse_dataclass(ShardReport, {"path": path, **answer})
+    report = parse_dataclass(ShardReport, {"path": path, **answer})
     if text is None:
-        return look
+        return report
     try:
-        return replace(look, manifest=read_manifest(text))
+        return replace(report, manifest=read_manifest(text))
     except InvalidDataError as error:
-        return replace(look, trouble=look.trouble or f"its manifest is not one: {error}")
+        return replace(report, trouble=report.trouble or f"its manifest is invalid: {error}")
 
 
 def node_name(given: str | None) -> str:
     return given or socket.gethostname()
 
 
-# What must be the same on every node without being data: versions, code, and the environment that NCCL reads.
-
-LIBRARIES: Final = ("torch", "transformers", "datasets", "tokenizers", "numpy", "safetensors", "wattwatch")
-ENVIRONMENT_PREFIXES: Final = ("NCCL_", "TORCH_", "GLOO_")
+# What must be the same on all nodes besides the data: library versions, our code, and the communication settings.
 
 
 def library_versions() -> dict[str, str]:
-    """Of Python and of the libraries that ranks must share, from their metadata: nothing is imported."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of the libraries that ranks must share, from package metadata: importing takes seconds."""
+    versions = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def communication_environment() -> dict[str, str]:
+    """Variables that NCCL, gloo and torch read: ranks that differ in them may choose different algorithms and hang."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT_PREFIXES)}
 
 
 def code_sha256() -> str:
-    """Of this package's own files."""
+    """Hash of this package's source files: versions alone do not show a node that was patched by hand."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

@@ -1,4 +1,7 @@
-"""SIGINT and SIGTERM to the launcher: once asks the job to save and end, twice ends it now."""
+"""One attempt: the gate on all nodes, then the ranks on all nodes, then the evidence that they left.
+
+Whatever was started is terminated on every way out of these functions.
+"""
 
 from __future__ import annotations
 
@@ -15,138 +18,150 @@ from typing import Any, Final
 from wattwatch.trainer.dataclass_json import InvalidDataError, parse_dataclass
 from wattwatch.trainer.errors import UserError
 from wattwatch.trainer.launch.links import SHUTDOWN_SECONDS, LostNode, NodeLinks, NodeStartError
-from wattwatch.trainer.launch.outcome import EXIT_REFUSED, AttemptEvidence, RankFailure, TorchrunExit
+from wattwatch.trainer.launch.outcome import AttemptEvidence, RankFailure, TorchrunExit
 from wattwatch.trainer.launch.placement import NodeTransport, Placement
 from wattwatch.trainer.launch.protocol import PROTOCOL_VERSION, MessageKind, NodeMessage, StartRequest
-from wattwatch.trainer.run_directory import RunDirectory, read_rank_exit
+from wattwatch.trainer.run_directory import RankExitCode, RunDirectory, read_rank_exit
+
+POLL_SECONDS: Final = 0.2
+# After the first node's ranks have failed: time for the others to notice it themselves, to dump their flight recorders
+# (a record that is gone once the rank has been killed, marin#7796), and to write their exit files. Chosen.
+PEER_GRACE_SECONDS: Final = 20.0
+LOG_TAIL_BYTES: Final = 8192
+MAX_QUOTED_CHARACTERS: Final = 300
+ERROR_LINE: Final = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
+
+PrintLine = Callable[[str], None]
 
 
 @dataclass(slots=True)
 class InterruptCount:
-    """How often the user, or the batch system, has asked."""
+    """How often the user, or the batch system, has asked the launcher to stop."""
 
     count: int = 0
-    by: str = ""  # the first signal, as people call it
+    by: str = ""  # the first signal: "Ctrl-C", "SIGTERM" or "SIGHUP"
 
 
 @contextlib.contextmanager
 def count_interrupts() -> Iterator[InterruptCount]:
-    """Counts instead of raising, until the block ends."""
-    counted = InterruptCount()
+    """Counts SIGINT, SIGTERM and SIGHUP until the block ends, instead of raising an exception somewhere in it.
 
-    def came(number: int, _frame: object) -> None:
-        counted.count += 1
-        counted.by = counted.by or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+    One asks the job to save and stop, a second one ends it at once.
+    """
+    interrupts = InterruptCount()
 
-    # SIGHUP too: a terminal that closes is no reason to leave ranks behind, nor to lose what they have not saved
-    before = {number: signal.signal(number, came) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    def on_signal(number: int, _frame: object) -> None:
+        interrupts.count += 1
+        interrupts.by = interrupts.by or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+
+    # SIGHUP too: when a terminal closes, ranks must neither keep the GPUs nor lose what they have not saved.
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield counted
+        yield interrupts
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-# One attempt: the gate on all nodes, then the ranks on all nodes. What runs is ended on every way out.
-
-POLL_SECONDS: Final = 0.2
-# After a node's ranks have failed: time for the others to notice by themselves, to dump what their collectives did
-# (a record that is gone once somebody has ended them, marin#7796), and to say how they ended.
-PEER_GRACE_SECONDS: Final = 20.0
-
-PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchContext:
     """What all attempts of a launch share."""
 
-    places: Placement
-    connections: tuple[NodeTransport, ...]
+    placement: Placement
+    transports: tuple[NodeTransport, ...]
     run: RunDirectory
-    interruptions: InterruptCount
-    say: PrintLine  # a line to the user
+    interrupts: InterruptCount
+    print_line: PrintLine  # a line to the user
     grace_seconds: float = PEER_GRACE_SECONDS
 
-    def links(
+    def start_on_nodes(
         self,
         commands: tuple[tuple[str, ...], ...],
         environment: Mapping[str, str],
         log: str | None = None,
         ports: tuple[int, ...] = (),
     ) -> NodeLinks:
-        """Raises Refusal where ssh or srun is not there."""
-        order = StartRequest(PROTOCOL_VERSION, self.places.nodes, None, commands, dict(environment), log, ports)
+        """Raises UserError if ssh, srun or the interpreter does not exist."""
+        nodes = self.placement.nodes
+        request = StartRequest(PROTOCOL_VERSION, nodes, None, commands, dict(environment), log, ports)
         try:
-            return NodeLinks(self.connections, order)
+            return NodeLinks(self.transports, request)
         except NodeStartError as error:
-            raise UserError(f"nothing is started: {error}") from None
+            raise UserError(f"nothing was started: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class GateOutcome:
-    gate_id: str | None  # of a gate that is open
-    why: str = ""  # it is not
+    gate_id: str | None  # None: the gate did not let the job pass
+    why: str = ""
     interrupted: bool = False
-    may_pass: bool = False  # a node that does not answer, a port that is taken: another time they may be well
+    may_pass_later: bool = False  # a node that does not respond, or a port in use, may be fine the next time
 
 
 @dataclass(slots=True)
 class RanksOutcome:
     failures: list[RankFailure] = field(default_factory=list)
     lost: list[LostNode] = field(default_factory=list)
-    codes: dict[int, int | None] = field(default_factory=dict)  # by node, of torchrun, in the order of their ends
+    codes: dict[int, int | None] = field(default_factory=dict)  # of torchrun, by node, in the order of their ends
     interrupted: bool = False
-    asked: bool = False  # by the launcher's stop file: the ranks are to save and end
+    stop_requested: bool = False  # the launcher created the stop file
 
 
 def run_gate_on_nodes(
-    here: LaunchContext, commands: tuple[tuple[str, ...], ...], environment: Mapping[str, str]
+    context: LaunchContext, commands: tuple[tuple[str, ...], ...], environment: Mapping[str, str]
 ) -> GateOutcome:
-    """All gate processes to their end. Rank 0's lines are shown; the others' where rank 0's does not tell."""
-    before = read_gate_json(here.run).get("gate_id")
+    """Runs all gate processes to their end.
+
+    Rank 0's output is shown; the others' only if theirs differs from it, or if the gate itself failed.
+    """
+    nodes = context.placement.nodes
+    id_before = read_gate_json(context.run).get("gate_id")
     codes: dict[int, int | None] = {}
-    others: list[str] = []
+    other_lines: list[str] = []
     lost: list[LostNode] = []
     refused = ""
-    with contextlib.closing(here.links(commands, environment, ports=here.places.ports)) as links:
-        while links.waiting and not lost and not refused and not here.interruptions.count:
-            for told in links.hear(POLL_SECONDS):
-                if isinstance(told, LostNode):
-                    lost.append(told)
-                elif told.kind == MessageKind.REFUSED:
-                    refused = told.text
-                elif told.kind == MessageKind.LINE and told.index == 0:
-                    here.say(told.text)
-                elif told.kind == MessageKind.LINE:
-                    others.append(f"{here.places.nodes[told.index]}: {told.text}")
-                elif told.kind == MessageKind.ENDED:
-                    codes[told.index] = told.code
-    if here.interruptions.count:
-        return GateOutcome(None, "interrupted at the gate; nothing was started", interrupted=True)
+    with contextlib.closing(context.start_on_nodes(commands, environment, ports=context.placement.ports)) as links:
+        while links.running and not lost and not refused and not context.interrupts.count:
+            for message in links.receive(POLL_SECONDS):
+                if isinstance(message, LostNode):
+                    lost.append(message)
+                elif message.kind == MessageKind.REFUSED:
+                    refused = message.text
+                elif message.kind == MessageKind.LINE and message.index == 0:
+                    context.print_line(message.text)
+                elif message.kind == MessageKind.LINE:
+                    other_lines.append(f"{nodes[message.index]}: {message.text}")
+                elif message.kind == MessageKind.ENDED:
+                    codes[message.index] = message.code
+    if context.interrupts.count:
+        return GateOutcome(None, "interrupted during the gate; nothing was started", interrupted=True)
     if refused:
-        return GateOutcome(None, f"{refused}; nothing was started", may_pass=True)
+        return GateOutcome(None, f"{refused}; nothing was started", may_pass_later=True)
     if lost:
-        where = here.places.nodes[lost[0].index]
-        return GateOutcome(None, f"{where} cannot be reached: {lost[0].why}; nothing was started", may_pass=True)
-    broken = [here.places.nodes[index] for index, code in sorted(codes.items()) if code not in (0, 1, EXIT_REFUSED)]
-    if broken or (EXIT_REFUSED in codes.values() and codes.get(0) != EXIT_REFUSED):
-        for line in others:
-            here.say(line)
+        node = nodes[lost[0].index]
+        return GateOutcome(None, f"{node} cannot be reached: {lost[0].why}; nothing was started", may_pass_later=True)
+    gate_refused = RankExitCode.REFUSED  # the gate uses the same code: 0 passed, 1 warnings, 2 refused
+    broken = [nodes[index] for index, code in sorted(codes.items()) if code not in (0, 1, gate_refused)]
+    if broken or (gate_refused in codes.values() and codes.get(0) != gate_refused):
+        for line in other_lines:
+            context.print_line(line)
     if broken:
-        return GateOutcome(None, f"the gate itself broke on {', '.join(broken)}; nothing was started")
-    if EXIT_REFUSED in codes.values():
+        return GateOutcome(None, f"the gate itself failed on {', '.join(broken)}; nothing was started")
+    if gate_refused in codes.values():
         return GateOutcome(None, "the gate refused the job; nothing was started")
-    gate_id = read_gate_json(here.run).get("gate_id")
-    if not gate_id or gate_id == before:
+    gate_id = read_gate_json(context.run).get("gate_id")
+    # The launcher reads checkpoints and exit files here: if it cannot see gate.json, it will not see those either.
+    if not gate_id or gate_id == id_before:
         return GateOutcome(
-            None, f"{here.run.gate_json} is not the gate's that ran now: this host must see the nodes' {here.run.path}"
+            None,
+            f"{context.run.gate_json} is not from the gate that just ran: this host must see the same "
+            f"{context.run.path} as the nodes",
         )
     return GateOutcome(str(gate_id))
 
 
 def read_gate_json(run: RunDirectory) -> dict[str, Any]:
-    """Nothing where there is none, or none that can be read."""
+    """gate.json; {} if it does not exist or cannot be read."""
     try:
         data = json.loads(run.gate_json.read_bytes())
     except (OSError, ValueError):
@@ -155,81 +170,82 @@ def read_gate_json(run: RunDirectory) -> dict[str, Any]:
 
 
 def run_ranks(
-    here: LaunchContext, attempt: int, commands: tuple[tuple[str, ...], ...], environment: Mapping[str, str]
+    context: LaunchContext, attempt: int, commands: tuple[tuple[str, ...], ...], environment: Mapping[str, str]
 ) -> RanksOutcome:
-    """torchrun on all nodes to its end, rank 0's log on the way."""
-    path = here.run.rank_log(attempt, 0)
-    log, people = LogTail(path), TracebackFilter()
-    output = str(node_log_path(here.run, attempt, "{node}"))
-    with contextlib.closing(here.links(commands, environment, output)) as links:
-        watch = _RanksMonitor(here, links)
-        while links.waiting and not watch.over():
-            for told in links.hear(POLL_SECONDS):
-                watch.heard(told)
-            for line in filter(people.shown, log.lines()):
-                here.say(line)
-            watch.look()
-        watch.end.lost += [LostNode(index, "it does not answer") for index in sorted(links.waiting)]
-    for line in filter(people.shown, log.lines(end=True)):
-        here.say(line)
-    if people.hidden:
-        here.say(f"launch: rank 0's traceback, {people.hidden:,} lines, is in {path}")
-    if watch.end.asked:  # it has served, and would stop the next launch
-        here.run.stop_file.unlink(missing_ok=True)
-    return watch.end
+    """Runs torchrun on all nodes to its end, and shows rank 0's log in the meantime."""
+    path = context.run.rank_log(attempt, 0)
+    log, tracebacks = LogTail(path), TracebackFilter()
+    output = str(node_log_path(context.run, attempt, "{node}"))
+    with contextlib.closing(context.start_on_nodes(commands, environment, output)) as links:
+        monitor = _RanksMonitor(context, links)
+        while links.running and not monitor.gave_up():
+            for message in links.receive(POLL_SECONDS):
+                monitor.handle(message)
+            for line in filter(tracebacks.is_shown, log.lines()):
+                context.print_line(line)
+            monitor.check_deadlines()
+        monitor.outcome.lost += [LostNode(index, "it does not respond") for index in sorted(links.running)]
+    for line in filter(tracebacks.is_shown, log.lines(end=True)):
+        context.print_line(line)
+    if tracebacks.hidden_lines:
+        context.print_line(f"launch: rank 0's traceback, {tracebacks.hidden_lines:,} lines, is in {path}")
+    if monitor.outcome.stop_requested:  # left behind, it would stop the next launch
+        context.run.stop_file.unlink(missing_ok=True)
+    return monitor.outcome
 
 
 class _RanksMonitor:
-    """What is heard of the ranks, and when they are told to end."""
+    """Collects how the ranks end, and decides when they are terminated."""
 
-    def __init__(self, here: LaunchContext, links: NodeLinks) -> None:
-        self._here, self._links = here, links
-        self.end = RanksOutcome()
-        self._end_at: float | None = None  # lifelines are cut then
-        self._over_at: float | None = None  # nobody is waited for beyond
+    def __init__(self, context: LaunchContext, links: NodeLinks) -> None:
+        self._context, self._links = context, links
+        self.outcome = RanksOutcome()
+        self._terminate_at: float | None = None
+        self._give_up_at: float | None = None  # a node that has not reported its end by then is lost
 
-    def heard(self, told: NodeMessage | LostNode) -> None:
-        if isinstance(told, LostNode):
-            self.end.lost.append(told)
-            self._here.say(f"launch: {self._here.places.nodes[told.index]} is lost: {told.why}")
-            self._end_soon()
-        elif told.kind == MessageKind.LINE:  # the node program's own: the ranks' go to files
-            self._here.say(f"launch: {self._here.places.nodes[told.index]}: {told.text}")
-        elif told.kind == MessageKind.ENDED:
-            self.end.codes[told.index] = told.code
-            self.end.failures += parse_rank_failures(told.text)
-            if told.code != 0:
-                self._end_soon()
+    def handle(self, message: NodeMessage | LostNode) -> None:
+        node = self._context.placement.nodes[message.index]
+        if isinstance(message, LostNode):
+            self.outcome.lost.append(message)
+            self._context.print_line(f"launch: {node} is lost: {message.why}")
+            self._terminate_soon()
+        elif message.kind == MessageKind.LINE:  # from the node program itself: the ranks' output goes to files
+            self._context.print_line(f"launch: {node}: {message.text}")
+        elif message.kind == MessageKind.ENDED:
+            self.outcome.codes[message.index] = message.code
+            self.outcome.failures += parse_rank_failures(message.text)
+            if message.code != 0:
+                self._terminate_soon()
 
-    def _end_soon(self) -> None:
-        self._end_at = self._end_at or time.monotonic() + self._here.grace_seconds
+    def _terminate_soon(self) -> None:
+        self._terminate_at = self._terminate_at or time.monotonic() + self._context.grace_seconds
 
-    def look(self) -> None:
-        """At the user's wishes and the clock."""
-        count, now = self._here.interruptions.count, time.monotonic()
-        if count and not self.end.asked:
-            self.end.asked = True
-            self._here.run.stop_file.touch()
-            self._here.say("launch: asked the ranks to save and end; once more ends them now, unsaved")
-        if count > 1 and not self.end.interrupted:
-            self.end.interrupted = True
-            self._end_at = now
-            self._here.say("launch: ending the ranks now")
-        if self._end_at is not None and now >= self._end_at and self._over_at is None:
-            self._links.end()
-            self._over_at = now + SHUTDOWN_SECONDS
+    def check_deadlines(self) -> None:
+        """Acts on the user's interrupts and on the clock."""
+        count, now = self._context.interrupts.count, time.monotonic()
+        if count and not self.outcome.stop_requested:
+            self.outcome.stop_requested = True
+            self._context.run.stop_file.touch()
+            self._context.print_line(
+                "launch: asked the ranks to save and stop; interrupt again to end them now, without saving"
+            )
+        if count > 1 and not self.outcome.interrupted:
+            self.outcome.interrupted = True
+            self._terminate_at = now
+            self._context.print_line("launch: terminating the ranks now")
+        if self._terminate_at is not None and now >= self._terminate_at and self._give_up_at is None:
+            self._links.terminate()
+            self._give_up_at = now + SHUTDOWN_SECONDS
 
-    def over(self) -> bool:
-        return self._over_at is not None and time.monotonic() >= self._over_at
+    def gave_up(self) -> bool:
+        return self._give_up_at is not None and time.monotonic() >= self._give_up_at
 
 
-# What an attempt has left in the run directory, and what torchrun reports, as data.
-
-ERROR_LINE: Final = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
+# The evidence in the run directory
 
 
 def parse_rank_failures(report: str) -> tuple[RankFailure, ...]:
-    """What wattwatch.trainer.launch.torchrun wrote; nothing where it could not."""
+    """What wattwatch.trainer.launch.torchrun reported; () if it was killed before, or in the middle of it."""
     try:
         rows = json.loads(report) if report else []
         return tuple(parse_dataclass(RankFailure, row) for row in rows)
@@ -240,50 +256,53 @@ def parse_rank_failures(report: str) -> tuple[RankFailure, ...]:
 def read_evidence(
     run: RunDirectory,
     attempt: int,
-    places: Placement,
+    placement: Placement,
     failures: Sequence[RankFailure],
     lost: Sequence[LostNode],
     codes: Mapping[int, int | None],
 ) -> tuple[AttemptEvidence, tuple[str, ...]]:
-    """From the run directory, and what could not be read there. `codes` are torchrun's, by node."""
-    endings, ended_at, complaints = {}, {}, []
-    for rank in range(places.world):
-        path = run.ending(attempt, rank)
+    """The evidence of an attempt, and what could not be read. `codes` are torchrun's exit codes, by node."""
+    exits, exit_times, unreadable = {}, {}, []
+    for rank in range(placement.world):
+        path = run.exit_file(attempt, rank)
         try:
-            if (ending := read_rank_exit(path)) is not None:
-                endings[rank], ended_at[rank] = ending, path.stat().st_mtime
-        except (UserError, OSError) as trouble:
-            complaints.append(str(trouble))
+            if (rank_exit := read_rank_exit(path)) is not None:
+                exits[rank], exit_times[rank] = rank_exit, path.stat().st_mtime
+        except (UserError, OSError) as error:
+            unreadable.append(str(error))
     failed = {failure.rank for failure in failures}
-    silent = set(range(places.world)) - set(endings)
-    beats = {
-        rank: beat for rank in failed | silent if (beat := _heartbeat_step(run.heartbeat(rank), attempt)) is not None
+    without_exit = set(range(placement.world)) - set(exits)
+    heartbeats = {
+        rank: found
+        for rank in failed | without_exit
+        if (found := _heartbeat_pid_and_step(run.heartbeat(rank), attempt)) is not None
     }
-    named = {rank // places.ranks_per_node for rank in failed}
+    nodes_with_failures = {rank // placement.ranks_per_node for rank in failed}
     torchruns = tuple(
-        TorchrunExit(index, code, _torchrun_error(node_log_path(run, attempt, places.nodes[index])))
+        TorchrunExit(index, code, _torchrun_error(node_log_path(run, attempt, placement.nodes[index])))
         for index, code in codes.items()
-        if code != 0 and index not in named
+        if code != 0 and index not in nodes_with_failures
     )
-    begun = bool(failed or endings or beats) or any(run.logs(attempt).glob("rank-*.log"))
-    logs = {rank: _last_log_message(run, attempt, rank, places.node_of(rank)) for rank in failed - set(endings)}
-    traces = AttemptEvidence(tuple(failures), endings, tuple(lost), beats, logs, ended_at, torchruns, begun)
-    return traces, tuple(complaints)
+    begun = bool(failed or exits or heartbeats) or any(run.logs(attempt).glob("rank-*.log"))
+    logs = {rank: _last_log_message(run, attempt, rank, placement.node_of(rank)) for rank in failed - set(exits)}
+    evidence = AttemptEvidence(tuple(failures), exits, tuple(lost), heartbeats, logs, exit_times, torchruns, begun)
+    return evidence, tuple(unreadable)
 
 
 def node_log_path(run: RunDirectory, attempt: int, node: str) -> Path:
-    """What torchrun said there, and its ranks before they had logs of their own."""
+    """Output of torchrun on that node, and of its ranks before they had logs of their own."""
     return run.logs(attempt) / f"node-{node}.log"
 
 
 def _last_log_message(run: RunDirectory, attempt: int, rank: int, node: str) -> str:
-    if line := last_log_line(run.rank_log(attempt, rank)):
-        return f"its log ends with: {line}"
+    lines = _read_last_lines(run.rank_log(attempt, rank))
+    if lines and (line := lines[-1].strip()[:MAX_QUOTED_CHARACTERS]):
+        return f"the last line of its log: {line}"
     return f"see {node_log_path(run, attempt, node)}"
 
 
-def _heartbeat_step(path: Path, attempt: int) -> tuple[int, int] | None:
-    """An earlier attempt's says nothing of this one."""
+def _heartbeat_pid_and_step(path: Path, attempt: int) -> tuple[int, int] | None:
+    """None for a heartbeat of an earlier attempt: that rank did not write one in this attempt."""
     try:
         data = json.loads(path.read_bytes())
         return (int(data["pid"]), int(data["step"])) if data["restart"] == attempt - 1 else None
@@ -291,49 +310,44 @@ def _heartbeat_step(path: Path, attempt: int) -> tuple[int, int] | None:
         return None
 
 
-def last_log_line(path: Path) -> str | None:
-    lines = _read_last_lines(path)
-    return lines[-1].strip()[:300] if lines else None
-
-
 def _torchrun_error(path: Path) -> str | None:
-    """The error that ended it, which warnings of what it tidies up may follow; else the last line."""
-    lines = _read_last_lines(path)
-    return next((line[:300] for line in reversed(lines) if ERROR_LINE.match(line)), lines[-1][:300] if lines else None)
+    """The last line that names an exception, since warnings of its cleanup may follow it; else the last line."""
+    lines = [line[:MAX_QUOTED_CHARACTERS] for line in _read_last_lines(path)]
+    return next((line for line in reversed(lines) if ERROR_LINE.match(line)), lines[-1] if lines else None)
 
 
 def _read_last_lines(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 8192))
+            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
             return file.read().decode("utf-8", "replace").strip().splitlines()
     except OSError:
         return []
 
 
-# A log that another process writes, line by line as it grows.
+# Rank 0's log on the launcher's terminal
 
 TRACEBACK_LINE: Final = re.compile(r"Traceback \(most recent call last\):|Exception raised from |frame #\d+: ")
-LOG_LINE: Final = re.compile(r"\brank=\d+ ")  # as `wattwatch-train run` begins its lines
+LOG_LINE: Final = re.compile(r"\brank=\d+ ")  # our own log format, see wattwatch.trainer.train.rank
 
 
 class LogTail:
-    """The file may come later, or never."""
+    """The lines of a file that another process writes. The file may be created later, or never."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._read = 0
+        self._offset = 0
         self._rest = b""
 
     def lines(self, end: bool = False) -> list[str]:
-        """Whole lines since the last call; at the `end` what stands without a line end too."""
+        """Complete lines since the last call; with `end` also an incomplete last one."""
         try:
             with self._path.open("rb") as file:
-                file.seek(self._read)
+                file.seek(self._offset)
                 data = file.read()
         except OSError:
             data = b""
-        self._read += len(data)
+        self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if end and self._rest:
             lines.append(self._rest)
@@ -342,16 +356,16 @@ class LogTail:
 
 
 class TracebackFilter:
-    """What of a log belongs on a screen: a traceback ends where the rank's own next line begins."""
+    """Hides tracebacks: they are for developers, and in the log file. One ends at the next line in our log format."""
 
     def __init__(self) -> None:
         self._inside = False
-        self.hidden = 0  # lines
+        self.hidden_lines = 0
 
-    def shown(self, line: str) -> bool:
+    def is_shown(self, line: str) -> bool:
         if TRACEBACK_LINE.search(line):
             self._inside = True
         elif LOG_LINE.search(line):
             self._inside = False
-        self.hidden += self._inside
+        self.hidden_lines += self._inside
         return not self._inside

@@ -1,7 +1,9 @@
-"""What the launcher starts on every node: runs one program, tells how it ends, and ends it with the lifeline.
+"""The program that the launcher starts on every node (`python -m wattwatch.trainer.launch.node`).
 
-`python -m wattwatch.trainer.launch.node`; local, over SSH and under srun alike. It always exits with 0 once it has told of an
-end: under `srun --kill-on-bad-exit` another code would kill the other nodes before they have saved what they know.
+It runs one command, reports how it ended, and terminates it when the launcher or the connection is gone. It is the same
+for a local node, over SSH and under srun. Once it has reported an end it exits with 0, whatever the exit code of the
+command: under `srun --kill-on-bad-exit` another code would kill the other nodes before they have written their flight
+records.
 """
 
 from __future__ import annotations
@@ -33,125 +35,121 @@ from wattwatch.trainer.launch.protocol import (
 from wattwatch.trainer.ranks import RANK_VARIABLES, WORLD_VARIABLES
 
 STDIN: Final = 0
-TERMINATE_SECONDS: Final = 40.0  # torchrun gives its ranks 30 s between SIGTERM and SIGKILL
+TERMINATE_SECONDS: Final = 40.0  # after SIGTERM torchrun waits up to 30 s for its ranks, then sends SIGKILL
 POLL_SECONDS: Final = 0.1
 KILL_SECONDS: Final = 5.0
-NODE_NAME_VARIABLES: Final = ("SLURMD_NODENAME",)
-# srun counts node programs, not ranks: what it says of them must not be taken for a rank and a world.
+SLURM_NODE_VARIABLES: Final = ("SLURMD_NODENAME",)
+# srun sets these for the node program: they count node programs, not ranks, and torchrun must not inherit them.
 SRUN_RANK_VARIABLES: Final = (*WORLD_VARIABLES, *RANK_VARIABLES, "LOCAL_RANK", "SLURM_LOCALID")
 
 
 class LauncherPipe:
-    """Standard input: one line, then nothing until it ends. A signal says the same as its end."""
+    """Standard input: one line with the request, then nothing until it ends, which means "terminate".
+
+    SIGTERM, SIGHUP and SIGINT mean the same: sshd or srun may send them before the pipe closes.
+    """
 
     def __init__(self) -> None:
         self._buffer = b""
-        self.cut = False
+        self.closed = False
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(number, self._signalled)
+            signal.signal(number, self._on_signal)
 
-    def _signalled(self, number: int, frame: object) -> None:
-        self.cut = True
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.closed = True
 
     def first_line(self) -> bytes | None:
-        while b"\n" not in self._buffer and not self.cut:
+        """Waits for the request; None if the pipe closes before."""
+        while b"\n" not in self._buffer and not self.closed:
             self.read()
         return self._buffer.partition(b"\n")[0] if b"\n" in self._buffer else None
 
     def read(self) -> None:
-        # A signal does not interrupt os.read, so a silent launcher must not hold us in it.
+        # Python restarts os.read after a signal handler (PEP 475), so an idle pipe would hide the signal: poll instead.
         if select.select([STDIN], [], [], POLL_SECONDS)[0]:
             data = os.read(STDIN, 65536)
             self._buffer += data
-            self.cut = self.cut or not data
+            self.closed = self.closed or not data
 
 
 class NodeProgram:
-    """The program of this node, its output and its report."""
+    """The command of this node as a process, with its output and its report."""
 
-    def __init__(self, order: StartRequest, index: int) -> None:
-        """Raises OSError where it cannot be started."""
-        name = order.nodes[index]
-        self.report_end, report = os.pipe()
+    def __init__(self, request: StartRequest, index: int) -> None:
+        """Raises OSError if it cannot be started."""
+        name = request.nodes[index]
+        self._report_reader, report_writer = os.pipe()
         inherited = {key: value for key, value in os.environ.items() if key not in SRUN_RANK_VARIABLES}
-        environment = inherited | order.environment | {"WATTWATCH_NODE": name, REPORT_VARIABLE: str(report)}
+        environment = inherited | request.environment | {"WATTWATCH_NODE": name, REPORT_VARIABLE: str(report_writer)}
         with contextlib.ExitStack() as stack:
-            stack.callback(os.close, report)
+            stack.callback(os.close, report_writer)
             output: int | IO[bytes] = subprocess.PIPE
-            if order.log is not None:
-                path = Path(order.log.replace("{node}", name))
+            if request.log is not None:
+                path = Path(request.log.replace("{node}", name))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 output = stack.enter_context(path.open("ab"))
             self.process = subprocess.Popen(
-                order.commands[index],
+                request.commands[index],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # what a terminal or a session sends reaches us, and we decide
-                pass_fds=(report,),
+                # Signals of a terminal or a session then reach only this program, which terminates the command itself.
+                start_new_session=True,
+                pass_fds=(report_writer,),
             )
 
     def report(self) -> str:
-        """Whatever it wrote; nobody else holds the other end once all have ended."""
-        os.set_blocking(self.report_end, False)
+        """What the program wrote to the report descriptor. Call it after all descendants have ended."""
+        os.set_blocking(self._report_reader, False)  # one that cannot be killed keeps its end of the pipe open
         with contextlib.suppress(BlockingIOError):
-            return os.read(self.report_end, 65536).decode("utf-8", "replace")
+            return os.read(self._report_reader, 65536).decode("utf-8", "replace")
         return ""
 
 
 class NodeSupervisor:
-    """Watches the program and the lifeline until the program has ended."""
+    """Watches the program and the launcher's pipe until the program has ended."""
 
-    def __init__(self, program: NodeProgram, index: int, lifeline: LauncherPipe) -> None:
-        self._program, self._index, self._lifeline = program, index, lifeline
+    def __init__(self, program: NodeProgram, index: int, pipe: LauncherPipe) -> None:
+        self._program, self._index, self._pipe = program, index, pipe
         self._buffer = b""
         self._kill_at: float | None = None
 
     def run(self) -> None:
         process = self._program.process
-        send_message(NodeMessage(PROTOCOL_VERSION, self._index, MessageKind.STARTED, str(process.pid)))
+        self._send(MessageKind.STARTED, str(process.pid))
         with selectors.DefaultSelector() as selector:
-            selector.register(STDIN, selectors.EVENT_READ, self._lifeline.read)
+            selector.register(STDIN, selectors.EVENT_READ, self._pipe.read)
             if process.stdout is not None:
                 os.set_blocking(process.stdout.fileno(), False)
-                selector.register(process.stdout, selectors.EVENT_READ, self._output)
-            while process.poll() is None and not self._over():
+                selector.register(process.stdout, selectors.EVENT_READ, self._forward_output)
+            while process.poll() is None and not self._deadline_passed():
                 for key, _ in selector.select(POLL_SECONDS):
                     if key.data() and key.fileobj is process.stdout:
                         selector.unregister(process.stdout)
-                if self._lifeline.cut and self._kill_at is None:
+                if self._pipe.closed and self._kill_at is None:
                     with contextlib.suppress(KeyError):
                         selector.unregister(STDIN)
                     process.terminate()
                     self._kill_at = time.monotonic() + TERMINATE_SECONDS
-        # torchrun killed by hand leaves its ranks; a rank leaves its loaders
         if process.poll() is None:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_SECONDS)
+        # A torchrun that was killed leaves its ranks behind, and a killed rank its data loaders.
         left = kill_descendants(KILL_SECONDS)
-        self._output()
+        self._forward_output()
         if self._buffer:
-            self._line(self._buffer)
+            self._send_line(self._buffer)
         if left:
-            send_message(
-                NodeMessage(
-                    PROTOCOL_VERSION,
-                    self._index,
-                    MessageKind.LINE,
-                    f"processes {left} do not end: they hang in the kernel",
-                )
-            )
-        send_message(
-            NodeMessage(PROTOCOL_VERSION, self._index, MessageKind.ENDED, self._program.report(), process.poll())
-        )
+            self._send(MessageKind.LINE, f"processes {left} cannot be killed: they hang in the kernel")
+        self._send(MessageKind.ENDED, self._program.report(), process.poll())
 
-    def _over(self) -> bool:
+    def _deadline_passed(self) -> bool:
         return self._kill_at is not None and time.monotonic() > self._kill_at
 
-    def _output(self) -> bool:
-        """Passes on what has come; True at its end."""
+    def _forward_output(self) -> bool:
+        """Sends the output so far, line by line; True at its end."""
         stdout = self._program.process.stdout
         if stdout is None:
             return True
@@ -159,64 +157,70 @@ class NodeSupervisor:
             while data := os.read(stdout.fileno(), 65536):
                 *lines, self._buffer = (self._buffer + data).split(b"\n")
                 for line in lines:
-                    self._line(line)
+                    self._send_line(line)
             return True
         return False
 
-    def _line(self, line: bytes) -> None:
-        send_message(NodeMessage(PROTOCOL_VERSION, self._index, MessageKind.LINE, line.decode("utf-8", "replace")))
+    def _send_line(self, line: bytes) -> None:
+        self._send(MessageKind.LINE, line.decode("utf-8", "replace"))
+
+    def _send(self, kind: MessageKind, text: str, code: int | None = None) -> None:
+        send_message(NodeMessage(PROTOCOL_VERSION, self._index, kind, text, code))
 
 
-def send_message(word: NodeMessage) -> None:
-    """A launcher that has gone hears nothing; its end of the lifeline tells us."""
+def send_message(message: NodeMessage) -> None:
+    """Errors are ignored: if the launcher is gone, its end of the pipe closes too, and that is handled."""
     with contextlib.suppress(OSError):
-        sys.stdout.buffer.write(encode_message(word))
+        sys.stdout.buffer.write(encode_message(message))
         sys.stdout.buffer.flush()
 
 
-def find_node_index(order: StartRequest) -> int:
-    """Raises NotPlain where Slurm names a node that the launcher did not mean."""
-    if order.index is not None:
-        return order.index
-    name = next((os.environ[key] for key in NODE_NAME_VARIABLES if key in os.environ), "")
-    if name not in order.nodes:
-        raise InvalidDataError(f"this node is {name!r}, and the job's are {', '.join(order.nodes)}")
-    return order.nodes.index(name)
+def find_node_index(request: StartRequest) -> int:
+    """This node's index. Raises InvalidDataError if Slurm started us on a node that the launcher did not name."""
+    if request.index is not None:
+        return request.index
+    name = next((os.environ[key] for key in SLURM_NODE_VARIABLES if key in os.environ), "")
+    if name not in request.nodes:
+        raise InvalidDataError(f"this node is {name!r}, the job's nodes are {', '.join(request.nodes)}")
+    return request.nodes.index(name)
 
 
 def port_problem(port: int, node: str) -> str | None:
-    """Why nobody can listen there; None where one can. torch listens on all addresses, so one that is taken is enough:
-    torchrun then dies before any rank, of an EADDRINUSE."""
+    """Why nothing can listen on `port`; None if it is free.
+
+    On all addresses, as torch's store listens: a port that is in use on one of them makes torchrun exit with an
+    EADDRINUSE in a traceback, before any rank has started.
+    """
     dual = socket.has_dualstack_ipv6()
     try:
         socket.create_server(
             ("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
         ).close()
     except OSError as error:
-        said = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on: {error.strerror}"
-        return f"port {port} of {node} {said}; set launch.port"
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        return f"port {port} of {node} {reason}; set launch.port to a free one"
     return None
 
 
 def main() -> None:
     adopt_orphans()
-    lifeline = LauncherPipe()
-    line = lifeline.first_line()
+    pipe = LauncherPipe()
+    line = pipe.first_line()
     if line is None:
         return
     index = -1
     try:
-        order = parse_request(line)
-        index = find_node_index(order)
-        for trouble in (port_problem(port, order.nodes[0]) for port in order.ports if index == 0):
-            if trouble is not None:
-                send_message(NodeMessage(PROTOCOL_VERSION, index, MessageKind.REFUSED, trouble))
+        request = parse_request(line)
+        index = find_node_index(request)
+        for problem in (port_problem(port, request.nodes[0]) for port in request.ports if index == 0):
+            if problem is not None:
+                send_message(NodeMessage(PROTOCOL_VERSION, index, MessageKind.REFUSED, problem))
                 return
-        program = NodeProgram(order, index)
+        program = NodeProgram(request, index)
     except (InvalidDataError, OSError) as error:
         send_message(NodeMessage(PROTOCOL_VERSION, index, MessageKind.TROUBLE, str(error)))
         return
-    NodeSupervisor(program, index, lifeline).run()
+    NodeSupervisor(program, index, pipe).run()
 
 
 if __name__ == "__main__":

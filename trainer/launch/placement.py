@@ -1,4 +1,7 @@
-"""The nodes of a job, how each is reached, and what is run there: pure, from settings and Slurm's variables."""
+"""Where a job runs: its nodes, how each is reached, the command lines and the environment there. Pure.
+
+Inputs are JOB.toml and Slurm's environment variables.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,10 @@ from wattwatch.trainer.settings import JobFile, LaunchMethod, LaunchSettings
 
 NODE_MODULE: Final = "wattwatch.trainer.launch.node"
 TORCHRUN_MODULE: Final = "wattwatch.trainer.launch.torchrun"
+COMMAND_MODULE: Final = "wattwatch.trainer.cli"
 LOOPBACK: Final = "127.0.0.1"
-# A node that has gone silently is noticed after a minute; a shared connection would outlive ours, and the job with it.
+# A node that stops responding is noticed after a minute (15 s, four times). No connection sharing: a shared connection
+# outlives our ssh process, and then the node program's standard input would never end.
 SSH_OPTIONS: Final = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"),
     *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"),
@@ -32,7 +37,7 @@ SSH_OPTIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Nodes in rank order, and where the first is reached by the others."""
+    """Nodes in rank order, and the address at which the others reach the first."""
 
     via: LaunchMethod
     nodes: tuple[str, ...]
@@ -46,33 +51,36 @@ class Placement:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Where the first node listens: torch's, and the gate's where nodes meet."""
+        """Ports that the first node listens on: torch's store, and the gate's gather if there is more than one node."""
         return (self.port, self.port + 1) if len(self.nodes) > 1 else (self.port,)
 
     def node_of(self, rank: int) -> str:
         return self.nodes[rank // self.ranks_per_node]
 
     def ranks(self, index: int) -> range:
+        """Ranks of the node with this index."""
         return range(index * self.ranks_per_node, (index + 1) * self.ranks_per_node)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeTransport:
-    """A process that reaches `indices` of the nodes."""
+    """A local process that starts the node program on one node, or on several."""
 
     command: tuple[str, ...]
-    indices: tuple[int, ...]
-    spread: bool  # one order for all of them, each finds itself
+    indices: tuple[int, ...]  # of the nodes
+    spread: bool  # srun copies standard input to all of its nodes, so each has to find its own index
 
 
 def resolve_placement(launch: LaunchSettings, environment: Mapping[str, str]) -> Placement:
-    """Raises Refusal where the nodes' names are none, or do not fit how they are reached."""
+    """`environment` is the launcher's. Raises UserError for node names that are invalid or do not fit launch.via."""
     via = LaunchMethod(launch.via)
     nodes = expand_node_list(launch.nodes)
     if via is LaunchMethod.SRUN:
         allocated = environment.get("SLURM_JOB_NODELIST")
         if not allocated:
-            raise UserError('launch.via is "srun", and this is no Slurm allocation: start it with sbatch or salloc')
+            raise UserError(
+                'launch.via is "srun", but this is not inside a Slurm allocation: start it with sbatch or salloc'
+            )
         if launch.nodes == LaunchSettings().nodes:
             nodes = expand_node_list(allocated)
         elif outside := sorted(set(nodes) - set(expand_node_list(allocated))):
@@ -84,7 +92,7 @@ def resolve_placement(launch: LaunchSettings, environment: Mapping[str, str]) ->
 
 
 def expand_node_list(text: str) -> tuple[str, ...]:
-    """`gpu-[01-16],old-3`: names in the order written. Raises Refusal."""
+    """`gpu-[01-16],old-3`: node names, in the order in which they are written. Raises UserError."""
     try:
         nodes = list(
             dict.fromkeys(name for part in split_names(text) for name in NodeSet(part, resolver=RESOLVER_NOGROUP))
@@ -93,114 +101,133 @@ def expand_node_list(text: str) -> tuple[str, ...]:
         raise UserError(f"launch.nodes: {text!r}: {error}") from None
     if not nodes:
         raise UserError("launch.nodes: empty")
+    # A name becomes an argument of ssh: one that starts with "-" would be read as an option.
     if bad := [name for name in nodes if name.startswith("-") or "/" in name or any(c.isspace() for c in name)]:
-        raise UserError(f"launch.nodes: {bad[0]!r} is no name of a node")
+        raise UserError(f"launch.nodes: {bad[0]!r} is not a node name")
     return tuple(nodes)
 
 
 def split_names(text: str) -> list[str]:
-    """At commas outside brackets: a NodeSet of all would sort them, and rank 0's node is the first written."""
+    """Splits at commas outside brackets. A NodeSet of the whole text would sort the names, and rank 0's node is the
+    first one written."""
     parts, depth, start = [], 0, 0
-    for place, letter in enumerate(text):
+    for position, letter in enumerate(text):
         depth += (letter == "[") - (letter == "]")
         if letter == "," and depth == 0:
-            parts.append(text[start:place])
-            start = place + 1
+            parts.append(text[start:position])
+            start = position + 1
     return [part.strip() for part in (*parts, text[start:])]
 
 
-def node_connections(here: Placement, launch: LaunchSettings) -> tuple[NodeTransport, ...]:
-    program = (launch.python or sys.executable, "-m", NODE_MODULE)
-    if here.via is LaunchMethod.LOCAL:
+def python_module(launch: LaunchSettings, module: str) -> tuple[str, ...]:
+    """`python -P -m MODULE` with the nodes' interpreter.
+
+    -P keeps the working directory out of sys.path: a `wattwatch.py` there must not replace our package.
+    """
+    return (launch.python or sys.executable, "-P", "-m", module)
+
+
+def node_connections(placement: Placement, launch: LaunchSettings) -> tuple[NodeTransport, ...]:
+    """How to start the node program: once, once per node over SSH, or once for all nodes with srun."""
+    program = python_module(launch, NODE_MODULE)
+    if placement.via is LaunchMethod.LOCAL:
         return (NodeTransport(program, (0,), False),)
-    if here.via is LaunchMethod.SSH:
+    if placement.via is LaunchMethod.SSH:
+        # exec: sshd's signals then reach the node program, not a shell around it.
+        command = f"exec {shlex.join(program)}"
         return tuple(
-            NodeTransport(
-                ("ssh", *SSH_OPTIONS, *launch.ssh_options, node, f"exec {shlex.join(program)}"), (index,), False
-            )
-            for index, node in enumerate(here.nodes)
+            NodeTransport(("ssh", *SSH_OPTIONS, *launch.ssh_options, node, command), (index,), False)
+            for index, node in enumerate(placement.nodes)
         )
-    count = len(here.nodes)
+    count = len(placement.nodes)
     step = (
         "srun",
         f"--nodes={count}",
         f"--ntasks={count}",
         "--ntasks-per-node=1",
-        f"--nodelist={','.join(here.nodes)}",
+        f"--nodelist={','.join(placement.nodes)}",
     )
-    # --overlap: the batch script holds the node's resources; --cpu-bind=none: a task's cores are all of its node's.
+    # --overlap: the batch script's own step holds the node's resources, and this one would wait for them.
+    # --cpu-bind=none: a task would otherwise be bound to one core, and with it all ranks of the node.
+    # --input=all: standard input is copied to every node.
     options = ("--kill-on-bad-exit=1", "--input=all", "--overlap", "--cpu-bind=none", "--job-name=wattwatch-train")
     return (NodeTransport((*step, *options, *program), tuple(range(count)), True),)
 
 
-def gate_commands(here: Placement, job: JobFile, run: str, resume: str | None) -> tuple[tuple[str, ...], ...]:
-    """`wattwatch-train gate` for each node: one process for all its ranks, met one port above torch's. `run` is the
-    job's own, or a smoke test's below it."""
+def gate_commands(placement: Placement, job: JobFile, run: str, resume: str | None) -> tuple[tuple[str, ...], ...]:
+    """`wattwatch-train gate` for each node: one process for all ranks of the node.
+
+    They meet one port above torch's. `run` is the job's run directory, or that of a smoke test below it.
+    """
     launch = job.settings.launch
     common = [
-        *("--job", job.path, "--run", run, "--rendezvous", format_address(here.address, here.port + 1)),
+        *("--job", job.path, "--run", run, "--rendezvous", format_address(placement.address, placement.port + 1)),
         *(("--resume", resume) if resume else ()),
     ]
     commands = []
-    for index, node in enumerate(here.nodes):
-        ranks = here.ranks(index)
+    for index, node in enumerate(placement.nodes):
+        ranks = placement.ranks(index)
         own = ("--ranks", f"{ranks[0]}-{ranks[-1]}", "--node", node)
-        commands.append((launch.python or sys.executable, "-m", "wattwatch.trainer.cli", "gate", *common, *own))
+        commands.append((*python_module(launch, COMMAND_MODULE), "gate", *common, *own))
     return tuple(commands)
 
 
 def rank_commands(
-    here: Placement, launch: LaunchSettings, run_id: str, program: tuple[str, ...], torchrun: str = TORCHRUN_MODULE
+    placement: Placement,
+    launch: LaunchSettings,
+    run_id: str,
+    program: tuple[str, ...],
+    torchrun: str = TORCHRUN_MODULE,
 ) -> tuple[tuple[str, ...], ...]:
-    """torchrun for each node. `program` is what it starts for each rank, as it would be typed."""
-    head = (launch.python or sys.executable, "-m", torchrun, f"--nnodes={len(here.nodes)}")
-    # Restarts are ours: a restart by torchrun passes no gate.
+    """torchrun for each node. `program` is the command line that it starts for each rank."""
+    head = (*python_module(launch, torchrun), f"--nnodes={len(placement.nodes)}")
     common = (
-        *(
-            f"--nproc-per-node={here.ranks_per_node}",
-            "--max-restarts=0",
-            "--rdzv-backend=static",
-            f"--rdzv-id={run_id}",
-        ),
-        *(f"--master-addr={here.address}", f"--master-port={here.port}", "--no-python"),
+        f"--nproc-per-node={placement.ranks_per_node}",
+        # Restarts are the launcher's: one by torchrun itself would not pass the gate again.
+        "--max-restarts=0",
+        # The launcher knows all nodes and their order, so no rendezvous service has to find out.
+        "--rdzv-backend=static",
+        f"--rdzv-id={run_id}",
+        *(f"--master-addr={placement.address}", f"--master-port={placement.port}", "--no-python"),
     )
-    return tuple((*head, f"--node-rank={index}", *common, *program) for index in range(len(here.nodes)))
+    return tuple((*head, f"--node-rank={index}", *common, *program) for index in range(len(placement.nodes)))
 
 
 def rank_program(job: JobFile, resume: str | None, smoke: str | None) -> tuple[str, ...]:
-    python = job.settings.launch.python or sys.executable
+    """The command line of one rank."""
     options = (*(("--resume", resume) if resume else ()), *(("--smoke", smoke) if smoke else ()))
-    return (python, "-m", "wattwatch.trainer.cli", "run", job.path, *options)
+    return (*python_module(job.settings.launch, COMMAND_MODULE), "run", job.path, *options)
 
 
 def format_address(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-# The environment of ranks and gate: what the table says, and above it what the job's owner says.
+# The environment of ranks and gate: the table environment.toml, overridden by the job's [launch.environment].
 
-TorchVersion = tuple[int, ...]
+TorchVersion = tuple[int, ...]  # (major, minor)
 
 
 @dataclass(frozen=True, slots=True)
 class VariableAlias:
-    """Of a variable, in the torch releases from `since` to before `until`; "" is no bound."""
+    """A variable's name in the torch releases from `since` up to, but not including, `until`; "" is no bound."""
 
     name: str
     since: str = ""
     until: str = ""
 
     def known(self, torch: TorchVersion | None) -> bool:
+        """Whether that torch release reads the name. None, an unknown release, counts as yes."""
         if torch is None:
             return True
-        return (not self.since or parse_torch_version(self.since) <= torch) and (
-            not self.until or torch < parse_torch_version(self.until)
-        )
+        is_too_old = bool(self.since) and torch < parse_torch_version(self.since)
+        return not is_too_old and (not self.until or torch < parse_torch_version(self.until))
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentVariable:
-    """A row of environment.toml. All names mean the same to a torch that knows them."""
+    """A row of environment.toml: one variable under all names that torch releases have given it."""
 
     names: tuple[VariableAlias, ...]
     value: str
@@ -220,7 +247,7 @@ def parse_torch_version(text: str) -> TorchVersion:
 
 
 def installed_torch_version() -> TorchVersion | None:
-    """Here, which the gate compares with the nodes'; None: this host has none, and the nodes' is not known."""
+    """The release on this host; the gate checks that the nodes have the same. None if torch is not installed here."""
     try:
         return parse_torch_version(importlib.metadata.version("torch"))
     except importlib.metadata.PackageNotFoundError:
@@ -228,10 +255,10 @@ def installed_torch_version() -> TorchVersion | None:
 
 
 def rank_environment(owner: Mapping[str, str], flight: str, torch: TorchVersion | None) -> dict[str, str]:
-    """`owner` is [launch.environment]; `flight` the prefix of flight-recorder dumps.
+    """Variables for gate and ranks. `owner` is [launch.environment]; `flight` the path prefix of flight recorder dumps.
 
-    torch reads the new name first: had we set that one, the owner's old one would mean nothing. So a name that the
-    owner sets rules its row.
+    A variable that the owner sets under any of its names gets the owner's value under all of them: torch reads the new
+    name first, so our default under the new name would otherwise override the owner's value under the old one.
     """
     found: dict[str, str] = {}
     for row in environment_variables():

@@ -1,5 +1,8 @@
-"""All that runs below this process, so that it can be ended whole: ranks live in sessions of their own, where no
-process group of ours reaches them (torch 2.13 subprocess_handler.py)."""
+"""All descendants of this process, so that they can be ended together.
+
+torch starts each rank in a session of its own (subprocess_handler.py in torch 2.13), where neither a terminal's Ctrl-C
+nor a signal to our process group reaches it.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,16 @@ from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER: Final = 36
+KILL_INTERVAL_SECONDS: Final = 0.02
 
 
 def adopt_orphans() -> None:
-    """What our children leave behind becomes our child, not init's."""
+    """A descendant whose parent dies becomes a child of this process instead of init's, so that we can find it."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def terminate_with_parent() -> None:
-    """SIGTERM to this process when its parent dies in whatever way."""
+    """Asks the kernel to send SIGTERM to this process when its parent dies, even if that is killed by SIGKILL."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -30,11 +34,11 @@ def _prctl(option: int, value: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Pids of its children, theirs, and so on, that still run; zombies do not."""
+    """Process ids of the running children of `pid`, their children, and so on; without zombies."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
-            with contextlib.suppress(OSError, ValueError, IndexError):
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it may exit between listdir and open
                 with open(f"/proc/{name}/stat") as file:
                     state, parent = file.read().rpartition(")")[2].split()[:2]
                 if state not in "ZX":
@@ -47,21 +51,24 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def kill_descendants(patience_seconds: float) -> list[int]:
-    """SIGKILL to all, again and again while they fork; those that still run at the end (state D) are returned."""
-    until = time.monotonic() + patience_seconds
+def kill_descendants(wait_seconds: float) -> list[int]:
+    """Sends SIGKILL to all descendants, repeatedly, since they may fork in between.
+
+    Returns those that still run after `wait_seconds`: processes in state D do not react to SIGKILL.
+    """
+    until = time.monotonic() + wait_seconds
     while (left := descendants(os.getpid())) and time.monotonic() < until:
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         _reap()
-        time.sleep(0.02)
+        time.sleep(KILL_INTERVAL_SECONDS)
     _reap()
     return left
 
 
 def _reap() -> None:
-    """Orphans that we adopted are ours to wait for."""
+    """Orphans that we adopted would remain zombies if we did not wait for them."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

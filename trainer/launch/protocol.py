@@ -1,6 +1,7 @@
-"""What launcher and node program say to each other: one order in, words out, a line of JSON each.
+"""The protocol between the launcher and the node programs: one request, then messages, each a line of JSON.
 
-The order comes on standard input, which stays open: its end means "end what you run" (the lifeline).
+The request arrives on standard input, which stays open: when it ends, the node program terminates what it runs. So the
+death of the launcher, or of the connection, needs no message.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from typing import Final
 from wattwatch.trainer.dataclass_json import InvalidDataError, parse_dataclass
 
 PROTOCOL_VERSION: Final = 1
-REPORT_VARIABLE: Final = "WATTWATCH_REPORT_FD"  # a descriptor; what the program writes there comes back when it ends
+# Number of a file descriptor; what the program writes there comes back in the ENDED message.
+REPORT_VARIABLE: Final = "WATTWATCH_REPORT_FD"
 
 
 @dataclass(frozen=True, slots=True)
 class StartRequest:
-    """The same for all nodes that hear it: each runs its own command."""
+    """What to run. All nodes of one transport receive the same request; each runs the command at its own index."""
 
     v: int
     nodes: tuple[str, ...]
-    index: int | None  # of the node; None: it finds itself by its name in Slurm
-    commands: tuple[tuple[str, ...], ...]  # by index
+    index: int | None  # of the node in `nodes`; None: the node finds itself by its Slurm name
+    commands: tuple[tuple[str, ...], ...]  # by node index
     environment: dict[str, str] = field(default_factory=dict)
-    log: str | None = None  # file for the output, {node} in it; None: the output comes back as lines
-    ports: tuple[int, ...] = ()  # where the first node will listen: it looks whether somebody else does
+    log: str | None = None  # file for the output, with {node} for the node's name; None: the output comes back as lines
+    ports: tuple[int, ...] = ()  # ports that the first node will listen on: it checks that they are free
 
 
 class MessageKind(StrEnum):
@@ -34,44 +36,46 @@ class MessageKind(StrEnum):
     LINE = "line"  # of the program's output
     ENDED = "ended"
     TROUBLE = "trouble"  # the program could not be started
-    REFUSED = "refused"  # it was not started: the text says why
+    REFUSED = "refused"  # the program was not started; the text says why
 
 
 @dataclass(frozen=True, slots=True)
 class NodeMessage:
-    wattwatch_node: int  # the version; what else stands on standard output has no such field
-    index: int
+    """A message from a node program."""
+
+    wattwatch_node: int  # protocol version; also marks our lines among others on standard output
+    index: int  # of the node; -1 if the node does not know it
     kind: str
-    text: str = ""  # of a line or a trouble; of an end: the program's report
-    code: int | None = None  # of an end: the exit code, or minus the signal
+    text: str = ""  # LINE, TROUBLE, REFUSED: the text; ENDED: the program's report
+    code: int | None = None  # ENDED: the exit code, or minus the signal; None: it could not be killed
 
 
-def encode_request(order: StartRequest) -> bytes:
-    return json.dumps(asdict(order)).encode() + b"\n"
+def encode_request(request: StartRequest) -> bytes:
+    return json.dumps(asdict(request)).encode() + b"\n"
 
 
 def parse_request(line: bytes) -> StartRequest:
-    """Raises NotPlain for what is no order, or one of another version."""
+    """Raises InvalidDataError for anything but a request of our version."""
     try:
-        order = parse_dataclass(StartRequest, json.loads(line))
+        request = parse_dataclass(StartRequest, json.loads(line))
     except ValueError as error:
-        raise InvalidDataError(f"no order: {error}") from None
-    if order.v != PROTOCOL_VERSION:
+        raise InvalidDataError(f"not a request of the launcher: {error}") from None
+    if request.v != PROTOCOL_VERSION:
         raise InvalidDataError(
-            f"an order of version {order.v}, this node has {PROTOCOL_VERSION}: install one version of wattwatch"
+            f"the launcher's protocol version is {request.v}, this node's {PROTOCOL_VERSION}: install the same version "
+            "of wattwatch on both"
         )
-    return order
+    return request
 
 
-def encode_message(word: NodeMessage) -> bytes:
-    return json.dumps(asdict(word)).encode() + b"\n"
+def encode_message(message: NodeMessage) -> bytes:
+    return json.dumps(asdict(message)).encode() + b"\n"
 
 
 def parse_message(line: bytes) -> NodeMessage | None:
-    """None for what is no word: a login script's greeting, a library's warning."""
+    """None for a line that is not ours: a login script's greeting, a library's warning."""
     try:
-        data = json.loads(line)
-        word = parse_dataclass(NodeMessage, data)
+        message = parse_dataclass(NodeMessage, json.loads(line))
     except (ValueError, RecursionError):
         return None
-    return word if word.wattwatch_node == PROTOCOL_VERSION else None
+    return message if message.wattwatch_node == PROTOCOL_VERSION else None

@@ -1,4 +1,7 @@
-"""torchrun, whose failures come out as data: torch prints them for people, in a box of equals signs."""
+"""torchrun, with its failures as JSON for the launcher (`python -m wattwatch.trainer.launch.torchrun`).
+
+torch's own torchrun prints them as a table for people and returns exit code 1, whatever happened.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from wattwatch.trainer.launch.protocol import REPORT_VARIABLE
 
 
 def main() -> None:
+    # If the node program is killed, torchrun ends its ranks on SIGTERM; without it they would keep the GPUs.
     terminate_with_parent()
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -28,8 +32,8 @@ def main() -> None:
             os.write(int(descriptor), json.dumps(failures).encode())
         sys.exit(1)
     except SignalException as error:
-        sys.stderr.write(f"{error}: its ranks are ended\n")
-        sys.exit(128 + error.sigval)
+        sys.stderr.write(f"{error}: its ranks were terminated\n")
+        sys.exit(128 + error.sigval)  # as a shell reports it
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A rank's packed blocks, memory-mapped: any block at once, so resuming at a step reads nothing before it."""
+"""A rank's packed blocks, memory-mapped: any block can be read directly, so a resume reads nothing before its step."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ START_DTYPE: Final = np.dtype("<i8")
 
 
 def block_count(size_bytes: int, seq_len: int) -> int:
-    """Whole blocks in a token file. Raises ValueError for a ragged one: it was torn, or packed with another seq_len."""
+    """Number of blocks in a token file of this size. Raises ValueError if it is not a whole number: the file was
+    truncated, or packed with another seq_len."""
     blocks, rest = divmod(size_bytes, TOKEN_BYTES * seq_len)
     if rest:
         raise ValueError(
-            f"{size_bytes:,} bytes are not a whole number of blocks of {seq_len} int32 ids ({rest:,} over)"
+            f"{size_bytes:,} bytes are not a whole number of blocks of {seq_len} int32 ids ({rest:,} bytes over)"
         )
     return blocks
 
 
 class PackedBlocks:
-    """Read-only blocks of one rank, counted from 0. Pages come in as they are touched; forked readers share them."""
+    """The blocks of one rank, read-only, counted from 0. Pages are read on first access and shared by forks."""
 
     def __init__(self, directory: Path, rank: int) -> None:
+        """Raises UserError for missing or damaged files."""
         self.path = Path(token_file(str(directory), rank))
         self.manifest = _read_manifest_file(Path(manifest_file(str(directory), rank)))
         seq_len = self.manifest.seq_len
@@ -49,7 +51,7 @@ class PackedBlocks:
                 f"{self.path}: {self.count:,} blocks, its manifest says {self.manifest.blocks:,}; pack again"
             )
         if self.count == 0:
-            raise UserError(f"{self.path}: no block")
+            raise UserError(f"{self.path}: contains no block; pack again")
         self._ids = np.memmap(self.path, dtype=TOKEN_DTYPE, mode="r", shape=(self.count, seq_len))
         self._starts: NDArray[np.int64] | None = None
         if self.manifest.document_starts:
@@ -57,14 +59,15 @@ class PackedBlocks:
             self._starts = _read_starts(path, self.count * seq_len)
 
     def ids(self, index: int) -> NDArray[np.int32]:
-        """seq_len token ids, a view of the file. Raises IndexError for a block that is not there."""
+        """seq_len token ids, a view of the file. Raises IndexError if there is no such block."""
         block: NDArray[np.int32] = self._ids[self._checked(index)]
         return block
 
     def document_starts(self, index: int) -> NDArray[np.int64]:
-        """Places in the block where a record begins; always 0 first, as a block that continues a record starts anew.
+        """Positions in the block at which a record begins.
 
-        Raises ValueError where the file was packed without `--document-mask`.
+        The first is always 0: a record that is continued from the previous block counts as a new one. Raises ValueError
+        if the file was packed without `--document-mask`.
         """
         if self._starts is None:
             raise ValueError(f"{self.path}: packed without --document-mask")
@@ -74,25 +77,29 @@ class PackedBlocks:
         return inside if inside.size and inside[0] == 0 else np.concatenate((np.zeros(1, np.int64), inside))
 
     def positions(self, index: int) -> NDArray[np.int64]:
-        """Positions that begin again at each record: what attention kernels read as a document mask."""
+        """Positions that start at 0 at each record, which attention kernels take as a document mask."""
         starts = self.document_starts(index)
         lengths = np.diff(np.append(starts, self.manifest.seq_len))
         return np.arange(self.manifest.seq_len) - np.repeat(starts, lengths)
 
     def _checked(self, index: int) -> int:
+        # numpy would take a negative index as one from the end.
         if not 0 <= index < self.count:
             raise IndexError(f"{self.path}: block {index} of {self.count}")
         return index
 
 
 def _read_starts(path: Path, ids: int) -> NDArray[np.int64]:
-    """Where records begin, rising from 0. Raises Refusal for anything else: masks would follow it in silence."""
+    """Positions at which records begin, increasing, below `ids`.
+
+    Raises UserError for anything else: wrong masks would go unnoticed.
+    """
     try:
         starts = np.memmap(path, dtype=START_DTYPE, mode="r")
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {_error_text(error)}; pack again") from None
     if starts[0] < 0 or starts[-1] >= ids or bool((np.diff(starts) <= 0).any()):
-        raise UserError(f"{path}: not the places where records begin: torn, or another file's; pack again")
+        raise UserError(f"{path}: not the record starts of this token file: truncated, or another file's; pack again")
     return starts
 
 

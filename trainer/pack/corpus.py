@@ -1,4 +1,4 @@
-"""The records: a Hugging Face dataset or JSONL, and the part of it that belongs to one rank."""
+"""The records to pack: a Hugging Face dataset or JSONL files, and the part that belongs to one rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from wattwatch.trainer.errors import UserError
 from wattwatch.trainer.pack.manifest import shard_row_range
 
-ROW_ID: Final = "__row_id__"
+ROW_ID: Final = "__row_id__"  # added column, so that rows can still be identified after sharding
 JSONL_SUFFIXES: Final = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-COLUMNS: Final = ("text", "messages")  # looked for where none is named
-SAMPLED_ROWS: Final = 64
-READ_ROWS: Final = 256
+COLUMNS: Final = ("text", "messages")  # tried if --column is not given
+SAMPLED_ROWS: Final = 64  # for the corpus hash. Chosen: hashing all rows would take as long as tokenizing them
+READ_ROWS: Final = 256  # per batch. Chosen: Arrow reads many rows as fast as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Corpus:
     """All records, in the order of their source."""
 
     source: str
-    rows: Any  # datasets.Dataset of two columns: the records and ROW_ID
+    rows: Any  # datasets.Dataset with two columns: the records and ROW_ID
     column: str
     kind: str  # "text": strings; "chat": lists of messages
-    sha256: str  # of its length and of rows sampled over it
+    sha256: str  # over the number of rows and a sample of them
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -40,7 +40,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class CorpusShard:
-    """The rows of one rank, as `datasets.shard` dealt them."""
+    """The rows of one rank, as `datasets.shard` distributes them."""
 
     world: int
     rank: int
@@ -49,27 +49,27 @@ class CorpusShard:
     row_ids: NDArray[np.int64]
 
     def batches(self, column: str) -> Iterator[tuple[int, list[Any]]]:
-        """(place of the first, records), READ_ROWS at a time."""
+        """(position of the first record in the shard, records), READ_ROWS at a time."""
         for begin in range(0, len(self.row_ids), READ_ROWS):
             yield begin, list(self.rows[begin : begin + READ_ROWS][column])
 
 
 def read_corpus(source: str, split: str, column: str | None) -> Corpus:
-    """Opens JSONL files (one path or a glob), a directory of `save_to_disk`, or a dataset by its name.
+    """Opens JSONL files (a path or a glob), a directory written by `save_to_disk`, or a dataset by its name.
 
-    Raises Refusal: nothing there, no such split, no such column, records that are neither text nor chats.
+    Raises UserError: not found, no such split, no such column, or records that are neither text nor chats.
     """
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said below, once
+    datasets.logging.set_verbosity(logging.CRITICAL)  # its errors are reported below, in one line
     dataset = _load_dataset(source, split)
     if len(dataset) == 0:
-        raise UserError(f"{source}: no record")
+        raise UserError(f"{source}: no records")
     names = [column] if column else [name for name in COLUMNS if name in dataset.column_names]
     if not names or names[0] not in dataset.column_names:
-        wanted = f"no column {column!r}" if column else "neither a column 'text' nor 'messages'"
-        raise UserError(f"{source}: {wanted}; there are {', '.join(dataset.column_names)}: name one with --column")
+        problem = f"no column {column!r}" if column else "neither a column 'text' nor 'messages'"
+        raise UserError(f"{source}: {problem}; the columns are {', '.join(dataset.column_names)}: choose with --column")
     if len(names) > 1:
-        raise UserError(f"{source}: has a column 'text' and a column 'messages': name one with --column")
+        raise UserError(f"{source}: has a column 'text' and a column 'messages': choose with --column")
     rows = dataset.select_columns(names[0])
     kind = _record_kind(rows[0][names[0]], f"{source}: column {names[0]!r}, row 0")
     sha256 = _sampled_sha256(rows, names[0])
@@ -77,12 +77,15 @@ def read_corpus(source: str, split: str, column: str | None) -> Corpus:
 
 
 def shard_corpus(corpus: Corpus, world: int, rank: int, contiguous: bool) -> CorpusShard:
-    """One rank's shard, `contiguous` always passed: its default differs between versions (datasets#5507).
+    """One rank's shard. Raises UserError for an empty one.
 
-    Raises Refusal for an empty one, for which `datasets.shard` has no word of its own (datasets#7443).
+    `contiguous` is always passed on, since its default differs between versions of datasets (datasets#5507), and an
+    empty shard is checked for here, because `datasets.shard` does not (datasets#7443).
     """
     if shard_row_range(len(corpus), world, rank, contiguous)[0] == 0:
-        raise UserError(f"{corpus.source}: rank {rank} of {world} gets no row of {len(corpus):,}: use fewer ranks")
+        raise UserError(
+            f"{corpus.source}: rank {rank} of {world} gets none of the {len(corpus):,} rows: use fewer ranks"
+        )
     rows = corpus.rows.shard(num_shards=world, index=rank, contiguous=contiguous)
     return CorpusShard(world, rank, contiguous, rows, np.asarray(rows[:][ROW_ID], dtype=np.int64))
 
@@ -97,12 +100,13 @@ def _load_dataset(source: str, split: str) -> Any:
             if not isinstance(found, datasets.DatasetDict):
                 return found
             if split not in found:
-                raise UserError(f"{source}: no split {split!r}; there are {', '.join(found)}")
+                raise UserError(f"{source}: no split {split!r}; the splits are {', '.join(found)}")
             return found[split]
         return datasets.load_dataset(source, split=split)
     except UserError:
         raise
     except Exception as error:
+        # datasets wraps errors several times; the innermost names the cause.
         root: BaseException = error
         while root.__cause__ is not None:
             root = root.__cause__
@@ -119,8 +123,8 @@ def _record_kind(record: object, where: str) -> str:
 
 
 def _sampled_sha256(rows: Any, column: str) -> str:
-    places = sorted({int(place) for place in np.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows)))})
+    positions = sorted({int(position) for position in np.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows)))})
     digest = hashlib.sha256(f"{len(rows)}\0{column}\0".encode())
-    for record in rows.select(places)[column]:
+    for record in rows.select(positions)[column]:
         digest.update(json.dumps(record, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "replace"))
     return digest.hexdigest()

@@ -1,7 +1,7 @@
-"""One rank's shard into fixed blocks: tokens end to end, EOS between records, what does not fill a block is dropped.
+"""One rank's shard as fixed blocks: token ids of all records one after the other, with an EOS after each record.
 
-Attention crosses records inside a block unless the trainer asks for the document mask. Same records, tokenizer and
-versions: bit-same files.
+What does not fill the last block is dropped. Attention crosses records inside a block unless training uses the document
+mask. The same records, tokenizer and versions always give the same bytes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
@@ -41,14 +41,14 @@ NO_IDS: Final = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class PackSettings:
-    """How ids become blocks. All of it stands in the manifest."""
+    """How ids become blocks; recorded in the manifest."""
 
     seq_len: int
     document_mask: bool
 
 
 class BlockPacker:
-    """Cuts a stream of ids into whole blocks, and keeps count of what passed."""
+    """Cuts a stream of ids into whole blocks, and counts what went through it."""
 
     def __init__(self, seq_len: int) -> None:
         self.seq_len = seq_len
@@ -57,7 +57,7 @@ class BlockPacker:
         self.min_id, self.max_id = np.iinfo(np.int32).max, -1
 
     def push(self, batch: TokenBatch) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """(ids of the blocks that are full now, places in the whole stream where the batch's records begin)."""
+        """(ids of the blocks that are now complete, positions in the stream at which the batch's records begin)."""
         starts = self.tokens + np.cumsum(batch.lengths) - batch.lengths
         self.empty_rows += int(np.count_nonzero(batch.lengths == 0))
         self.tokens += batch.ids.size
@@ -74,28 +74,28 @@ def pack_shard(
     corpus: Corpus,
     shard: CorpusShard,
     settings: PackSettings,
-    facts: TokenizerIdentity,
+    tokenizer: TokenizerIdentity,
     pool: TokenizerPool,
     directory: Path,
     on_rows: Callable[[int], None],
 ) -> PackManifest:
-    """Writes the rank's token file, then its manifest; `on_rows` hears of the rows done.
+    """Writes the rank's token file, then its manifest. `on_rows` is called with the number of rows done.
 
-    A file of before stays whole until the new one is, and its manifest goes first: the two never disagree unseen.
-    Raises Refusal: a record that is no text, fewer tokens than a block, no space, not writable.
+    Raises UserError: a record that is not text, fewer tokens than one block, no space left, not writable. An existing
+    file is then unchanged, up to the rename of the new one.
     """
     tokens_path = token_file(str(directory), shard.rank)
     manifest_path = manifest_file(str(directory), shard.rank)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        stream, digest, starts = BlockPacker(settings.seq_len), hashlib.sha256(), 0
+        packer, digest, starts = BlockPacker(settings.seq_len), hashlib.sha256(), 0
         starts_path = starts_file(str(directory), shard.rank)
         with (
             atomic_write(starts_path) if settings.document_mask else nullcontext() as starts_out,
             atomic_write(tokens_path) as out,
         ):
-            for batch in pool.tokenized(_labelled_batches(corpus, shard)):
-                ids, begins = stream.push(batch)
+            for batch in pool.tokenized(_batches_with_labels(corpus, shard)):
+                ids, begins = packer.push(batch)
                 data = ids.astype(TOKEN_DTYPE, copy=False).tobytes()
                 out.write(data)
                 digest.update(data)
@@ -103,25 +103,29 @@ def pack_shard(
                     starts_out.write(begins.astype(START_DTYPE, copy=False).tobytes())
                 starts += begins.size
                 on_rows(batch.lengths.size)
-            if stream.blocks == 0:
+            if packer.blocks == 0:
                 raise UserError(
                     f"{corpus.source}: rank {shard.rank} of {shard.world}: {shard.row_ids.size:,} rows give "
-                    f"{stream.tokens:,} tokens, less than one block of {settings.seq_len:,}"
+                    f"{packer.tokens:,} tokens, fewer than one block of {settings.seq_len:,}"
                 )
+            # Before the new token file gets its name: if we are killed in between, there is a file without a manifest,
+            # which the gate refuses, and not a new file with the old manifest.
             Path(manifest_path).unlink(missing_ok=True)
         if starts_out is None:
             Path(starts_path).unlink(missing_ok=True)
-        manifest = _build_manifest(corpus, shard, settings, facts, stream, tokens_path, digest.hexdigest(), starts)
+        manifest = _build_manifest(corpus, shard, settings, tokenizer, packer, tokens_path, digest.hexdigest(), starts)
         atomic_write_text(manifest_path, manifest_text(manifest))
     except OSError as error:
+        # A disk quota that is exceeded says "Disk quota exceeded", which few users expect to be the same problem.
         what = "no space left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
         raise UserError(
-            f"{error.filename or tokens_path}: {what}; nothing of rank {shard.rank} was published"
+            f"{error.filename or tokens_path}: {what}; nothing was written for rank {shard.rank}"
         ) from error
     return manifest
 
 
-def _labelled_batches(corpus: Corpus, shard: CorpusShard) -> Any:
+def _batches_with_labels(corpus: Corpus, shard: CorpusShard) -> Iterator[tuple[list[Any], list[str]]]:
+    """(records, a label for each that names its row for error messages)."""
     for begin, records in shard.batches(corpus.column):
         ids = shard.row_ids[begin : begin + len(records)].tolist()
         yield records, [f"{corpus.source}: row {row}, column {corpus.column!r}" for row in ids]
@@ -131,13 +135,13 @@ def _build_manifest(
     corpus: Corpus,
     shard: CorpusShard,
     settings: PackSettings,
-    facts: TokenizerIdentity,
-    stream: BlockPacker,
+    tokenizer: TokenizerIdentity,
+    packer: BlockPacker,
     path: str,
     sha256: str,
     starts: int,
 ) -> PackManifest:
-    size = stream.blocks * settings.seq_len * TOKEN_BYTES
+    size = packer.blocks * settings.seq_len * TOKEN_BYTES
     with open(path, "rb") as file:
         samples = take_samples(lambda offset, length: os.pread(file.fileno(), length, offset), size)
     return PackManifest(
@@ -151,23 +155,23 @@ def _build_manifest(
         first_row=int(shard.row_ids[0]),
         last_row=int(shard.row_ids[-1]),
         row_xor=reduce(lambda a, b: a ^ b, shard.row_ids.tolist(), 0),
-        empty_rows=stream.empty_rows,
+        empty_rows=packer.empty_rows,
         column=corpus.column,
         kind=corpus.kind,
         seq_len=settings.seq_len,
-        blocks=stream.blocks,
-        tokens=stream.tokens,
-        dropped_tokens=stream.rest.size,
-        min_token_id=stream.min_id,
-        max_token_id=stream.max_id,
-        vocab_size=facts.vocab_size,
-        tokenizer_sha256=facts.sha256,
-        tokenizer_file_sha256=facts.file_sha256,
-        tokenizer_meaning_sha256=facts.meaning_sha256,
-        template_sha256=facts.template_sha256,
-        eos_id=facts.eos_id,
+        blocks=packer.blocks,
+        tokens=packer.tokens,
+        dropped_tokens=packer.rest.size,
+        min_token_id=packer.min_id,
+        max_token_id=packer.max_id,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_sha256=tokenizer.sha256,
+        tokenizer_file_sha256=tokenizer.file_sha256,
+        tokenizer_meaning_sha256=tokenizer.meaning_sha256,
+        template_sha256=tokenizer.template_sha256,
+        eos_id=tokenizer.eos_id,
         datasets_version=datasets.__version__,
-        tokenizers_version=facts.version,
+        tokenizers_version=tokenizer.version,
         size_bytes=size,
         sha256=sha256,
         samples=samples,

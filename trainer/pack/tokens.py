@@ -1,4 +1,4 @@
-"""Records to token ids, each once, over several processes; the order of the records is kept."""
+"""Records to token ids, each record once, in several processes. The order of the records is kept."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from wattwatch.trainer.errors import UserError
 from wattwatch.trainer.pack.manifest import canonical_tokenizer_sha256
 
-BATCHES_PER_WORKER: Final = 4  # batches in flight per process: enough to keep it busy, and bounded in memory
+BATCHES_PER_WORKER: Final = 4  # in flight. Chosen: enough to keep a process busy, and memory stays bounded
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One batch of records: their ids one after another, and how many ids each record gave."""
+    """One batch of records: their ids one after the other, and the number of ids of each record."""
 
     ids: NDArray[np.int32]
     lengths: NDArray[np.int64]
@@ -34,7 +34,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerIdentity:
-    """What tells one tokenizer from another."""
+    """What distinguishes one tokenizer from another; recorded in the manifest."""
 
     sha256: str
     file_sha256: str
@@ -47,23 +47,26 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerRecipe:
-    """All that a process needs to turn records into ids."""
+    """Everything that a worker process needs to tokenize records."""
 
     name: str
     kind: str  # "text" or "chat"
-    backend: str  # tokenizer.json as it is used, padding and truncation off
+    backend: str  # tokenizer.json as it is used: without padding and truncation
     eos_id: int
 
 
 def read_tokenizer(name: str, kind: str) -> tuple[TokenizerRecipe, TokenizerIdentity]:
-    """A fast tokenizer by directory or hub name. Raises Refusal: not there, not fast, no EOS, no chat template."""
+    """A fast tokenizer by directory or Hub name.
+
+    Raises UserError: not found, not a fast one, no EOS token, or no chat template for chats.
+    """
     import tokenizers
 
     tokenizer = _load_tokenizer(name)
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{name}: the tokenizer has no EOS token to end a record with")
+        raise UserError(f"{name}: the tokenizer has no EOS token, which must end each record")
     if kind == "chat" and not tokenizer.chat_template:
-        raise UserError(f"{name}: the tokenizer has no chat template, and the records are chats")
+        raise UserError(f"{name}: the records are chats, but the tokenizer has no chat template")
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.backend_tokenizer.no_truncation()
     backend, file = tokenizer.backend_tokenizer.to_str(), _tokenizer_file(name)
@@ -81,10 +84,10 @@ def read_tokenizer(name: str, kind: str) -> tuple[TokenizerRecipe, TokenizerIden
 
 
 class RecordTokenizer:
-    """Records to ids in this process. A record ends by EOS, unless its chat template has written EOS itself."""
+    """Tokenizes in this process. EOS is appended to each record, unless its chat template writes EOS itself."""
 
     def __init__(self, recipe: TokenizerRecipe) -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the parallelism is in the processes
         from tokenizers import Tokenizer
 
         self.recipe = recipe
@@ -92,7 +95,7 @@ class RecordTokenizer:
         self.chat = _load_tokenizer(recipe.name) if recipe.kind == "chat" else None
 
     def __call__(self, records: list[Any], where: list[str]) -> TokenBatch:
-        """`where` names each record for the error. Raises Refusal for one that is no text or no chat."""
+        """`where` names each record for error messages. Raises UserError for one that is neither text nor a chat."""
         texts = [self._text(record, place) for record, place in zip(records, where, strict=True)]
         joined, lengths = array("i"), []
         for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False):
@@ -111,22 +114,24 @@ class RecordTokenizer:
                 raise UserError(f"{where}: expected text, found {type(record).__name__}")
             return record
         try:
-            # Arrow fills the keys that only some messages have with None; a template must not see them.
+            # Arrow gives all messages the same keys, with None where a message had none; templates test for presence.
             messages = [{key: value for key, value in message.items() if value is not None} for message in record]
             return str(self.chat.apply_chat_template(messages, tokenize=False))
-        except Exception as error:  # noqa: BLE001 - templates are programs of strangers
-            raise UserError(f"{where}: the chat template fails: {type(error).__name__}: {error}") from None
+        except Exception as error:  # noqa: BLE001 - a template is a program, and may raise anything
+            raise UserError(f"{where}: the chat template failed: {type(error).__name__}: {error}") from None
 
 
 class TokenizerPool:
-    """Several processes that tokenise, for one shard after another; with one worker, this process."""
+    """Worker processes that tokenize one shard after the other. With one worker, this process does it itself."""
 
     def __init__(self, recipe: TokenizerRecipe, workers: int) -> None:
         self.workers = workers
         self._here = RecordTokenizer(recipe) if workers == 1 else None
         self._pool: ProcessPoolExecutor | None = None
         if workers > 1:
-            spawn = multiprocessing.get_context("spawn")  # a fork would copy Arrow's threads half
+            spawn = multiprocessing.get_context(
+                "spawn"
+            )  # fork copies the locks of Arrow's threads, but not the threads
             self._pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(recipe,))
 
     def __enter__(self) -> TokenizerPool:
@@ -137,24 +142,24 @@ class TokenizerPool:
             self._pool.shutdown(cancel_futures=True)
 
     def tokenized(self, batches: Iterable[tuple[list[Any], list[str]]]) -> Iterator[TokenBatch]:
-        """Every batch, in order. Raises Refusal: of a record, or because a worker was killed."""
+        """The batches in order. Raises UserError for a record that cannot be tokenized, or if a worker was killed."""
         if self._pool is None:
             assert self._here is not None
             yield from (self._here(*batch) for batch in batches)
             return
-        waiting: deque[Future[TokenBatch]] = deque()
+        pending: deque[Future[TokenBatch]] = deque()
         try:
             for batch in batches:
-                waiting.append(self._pool.submit(_tokenize, *batch))
-                if len(waiting) >= self.workers * BATCHES_PER_WORKER:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                pending.append(self._pool.submit(_tokenize, *batch))
+                if len(pending) >= self.workers * BATCHES_PER_WORKER:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         except BrokenProcessPool:
-            raise UserError("a tokenising process was killed, out of memory perhaps: use fewer --workers") from None
+            raise UserError("a worker process was killed, perhaps for lack of memory: use fewer --workers") from None
 
 
-_worker: RecordTokenizer | None = None  # of a process of the pool
+_worker: RecordTokenizer | None = None  # in a worker process
 
 
 def _start_worker(recipe: TokenizerRecipe) -> None:
@@ -164,7 +169,7 @@ def _start_worker(recipe: TokenizerRecipe) -> None:
 
 
 def _exit_with_parent() -> None:
-    """A pool's process waits for work for ever; where the command was killed, none will come."""
+    """A worker of the pool waits for work forever, even if the command was killed and none will come."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -177,18 +182,20 @@ def _tokenize(records: list[Any], where: list[str]) -> TokenBatch:
 
 
 def _load_tokenizer(name: str) -> Any:
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing is as it should be
+    os.environ.setdefault(
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+    )  # it warns if torch is missing, which packing does not need
     from transformers import AutoTokenizer
 
     if Path(name).is_dir() and not (Path(name) / "tokenizer_config.json").exists():
-        raise UserError(f"{name}: no tokenizer_config.json there: name a directory that save_pretrained wrote")
+        raise UserError(f"{name}: has no tokenizer_config.json: use a directory written by save_pretrained")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True)
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{name}: cannot be loaded as a tokenizer: {first}") from error
     if not getattr(tokenizer, "is_fast", False):
-        raise UserError(f"{name}: has no fast tokenizer (tokenizer.json)")
+        raise UserError(f"{name}: has no fast tokenizer (tokenizer.json), which packing needs")
     return tokenizer
 
 

@@ -1,4 +1,4 @@
-"""A rank's blocks as the model takes them: ids, the ids to predict, and positions."""
+"""A rank's blocks as tensors for the model: ids, the ids to predict, and positions."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from wattwatch.trainer.pack.blocks import PackedBlocks
 from wattwatch.trainer.train.evenfix import StepPlan
 
-IGNORE_INDEX: Final = -100  # what torch's cross entropy leaves out
+IGNORE_INDEX: Final = -100  # targets that torch's cross entropy ignores, its default
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """int64 tensors of micro_batch x seq_len. `targets[i, t]` is the id after `ids[i, t]`, or NOT_PREDICTED."""
+    """int64 tensors of shape (micro_batch, seq_len). `targets[i, t]` is the id after `ids[i, t]`, or IGNORE_INDEX."""
 
     ids: torch.Tensor
     targets: torch.Tensor
-    positions: torch.Tensor | None  # begin anew at each record; None: nobody masks, they count through
+    positions: torch.Tensor | None  # start at 0 at each record; None without a document mask: 0, 1, 2, ...
 
 
 class BatchReader:
-    """Micro-batch = f(step, micro): resuming at a step reads nothing before it."""
+    """A micro-batch is a function of (step, micro-step): a resume at a step reads nothing before it."""
 
     def __init__(self, blocks: PackedBlocks, plan: StepPlan, micro_batch: int, document_mask: bool) -> None:
         self._blocks, self._plan, self._micro_batch = blocks, plan, micro_batch
@@ -44,15 +44,16 @@ class BatchReader:
             targets[:, :-1] = ids[:, 1:]
             return MicroBatch(ids, targets, None)
         positions = torch.from_numpy(np.stack([self._blocks.positions(index) for index in indices]))
-        # The first id of a record follows another record's last: nothing there tells it, so it does not count.
+        # The first id of a record cannot be predicted: with the mask, the model does not see the record before it.
         targets[:, :-1] = torch.where(positions[:, 1:] > 0, ids[:, 1:], IGNORE_INDEX)
         return MicroBatch(ids, targets, positions)
 
-    def predicted(self, step: int) -> int:
-        """Targets of this rank in a step."""
+    def count_targets(self, step: int) -> int:
+        """Number of target tokens of this rank in a step, without reading the blocks."""
+        seq_len = self._blocks.manifest.seq_len
         if not self._document_mask:
-            return self._plan.blocks_per_step * (self._blocks.manifest.seq_len - 1)
-        seq_len, predicted = self._blocks.manifest.seq_len, 0
-        for place in range(self._plan.blocks_per_step):
-            predicted += seq_len - self._blocks.document_starts(self._plan.index(step, place)).size
-        return predicted
+            return self._plan.blocks_per_step * (seq_len - 1)
+        targets = 0
+        for position in range(self._plan.blocks_per_step):
+            targets += seq_len - self._blocks.document_starts(self._plan.index(step, position)).size
+        return targets

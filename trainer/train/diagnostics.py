@@ -1,8 +1,7 @@
-"""A socket at which a rank tells its stacks and its flight recorder while its main thread hangs in a collective.
+"""How a rank can be inspected while it hangs, and what it leaves when a collective fails.
 
-Torch's worker server (torch/csrc/distributed/c10d/control_plane): POST /handler/dump_traceback, /handler/fr_trace_json.
-It has no authentication and its socket comes out with mode 0755, so the directory around it is 0700. A unix socket
-answers on its own host only; the run directory's name of it is where to look.
+The worker socket answers requests for stacks and for the flight recorder although the main thread is inside a
+collective. The flight record is a dump of that recorder: only NCCL's watchdog writes one by itself, gloo never does.
 """
 
 from __future__ import annotations
@@ -23,31 +22,35 @@ from wattwatch.trainer.run_directory import RunDirectory
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _WorkerServer
 
-
-MAX_SOCKET_PATH_BYTES: Final = 107  # of a unix socket's name: unix(7), 108 with its end
+MAX_SOCKET_PATH_BYTES: Final = 107  # unix(7): 108 with the terminating zero
 CLOSE_SECONDS: Final = 5.0
 PRIVATE_DIRECTORY_PREFIX: Final = "wattwatch-worker-"
+DUMP_SECONDS: Final = 10.0  # the file system may be what hangs
 
 
 @contextmanager
 def worker_socket(directory: RunDirectory, rank: int, log: Callable[[str], None]) -> Iterator[Path | None]:
-    """Serves at `directory.worker_socket(rank)` until the block ends; yields the socket's own path.
+    """Runs torch's worker server at `directory.worker_socket(rank)` until the block ends.
 
-    Where no socket can be made there (a long path, a file system without sockets), that name is a symbolic link to one
-    in a directory of our own below the temporary directory: resolve it before connecting. None where there is no
-    server: `log` heard why, and the job goes on without.
+    The server (torch/csrc/distributed/c10d/control_plane) handles POST /handler/dump_traceback and
+    /handler/fr_trace_json. It has no authentication, and creates its socket with mode 0755, so the directory around it
+    is 0700. A Unix socket only works on its own host.
+
+    Yields the socket's own path. If no socket can be created in the run directory (a path that is too long, a file
+    system without sockets), its name there is a symbolic link to a private directory below the temporary directory.
+    Yields None if there is no server: the reason goes to `log`, and the job runs without.
     """
     link = directory.worker_socket(rank)
     server, path = None, None
     try:
         server, path = _start_server(link)
-    except Exception as error:  # noqa: BLE001 - a rank that cannot be questioned can still train
-        log(f"no worker socket at {link}: {error}; stacks and flight recorder of this rank cannot be asked for")
+    except Exception as error:  # noqa: BLE001 - a rank that cannot be inspected can still train
+        log(f"no worker socket at {link}: {error}; stacks and flight recorder of this rank will not be available")
     try:
         yield path
     finally:
         if server is not None:
-            # It may wait for ever where the server has hardly begun to listen: not the rank's business.
+            # In a thread: shutdown may hang if the server has only just begun to listen.
             closing = threading.Thread(target=server.shutdown, name="worker socket", daemon=True)
             closing.start()
             closing.join(CLOSE_SECONDS)
@@ -55,12 +58,12 @@ def worker_socket(directory: RunDirectory, rank: int, log: Callable[[str], None]
 
 
 def _start_server(link: Path) -> tuple[_WorkerServer, Path]:
-    """Raises OSError, or RuntimeError of torch's."""
+    """Raises OSError, or torch's RuntimeError."""
     link.parent.mkdir(parents=True, exist_ok=True)
     link.parent.chmod(0o700)
-    _remove_socket(link)  # of an attempt that was killed: torch refuses a name that exists
+    _remove_socket(link)  # of an attempt that was killed: torch fails if the name exists
     if len(os.fsencode(link)) <= MAX_SOCKET_PATH_BYTES:
-        # RuntimeError: torch's way to say that the file system makes no sockets.
+        # RuntimeError is how torch reports a file system without sockets, such as some network file systems.
         with contextlib.suppress(RuntimeError):
             return _worker_server(link), link
     private = Path(tempfile.mkdtemp(prefix=PRIVATE_DIRECTORY_PREFIX))  # mode 0700
@@ -81,43 +84,38 @@ def _worker_server(path: Path) -> _WorkerServer:
 
 
 def _remove_socket(link: Path) -> None:
-    """The socket, and the private directory of ours that it may stand in."""
+    """Removes the socket, and the private directory if the name is a link into one of ours."""
     with contextlib.suppress(OSError):
         target = Path(os.readlink(link))
+        # Only our own: anybody who can write to the run directory could have created the link.
         if target.parent.name.startswith(PRIVATE_DIRECTORY_PREFIX) and target.parent.stat().st_uid == os.getuid():
             shutil.rmtree(target.parent, ignore_errors=True)
     with contextlib.suppress(OSError):
         link.unlink()
 
 
-# This rank's flight recorder, written down when a collective failed: only NCCL writes its own, gloo never does.
-#
-# RUN/flight/attempt-02/rank-00003 is what `torchfrtrace RUN/flight/attempt-02 --prefix rank-` reads; recorder-00003.json
-# is the same without pickle. The JSON's name shares no prefix with the other: torchfrtrace opens every file that does.
-
-DUMP_SECONDS: Final = 10.0  # the file system may be what hangs
-
-
 def write_flight_record(directory: RunDirectory, attempt: int, rank: int, log: Callable[[str], None]) -> None:
-    """Never raises, and waits for a bounded time: it runs on the way out of an error that matters more.
+    """Writes this rank's flight record, twice: pickled as rank-00003, and as JSON as recorder-00003.json.
 
-    `log` hears where the record lies, or why there is none.
+    `torchfrtrace RUN/flight/attempt-02 --prefix rank-` reads the first; it opens every file whose name begins with the
+    prefix, so the JSON files have another. Never raises, and waits for a limited time: it runs while an error is being
+    handled that matters more. `log` receives where the record is, or why there is none.
     """
     records = directory.flight_records(attempt)
     path = records / f"rank-{rank:05d}"
-    outcome = [f"no flight recorder at {path}: not written within {DUMP_SECONDS:.0f} s"]
+    result = [f"no flight record at {path}: not written within {DUMP_SECONDS:.0f} s"]
 
     def write() -> None:
         try:
             _write_dumps(records, rank)
-            outcome[0] = f"flight recorder: {path}"
+            result[0] = f"flight record: {path}"
         except Exception as error:  # noqa: BLE001 - see above
-            outcome[0] = f"no flight recorder at {path}: {error}"
+            result[0] = f"no flight record at {path}: {error}"
 
     thread = threading.Thread(target=write, name="flight recorder", daemon=True)
     thread.start()
     thread.join(DUMP_SECONDS)
-    log(outcome[0])
+    log(result[0])
 
 
 def _write_dumps(records: Path, rank: int) -> None:

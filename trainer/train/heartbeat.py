@@ -1,8 +1,8 @@
-"""What a rank is at, for a watcher on another host: RUN/heartbeat/rank-00003.json.
+"""A rank's heartbeat, RUN/heartbeat/rank-00003.json: where it is, for a watcher on another host.
 
-A file that only says "alive" is worthless: 512 GPUs once beat for 33 minutes without a step. So step and phase. The
-training loop only sets values; a thread writes them, and stands alone in front of a file system that hangs.
-No torch here.
+A file that only says "alive" is not enough: the processes of a hung job are alive. So it has the step and the phase.
+The training loop only sets values; a thread writes them, so that
+a file system that hangs blocks that thread and not the loop. No torch here.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from typing import Any, Final
 from wattwatch.trainer.run_directory import RUN_FORMAT_VERSION, RunDirectory
 
 INTERVAL_SECONDS: Final = 1.0
-CLOSE_SECONDS: Final = 2.0  # that the last write may take
+CLOSE_SECONDS: Final = 2.0  # how long the end of the job waits for the last write
 
 
 class RankPhase(StrEnum):
-    """What a rank is in."""
-
     LOAD = "load"
     TRAIN = "train"
     SAVE = "save"
-    BARRIER = "barrier"  # waits for all others to come to a save
+    BARRIER = "barrier"  # waiting for all ranks before a save
     EVAL = "eval"
     DONE = "done"
 
@@ -47,24 +45,27 @@ class HeartbeatRecord:
     world: int
     host: str
     pid: int
-    restart: int  # attempts before this one
+    restart: int  # number of attempts before this one
     phase: str
     step: int  # steps done
     steps: int | None
-    micro: int  # micro-steps done of the step under way
+    micro: int  # micro-steps done of the current step
     blocks_left: int | None
     tokens_per_second: float | None
     data_wait_ms: float | None
     loss: float | None
-    t_wall: float  # Unix seconds, when the training loop last said something
-    t_step: float  # Unix seconds, when `step` last changed
+    t_wall: float  # Unix time of the training loop's last update
+    t_step: float  # Unix time when `step` last changed
 
 
 WriteFile = Callable[[Path, bytes], None]
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """By rename and without fsync: of a heartbeat only the newest counts, and none needs to outlive a power cut."""
+    """By rename, so that readers never see half of it. Without fsync: it need not survive a power failure.
+
+    Raises OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = f"{path}.tmp"
     with open(staged, "wb") as file:
@@ -73,10 +74,10 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 class HeartbeatWriter:
-    """Writes a rank's file at most once in an interval, and at once when the phase changes.
+    """Writes a rank's heartbeat at most once per interval, and immediately when the phase changes. A context manager.
 
-    Nothing here raises or waits for the file system, but `close`, which waits for a bounded time. What went wrong last
-    is in `problem`, for the log. A context manager.
+    Neither raises nor waits for the file system, except `close`, which waits for a limited time. The last error is in
+    `problem`.
     """
 
     def __init__(
@@ -91,15 +92,15 @@ class HeartbeatWriter:
         interval_seconds: float = INTERVAL_SECONDS,
         write: WriteFile = replace_file,
     ) -> None:
-        """`attempt` counts from 1. `write` puts a file in its place; it may raise OSError and take for ever."""
+        """`attempt` counts from 1. `write` replaces the file; it may raise OSError, and may hang."""
         now = time.time()
         self.run = run
         self.problem = ""
         self._path = directory.heartbeat(rank)
         self._interval_seconds = interval_seconds
         self._write = write
-        self._news = threading.Condition()
-        self._beat = HeartbeatRecord(
+        self._changed = threading.Condition()
+        self._record = HeartbeatRecord(
             v=RUN_FORMAT_VERSION,
             run=run,
             rank=rank,
@@ -118,17 +119,18 @@ class HeartbeatWriter:
             t_wall=now,
             t_step=now,
         )
-        self._said: HeartbeatRecord | None = self._beat  # not written yet
+        self._unwritten: HeartbeatRecord | None = self._record
         self._written_phase = ""
         self._closing = False
+        # A daemon: a thread that hangs in a write must not keep the process from exiting.
         self._writer = threading.Thread(target=self._write_all, name="heartbeat", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no more threads on this machine: training matters more
+        with contextlib.suppress(RuntimeError):  # the machine allows no more threads: training matters more
             self._writer.start()
 
     @property
     def step(self) -> int:
-        """Steps done, as last said."""
-        return self._beat.step
+        """Steps done, as of the last update."""
+        return self._record.step
 
     def __enter__(self) -> HeartbeatWriter:
         return self
@@ -136,7 +138,7 @@ class HeartbeatWriter:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def beat(
+    def update(
         self,
         phase: str | None = None,
         step: int | None = None,
@@ -148,9 +150,9 @@ class HeartbeatWriter:
         data_wait_ms: float | None = None,
         loss: float | None = None,
     ) -> None:
-        """What is None stays as it was."""
+        """Sets the fields that are not None; the others keep their values."""
         now = time.time()
-        said = {
+        given = {
             "phase": None if phase is None else str(phase),
             "step": step,
             "steps": steps,
@@ -160,53 +162,55 @@ class HeartbeatWriter:
             "data_wait_ms": data_wait_ms,
             "loss": loss,
         }
-        known: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
-        with self._news:
-            if known.get("step", self._beat.step) != self._beat.step:
-                known["t_step"] = now
-            self._beat = self._said = replace(self._beat, t_wall=now, **known)
-            self._news.notify()
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        with self._changed:
+            if changes.get("step", self._record.step) != self._record.step:
+                changes["t_step"] = now
+            self._record = self._unwritten = replace(self._record, t_wall=now, **changes)
+            self._changed.notify()
 
     def close(self, wait_seconds: float = CLOSE_SECONDS) -> bool:
-        """Writes what was said last; False where that could not be done in time. The file stays."""
-        with self._news:
+        """Writes the last update; False if that did not succeed in time. The file remains."""
+        with self._changed:
             self._closing = True
-            self._news.notify()
+            self._changed.notify()
         with contextlib.suppress(RuntimeError):  # the thread never started
             self._writer.join(wait_seconds)
-        return not self._writer.is_alive() and self._said is None
+        return not self._writer.is_alive() and self._unwritten is None
 
     def _write_all(self) -> None:
-        """The thread. Never holds the lock while it writes: `beat` must not wait for a file system."""
+        """The thread. It does not hold the lock while it writes: `update` must not wait for a file system."""
         due = 0.0
-        while (beat := self._next(due)) is not None:
+        while (record := self._next(due)) is not None:
             try:
-                self._write(self._path, encode_heartbeat(beat))
+                self._write(self._path, encode_heartbeat(record))
                 self.problem = ""
-            except Exception as error:  # noqa: BLE001 - a heartbeat is no reason to stop a job
+            except Exception as error:  # noqa: BLE001 - no error of a heartbeat may end a job
                 self.problem = f"{self._path}: {error}"
-            self._written_phase = beat.phase
+            self._written_phase = record.phase
             due = time.monotonic() + self._interval_seconds
 
     def _next(self, due: float) -> HeartbeatRecord | None:
-        """What to write, once it is due; None at the end."""
-        with self._news:
+        """Waits until there is something to write and it is due. None: closed, and everything is written.
+
+        What was replaced by a newer update in the meantime is skipped.
+        """
+        with self._changed:
             while not self._closing:
-                if self._said is None:
-                    self._news.wait()
-                elif self._said.phase != self._written_phase or time.monotonic() >= due:
+                if self._unwritten is None:
+                    self._changed.wait()
+                elif self._unwritten.phase != self._written_phase or time.monotonic() >= due:
                     break
                 else:
-                    self._news.wait(due - time.monotonic())
-            said, self._said = self._said, None
-            return said
+                    self._changed.wait(due - time.monotonic())
+            record, self._unwritten = self._unwritten, None
+            return record
 
 
-def encode_heartbeat(beat: HeartbeatRecord) -> bytes:
-    """JSON has no NaN: a loss that is not finite is a text, which the watcher reads as the number."""
-    return (
-        json.dumps({name: json_value(value) for name, value in asdict(beat).items()}, allow_nan=False).encode() + b"\n"
-    )
+def encode_heartbeat(record: HeartbeatRecord) -> bytes:
+    """One line of JSON. JSON has no NaN: a loss that is not finite becomes a string, which the watcher understands."""
+    fields = {name: json_value(value) for name, value in asdict(record).items()}
+    return json.dumps(fields, allow_nan=False).encode() + b"\n"
 
 
 def json_value(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How fast: tokens a second over all ranks, the share of the boards' peak, and the wait for data."""
+"""Throughput: tokens per second over all ranks, model FLOPS utilization (MFU), and the wait for data."""
 
 from __future__ import annotations
 
@@ -11,62 +11,60 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Since the last line."""
+    """Since the last log line."""
 
     tokens_per_second: float  # over all ranks, targets or not
-    mfu: float | None  # model FLOPS over peak, 0 to 1; None where the peak is not known
-    data_wait_ms: float  # mean of a step, on this rank
+    mfu: float | None  # model FLOPS over peak FLOPS, 0 to 1; None if the GPU's peak is not known
+    data_wait_ms: float  # mean per step, on this rank
 
 
-def peak_flops_of_gpu(board: str) -> float | None:
-    """Dense bfloat16 peak of a board by the name its driver gives; None where it is in no table."""
+def peak_flops_of_gpu(name: str) -> float | None:
+    """Peak of dense bfloat16 FLOPS by the name that the driver gives; None if it is not in peak_flops.toml."""
     table = tomllib.loads((files("wattwatch.trainer.train") / "peak_flops.toml").read_text())
-    for entry in table["boards"]:
-        if entry["name"] in board:
-            return float(entry["bf16_tflops"]) * 1e12
+    for gpu in table["gpus"]:
+        if gpu["name"] in name:
+            return float(gpu["bf16_tflops"]) * 1e12
     return None
 
 
 def flops_per_token(model: Any, seq_len: int) -> float:
-    """Forward and backward: 6 for each parameter that multiplies; 12 x layers x heads x size x seq_len for attention.
+    """FLOPS of forward and backward pass per token.
 
-    Recomputing of activations is no work of the model's and does not count (MFU, not HFU).
+    6 per parameter that is multiplied, plus 12 x layers x heads x head size x seq_len for attention (arXiv 2204.02311,
+    appendix B). Recomputed activations do not count: this is MFU, not hardware utilization.
     """
     config = model.config.get_text_config()
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if head is not embedding:
-        parameters -= embedding.numel()  # looked up, not multiplied
+    if output is not embedding:
+        parameters -= embedding.numel()  # rows are looked up, not multiplied
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return float(6 * parameters + 12 * config.num_hidden_layers * config.num_attention_heads * head_size * seq_len)
 
 
 class ThroughputMeter:
-    """Takes steps, gives the pace since it was last asked."""
+    """Counts steps; `throughput` gives the figures since its last call."""
 
-    def __init__(self, flops: float, peak_of_all: float | None) -> None:
-        self._flops, self._peak = flops, peak_of_all
-        self._begin()
-
-    def _begin(self) -> None:
-        self._since, self._tokens, self._steps, self._waited = time.perf_counter(), 0, 0, 0.0
+    def __init__(self, flops_per_token: float, peak_flops: float | None) -> None:
+        """`peak_flops` is that of all ranks together."""
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self.restart()
 
     def step(self, tokens: int, waited_seconds: float) -> None:
         self._tokens += tokens
         self._steps += 1
-        self._waited += waited_seconds
+        self._waited_seconds += waited_seconds
 
     def restart(self) -> None:
-        """After a save, which is not training."""
-        self._begin()
+        """Also called after a save, whose time does not count as training."""
+        self._since, self._tokens, self._steps, self._waited_seconds = time.perf_counter(), 0, 0, 0.0
 
-    def pace(self) -> Throughput | None:
-        """None before a step."""
+    def throughput(self) -> Throughput | None:
+        """None if there was no step since the last call."""
         if not self._steps:
             return None
         rate = self._tokens / (time.perf_counter() - self._since)
-        pace = Throughput(
-            rate, rate * self._flops / self._peak if self._peak else None, 1e3 * self._waited / self._steps
-        )
-        self._begin()
-        return pace
+        mfu = rate * self._flops_per_token / self._peak_flops if self._peak_flops else None
+        found = Throughput(rate, mfu, 1e3 * self._waited_seconds / self._steps)
+        self.restart()
+        return found

@@ -1,4 +1,4 @@
-"""`wattwatch-train run`: one rank. The launcher starts it through torchrun, once for every GPU."""
+"""The process of one rank, from its first line of log to its exit code (`wattwatch-train run`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
-import click
-
 from wattwatch.trainer.errors import UserError
-from wattwatch.trainer.run_directory import RankExit, RunDirectory
+from wattwatch.trainer.run_directory import RankExit, RankExitCode, RunDirectory
 from wattwatch.trainer.settings import JobFile, read_job_file, smoke_test_job
 
 if TYPE_CHECKING:
@@ -23,71 +21,61 @@ if TYPE_CHECKING:
     from wattwatch.trainer.train.process_groups import RankInfo
     from wattwatch.trainer.train.start import AttemptOptions
 
-EXIT_DONE: Final = 0
-EXIT_REFUSED: Final = 2
-EXIT_INTERNAL_ERROR: Final = 3
-EXIT_STOPPED: Final = 4
-EXIT_FAILED: Final = 5
 RESERVED_SUFFIX: Final = ".reserved"
-RESERVED_BYTES: Final = 4000
+RESERVED_BYTES: Final = 4000  # chosen: a whole exit file with a long message fits, in one 4 KiB block
 
 log = logging.getLogger("wattwatch.train")
 
 
-@click.command()
-@click.argument("job")
-@click.option("--resume", help="Checkpoint directory to go on from; it must be complete.")
-@click.option("--smoke", type=click.Choice(["boundary"]), help="Only the last two steps and the save at their end.")
-def run_command(job: str, resume: str | None, smoke: str | None) -> None:
-    """One rank of the job in the file JOB, started by the launcher.
+def run_rank_process(job: str, resume: str | None, smoke: bool) -> NoReturn:
+    """Trains this rank, writes its exit file, and ends the process with a RankExitCode. Raises UserError before that.
 
-    Exit code: 0 all steps are done and saved, 2 refused, 3 a bug, 4 stopped on request before the end, 5 failed: a new
-    attempt from the last complete checkpoint may help.
+    The attempt number, the rank and the rest come from the environment that the launcher and torchrun set.
     """
     job_file = read_job_file(job)
     if smoke:
         job_file = smoke_test_job(job_file)
-    number = int(os.environ.get("WATTWATCH_ATTEMPT") or 0)
+    attempt = int(os.environ.get("WATTWATCH_ATTEMPT") or 0)  # 0: started by hand with torchrun, without our launcher
     rank = int(os.environ.get("RANK") or 0)
     directory = RunDirectory(Path(job_file.settings.run))
-    if number:
-        redirect_output(directory.rank_log(number, rank))
-        reserve_exit_file(directory.ending(number, rank))
+    if attempt:
+        redirect_output(directory.rank_log(attempt, rank))
+        reserve_exit_file(directory.exit_file(attempt, rank))
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format=f"%(asctime)s rank={rank} %(message)s")
-    ending = run_rank(job_file, number or 1, Path(resume) if resume else None, smoke is not None)
-    if number:
-        write_exit_file(directory.ending(number, rank), ending)
-    # Last: where a full disk took the ending, the launcher reads the end of the log.
-    (log.info if ending.code == EXIT_DONE else log.error)("%s", ending.why)
-    exit_now(ending.code)
+    rank_exit = run_rank(job_file, attempt or 1, Path(resume) if resume else None, smoke)
+    if attempt:
+        write_exit_file(directory.exit_file(attempt, rank), rank_exit)
+    # As the last line: if a full disk prevented the exit file, the launcher quotes the end of the log instead.
+    (log.info if rank_exit.code == RankExitCode.DONE else log.error)("%s", rank_exit.why)
+    exit_now(rank_exit.code)
 
 
-def run_rank(job: JobFile, number: int, resume: Path | None, smoke: bool) -> RankExit:
-    """The whole life of a rank, and how it ended, in words for people."""
+def run_rank(job: JobFile, attempt: int, resume: Path | None, smoke: bool) -> RankExit:
+    """The whole life of a rank. Returns how it ended; no exception of training leaves this function."""
     from wattwatch.trainer.train.heartbeat import HeartbeatWriter
     from wattwatch.trainer.train.process_groups import RankInfo
     from wattwatch.trainer.train.start import AttemptOptions
 
-    attempt = AttemptOptions(number, os.environ.get("WATTWATCH_GATE_ID"), resume, smoke)
+    options = AttemptOptions(attempt, os.environ.get("WATTWATCH_GATE_ID"), resume, smoke)
     directory = RunDirectory(Path(job.settings.run))
     name = job.settings.name or directory.path.name
     try:
-        place = RankInfo.from_environment()
+        info = RankInfo.from_environment()
     except UserError as error:
-        return RankExit(EXIT_REFUSED, str(error))
-    with HeartbeatWriter(directory, run=name, rank=place.rank, world=place.world, attempt=number) as heartbeat:
+        return RankExit(RankExitCode.REFUSED, str(error))
+    with HeartbeatWriter(directory, run=name, rank=info.rank, world=info.world, attempt=attempt) as heartbeat:
         try:
-            return train_rank(job, attempt, place, directory, heartbeat)
+            return train_rank(job, options, info, directory, heartbeat)
         except UserError as error:
-            return RankExit(EXIT_REFUSED, str(error))
-        except Exception as error:  # noqa: BLE001 - the launcher and its user must hear of whatever it is
+            return RankExit(RankExitCode.REFUSED, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the launcher has to report it to the user
             return replace(describe_failure(error), step=heartbeat.step)
 
 
 def train_rank(
-    job: JobFile, attempt: AttemptOptions, place: RankInfo, directory: RunDirectory, heartbeat: HeartbeatWriter
+    job: JobFile, options: AttemptOptions, info: RankInfo, directory: RunDirectory, heartbeat: HeartbeatWriter
 ) -> RankExit:
-    """Raises Refusal, and whatever ends a rank that is at work."""
+    """Joins the other ranks, prepares, trains. Raises UserError, and whatever else ends training."""
     from wattwatch.trainer.train.diagnostics import worker_socket, write_flight_record
     from wattwatch.trainer.train.heartbeat import RankPhase
     from wattwatch.trainer.train.loop import TrainingStopped, train
@@ -95,31 +83,37 @@ def train_rank(
     from wattwatch.trainer.train.start import prepare_training
     from wattwatch.trainer.train.stopping import StopListener
 
-    def cannot_leave() -> None:
-        why = "asked to leave, and still in a collective: another rank does not come"
-        write_exit_file(directory.ending(attempt.number, place.rank), RankExit(EXIT_FAILED, why, heartbeat.step))
-        os._exit(EXIT_FAILED)
+    def exit_from_collective() -> None:
+        # Called in a thread: the main thread is inside a collective and cannot be interrupted from Python.
+        why = "asked to exit, but still in a collective: another rank does not respond"
+        write_exit_file(
+            directory.exit_file(options.number, info.rank), RankExit(RankExitCode.FAILED, why, heartbeat.step)
+        )
+        os._exit(RankExitCode.FAILED)
 
-    stop_file = directory.stop_file if place.rank == 0 else None
+    stop_file = directory.stop_file if info.rank == 0 else None
+    # In this order: signals and the worker socket must work while the process group is being created, which waits for
+    # all ranks and is the first place where a job hangs.
     with (
-        StopListener(stop_file, cannot_leave) as stopping,
-        worker_socket(directory, place.rank, log.info),
-        process_group(place, job.settings.train.step_timeout_seconds) as (mesh, device),
+        StopListener(stop_file, exit_from_collective) as stop_listener,
+        worker_socket(directory, info.rank, log.info),
+        process_group(info, job.settings.train.step_timeout_seconds) as (mesh, device),
     ):
-        ready = prepare_training(job, attempt, place, mesh, device, heartbeat, stopping)
+        training = prepare_training(job, options, info, mesh, device, heartbeat, stop_listener)
         try:
-            done = train(ready)
+            steps_done = train(training)
         except TrainingStopped as stop:
-            return RankExit(EXIT_STOPPED, str(stop), heartbeat.step)
+            return RankExit(RankExitCode.STOPPED, str(stop), heartbeat.step)
         except RuntimeError:
-            write_flight_record(directory, attempt.number, place.rank, log.info)
+            # Probably a collective. The record must be written before the process group is destroyed.
+            write_flight_record(directory, options.number, info.rank, log.info)
             raise
-        heartbeat.beat(RankPhase.DONE, done)
-        return RankExit(EXIT_DONE, f"all {done:,} steps are done and saved", done)
+        heartbeat.update(RankPhase.DONE, steps_done)
+        return RankExit(RankExitCode.DONE, f"all {steps_done:,} steps are done and saved", steps_done)
 
 
 def describe_failure(error: Exception) -> RankExit:
-    """What a rank that was at work says of its end; the traceback goes into its log, for developers."""
+    """The exit of a rank that an exception ended, in one sentence. An unexpected one's traceback goes to the log."""
     import torch
     import torch.distributed as dist
 
@@ -127,25 +121,29 @@ def describe_failure(error: Exception) -> RankExit:
     from wattwatch.trainer.train.loop import NonFiniteLoss
 
     if isinstance(error, SaveError | NonFiniteLoss):
-        return RankExit(EXIT_FAILED, str(error))
+        return RankExit(RankExitCode.FAILED, str(error))
     traceback.print_exc()
     first_line = str(error).strip().partition("\n")[0]
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return RankExit(
-            EXIT_FAILED, f"out of memory: {first_line}; lower train.micro_batch or use gradient_checkpointing"
-        )
+        advice = "lower train.micro_batch or set train.gradient_checkpointing"
+        return RankExit(RankExitCode.FAILED, f"out of memory: {first_line}; {advice}")
+    # gloo raises a plain RuntimeError whose text starts with [gloo/...]; NCCL's are subclasses of DistError.
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
-        what = first_line.partition(". This may indicate")[0]  # gloo goes on to wish good luck
-        return RankExit(
-            EXIT_FAILED, f"a collective failed, another rank has gone or does not come: {what}", follows=True
-        )
+        what = first_line.partition(". This may indicate")[0]  # gloo appends speculation and a greeting
+        # The watcher finds this sentence in logs by its first words, see watcher/diagnosis/stacks/log_errors.toml.
+        why = f"a collective failed, another rank has exited or does not respond: {what}"
+        return RankExit(RankExitCode.FAILED, why, follows=True)
     if isinstance(error, OSError):
-        return RankExit(EXIT_FAILED, f"{error.filename or 'a file'}: {error.strerror or error}")
-    return RankExit(EXIT_INTERNAL_ERROR, f"an internal error, please report it: {type(error).__name__}: {first_line}")
+        return RankExit(RankExitCode.FAILED, f"{error.filename or 'a file'}: {error.strerror or error}")
+    text = f"internal error, please report it: {type(error).__name__}: {first_line}"
+    return RankExit(RankExitCode.INTERNAL_ERROR, text)
 
 
 def redirect_output(path: Path) -> None:
-    """Standard output and error, of native code too. Raises Refusal where there can be no log."""
+    """Sends standard output and error, those of native code included, to the file `path`. Raises UserError.
+
+    On the level of file descriptors: NCCL and glibc write past sys.stdout.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -157,19 +155,22 @@ def redirect_output(path: Path) -> None:
 
 
 def reserve_exit_file(path: Path) -> None:
-    """Room for the last words: a full disk must not take the reason with it. Raises Refusal."""
+    """Allocates disk space for the exit file now: "disk full" is a common reason to exit, and has to fit on that disk.
+
+    Raises UserError.
+    """
     try:
         path.with_suffix(RESERVED_SUFFIX).write_bytes(b" " * RESERVED_BYTES)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
 
 
-def write_exit_file(path: Path, ending: RankExit) -> None:
-    """Writes into the room that was reserved, and gives it its name."""
+def write_exit_file(path: Path, rank_exit: RankExit) -> None:
+    """Writes into the reserved file, without allocating a new block, and renames it to `path`."""
     reserved = path.with_suffix(RESERVED_SUFFIX)
     try:
         with open(reserved, "r+b") as file:
-            file.write(dumps(asdict(ending)).encode())
+            file.write(dumps(asdict(rank_exit)).encode())
             file.truncate()
             file.flush()
             os.fsync(file.fileno())
@@ -179,7 +180,7 @@ def write_exit_file(path: Path, ending: RankExit) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Without the interpreter's tidying up, in which a thread of a process group that lost its peers may hang."""
+    """Exits without the interpreter's cleanup: threads of a process group that lost its peers may hang in it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.stdout.flush()
     sys.stderr.flush()

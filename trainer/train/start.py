@@ -1,6 +1,6 @@
-"""From a job's file to a loop that is ready: gate, blocks, model, weights, agreement, refused by all or none.
+"""From the job file to a training loop that is ready to run; refused by all ranks together, or by none.
 
-gate.json ──► Blocks ──► evenfix ──► StepPlan ──► model, sharded ──► weights, or a checkpoint ──► Job
+gate.json ──► blocks ──► evenfix ──► step plan ──► sharded model ──► weights or a checkpoint ──► TrainingJob
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,7 @@ from wattwatch.trainer.checkpoint.complete import Completion, read_completion, w
 from wattwatch.trainer.checkpoint.optimizer import load_optimizer_state
 from wattwatch.trainer.checkpoint.save import CheckpointSaver, SavePoint
 from wattwatch.trainer.errors import UserError
-from wattwatch.trainer.gate.checks import format_bytes_short
+from wattwatch.trainer.formatting import format_bytes_short
 from wattwatch.trainer.pack.blocks import PackedBlocks
 from wattwatch.trainer.pack.manifest import PackManifest, blocks_sha256
 from wattwatch.trainer.run_directory import RUN_FORMAT_VERSION, RunDirectory, RunRecord, write_run_record
@@ -36,104 +36,122 @@ from wattwatch.trainer.train.model import empty_model, initialize_weights, load_
 from wattwatch.trainer.train.process_groups import RankInfo, refuse_on_all_ranks
 from wattwatch.trainer.train.stopping import StopListener
 
+SMOKE_STEPS: Final = 2  # the fewest that contain a normal step and the last one
+
 log = logging.getLogger("wattwatch.train")
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptOptions:
-    """What the launcher says of this start."""
+    """What the launcher says about this attempt."""
 
     number: int = 1
     gate_id: str | None = None
     resume: Path | None = None
-    smoke: bool = False  # the last two steps only
+    smoke: bool = False  # only the last two steps
 
 
-@contextmanager
-def refused_by_all() -> Iterator[None]:
-    """A Refusal of one rank within becomes that of all, after it: no collectives inside."""
-    trouble = None
-    try:
-        yield
-    except UserError as error:
-        trouble = str(error)
-    refuse_on_all_ranks(trouble)
+@dataclass(frozen=True, slots=True)
+class GateRecord:
+    """The part of gate.json that training relies on."""
+
+    gate_id: str
+    steps: int  # per epoch, at the smallest block count of any rank
+    token_files: Mapping[int, str]  # SHA-256 by rank
+    nodes: tuple[str, ...]
+
+    @property
+    def blocks_sha256(self) -> str:
+        return blocks_sha256(self.token_files)
 
 
 @dataclass(frozen=True, slots=True)
 class StartPoint:
-    """Where the steps begin."""
+    """Where this attempt begins."""
 
     step: int = 0  # steps done before
-    warm_from: int = 0  # where the optimizer's moments begin
-    said: str = ""  # for the log
+    warm_from: int = 0  # the step at which the optimizer's moments began
+    description: str = ""  # for the log
+
+
+@contextmanager
+def refused_by_all() -> Iterator[None]:
+    """A UserError that one rank raises in the block is raised by all ranks after it. No collectives inside the block:
+    the rank that raised would not take part in them."""
+    reason = None
+    try:
+        yield
+    except UserError as error:
+        reason = str(error)
+    refuse_on_all_ranks(reason)
 
 
 def prepare_training(
-    job: JobFile, attempt: AttemptOptions, place: RankInfo, mesh: DeviceMesh, device: torch.device, heartbeat: HeartbeatWriter,
-    stopping: StopListener,
+    job: JobFile, options: AttemptOptions, info: RankInfo, mesh: DeviceMesh, device: torch.device,
+    heartbeat: HeartbeatWriter, stop_listener: StopListener,
 ) -> TrainingJob:  # fmt: skip
-    """All that the loop works with. Raises Refusal, on all ranks."""
+    """Everything that the loop works with. Raises UserError, on all ranks."""
     settings, train, directory = job.settings, job.settings.train, RunDirectory(Path(job.settings.run))
     with refused_by_all():
-        gate = read_passed_gate(directory, job, place.world, attempt.gate_id)
-        blocks = PackedBlocks(Path(settings.data), place.rank)
-        check_shard_passed(gate, blocks.manifest, place.rank)
+        gate = read_passed_gate(directory, job, info.world, options.gate_id)
+        blocks = PackedBlocks(Path(settings.data), info.rank)
+        check_shard_passed(gate, blocks.manifest, info.rank)
         check_blocks_fit_model(blocks, settings)
     plan = agree_on_blocks(blocks.count, settings.blocks_per_step, train.epochs, Evenness(train.evenness), device)
     log.info("%s", plan)
-    tokens_per_step = settings.blocks_per_step * blocks.manifest.seq_len * place.world
+    tokens_per_step = settings.blocks_per_step * blocks.manifest.seq_len * info.world
     with refused_by_all():
         check_plan_passed(gate, plan)
-        completion = read_resume_checkpoint(attempt.resume, gate, plan, tokens_per_step)
+        completion = read_resume_checkpoint(options.resume, gate, plan, tokens_per_step)
         model = empty_model(Path(settings.model), train, mesh, device)
-        fill_parameters(model, settings, attempt.resume)
+        fill_parameters(model, settings, options.resume)
+        # After sharding: the optimizer must hold the sharded parameters, and its moments are then sharded too.
         optimizer = make_optimizer(model, train)
-        if attempt.resume and completion and completion.optimizer:
-            load_optimizer_state(attempt.resume, model, optimizer, place.rank, place.world)
-    begun = find_start_point(completion, attempt, plan, settings)
+        if options.resume and completion and completion.optimizer:
+            load_optimizer_state(options.resume, model, optimizer, info.rank, info.world)
+    start = find_start_point(completion, options, plan, settings)
     record = RunRecord(
-        v=RUN_FORMAT_VERSION, run=heartbeat.run, world=place.world, nodes=gate.nodes, steps=plan.steps,
+        v=RUN_FORMAT_VERSION, run=heartbeat.run, world=info.world, nodes=gate.nodes, steps=plan.steps,
         tokens_per_step=tokens_per_step, save_every=settings.checkpoint.save_every, seq_len=blocks.manifest.seq_len,
-        gate_id=gate.gate_id, attempt=attempt.number, t_wall=time.time(),
-        resumed_from=attempt.resume.name if attempt.resume else None,
+        gate_id=gate.gate_id, attempt=options.number, t_wall=time.time(),
+        resumed_from=options.resume.name if options.resume else None,
     )  # fmt: skip
-    if place.rank == 0:
+    if info.rank == 0:
         write_run_record(directory, record)
-        log.info("step %d of %d, %s", begun.step, plan.steps, begun.said)
-    heartbeat.beat(steps=plan.steps, step=begun.step)
+        log.info("step %d of %d, %s", start.step, plan.steps, start.description)
+    heartbeat.update(steps=plan.steps, step=start.step)
     peak = peak_flops_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    meter = ThroughputMeter(flops_per_token(model, blocks.manifest.seq_len), peak and peak * place.world)
+    meter = ThroughputMeter(flops_per_token(model, blocks.manifest.seq_len), peak and peak * info.world)
     batches = BatchReader(blocks, plan, train.micro_batch, train.document_mask)
-    save = make_save_function(job, place, model, optimizer, record, gate, plan, begun.warm_from)
+    save = make_save_function(job, info, model, optimizer, record, gate, plan, start.warm_from)
     return TrainingJob(
-        settings, place, device, plan, model, optimizer, batches, meter, heartbeat, stopping, save, tokens_per_step,
-        begun.step, begun.warm_from,
+        settings, info, device, plan, model, optimizer, batches, meter, heartbeat, stop_listener, save,
+        tokens_per_step, start.step, start.warm_from,
     )  # fmt: skip
 
 
 def find_start_point(
-    completion: Completion | None, attempt: AttemptOptions, plan: StepPlan, settings: JobSettings
+    completion: Completion | None, options: AttemptOptions, plan: StepPlan, settings: JobSettings
 ) -> StartPoint:
     if completion and completion.optimizer:
-        return StartPoint(completion.step, completion.warm_from, f"exactly as {attempt.resume} was saved")
+        description = f"resumed exactly from {options.resume}"
+        return StartPoint(completion.step, completion.warm_from, description)
     if completion:
-        return StartPoint(
-            completion.step, completion.step, f"weights of {attempt.resume}; the optimizer warms up again"
-        )
-    if attempt.smoke:
-        first = max(0, plan.steps - 2)
-        return StartPoint(first, first, "to see the end of the epoch and its save")
+        description = f"weights from {options.resume}; the optimizer warms up again"
+        return StartPoint(completion.step, completion.step, description)
+    if options.smoke:
+        first = max(0, plan.steps - SMOKE_STEPS)
+        return StartPoint(first, first, "to test the end of the epoch and its save")
     if settings.train.random_weights:
-        return StartPoint(said=f"from random weights of seed {settings.train.seed}")
-    return StartPoint(said=f"from the weights of {settings.model}")
+        return StartPoint(description=f"from random weights with seed {settings.train.seed}")
+    return StartPoint(description=f"from the weights of {settings.model}")
 
 
 def make_save_function(
-    job: JobFile, place: RankInfo, model: Any, optimizer: torch.optim.Optimizer, record: RunRecord, gate: GateRecord,
+    job: JobFile, info: RankInfo, model: Any, optimizer: torch.optim.Optimizer, record: RunRecord, gate: GateRecord,
     plan: StepPlan, warm_from: int,
 ) -> Callable[[int], None]:  # fmt: skip
-    """What the loop calls with the steps done. Raises Refusal where the model's files cannot be read."""
+    """What the loop calls with the number of steps done. Raises UserError if the model's files cannot be read."""
     checkpoint = job.settings.checkpoint
     saver = CheckpointSaver(
         RunDirectory(Path(job.settings.run)),
@@ -141,19 +159,20 @@ def make_save_function(
         keep=checkpoint.keep,
         file_bytes=round(checkpoint.file_gigabytes * 1e9),
         timeout_seconds=checkpoint.timeout_seconds,
-        ranks_per_node=place.ranks_per_node,
+        ranks_per_node=info.ranks_per_node,
     )
 
     def save(steps_done: int) -> None:
-        moment = SavePoint(
+        point = SavePoint(
             run=record.run, step=steps_done, steps=plan.steps, epoch=steps_done // plan.steps_per_epoch,
             tokens=steps_done * record.tokens_per_step, gate_id=gate.gate_id, blocks_sha256=gate.blocks_sha256,
             warm_from=warm_from,
         )  # fmt: skip
-        report = saver.save(model, optimizer if checkpoint.optimizer else None, moment)
-        if place.rank == 0:
-            log.info("saved %s: %s in %.1f s, weights by %d rank%s", report.directory, format_bytes_short(report.bytes),
-                     report.seconds, report.writers, "s"[: report.writers > 1])  # fmt: skip
+        report = saver.save(model, optimizer if checkpoint.optimizer else None, point)
+        if info.rank == 0:
+            log.info("saved %s: %s in %.1f s, weights by %d rank%s", report.directory,
+                     format_bytes_short(report.bytes), report.seconds, report.writers,
+                     "s"[: report.writers > 1])  # fmt: skip
             for warning in report.warnings:
                 log.warning("%s", warning)
 
@@ -163,18 +182,22 @@ def make_save_function(
 def read_resume_checkpoint(
     resume: Path | None, gate: GateRecord, plan: StepPlan, tokens_per_step: int
 ) -> Completion | None:
-    """What the checkpoint says of itself. Raises Refusal where its steps do not count through these blocks."""
+    """The completion record of the checkpoint. Raises UserError if its step number does not apply to these blocks.
+
+    Blocks are counted, not remembered: with other blocks, or another step size, a resume would skip or repeat data.
+    """
     if resume is None:
         return None
     if reason := why_incomplete(resume):
         raise UserError(f"{reason}; resume from another checkpoint")
     completion = read_completion(resume)
     if completion.blocks_sha256 != gate.blocks_sha256:
-        raise UserError(f"{resume}: trained on other blocks: its step {completion.step:,} means nothing here")
+        raise UserError(f"{resume}: trained on other blocks, so its step {completion.step:,} means nothing here")
     if completion.tokens != completion.step * tokens_per_step:
         raise UserError(
-            f"{resume}: took {completion.tokens:,} tokens in {completion.step:,} steps, this job takes "
-            f"{tokens_per_step:,} a step: blocks would be missed or seen twice. Use the same micro_batch x accumulation"
+            f"{resume}: used {completion.tokens:,} tokens in {completion.step:,} steps, this job uses "
+            f"{tokens_per_step:,} per step: blocks would be skipped or repeated; "
+            "use the same micro_batch x accumulation"
         )
     if completion.step > plan.steps:
         raise UserError(f"{resume}: step {completion.step:,} is beyond this job's {plan.steps:,}")
@@ -182,12 +205,12 @@ def read_resume_checkpoint(
 
 
 def check_blocks_fit_model(blocks: PackedBlocks, settings: JobSettings) -> None:
-    """Raises Refusal for blocks that the model or the settings cannot take."""
+    """Raises UserError for blocks that the model or the settings cannot use."""
     try:
         vocabulary = AutoConfig.from_pretrained(settings.model, local_files_only=True).get_text_config().vocab_size
     except (OSError, ValueError) as error:
         raise UserError(f"{settings.model}: {error}") from None
-    if blocks.manifest.max_token_id >= vocabulary:  # it would be read from beyond the embedding
+    if blocks.manifest.max_token_id >= vocabulary:  # it would read beyond the embedding
         raise UserError(
             f"{blocks.path}: token id {blocks.manifest.max_token_id:,} is outside the model's vocabulary of "
             f"{vocabulary:,}; pack with the model's tokenizer"
@@ -197,7 +220,7 @@ def check_blocks_fit_model(blocks: PackedBlocks, settings: JobSettings) -> None:
 
 
 def fill_parameters(model: Any, settings: JobSettings, resume: Path | None) -> None:
-    """Weights from the checkpoint, the model's directory, or the seed. Raises Refusal."""
+    """Weights from the checkpoint, from the model's directory, or from the seed. Raises UserError."""
     if resume is None and settings.train.random_weights:
         initialize_weights(model, settings.train.seed)
     else:
@@ -205,7 +228,7 @@ def fill_parameters(model: Any, settings: JobSettings, resume: Path | None) -> N
 
 
 def make_optimizer(model: Any, settings: TrainSettings) -> torch.optim.Optimizer:
-    """AdamW; vectors (norms, biases) do not decay."""
+    """AdamW; vectors (norms, biases) have no weight decay."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [
@@ -218,25 +241,12 @@ def make_optimizer(model: Any, settings: TrainSettings) -> torch.optim.Optimizer
     )  # fmt: skip
 
 
-# What the gate found, and whether it was this job's gate: a rank starts on nothing else.
-
-
-@dataclass(frozen=True, slots=True)
-class GateRecord:
-    """The part of gate.json that a trainer relies on."""
-
-    gate_id: str
-    steps: int  # of one epoch at the shortest rank's count
-    token_files: Mapping[int, str]  # sha256 by rank
-    nodes: tuple[str, ...]
-
-    @property
-    def blocks_sha256(self) -> str:
-        return blocks_sha256(self.token_files)
+# Only the gate of this very job, world and data lets a rank start. A rank that is started by hand, or whose shard was
+# packed again after the gate, would break what the gate has proved for all ranks.
 
 
 def read_passed_gate(directory: RunDirectory, job: JobFile, world: int, gate_id: str | None) -> GateRecord:
-    """gate.json, of this very job and this very attempt (`gate_id`, where a launcher named one). Raises Refusal."""
+    """gate.json, if it is from this job, and from the gate with `gate_id` (None: not known). Raises UserError."""
     path = directory.gate_json
     try:
         gate = json.loads(path.read_text())
@@ -244,27 +254,30 @@ def read_passed_gate(directory: RunDirectory, job: JobFile, world: int, gate_id:
         level, gate_world, config = gate["level"], gate["world"], gate["config_sha256"]
         step_blocks = gate["settings"]["micro_batch"] * gate["settings"]["accumulation"]
     except FileNotFoundError:
-        raise UserError(f"{path}: no gate was passed; start the job with `wattwatch-train launch`") from None
+        raise UserError(f"{path}: no gate has run; start the job with `wattwatch-train launch`") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a gate's record ({type(error).__name__}: {error}); pass the gate again") from None
-    again = "pass the gate again"
+        raise UserError(f"{path}: not a gate record ({type(error).__name__}: {error}); run the gate again") from None
+    again = "run the gate again"
     if level == "FAIL":
-        raise UserError(f"{path}: that gate was refused; mend what it names and {again}")
+        raise UserError(f"{path}: the gate refused the job; fix what it names and {again}")
     if gate_world != world:
-        raise UserError(f"{path}: that gate was for {gate_world} ranks, this job has {world}; {again}")
+        raise UserError(f"{path}: the gate was for {gate_world} ranks, this job has {world}; {again}")
     if config != job.sha256:
-        raise UserError(f"{path}: that gate was for another configuration than {job.path}; {again}")
+        raise UserError(f"{path}: the gate was for another configuration than {job.path}; {again}")
     if step_blocks != job.settings.blocks_per_step:
-        raise UserError(f"{path}: that gate was for {step_blocks} blocks a step, this job takes "
-                      f"{job.settings.blocks_per_step}; {again}")  # fmt: skip
+        raise UserError(
+            f"{path}: the gate was for {step_blocks} blocks per step, this job uses "
+            f"{job.settings.blocks_per_step}; {again}"
+        )
     if gate_id and record.gate_id != gate_id:
         raise UserError(
-            f"{path}: gate {record.gate_id}, the launcher passed {gate_id}; another launch in this directory?"
+            f"{path}: from gate {record.gate_id}, but the launcher's was {gate_id}; another launch in this directory?"
         )
     return record
 
 
 def _parse_gate_record(gate: Any) -> GateRecord:
+    """Raises KeyError or TypeError for anything but a decoded gate.json."""
     shards = [(shard["rank"], shard["manifest"]) for report in gate["reports"] for shard in report["shards"]]
     return GateRecord(
         gate["gate_id"],
@@ -275,14 +288,15 @@ def _parse_gate_record(gate: Any) -> GateRecord:
 
 
 def check_shard_passed(record: GateRecord, manifest: PackManifest, rank: int) -> None:
-    """Raises Refusal where this rank's blocks are not those that passed."""
+    """Raises UserError if this rank's blocks are not those that the gate checked."""
     if record.token_files.get(rank) != manifest.sha256:
-        raise UserError(f"rank {rank}: its blocks are not those that passed the gate; pass the gate again")
+        raise UserError(f"rank {rank}: its blocks are not those that passed the gate; run the gate again")
 
 
 def check_plan_passed(record: GateRecord, plan: StepPlan) -> None:
-    """Raises Refusal where the ranks have agreed on other steps than the gate counted."""
+    """Raises UserError if the ranks have agreed on another number of steps than the gate computed."""
     if plan.evenness is Evenness.MIN and plan.steps_per_epoch != record.steps:
         raise UserError(
-            f"the ranks agree on {plan.steps_per_epoch:,} steps, the gate counted {record.steps:,}; pass the gate again"
+            f"the ranks agreed on {plan.steps_per_epoch:,} steps, the gate computed {record.steps:,}; "
+            "run the gate again"
         )

@@ -1,4 +1,4 @@
-"""Small complete checkpoints, made by hand: no torch."""
+"""Small complete checkpoints, written without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wattwatch.trainer.checkpoint.complete import Completion, FileRecord, comple
 
 
 def tensors_file(tensors: dict[str, bytes], offset: int = 0) -> bytes:
-    """A safetensors file of bytes; a header with `offset` more than is there lies."""
+    """A safetensors file of bytes; with an `offset` its header describes more bytes than there are."""
     header, reached = {}, 0
     for name, data in tensors.items():
         header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [reached, reached + len(data) + offset]}
@@ -56,7 +56,7 @@ def make_checkpoint(checkpoints: Path, step: int = 500) -> Path:
 
 
 def relist(directory: Path, name: str, data: bytes) -> None:
-    """Changes a file, and what the marker says of it."""
+    """Changes a file and its entry in the marker."""
     from wattwatch.trainer.checkpoint.complete import read_completion
 
     (directory / name).write_bytes(data)

@@ -50,7 +50,7 @@ def run_ranks(world: int, work: Callable[..., Any], **arguments: Any) -> list[En
 def _received(pipe: Connection) -> Any:
     with pipe:
         if not pipe.poll(LONG_SECONDS):
-            return "nothing heard of this rank"
+            return "this rank gave no answer"
         try:
             return pipe.recv()
         except EOFError:

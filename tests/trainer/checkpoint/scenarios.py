@@ -1,4 +1,4 @@
-"""What the ranks of a test do. Imported by the process that ranks are forked from, so torch is read once."""
+"""What the ranks of a test do. Imported by the process that ranks are forked from, so that torch is loaded once."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from wattwatch.trainer.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
-class Harm:
-    """What befalls `rank` when it does `event` (an audit event of Python) to a path that holds `text`."""
+class Fault:
+    """What happens to `rank` at `event` (an audit event of Python) on a path that contains `text`."""
 
     rank: int
     event: str
     text: str
     errno: int | None = None  # None: kill -9
-    pipe: Path | None = None  # hangs instead, until somebody opens this named pipe
+    pipe: Path | None = None  # hangs instead, until another process opens this named pipe
 
 
 def config(tied: bool, hidden: int = 32) -> Qwen3Config:
@@ -65,24 +65,24 @@ def sharded_model(world: int, tied: bool, seed: int = 0, hidden: int = 32) -> An
     return model
 
 
-def moment(step: int) -> SavePoint:
+def save_point(step: int) -> SavePoint:
     return SavePoint("made", step, 1000, 0, step * 64, "gate", "blocks")
 
 
-def suffer(harm: Harm | None, rank: int) -> None:
-    if harm is None or harm.rank != rank:
+def inject(fault: Fault | None, rank: int) -> None:
+    if fault is None or fault.rank != rank:
         return
-    left = [harm]  # an audit hook stays: it acts once
+    left = [fault]  # an audit hook stays: it acts once
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if left and event == harm.event and harm.text in str(arguments[0]):
+        if left and event == fault.event and fault.text in str(arguments[0]):
             left.clear()
-            if harm.pipe is not None:
-                harm.pipe.read_bytes()
-            elif harm.errno is None:
+            if fault.pipe is not None:
+                fault.pipe.read_bytes()
+            elif fault.errno is None:
                 os.kill(os.getpid(), signal.SIGKILL)
             else:
-                raise OSError(harm.errno, os.strerror(harm.errno), str(arguments[0]))
+                raise OSError(fault.errno, os.strerror(fault.errno), str(arguments[0]))
 
     sys.addaudithook(hook)
 
@@ -107,29 +107,29 @@ def saves(
     model: Path,
     steps: tuple[int, ...] = (500,),
     tied: bool = False,
-    harm: Harm | None = None,
+    fault: Fault | None = None,
     file_limit_bytes: int | None = None,
     limited_rank: int = 1,
     optimizer: bool = False,
     **settings: Any,
 ) -> list[SaveReport | str]:
-    """Saves at each of `steps`; harm and limit are there for the first."""
+    """Saves at each of `steps`; fault and limit apply to the first."""
     sharded = sharded_model(world, tied)
     adam = torch.optim.AdamW(sharded.parameters()) if optimizer else None
     saver = saver_of(run, model, **settings)
-    suffer(harm, rank)
+    inject(fault, rank)
     answers: list[SaveReport | str] = []
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if file_limit_bytes is not None and rank == limited_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, unlimited[1]))
     for step in steps:
         try:
-            answers.append(saver.save(sharded, adam, moment(step)))
+            answers.append(saver.save(sharded, adam, save_point(step)))
         except SaveError as error:
             answers.append(str(error))
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    if harm and harm.pipe and harm.rank != rank:
-        harm.pipe.write_bytes(b"go on")
+    if fault and fault.pipe and fault.rank != rank:
+        fault.pipe.write_bytes(b"go on")
     return answers
 
 
@@ -142,20 +142,20 @@ def refused_saver(rank: int, world: int, run: Path, model: Path) -> str:
 
 
 def gathered_in_pieces(rank: int, world: int, scratch_bytes: int) -> list[str]:
-    """Which shapes did not come out as they went in."""
+    """The shapes that were not gathered correctly."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
-    gathering = TensorGatherer(group, torch.device("cpu"), scratch_bytes)
+    gatherer = TensorGatherer(group, torch.device("cpu"), scratch_bytes)
     mesh = init_device_mesh("cpu", (world,))
     wrong = []
     for shape in [(1,), (2,), (3,), (7,), (64,), (1, 5), (5, 3), (100, 7), (4, 2, 3), (0, 4)]:
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         into = torch.empty(whole.numel(), dtype=torch.bfloat16)
-        gathering.gather(distribute_tensor(whole, mesh, [ShardOf(0)]), into if rank == 0 else None)
+        gatherer.gather(distribute_tensor(whole, mesh, [ShardOf(0)]), into if rank == 0 else None)
         if rank == 0 and not torch.equal(into, whole.bfloat16().reshape(-1)):
             wrong.append(str(shape))
     scalar = torch.empty(1, dtype=torch.bfloat16)
-    gathering.gather(torch.tensor(1.5), scalar)
+    gatherer.gather(torch.tensor(1.5), scalar)
     return wrong if scalar.item() == 1.5 else [*wrong, "a scalar"]
 
 
@@ -180,12 +180,12 @@ def local_bytes(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, bytes
 
 
 def resumed_exactly(rank: int, world: int, run: Path, model: Path, tied: bool) -> dict[str, Any]:
-    """Two steps, a save, two steps; against: another model, the saved state, the same two steps."""
+    """Two steps, a save, two steps; compared with another model that loads that state and does the same."""
     first = sharded_model(world, tied)
     optimizer = adamw(first)
     for seed in (1, 2):
         train(first, optimizer, seed, rank)
-    directory = saver_of(run, model).save(first, optimizer, moment(2)).directory
+    directory = saver_of(run, model).save(first, optimizer, save_point(2)).directory
     saved = local_bytes(first, optimizer)
     for seed in (3, 4):
         train(first, optimizer, seed, rank)
@@ -203,7 +203,7 @@ def resumed_exactly(rank: int, world: int, run: Path, model: Path, tied: bool) -
     third = sharded_model(world, tied, hidden=64)
     answer["other shape"] = refusal(directory, third, adamw(third), rank, world)
     answer["other model"] = refusal(directory, sharded_model(world, not tied), other, rank, world)
-    weights_only = saver_of(run, model).save(first, None, moment(3)).directory
+    weights_only = saver_of(run, model).save(first, None, save_point(3)).directory
     answer["weights only"] = refusal(weights_only, second, other, rank, world)
     answer["untouched"] = local_bytes(second, other) == before
     return answer

@@ -1,4 +1,4 @@
-"""A directory that looks complete and is not: each kind is named."""
+"""Directories that look like complete checkpoints and are not: every kind of damage is named."""
 
 from __future__ import annotations
 
@@ -72,51 +72,51 @@ def replace_by_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-HARM: dict[str, tuple[Callable[[Path], object], str]] = {
-    "marker missing": (lambda d: (d / "COMPLETE.json").unlink(), "COMPLETE.json: missing, the save did not end"),
-    "marker empty": (lambda d: cut(d / "COMPLETE.json", 0), "COMPLETE.json: cut or changed"),
-    "marker cut": (lambda d: cut(d / "COMPLETE.json", 100), "COMPLETE.json: cut or changed"),
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "marker missing": (lambda d: (d / "COMPLETE.json").unlink(), "COMPLETE.json: missing: the save did not finish"),
+    "marker empty": (lambda d: cut(d / "COMPLETE.json", 0), "COMPLETE.json: truncated or damaged"),
+    "marker cut": (lambda d: cut(d / "COMPLETE.json", 100), "COMPLETE.json: truncated or damaged"),
     "marker is a list": (lambda d: (d / "COMPLETE.json").write_text("[]"), "expected an object"),
-    "marker of a later version": (lambda d: remark(d, v=2), "version 2, this program reads 1"),
+    "marker of a later version": (lambda d: remark(d, v=2), "version 2, this program reads version 1"),
     "marker without a field": (lambda d: remark(d, world=None), "world: expected int, found None"),
     "marker with a field more": (lambda d: remark(d, more=1), "more: unknown field"),
-    "marker of another step": (lambda d: remark(d, step=400), "of step 400, in a directory of another name"),
+    "marker of another step": (lambda d: remark(d, step=400), "says step 400, the directory's name another one"),
     "marker names a file outside": (
         lambda d: remark(d, files={"../config.json": {"bytes": 1, "sha256": ""}}),
-        "no file",
+        "not a file of this directory",
     ),
     "marker lists no configuration": (lambda d: relist_without(d, "config.json"), "does not list config.json"),
     "marker lists one rank's optimizer": (
         lambda d: relist_without(d, "optimizer/rank-00001.safetensors"),
         "does not list optimizer/rank-00001.safetensors",
     ),
-    "marker does not list a shard": (lambda d: relist_without(d, SHARD), f"{SHARD}: not of this checkpoint"),
+    "marker does not list a shard": (lambda d: relist_without(d, SHARD), f"{SHARD}: not part of this checkpoint"),
     "shard missing": (lambda d: (d / SHARD).unlink(), f"{SHARD}: missing"),
-    "shard cut": (lambda d: cut(d / SHARD, 20), f"{SHARD}: cut short, 20 bytes where"),
+    "shard cut": (lambda d: cut(d / SHARD, 20), f"{SHARD}: truncated: 20 bytes, "),
     "shard longer": (
         lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes() + b"x"),
         f"{SHARD}: longer than written",
     ),
-    "shard is a directory": (lambda d: replace_by_directory(d / SHARD), f"{SHARD}: not a file"),
-    "shard is a pipe": (lambda d: replace_by_fifo(d / SHARD), f"{SHARD}: not a file"),
+    "shard is a directory": (lambda d: replace_by_directory(d / SHARD), f"{SHARD}: not a regular file"),
+    "shard is a pipe": (lambda d: replace_by_fifo(d / SHARD), f"{SHARD}: not a regular file"),
     "optimizer directory gone": (lambda d: shutil.rmtree(d / "optimizer"), "optimizer/rank-00000.safetensors: missing"),
     "header tells of more": (
         lambda d: relist(d, SHARD, tensors_file({"c": b"678"}, offset=1)),
-        f"{SHARD}: its header tells of",
+        f"{SHARD}: its header describes",
     ),
     "header tells of less": (
         lambda d: relist(d, SHARD, tensors_file({"c": b"678"}) + b"\0"),
-        f"{SHARD}: its header tells of",
+        f"{SHARD}: its header describes",
     ),
     "header of another format": (
         lambda d: relist(d, SHARD, (2).to_bytes(8, "little") + b"[]"),
-        f"{SHARD}: its header is not that of a safetensors file",
+        f"{SHARD}: it does not have the header of a safetensors file",
     ),
-    "header longer than the file": (lambda d: relist(d, SHARD, b"\xff" * 8), f"{SHARD}: its header would be"),
-    "empty shard": (lambda d: relist(d, SHARD, b""), f"{SHARD}: 0 bytes are no safetensors file"),
+    "header longer than the file": (lambda d: relist(d, SHARD, b"\xff" * 8), f"{SHARD}: its header would have"),
+    "empty shard": (lambda d: relist(d, SHARD, b""), f"{SHARD}: 0 bytes are too short for a safetensors file"),
     "index names a file not there": (
         lambda d: change_index(d, c="model-00003-of-00003.safetensors"),
-        "names model-00003-of-00003.safetensors, which is not of this checkpoint",
+        "names model-00003-of-00003.safetensors, which is not part of this checkpoint",
     ),
     "index names a tensor not there": (lambda d: change_index(d, d=SHARD), f"says that d is in {SHARD}"),
     "index leaves a tensor out": (drop_from_index, f"does not name c of {SHARD}"),
@@ -127,30 +127,30 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "weights beside that would be loaded first": (
         lambda d: (d / "model.safetensors").write_bytes(tensors_file({"a": b"0"})),
-        "model.safetensors: not of this checkpoint",
+        "model.safetensors: not part of this checkpoint",
     ),
 }
 
 
-@pytest.mark.parametrize("kind", HARM)
-def test_every_kind_of_harm_is_named(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_every_kind_of_damage_is_named(kind: str, tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path)
-    harm, words = HARM[kind]
-    harm(directory)
+    damage, words = DAMAGE[kind]
+    damage(directory)
     reason = why_incomplete(directory)
     assert reason is not None
     assert words in reason
     assert str(directory) in reason
 
 
-def test_a_whole_checkpoint_is_complete(tmp_path: Path) -> None:
+def test_an_undamaged_checkpoint_is_complete(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path)
     assert why_incomplete(directory) is None
     assert why_incomplete(directory, deep=True) is None
     assert read_completion(directory) == completion_of(contents())
 
 
-def test_a_checkpoint_under_a_name_of_the_users_own_is_complete(tmp_path: Path) -> None:
+def test_a_checkpoint_that_the_user_has_renamed_is_complete(tmp_path: Path) -> None:
     assert why_incomplete(make_checkpoint(tmp_path).rename(tmp_path / "best")) is None
 
 
@@ -161,22 +161,22 @@ def test_one_weights_file_needs_no_index(tmp_path: Path) -> None:
 
 def test_a_staged_directory_is_not_complete_whatever_it_holds(tmp_path: Path) -> None:
     staged = make_checkpoint(tmp_path).rename(tmp_path / "step-00000500.tmp-0af3")
-    assert why_incomplete(staged) == f"{staged}: still staged, its save did not end"
+    assert why_incomplete(staged) == f"{staged}: still staged: its save did not finish"
 
 
-def test_bytes_changed_in_place_are_found_by_the_deep_look_only(tmp_path: Path) -> None:
+def test_bytes_changed_in_place_are_found_only_by_the_deep_check(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path)
     data = (directory / SHARD).read_bytes()
     (directory / SHARD).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert why_incomplete(directory) is None
     reason = why_incomplete(directory, deep=True)
     assert reason is not None
-    assert f"{SHARD}: other bytes than were written" in reason
+    assert f"{SHARD}: its bytes have changed" in reason
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_file_cut_anywhere_is_incomplete(data: st.DataObject, tmp_path: Path) -> None:
+def test_any_file_truncated_anywhere_is_incomplete(data: st.DataObject, tmp_path: Path) -> None:
     directory = tmp_path / "step-00000500"
     shutil.rmtree(directory, ignore_errors=True)
     make_checkpoint(tmp_path)
@@ -187,12 +187,12 @@ def test_any_file_cut_anywhere_is_incomplete(data: st.DataObject, tmp_path: Path
     assert path.name in reason
 
 
-def test_reading_a_marker_that_is_not_there_refuses_with_one_sentence(tmp_path: Path) -> None:
+def test_reading_a_marker_that_does_not_exist_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no such directory; resume from another checkpoint$"):
         read_completion(tmp_path / "step-00000500")
 
 
-def test_the_newest_is_the_one_of_most_steps(tmp_path: Path) -> None:
+def test_the_newest_is_the_one_with_the_most_steps(tmp_path: Path) -> None:
     for step in (500, 1500, 1000):
         make_checkpoint(tmp_path, step)
     newest = find_newest_complete(tmp_path)
@@ -209,7 +209,7 @@ def test_a_broken_one_is_skipped_with_its_reason_and_a_staged_one_never_counts(t
     newest = find_newest_complete(tmp_path)
     assert newest.directory == tmp_path / "step-00000500"
     (reason,) = newest.skipped
-    assert f"step-00001000/{SHARD}: cut short" in reason
+    assert f"step-00001000/{SHARD}: truncated" in reason
 
 
 def test_without_any_there_is_none(tmp_path: Path) -> None:
@@ -220,13 +220,13 @@ def test_without_any_there_is_none(tmp_path: Path) -> None:
     assert len(newest.skipped) == 1
 
 
-def test_a_directory_that_cannot_be_read_is_refused_and_not_taken_for_empty(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_read_is_an_error_and_not_treated_as_empty(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(UserError, match="Not a directory; checkpoints cannot be looked for"):
+    with pytest.raises(UserError, match="Not a directory; cannot look for checkpoints"):
         find_newest_complete(tmp_path / "checkpoints")
 
 
-def test_an_optimizer_is_needed_only_where_the_marker_promises_one(tmp_path: Path) -> None:
+def test_optimizer_files_are_needed_only_if_the_marker_says_so(tmp_path: Path) -> None:
     files = contents(optimizer=False)
     completion = completion_of(files, optimizer=False)
     assert why_incomplete(write(tmp_path / "a", files, completion)) is None
@@ -235,9 +235,8 @@ def test_an_optimizer_is_needed_only_where_the_marker_promises_one(tmp_path: Pat
     assert "does not list optimizer/rank-00000.safetensors" in reason
 
 
-@pytest.mark.parametrize("module", ["complete", "header"])
-def test_it_imports_the_standard_library_only(module: str) -> None:
-    source = Path(__file__).parents[3] / "trainer" / "checkpoint" / f"{module}.py"
+def test_it_imports_only_the_standard_library() -> None:
+    source = Path(__file__).parents[3] / "trainer" / "checkpoint" / "complete.py"
     names = {
         name.split(".")[0]
         for node in ast.walk(ast.parse(source.read_text()))
@@ -249,4 +248,4 @@ def test_it_imports_the_standard_library_only(module: str) -> None:
             else []
         )
     }
-    assert names - set(sys.stdlib_module_names) <= {"trainer"}
+    assert names - set(sys.stdlib_module_names) <= {"wattwatch"}

@@ -1,4 +1,4 @@
-"""An exact resume: the same bits, and one sentence where they cannot be had."""
+"""An exact resume restores the same bits, or is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wattwatch.trainer.checkpoint.complete import why_incomplete
 
 
 @pytest.mark.parametrize(("world", "tied"), [(2, False), (3, True)])
-def test_state_comes_back_bit_for_bit_or_is_refused(
+def test_state_is_restored_bit_for_bit_or_refused(
     world: int, tied: bool, tmp_path: Path, model: Path, tied_model: Path
 ) -> None:
     ended = run_ranks(world, resumed_exactly, run=tmp_path, model=tied_model if tied else model, tied=tied)
@@ -24,7 +24,7 @@ def test_state_comes_back_bit_for_bit_or_is_refused(
         assert f"optimizer/rank-{number:05d}.safetensors: holds " in rank.value["other shape"]
         assert "lm_head.weight" in rank.value["other model"]
         assert "saved without the optimizer; resume with weights only" in rank.value["weights only"]
-        assert rank.value["untouched"], "what is refused changes nothing"
+        assert rank.value["untouched"], "a refused resume changes nothing"
     directory = tmp_path / "checkpoints" / "step-00000002"
     assert why_incomplete(directory, deep=True) is None
     (directory / "optimizer" / "rank-00001.safetensors").unlink()

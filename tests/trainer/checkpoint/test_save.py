@@ -1,4 +1,4 @@
-"""What several ranks save is a model's directory like any other."""
+"""Several ranks together save an ordinary Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_one_file_is_named_as_the_hub_names_it(tmp_path: Path, model: Path) -> N
     assert_loads_as(report.directory, tied=False)
 
 
-def test_tokenizer_templates_and_generation_settings_come_along_and_old_weights_do_not(
+def test_tokenizer_templates_and_generation_settings_are_copied_and_old_weights_are_not(
     tmp_path: Path, model: Path
 ) -> None:
     directory = saved(2, tmp_path, model).directory
@@ -63,14 +63,14 @@ def test_tokenizer_templates_and_generation_settings_come_along_and_old_weights_
     assert json.loads((directory / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
 
 
-def test_every_rank_writes_and_none_holds_more_than_a_file(tmp_path: Path, model: Path) -> None:
+def test_every_rank_writes_and_none_holds_more_than_one_file(tmp_path: Path, model: Path) -> None:
     report = saved(3, tmp_path, model, file_bytes=26_000)
     assert report.writers == 3
     assert report.peak_bytes <= 26_000
     assert report.bytes > 3 * 26_000
 
 
-def test_the_marker_says_what_was_saved(tmp_path: Path, model: Path) -> None:
+def test_the_marker_lists_what_was_saved(tmp_path: Path, model: Path) -> None:
     directory = saved(2, tmp_path, model).directory
     completion = read_completion(directory)
     assert (completion.step, completion.world, completion.optimizer) == (500, 2, False)
@@ -79,7 +79,7 @@ def test_the_marker_says_what_was_saved(tmp_path: Path, model: Path) -> None:
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step-00000500"
 
 
-def test_only_the_newest_stay_and_what_a_killed_save_left_goes(tmp_path: Path, model: Path) -> None:
+def test_only_the_newest_are_kept_and_leftovers_of_a_killed_save_are_removed(tmp_path: Path, model: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     make_checkpoint(checkpoints, 100)
     make_checkpoint(checkpoints, 200)
@@ -96,7 +96,9 @@ def test_only_the_newest_stay_and_what_a_killed_save_left_goes(tmp_path: Path, m
     ]
 
 
-def test_a_checkpoint_of_the_same_step_is_replaced_and_one_of_a_later_step_is_told(tmp_path: Path, model: Path) -> None:
+def test_a_checkpoint_of_the_same_step_is_replaced_and_one_of_a_later_step_gets_a_warning(
+    tmp_path: Path, model: Path
+) -> None:
     checkpoints = tmp_path / "checkpoints"
     make_checkpoint(checkpoints, 500)
     make_checkpoint(checkpoints, 900)
@@ -108,7 +110,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced_and_one_of_a_later_step_is_to
 
 
 @pytest.mark.parametrize("scratch_bytes", [2, 60, 1 << 20])
-def test_tensors_of_any_shape_come_together_in_pieces_of_any_size(scratch_bytes: int) -> None:
+def test_tensors_of_any_shape_are_gathered_in_pieces_of_any_size(scratch_bytes: int) -> None:
     ended = run_ranks(3, gathered_in_pieces, scratch_bytes=scratch_bytes)
     assert [rank.value for rank in ended] == [[], [], []]
 

@@ -1,4 +1,4 @@
-"""The real gate as real processes on loopback, over packed files made by hand."""
+"""Real gate processes on loopback, with small packed files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEADLINE_SECONDS = 60.0
 
 
 def write_shard(directory: Path, rank: int, world: int, blocks: int, **changes: Any) -> Path:
-    """A small but honest shard: its manifest fits its bytes."""
+    """A small shard with a correct manifest."""
     directory.mkdir(parents=True, exist_ok=True)
     ids = array("i", [(rank + place) % 100 for place in range(blocks * SEQ_LEN)])
     data = ids.tobytes()

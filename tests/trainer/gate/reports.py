@@ -1,4 +1,4 @@
-"""Reports of a healthy job, to be spoiled in one place by a test: the paper's 16 ranks on two nodes."""
+"""Reports of a healthy job, in which a test changes one thing: the 16 ranks on two nodes of arXiv 2608.05944."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wattwatch.trainer.pack.manifest import ByteSample, PackManifest, sample_ran
 
 SEQ_LEN: Final = 2048
 CORPUS_ROWS: Final = 160_003
-# The paper's four known counts at their ranks (0, 3, 11), the rest between (section 5).
+# The counts that arXiv 2608.05944, section 5, gives for ranks 0, 3 and 11; the others are between them.
 PAPER_BLOCKS: Final = (30_849, 30_850, 30_860, 30_835, 30_866, 30_870, 30_851, 30_842,
                        30_858, 30_861, 30_844, 30_888, 30_853, 30_847, 30_869, 30_856)  # fmt: skip
 
@@ -43,11 +43,11 @@ def manifest(rank: int, world: int, blocks: int, **changes: Any) -> PackManifest
 
 
 def shard(rank: int, said: PackManifest, **changes: Any) -> ShardReport:
-    look = ShardReport(
+    report = ShardReport(
         rank, f"/local/rank-{rank:05d}.i32", manifest=said, size_bytes=said.size_bytes, min_id=3, max_id=151_000,
         filesystem="xfs",
     )  # fmt: skip
-    return replace(look, **changes)
+    return replace(report, **changes)
 
 
 def node(name: str, ranks: range, blocks: Mapping[int, int], world: int = 16, **changes: Any) -> NodeReport:
@@ -80,18 +80,18 @@ def job(blocks: tuple[int, ...] = PAPER_BLOCKS) -> list[NodeReport]:
 
 
 def with_shard(reports: list[NodeReport], rank: int, **changes: Any) -> list[NodeReport]:
-    """The same job with one rank's look changed; `manifest_...` changes what its manifest says."""
+    """The same job with one rank's report changed; `manifest_...` changes its manifest."""
     said = {key.removeprefix("manifest_"): value for key, value in changes.items() if key.startswith("manifest_")}
     own = {key: value for key, value in changes.items() if not key.startswith("manifest_")}
 
-    def changed(look: ShardReport) -> ShardReport:
-        if look.rank != rank:
-            return look
-        assert look.manifest is not None
-        spoiled = replace(look, manifest=replace(look.manifest, **said)) if said else look
+    def changed(report: ShardReport) -> ShardReport:
+        if report.rank != rank:
+            return report
+        assert report.manifest is not None
+        spoiled = replace(report, manifest=replace(report.manifest, **said)) if said else report
         return replace(spoiled, **own)
 
-    return [replace(report, shards=tuple(changed(look) for look in report.shards)) for report in reports]
+    return [replace(report, shards=tuple(changed(report) for report in report.shards)) for report in reports]
 
 
 def with_node(reports: list[NodeReport], index: int, **changes: Any) -> list[NodeReport]:

@@ -1,4 +1,4 @@
-"""Given reports, then the verdict: what refuses a job, what warns, and in which words."""
+"""From reports to the verdict: what refuses a job, what is only a warning, and what the messages say."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from wattwatch.trainer.gate.model import (
     CheckLevel,
     CheckpointReport,
     DevicesReport,
-    FoundHeartbeat,
     ModelReport,
     NodeReport,
     ResumeReport,
 )
 from wattwatch.trainer.gate.run import parse_shard_report
 from wattwatch.trainer.pack.manifest import PackManifest, blocks_sha256, manifest_text
+from wattwatch.trainer.run_directory import FoundHeartbeat
 
-LOOK = CheckpointReport("/nfs/run/checkpoints", free_bytes=10**12, sees_rank_0=True)
+CHECKPOINT = CheckpointReport("/nfs/run/checkpoints", free_bytes=10**12, sees_rank_0=True)
 
 
-def others_pass(reports: list[NodeReport], *but: str) -> bool:
+def all_pass_except(reports: list[NodeReport], *names: str) -> bool:
     verdict = run_checks(reports)
-    return all(check.level is CheckLevel.PASS for check in verdict.checks if check.name not in but)
+    return all(check.level is CheckLevel.PASS for check in verdict.checks if check.name not in names)
 
 
 def test_an_even_job_passes_all_six() -> None:
@@ -37,9 +37,9 @@ def test_an_even_job_passes_all_six() -> None:
     assert verdict.lines()[3] == "gate 4/6 evenness   PASS  spread=0 min=30,848 steps=3,856 lost=0.000%"
 
 
-def test_the_papers_job_is_warned_of_its_spread_and_the_minimum_is_recorded() -> None:
+def test_the_papers_job_gets_a_warning_about_its_spread_and_the_minimum_is_recorded() -> None:
     verdict = run_checks(job())
-    assert others_pass(job(), "evenness")
+    assert all_pass_except(job(), "evenness")
     even = verdict.evenness
     assert even is not None
     assert (even.global_min_blocks, even.spread, even.steps) == (30_835, 53, 3_854)
@@ -62,12 +62,12 @@ def test_the_papers_job_is_warned_of_its_spread_and_the_minimum_is_recorded() ->
         ({"differing_offsets": (4096,)}, "blocks", "FAIL", "the bytes at 4,096 are not those that were packed"),
         ({"manifest_samples": ()}, "blocks", "FAIL", "no hashes to compare with"),
         ({"manifest_rank": 6}, "blocks", "FAIL", "its manifest is that of rank 6"),
-        ({"manifest_document_starts": 7}, "blocks", "FAIL", "document starts is missing or torn"),
-        ({"filesystem": "nfs4"}, "blocks", "WARN", "rank 5: blocks lie on nfs4, not on the node's own disk"),
+        ({"manifest_document_starts": 7}, "blocks", "FAIL", "document starts is missing or truncated"),
+        ({"filesystem": "nfs4"}, "blocks", "WARN", "rank 5: blocks are on nfs4, not on the node's local disk"),
         ({"manifest_world": 8}, "shards", "FAIL", "rank 5: packed for a world of 8, the job has 16: pack again"),
-        ({"manifest_rows": 0}, "shards", "FAIL", "rank 5: an empty shard"),
+        ({"manifest_rows": 0}, "shards", "FAIL", "rank 5: its shard is empty"),
         ({"manifest_first_row": 50_004}, "shards", "FAIL", "its shard is 10,000 from 50003 to 60002"),
-        ({"manifest_row_xor": 1}, "shards", "FAIL", "or not each of them once"),
+        ({"manifest_row_xor": 1}, "shards", "FAIL", "or some row not exactly once"),
         ({"manifest_contiguous": False}, "shards", "FAIL", "contiguous sharding differs: True on rank 0, rank 1, "),
         ({"manifest_datasets_version": "2.9.0"}, "shards", "FAIL", "datasets version differs: 5.2.0 on"),
         ({"manifest_tokenizer_sha256": "9" * 64}, "shards", "FAIL", "tokenizer differs: aaaaaaaaaaaa on"),
@@ -79,10 +79,10 @@ def test_the_papers_job_is_warned_of_its_spread_and_the_minimum_is_recorded() ->
         ({"max_id": 151_669}, "evenness", "FAIL", "token id 151,669 is outside the vocabulary of 151,669"),
         ({"manifest_max_token_id": 151_700}, "evenness", "FAIL", "token id 151,700 is outside the vocabulary"),
         ({"min_id": -1}, "evenness", "FAIL", "token id -1 is negative"),
-        ({"min_id": 7, "max_id": 7}, "evenness", "FAIL", "every id looked at is 7"),
+        ({"min_id": 7, "max_id": 7}, "evenness", "FAIL", "every id that was read is 7"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_one_ranks_data_is_said_with_the_rank(
+def test_a_problem_with_one_ranks_data_is_reported_with_the_rank(
     changes: dict[str, Any], check: str, level: str, words: str
 ) -> None:
     found, text = said(run_checks(with_shard(job(), 5, **changes)), check)
@@ -90,31 +90,31 @@ def test_what_is_wrong_with_one_ranks_data_is_said_with_the_rank(
     assert words in text
 
 
-def test_a_rank_with_less_than_a_step_refuses_the_job() -> None:
+def test_a_rank_with_less_data_than_one_step_refuses_the_job() -> None:
     level, text = said(run_checks(job((40, 40, 7, 40))), "evenness")
     assert (level, text) == (
         CheckLevel.FAIL,
-        "rank 2 has 7 blocks, a step takes 8: no step at all; pack more data, or set a smaller accumulation",
+        "rank 2 has 7 blocks, a step takes 8: not enough for one step; pack more data, or reduce the accumulation",
     )
 
 
-def test_much_lost_is_a_warning_of_its_own() -> None:
+def test_many_blocks_in_no_step_are_a_separate_warning() -> None:
     _, text = said(run_checks(job((100, 100, 100, 90))), "evenness")
     assert "9.74% of all blocks are in no step" in text
 
 
-def test_ranks_that_never_came_are_named_and_their_counts_are_not_guessed() -> None:
+def test_ranks_that_did_not_report_are_named_and_their_counts_are_not_guessed() -> None:
     verdict = run_checks(job()[:1], "waited 60 s")
-    assert said(verdict, "world") == (CheckLevel.FAIL, "ranks 8-15 never came: waited 60 s")
-    assert said(verdict, "evenness") == (CheckLevel.FAIL, "block counts are not known of ranks 8-15")
+    assert said(verdict, "world") == (CheckLevel.FAIL, "ranks 8-15 did not report: waited 60 s")
+    assert said(verdict, "evenness") == (CheckLevel.FAIL, "the block counts of ranks 8-15 are unknown")
     assert verdict.evenness is None
 
 
 @pytest.mark.parametrize(
     ("changes", "level", "words"),
     [
-        ({"ranks": tuple(range(7, 16))}, "FAIL", "rank 7 came 2 times, from node-a, node-b"),
-        ({"ranks": tuple(range(8, 17))}, "FAIL", "rank 16 came, and the world is 16"),
+        ({"ranks": tuple(range(7, 16))}, "FAIL", "rank 7 was reported 2 times, by node-a, node-b"),
+        ({"ranks": tuple(range(8, 17))}, "FAIL", "rank 16 reported, but the world is 16"),
         ({"troubles": ("shards: KeyError: 'x'",)}, "FAIL", "node-b: shards: KeyError: 'x'"),
         ({"versions": {"python": "3.12.3", "torch": "2.12.0", "datasets": "5.2.0"}}, "FAIL",
          "torch differs: 2.13.0 on node-a; 2.12.0 on node-b"),
@@ -124,11 +124,11 @@ def test_ranks_that_never_came_are_named_and_their_counts_are_not_guessed() -> N
          "NCCL_SOCKET_IFNAME differs"),
         ({"code_sha256": "9" * 64}, "FAIL", "the trainer's code differs"),
         ({"model": ModelReport(config_sha256="9" * 64)}, "FAIL", "the configuration file differs"),
-        ({"skew_seconds": -3.2}, "WARN", "node-b: its clock is -3.2 s off rank 0's node"),
+        ({"skew_seconds": -3.2}, "WARN", "node-b: its clock is 3.2 s ahead of that of rank 0's node"),
         ({"settings": replace(job()[0].settings, accumulation=4)}, "FAIL", "setting accumulation differs: 8 on node-a"),
     ],
 )  # fmt: skip
-def test_a_node_that_is_not_like_the_other_is_named(changes: dict[str, Any], level: str, words: str) -> None:
+def test_a_node_that_differs_from_the_other_is_named(changes: dict[str, Any], level: str, words: str) -> None:
     found, text = said(run_checks(with_node(job(), 1, **changes)), "world")
     assert (found, words in text) == (level, True), text
 
@@ -136,14 +136,15 @@ def test_a_node_that_is_not_like_the_other_is_named(changes: dict[str, Any], lev
 @pytest.mark.parametrize(
     ("changes", "level", "words"),
     [
-        ({"checkpoint": None}, "FAIL", "node-b: the checkpoint directory was not looked at"),
-        ({"checkpoint": replace(LOOK, trouble="Read-only file system")}, "FAIL", "cannot be written: Read-only"),
-        ({"checkpoint": replace(LOOK, sees_rank_0=False)}, "FAIL",
-         "node-b: /nfs/run/checkpoints: not the directory that node-a writes to: not shared"),
-        ({"checkpoint": replace(LOOK, free_bytes=100 * 10**9)}, "FAIL",
+        ({"checkpoint": None}, "FAIL", "node-b: the checkpoint directory was not inspected"),
+        ({"checkpoint": replace(CHECKPOINT, trouble="Read-only file system")}, "FAIL", "cannot be written: Read-only"),
+        ({"checkpoint": replace(CHECKPOINT, sees_rank_0=False)}, "FAIL",
+         "node-b: /nfs/run/checkpoints: not shared: it is not the directory that node-a writes to"),
+        ({"checkpoint": replace(CHECKPOINT, free_bytes=100 * 10**9)}, "FAIL",
          "100.0 GB free, too little for 2 checkpoints of 62.0 GB"),
-        ({"checkpoint": replace(LOOK, free_bytes=150 * 10**9)}, "WARN", "62.0 GB and one being written"),
-        ({"model": ModelReport(resume=ResumeReport("x", trouble="x: no COMPLETE.json"))}, "FAIL", "cannot resume: x: no"),
+        ({"checkpoint": replace(CHECKPOINT, free_bytes=150 * 10**9)}, "WARN", "62.0 GB plus the one being written"),
+        ({"model": ModelReport(resume=ResumeReport("x", trouble="x: no COMPLETE.json"))}, "FAIL",
+         "cannot resume: x: no"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_directory_that_cannot_take_a_save_is_named(
@@ -156,33 +157,33 @@ def test_a_checkpoint_directory_that_cannot_take_a_save_is_named(
 @pytest.mark.parametrize(
     ("devices", "level", "words"),
     [
-        (None, "FAIL", "node-b: the GPUs were not looked at"),
-        (DevicesReport(skipped="no nvidia-smi on this node"), "FAIL", "no nvidia-smi on node-b, and GPUs on node-a"),
+        (None, "FAIL", "node-b: the GPUs were not inspected"),
+        (DevicesReport(skipped="no nvidia-smi on this node"), "FAIL", "no nvidia-smi on node-b, but GPUs on node-a"),
         (DevicesReport(trouble="nvidia-smi gave no answer in 10.0 s"), "FAIL", "gave no answer"),
         (DevicesReport(gpus=tuple(gpu(n) for n in range(7))), "FAIL", "node-b: 7 GPUs for 8 ranks"),
         (DevicesReport(gpus=tuple(gpu(n, driver="570.1") for n in range(8))), "FAIL", "driver differs"),
         (DevicesReport(gpus=tuple(gpu(n, name="NVIDIA H200") for n in range(8))), "FAIL", "GPU model differs"),
         (DevicesReport(gpus=tuple(gpu(n) for n in range(8)), processes=("pid 77 on GPU 3",)), "FAIL",
-         "node-b: somebody computes there: pid 77 on GPU 3"),
+         "node-b: another process uses a GPU: pid 77 on GPU 3"),
         (DevicesReport(gpus=(*(gpu(n) for n in range(7)), gpu(7, memory_used_mib=90_000.0))), "WARN",
-         "node-b: GPU 7 has 90,000 MiB in use by nobody that is seen"),
+         "node-b: GPU 7 has 90,000 MiB in use, and no process is listed"),
     ],
 )  # fmt: skip
-def test_boards_that_are_missing_other_or_taken_are_named(
+def test_gpus_that_are_missing_different_or_in_use_are_named(
     devices: DevicesReport | None, level: str, words: str
 ) -> None:
     found, text = said(run_checks(with_node(job(), 1, devices=devices)), "devices")
     assert (found, words in text) == (level, True), text
 
 
-def test_a_recorder_that_is_off_is_a_warning_where_there_are_gpus() -> None:
+def test_a_flight_recorder_that_is_off_is_a_warning_on_nodes_with_gpus() -> None:
     reports = [replace(report, environment={}) for report in job((8, 8))]
     assert said(run_checks(reports), "devices")[0] is CheckLevel.WARN
     without = [replace(report, devices=DevicesReport(skipped="no nvidia-smi on this node")) for report in reports]
     assert said(run_checks(without), "devices") == (CheckLevel.PASS, "")
 
 
-def test_ids_are_measured_by_the_models_vocabulary_where_it_is_known() -> None:
+def test_token_ids_are_compared_with_the_models_vocabulary_if_it_is_known() -> None:
     model = ModelReport(vocab_size=150_000, tokenizer_file_sha256="f" * 64, tokenizer_meaning_sha256="e" * 64)
     reports = [replace(report, model=model) for report in job()]
     assert "outside the vocabulary of 150,000" in said(run_checks(reports), "evenness")[1]
@@ -210,16 +211,17 @@ def resuming(settings: dict[str, Any], **changes: Any) -> list[NodeReport]:
         ({"optimizer": True}, {}, "PASS", ""),
         ({}, {"world": 8}, "PASS", ""),
         ({"optimizer": True}, {"world": 8}, "FAIL", "its optimizer state is of 8 ranks, the job has 16; use as many"),
-        ({"optimizer": True}, {"optimizer": False}, "WARN", "holds no optimizer state"),
-        ({}, {"blocks_sha256": "9" * 64}, "FAIL", "it was trained on other blocks than these"),
-        ({}, {"tokens": 7}, "FAIL", "it took 7 tokens in 500 steps, this job takes 262,144 a step"),
+        ({"optimizer": True}, {"optimizer": False}, "WARN", "has no optimizer state"),
+        ({}, {"blocks_sha256": "9" * 64}, "FAIL", "it was trained on other blocks"),
+        ({}, {"tokens": 7}, "FAIL", "it used 7 tokens in 500 steps, this job uses 262,144 per step"),
         ({}, {"step": 3_854, "tokens": None}, "WARN", "all 3,854 steps are done"),
         ({}, {"step": 3_855, "tokens": None}, "FAIL", "it has done 3,855 steps, the job has 3,854"),
         ({"epochs": 2}, {"step": 3_855, "tokens": None}, "PASS", ""),
-        ({}, {"other_shape": "a.weight is [2] there and [3] in the model"}, "FAIL", "a.weight is [2] there and [3]"),
+        ({}, {"other_shape": "a.weight is [2] in the checkpoint and [3] in the model"}, "FAIL",
+         "it is of another model: a.weight is [2] in the checkpoint and [3]"),
     ],
 )  # fmt: skip
-def test_a_checkpoint_of_other_data_shapes_or_ranks_is_not_resumed_from(
+def test_a_checkpoint_with_other_data_shapes_or_ranks_is_not_resumed_from(
     settings: dict[str, Any], changes: dict[str, Any], level: str, words: str
 ) -> None:
     found, text = said(run_checks(resuming(settings, **changes)), "checkpoint")
@@ -228,33 +230,33 @@ def test_a_checkpoint_of_other_data_shapes_or_ranks_is_not_resumed_from(
         assert text.startswith("node-a, node-b: cannot resume: /nfs/step-00000500: ")
 
 
-def living(alive: tuple[bool | None, bool | None]) -> list[NodeReport]:
+def with_live_rank(alive: tuple[bool | None, bool | None]) -> list[NodeReport]:
     beats = [(FoundHeartbeat("other", 3, "host-b", 77, 4.0, one),) for one in alive]
-    return [replace(r, checkpoint=replace(LOOK, beats=beat)) for r, beat in zip(job(), beats, strict=True)]
+    return [replace(r, checkpoint=replace(CHECKPOINT, beats=beat)) for r, beat in zip(job(), beats, strict=True)]
 
 
 @pytest.mark.parametrize(
     ("alive", "level"),
     [((None, None), "FAIL"), ((None, True), "FAIL"), ((None, False), "PASS"), ((False, None), "PASS")],
 )
-def test_a_rank_that_still_lives_in_the_run_directory_refuses_the_job(
+def test_a_rank_that_still_runs_in_the_run_directory_refuses_the_job(
     alive: tuple[bool | None, bool | None], level: str
 ) -> None:
-    found, text = said(run_checks(living(alive)), "checkpoint")
+    found, text = said(run_checks(with_live_rank(alive)), "checkpoint")
     assert found == level
-    assert ("rank 3 of run 'other' still lives in this run directory: pid 77 on host-b, heartbeat 4 s old" in text) == (
+    assert ("rank 3 of run 'other' still runs in this run directory: pid 77 on host-b, heartbeat 4 s old" in text) == (
         level == "FAIL"
     )
 
 
 @pytest.mark.parametrize(
-    ("rate", "level", "seconds"), [(2e9, "PASS", ""), (1e7, "WARN", "about 3,100 s of the 3,600 s")]
+    ("rate", "level", "seconds"), [(2e9, "PASS", ""), (1e7, "WARN", "about 3,100 s, the timeout is 3,600 s")]
 )
-def test_a_directory_too_slow_for_a_save_is_a_warning(rate: float, level: str, seconds: str) -> None:
+def test_a_checkpoint_directory_that_is_too_slow_for_a_save_is_a_warning(rate: float, level: str, seconds: str) -> None:
     reports = [
         replace(
             report,
-            checkpoint=replace(LOOK, write_bytes_per_second=rate),
+            checkpoint=replace(CHECKPOINT, write_bytes_per_second=rate),
             settings=replace(report.settings, save_timeout_seconds=3600.0),
         )
         for report in job()
@@ -269,11 +271,11 @@ def test_a_directory_too_slow_for_a_save_is_a_warning(rate: float, level: str, s
         ({"uncorrected_errors": 2}, "GPU 7 has had 2 uncorrected ECC errors"),
         ({"rows_pending": True}, "GPU 7 has memory rows to remap"),
         ({"pages_pending": True}, "GPU 7 has memory pages to retire"),
-        ({"temperature_celsius": 71.0}, "GPU 7 has 71 C with nobody on it"),
+        ({"temperature_celsius": 71.0}, "GPU 7 is at 71 C while idle"),
         ({"power_watts": 600.0, "power_limit_watts": 1100.0}, "GPU 7 draws 600 W of 1100 W"),
     ],
 )
-def test_a_board_that_is_not_well_is_a_warning(health: dict[str, Any], words: str) -> None:
+def test_a_gpu_in_poor_health_is_a_warning(health: dict[str, Any], words: str) -> None:
     devices = DevicesReport(gpus=(*(gpu(n) for n in range(7)), gpu(7, **health)))
     found, text = said(run_checks(with_node(job(), 1, devices=devices)), "devices")
     assert (found, f"node-b: {words}" in text) == (CheckLevel.WARN, True), text
@@ -281,16 +283,16 @@ def test_a_board_that_is_not_well_is_a_warning(health: dict[str, Any], words: st
 
 @pytest.mark.parametrize(
     ("evenness", "steps", "words"),
-    [("pad", 3_861, "the shorter ones repeat their first blocks"), ("off", 3_854, "the job will hang")],
+    [("pad", 3_861, "ranks with fewer blocks repeat their first ones"), ("off", 3_854, "the job will hang")],
 )
-def test_the_steps_are_those_that_the_ranks_will_agree_on(evenness: str, steps: int, words: str) -> None:
+def test_the_number_of_steps_is_the_one_that_the_ranks_will_agree_on(evenness: str, steps: int, words: str) -> None:
     verdict = run_checks([replace(r, settings=replace(r.settings, evenness=evenness)) for r in job()])
     assert verdict.evenness is not None
     assert verdict.evenness.steps == steps
     assert words in said(verdict, "evenness")[1]
 
 
-def test_sixteen_lines_of_a_check_are_enough_for_a_terminal() -> None:
+def test_a_check_prints_sixteen_problems_at_most() -> None:
     reports = job((8,) * 64)
     for rank in range(64):
         reports = with_shard(reports, rank, manifest_world=32)
@@ -304,12 +306,12 @@ JUNK: tuple[Any, ...] = (None, -1, 0, 10**30, "x", "", 1.5, True, [], [1], {}, {
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(PackManifest)])
-def test_whatever_a_manifest_says_the_gate_says_something_and_never_falls(field: str) -> None:
+def test_no_manifest_however_damaged_crashes_the_gate(field: str) -> None:
     whole = job()
     text = manifest_text(manifest(5, 16, PAPER_BLOCKS[5]))
     for junk in JUNK:
         data = json.loads(text) | {field: junk}
         answer = {"rank": 5, "size_bytes": 30_870 * SEQ_LEN * 4, "min_id": 3, "max_id": 9}
-        look = parse_shard_report("/local/rank-00005.i32", answer | {"manifest_text": json.dumps(data)})
-        shards = tuple(look if old.rank == 5 else old for old in whole[0].shards)
+        report = parse_shard_report("/local/rank-00005.i32", answer | {"manifest_text": json.dumps(data)})
+        shards = tuple(report if old.rank == 5 else old for old in whole[0].shards)
         run_checks(with_node(whole, 0, shards=shards)).lines()

@@ -1,4 +1,4 @@
-"""What nvidia-smi says, and what is made of it when it says nothing."""
+"""Parsing nvidia-smi, and what is reported when it hangs, fails or does not exist."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ GPUS = [
 ]
 
 
-def test_boards_and_the_processes_on_them_are_read() -> None:
-    look = parse_devices(GPUS, ["4711, GPU-bbbb-2", "", "12, GPU-elsewhere"], None)
-    assert [(gpu.index, gpu.name, gpu.memory_used_mib) for gpu in look.gpus] == [
+def test_gpus_and_the_processes_on_them_are_read() -> None:
+    report = parse_devices(GPUS, ["4711, GPU-bbbb-2", "", "12, GPU-elsewhere"], None)
+    assert [(gpu.index, gpu.name, gpu.memory_used_mib) for gpu in report.gpus] == [
         (0, "NVIDIA B300 SXM6 AC", 4.0),
         (1, "NVIDIA B300 SXM6 AC", 81920.0),
     ]
-    assert look.processes == ("pid 4711 on GPU 1",)
+    assert report.processes == ("pid 4711 on GPU 1",)
 
 
 @pytest.mark.parametrize(
     ("visible", "seen"), [("1", [1]), ("GPU-aaaa", [0]), ("0,1", [0, 1]), ("", []), (None, [0, 1])]
 )
-def test_only_boards_that_the_job_may_use_count(visible: str | None, seen: list[int]) -> None:
-    look = parse_devices(GPUS, ["4711, GPU-bbbb-2"], visible)
-    assert [gpu.index for gpu in look.gpus] == seen
-    assert bool(look.processes) == (1 in seen)
+def test_only_gpus_that_the_job_may_use_count(visible: str | None, seen: list[int]) -> None:
+    report = parse_devices(GPUS, ["4711, GPU-bbbb-2"], visible)
+    assert [gpu.index for gpu in report.gpus] == seen
+    assert bool(report.processes) == (1 in seen)
 
 
-def test_what_a_board_says_of_its_health_is_read_and_what_it_does_not_say_is_unknown() -> None:
+def test_health_readings_are_parsed_and_missing_ones_are_unknown() -> None:
     lines = [f"{GPUS[0]}, 3, 31, 184.20, 1100.00, No", f"{GPUS[1]}, [N/A], [N/A], [Unknown Error], [N/A], [N/A]"]
     well, unknown = parse_devices(lines, [], None, ["GPU-aaaa-1, Yes", "GPU-bbbb-2, [N/A]"]).gpus
     assert (well.uncorrected_errors, well.temperature_celsius, well.power_watts) == (3, 31.0, 184.2)
@@ -42,7 +42,7 @@ def test_what_a_board_says_of_its_health_is_read_and_what_it_does_not_say_is_unk
     assert (unknown.uncorrected_errors, unknown.power_watts, unknown.rows_pending) == (None, None, None)
 
 
-def test_an_older_tool_that_knows_not_all_fields_is_asked_for_fewer(
+def test_an_older_nvidia_smi_without_some_fields_is_asked_for_fewer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
@@ -55,15 +55,15 @@ def test_an_older_tool_that_knows_not_all_fields_is_asked_for_fewer(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     probe = NvidiaSmiProbe()
     try:
-        look = probe.look(time.monotonic() + 30)
+        report = probe.report(time.monotonic() + 30)
     finally:
         probe.close()
-    assert (look.trouble, [gpu.index for gpu in look.gpus]) == (None, [0])
+    assert (report.trouble, [gpu.index for gpu in report.gpus]) == (None, [0])
 
 
-def test_an_answer_that_is_no_table_is_quoted() -> None:
+def test_output_that_is_not_a_table_is_quoted() -> None:
     assert parse_devices(["No devices were found"], [], None).trouble == (
-        "nvidia-smi said 'No devices were found' where a GPU was expected"
+        "nvidia-smi printed 'No devices were found' where a GPU was expected"
     )
 
 
@@ -71,10 +71,13 @@ def test_an_answer_that_is_no_table_is_quoted() -> None:
     ("script", "trouble"),
     [
         ("exec sleep 60", "gave no answer in"),
-        ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "ended with 18: Failed to init"),
+        (
+            "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
+            "exited with code 18: Failed",
+        ),
     ],
 )
-def test_a_driver_that_hangs_or_fails_is_said_within_the_deadline(
+def test_a_driver_that_hangs_or_fails_is_reported_within_the_deadline(
     script: str, trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
@@ -83,13 +86,13 @@ def test_a_driver_that_hangs_or_fails_is_said_within_the_deadline(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     probe = NvidiaSmiProbe()
     try:
-        look = probe.look(time.monotonic() + (0.3 if "sleep" in script else 30))
+        report = probe.report(time.monotonic() + (0.3 if "sleep" in script else 30))
     finally:
         probe.close()
-    assert look.trouble is not None
-    assert trouble in look.trouble
+    assert report.trouble is not None
+    assert trouble in report.trouble
 
 
-def test_a_node_without_the_tool_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_nvidia_smi_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert NvidiaSmiProbe().look(0).skipped == "no nvidia-smi on this node"
+    assert NvidiaSmiProbe().report(0).skipped == "no nvidia-smi on this node"

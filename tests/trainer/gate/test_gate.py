@@ -1,4 +1,4 @@
-"""The gate as people start it: real files, real processes, real sockets on loopback."""
+"""The gate command: real files, real processes, real sockets on loopback."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gates(tmp_path: Path) -> Iterator[Gates]:
     gates.end()
 
 
-def test_two_nodes_meet_and_the_record_says_what_was_seen(gates: Gates, tmp_path: Path) -> None:
+def test_two_nodes_exchange_reports_and_gate_json_contains_them(gates: Gates, tmp_path: Path) -> None:
     data = write_job(tmp_path / "data", [30, 33, 31, 30])
     second = gates.member(data, "2-3", 4)
     first = said(gates.member(data, "0-1", 4))
@@ -34,7 +34,7 @@ def test_two_nodes_meet_and_the_record_says_what_was_seen(gates: Gates, tmp_path
     assert first.problems[0] == (
         "WARN  spread 3: rank 0 has 30 blocks, rank 1 has 33; all ranks must stop at the minimum"
     )
-    assert other.out == "gate WARN: rank 0's process on node-0-1 says why\n"
+    assert other.out == "gate WARN: see the output of rank 0's process on node-0-1\n"
     record = gates.record
     assert (record["v"], record["world"], record["level"]) == (1, 4, "WARN")
     assert (record["global_min_blocks"], record["spread"], record["steps"]) == (30, 3, 3)
@@ -49,7 +49,7 @@ def test_two_nodes_meet_and_the_record_says_what_was_seen(gates: Gates, tmp_path
     assert os.listdir(gates.run / "checkpoints") == []  # every mark is gone
 
 
-def test_one_process_for_each_rank_finds_its_place_in_the_launchers_environment(gates: Gates, tmp_path: Path) -> None:
+def test_one_process_per_rank_takes_its_rank_from_the_launchers_environment(gates: Gates, tmp_path: Path) -> None:
     data = write_job(tmp_path / "data", [16, 16, 16])
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gates.port), "WORLD_SIZE": "3"}
     processes = [gates.start(data, **place, RANK=str(rank)) for rank in (2, 1, 0)]
@@ -58,7 +58,7 @@ def test_one_process_for_each_rank_finds_its_place_in_the_launchers_environment(
     assert "ranks=3/3" in answers[2].out
 
 
-def test_the_same_inputs_have_the_same_hash_and_other_inputs_another(gates: Gates, tmp_path: Path) -> None:
+def test_the_same_inputs_have_the_same_hash_and_other_inputs_have_another(gates: Gates, tmp_path: Path) -> None:
     data = write_job(tmp_path / "data", [16, 16])
     hashes = []
     for more in ((), (), ("--accumulation", 4)):
@@ -68,20 +68,20 @@ def test_the_same_inputs_have_the_same_hash_and_other_inputs_another(gates: Gate
     assert len({gate_id for _, gate_id in hashes}) == 3
 
 
-def test_a_rank_that_never_comes_is_named_by_all_that_did(gates: Gates, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_report_is_named_by_all_that_did(gates: Gates, tmp_path: Path) -> None:
     data = write_job(tmp_path / "data", [16, 16, 16, 16])
     second = gates.member(data, "1", 4, "--wait", "3")
     first = said(gates.member(data, "0", 4, "--wait", "3"))
     assert (first.exit_code, said(second).exit_code) == (2, 2)
-    assert first.problems[0] == "FAIL  ranks 2-3 never came: waited 3 s"
+    assert first.problems[0] == "FAIL  ranks 2-3 did not report: waited 3 s"
     assert gates.record["level"] == "FAIL"
 
 
-def test_without_rank_0_the_others_say_so(gates: Gates, tmp_path: Path) -> None:
+def test_without_rank_0_the_others_report_that(gates: Gates, tmp_path: Path) -> None:
     answer = said(gates.member(write_job(tmp_path / "data", [16, 16]), "1", 2, "--wait", "1"))
     assert answer.exit_code == 2
     assert answer.problems[0].startswith(
-        f"FAIL  rank 0 never came: rank 0 did not answer at 127.0.0.1:{gates.port} for 1 s: "
+        f"FAIL  rank 0 did not report: rank 0 did not answer at 127.0.0.1:{gates.port} for 1 s: "
     )
 
 
@@ -93,7 +93,7 @@ def test_a_rank_that_fails_on_its_own_node_still_reaches_the_others(gates: Gates
     assert f"FAIL  rank 1: {tmp_path}/nowhere/rank-00001.i32: no such file" in first.problems
 
 
-def test_another_directory_under_the_same_name_is_not_shared(gates: Gates, tmp_path: Path) -> None:
+def test_another_directory_with_the_same_name_is_not_shared(gates: Gates, tmp_path: Path) -> None:
     data = write_job(tmp_path / "data", [16, 16])
     second = gates.start(
         data, "--run", tmp_path / "own", "--rendezvous", f"127.0.0.1:{gates.port}", "--world", 2, "--ranks", 1,
@@ -103,8 +103,8 @@ def test_another_directory_under_the_same_name_is_not_shared(gates: Gates, tmp_p
     first = said(gates.member(data, "0", 2))
     assert first.exit_code == 2
     assert first.problems == [
-        f"FAIL  b: {tmp_path}/own/checkpoints: not the directory that node-0 writes to: not shared; "
-        "name a directory of a shared file system as run directory"
+        f"FAIL  b: {tmp_path}/own/checkpoints: not shared: it is not the directory that node-0 "
+        "writes to; use a run directory on a shared file system"
     ]
     assert said(second).exit_code == 2
 
@@ -116,7 +116,7 @@ def test_a_hung_path_costs_its_deadline_and_is_named(gates: Gates, tmp_path: Pat
     answer = gates.alone(data, 3, "--path-deadline", "1")
     assert answer.exit_code == 2
     assert f"FAIL  rank 1: {data}/rank-00001.i32: no answer in 1 s" in answer.problems
-    assert f"FAIL  rank 2: {data}/rank-00002.i32: not looked at: {data} hangs" in answer.problems
+    assert f"FAIL  rank 2: {data}/rank-00002.i32: not inspected: {data} hangs" in answer.problems
 
 
 def empty_shard(data: Path) -> None:
@@ -135,24 +135,24 @@ def high_id(data: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "arguments", "words"),
     [
-        (empty_shard, (), ("rank 1: an empty shard, no row: pack more records", "rank 1 has 0 blocks, a step takes 8")),
+        (empty_shard, (), ("rank 1: its shard is empty: pack more records", "rank 1 has 0 blocks, a step takes 8")),
         (ragged, (), ("rank-00001.i32: 1,027 bytes are not a whole number of blocks of 16",)),
         (high_id, (), ("token id 100 is outside the vocabulary of 100", "at 0 are not those that were packed")),
         (lambda data: None, ("--vocab-size", "50"), ("rank 1: ", "token id 99 is outside the vocabulary of 50")),
-        (lambda data: None, ("--seq-len", "32"), ("packed in blocks of 16, the job wants 32",)),
+        (lambda data: None, ("--seq-len", "32"), ("packed in blocks of 16, the job needs 32",)),
         (lambda data: None, ("--checkpoint-gigabytes", "1e9"), ("free, too little for 2 checkpoints",)),
         (lambda data: change_manifest(data, 1, world=4), (), ("rank 1: packed for a world of 4, the job has 2",)),
         (lambda data: change_manifest(data, 1, tokenizer_sha256="9" * 64), (), ("tokenizer differs: ", "on rank 1")),
         (lambda data: change_manifest(data, 1, datasets_version="2.0"), (), ("datasets version differs: ", "2.0 on")),
         (lambda data: change_manifest(data, 1, rows="many"), (), ("rows: expected int, found 'many'",)),
         (lambda data: change_manifest(data, 1, samples=[5]), (), ("samples[0]: expected an object, found 5",)),
-        (lambda data: (data / "rank-00001.json").write_text("{"), (), ("its manifest is not one: not JSON",)),
+        (lambda data: (data / "rank-00001.json").write_text("{"), (), ("its manifest is invalid: not JSON",)),
         (lambda data: (data / "rank-00001.json").write_bytes(b"\xff\xfe"), (), ("rank 1: ", "UnicodeDecodeError")),
         (lambda data: (data / "rank-00001.json").unlink(), (), ("rank-00001.i32: no manifest",)),
         (lambda data: (data / "rank-00001.i32").unlink(), (), ("rank-00001.i32: no such file",)),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_with_one_line_that_says_what_and_where(
+def test_bad_input_is_refused_with_one_line_that_names_the_problem_and_the_place(
     spoil: Any, arguments: tuple[str, ...], words: tuple[str, ...], gates: Gates, tmp_path: Path
 ) -> None:
     data = write_job(tmp_path / "data", [16, 16])
@@ -164,7 +164,7 @@ def test_bad_input_is_refused_with_one_line_that_says_what_and_where(
     assert "Traceback" not in answer.out + answer.err
 
 
-def test_a_directory_that_cannot_be_written_refuses_the_job_and_the_record_is_missed(
+def test_a_directory_that_cannot_be_written_refuses_the_job_and_the_missing_gate_json_is_reported(
     gates: Gates, tmp_path: Path
 ) -> None:
     data = write_job(tmp_path / "data", [16, 16])
@@ -172,7 +172,7 @@ def test_a_directory_that_cannot_be_written_refuses_the_job_and_the_record_is_mi
     answer = gates.alone(data, 2)
     assert answer.exit_code == 2
     assert any("cannot be written: " in line and "Not a directory" in line for line in answer.problems)
-    assert answer.err == f"{gates.run}/gate.json is not written: {gates.run}/gate.json.tmp: Not a directory\n"
+    assert answer.err == f"{gates.run}/gate.json was not written: {gates.run}/gate.json.tmp: Not a directory\n"
 
 
 def complete(step: Path) -> None:
@@ -193,7 +193,7 @@ def safetensors(path: Path, tensor_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("damage", [None, "no mark", "truncated", "missing file", "no weights"])
-def test_a_checkpoint_to_resume_from_must_be_whole(damage: str | None, gates: Gates, tmp_path: Path) -> None:
+def test_a_checkpoint_to_resume_from_must_be_complete(damage: str | None, gates: Gates, tmp_path: Path) -> None:
     data, step = write_job(tmp_path / "data", [16, 16]), tmp_path / "step-00000001"
     step.mkdir()
     for name in ("a", "b"):
@@ -218,7 +218,7 @@ def test_a_checkpoint_to_resume_from_must_be_whole(damage: str | None, gates: Ga
         assert any("cannot resume: " in line and str(step) in line for line in answer.problems)
 
 
-def test_a_checkpoint_of_another_model_is_told_by_its_first_tensor(gates: Gates, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_its_first_different_tensor(gates: Gates, tmp_path: Path) -> None:
     data = write_job(tmp_path / "data", [16, 16])
     step, model = tmp_path / "step-00000001", tmp_path / "model"
     for directory, size in ((step, 64), (model, 128)):
@@ -228,21 +228,23 @@ def test_a_checkpoint_of_another_model_is_told_by_its_first_tensor(gates: Gates,
     complete(step)
     answer = gates.alone(data, 2, "--model", model, "--resume", step)
     assert answer.exit_code == 2
-    assert f"{step}: model is [32] there and [64] in the model: it is of another model" in answer.out
+    assert f"{step}: it is of another model: model is [32] in the checkpoint and [64] in the model" in answer.out
 
 
-def test_a_job_that_still_runs_there_is_told_and_one_that_has_ended_is_not(gates: Gates, tmp_path: Path) -> None:
+def test_a_job_that_still_runs_there_refuses_the_job_and_one_that_has_ended_does_not(
+    gates: Gates, tmp_path: Path
+) -> None:
     data = write_job(tmp_path / "data", [16, 16])
     beat = {"run": "other", "rank": 3, "host": os.uname().nodename, "pid": os.getpid(), "phase": "train"}
     path = gates.run / "heartbeat" / "rank-00003.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(beat | {"t_wall": time.time()}))
     record = gates.run / "gate.json"
-    record.write_text("the living job's")
+    record.write_text("the running job's")
     answer = gates.alone(data, 2)
     assert answer.exit_code == 2
-    assert record.read_text() == "the living job's"
-    assert f"rank 3 of run 'other' still lives in this run directory: pid {os.getpid()} on " in answer.out
+    assert record.read_text() == "the running job's"
+    assert f"rank 3 of run 'other' still runs in this run directory: pid {os.getpid()} on " in answer.out
     for ended in ({"phase": "done"}, {"t_wall": 1.0}, {"pid": 2**22 + 1}, {"host": "elsewhere", "t_wall": 1.0}):
         path.write_text(json.dumps(beat | {"t_wall": time.time()} | ended))
         assert gates.alone(data, 2).exit_code == 0, ended
@@ -261,7 +263,7 @@ def write_toml(tmp_path: Path, data: Path, more: str = "") -> Path:
     return job
 
 
-def test_a_job_file_says_all_and_flags_win(gates: Gates, tmp_path: Path) -> None:
+def test_a_job_file_sets_all_options_and_options_override_it(gates: Gates, tmp_path: Path) -> None:
     job = write_toml(tmp_path, write_job(tmp_path / "data", [16, 16]))
     for more, accumulation in (((), 4), (("--accumulation", "2"), 2)):
         answer = said(gates.command("--job", job, *more))
@@ -273,15 +275,18 @@ def test_a_job_file_says_all_and_flags_win(gates: Gates, tmp_path: Path) -> None
     assert os.listdir(gates.run / "checkpoints") == []
 
 
-def test_a_job_file_that_is_none_or_of_another_world_is_wrong_use(gates: Gates, tmp_path: Path) -> None:
+def test_a_missing_job_file_or_one_for_another_world_is_a_usage_error(gates: Gates, tmp_path: Path) -> None:
     job = write_toml(tmp_path, write_job(tmp_path / "data", [16, 16]))
     answer = said(gates.command("--job", job, WORLD_SIZE="8"))
-    assert (answer.exit_code, answer.err.startswith(f"{job}: 1 nodes of 2 ranks are a world of 2, ")) == (2, True)
+    assert (answer.exit_code, answer.err.startswith(f"{job}: 1 nodes with 2 ranks each are a world of 2, ")) == (
+        2,
+        True,
+    )
     answer = said(gates.command("--job", tmp_path / "none.toml"))
     assert (answer.exit_code, answer.err) == (2, f"{tmp_path}/none.toml: No such file or directory\n")
 
 
-def test_the_models_own_files_are_the_measure_of_vocabulary_and_tokenizer(gates: Gates, tmp_path: Path) -> None:
+def test_vocabulary_and_tokenizer_are_compared_with_the_models_files(gates: Gates, tmp_path: Path) -> None:
     data, model = write_job(tmp_path / "data", [16, 16]), tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 90}}))
@@ -294,13 +299,13 @@ def test_the_models_own_files_are_the_measure_of_vocabulary_and_tokenizer(gates:
     assert gates.alone(data, 2, "--model", model).exit_code == 2
 
 
-def test_strangers_and_another_jobs_gate_do_not_disturb_the_gather(gates: Gates, tmp_path: Path) -> None:
+def test_other_clients_and_another_jobs_gate_do_not_disturb_the_gather(gates: Gates, tmp_path: Path) -> None:
     data = write_job(tmp_path / "data", [16, 16])
     first = gates.member(data, "0", 2, SLURM_JOB_ID="7")
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"wattwatch_gate": 1, "key": "7"}\n[[[\n', b"\xff" * 9000):
-        stranger = connected(gates.port)
-        with stranger:
-            stranger.sendall(words)
+    for data_sent in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"wattwatch_gate": 1, "key": "7"}\n[[[\n', b"\xff" * 9000):
+        client = connected(gates.port)
+        with client:
+            client.sendall(data_sent)
     other = said(gates.member(data, "1", 2, "--wait", "5", SLURM_JOB_ID="8"))
     assert other.exit_code == 2
     assert "refused this process: the gate that listens there belongs to another job" in other.out
@@ -316,7 +321,7 @@ def connected(port: int) -> socket.socket:
             continue
 
 
-def test_a_taken_port_and_a_missing_meeting_place_are_wrong_use(gates: Gates, tmp_path: Path) -> None:
+def test_a_port_in_use_and_a_missing_rendezvous_are_usage_errors(gates: Gates, tmp_path: Path) -> None:
     data = write_job(tmp_path / "data", [16, 16])
     with socket.create_server(("127.0.0.1", gates.port)):
         answer = said(gates.member(data, "0", 2))
@@ -324,7 +329,7 @@ def test_a_taken_port_and_a_missing_meeting_place_are_wrong_use(gates: Gates, tm
     assert answer.err.startswith(f"127.0.0.1:{gates.port}: rank 0's gate cannot listen there: Address already in use")
     answer = said(gates.start(data, "--world", 2, "--ranks", 1))
     assert answer.exit_code == 2
-    assert "say where they meet" in answer.err
+    assert "set where rank 0's listens with --rendezvous" in answer.err
     answer = said(gates.start(data, "--world", 2, "--ranks", "1-5"))
     assert "rank 5 is outside a world of 2" in answer.err
 

@@ -1,4 +1,4 @@
-"""A job on loopback: packed blocks, a model's files, JOB.toml, and a launch of it with ranks that need no torch."""
+"""A job on loopback: packed blocks, model files, JOB.toml, and a launch of it with ranks that do not need torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rank_program(job: JobFile, resume: str | None, smoke: str | None) -> tuple[s
 
 
 def free_ports() -> int:
-    """The first of two neighbours."""
+    """The first of two consecutive free ports."""
     while True:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as first:
             port = int(first.getsockname()[1])
@@ -39,7 +39,7 @@ def free_ports() -> int:
 
 @dataclass
 class MadeJob:
-    """Settings can be changed until it is launched."""
+    """Its fields can be changed until it is launched."""
 
     directory: Path
     ranks: int = 2
@@ -64,7 +64,7 @@ class MadeJob:
         (model / "config.json").write_bytes(CONFIG)
         (model / "model.safetensors").write_bytes(WEIGHTS)
         write_job(self.directory / "data", [self.blocks] * (self.ranks * self.nodes))
-        # ranks and node programs import from this checkout, whatever directory they start in
+        # the tests' programs are imported from this checkout, whatever directory they start in
         environment = {"RANK_PLAN": json.dumps(asdict(self.plan)), "PYTHONPATH": str(ROOT)}
         table = {"ranks_per_node": self.ranks, "port": free_ports(), "retry_wait_seconds": 0.1, **self.launch}
         lines = [f"{name} = {json.dumps(str(self.directory / name))}" for name in ("run", "data", "model")]
@@ -76,23 +76,23 @@ class MadeJob:
     def start(
         self, torchrun: str = QUICK, on_line: Callable[[str, InterruptCount], None] | None = None, fresh: bool = False
     ) -> int:
-        """The launch, here; `on_line` hears what is said, as it is said, and may interrupt."""
-        interruptions = InterruptCount()
+        """Runs the launch in this process. `on_line` is called with every line of output, and may interrupt."""
+        interrupts = InterruptCount()
 
-        def say(line: str) -> None:
+        def print_line(line: str) -> None:
             self.said.append(line)
             if on_line is not None:
-                on_line(line, interruptions)
+                on_line(line, interrupts)
 
-        wishes = LaunchOptions(None, fresh, rank_program, torchrun, grace_seconds=2.0)
-        return JobLauncher(read_job_file(str(self.file)), wishes, interruptions, say).run()
+        options = LaunchOptions(None, fresh, rank_program, torchrun, grace_seconds=2.0)
+        return JobLauncher(read_job_file(str(self.file)), options, interrupts, print_line).run()
 
-    def told(self, *parts: str) -> bool:
-        """Is there a line with all of these?"""
+    def printed(self, *parts: str) -> bool:
+        """Whether a line of the output contains all of `parts`."""
         return any(all(part in line for part in parts) for line in self.said)
 
     def left_running(self) -> list[str]:
-        """Command lines of processes that know this directory: whatever a launch started."""
+        """Command lines of processes that name this directory: everything that a launch started."""
         return left_running(str(self.directory))
 
 

@@ -1,4 +1,4 @@
-"""torchrun's command line, order of events and report, without the seconds that importing torch takes."""
+"""Like torchrun: its command line, order of events and report, without the seconds that importing torch takes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def end(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
-    """SIGTERM, then SIGKILL, to whoever still runs."""
+    """SIGTERM, then SIGKILL, to every rank that still runs."""
     for process in ranks.values():
         if process.poll() is None:
             process.terminate()

@@ -1,4 +1,4 @@
-"""A rank without torch: real logs, heartbeats, checkpoints and endings, and ends in the way that it is told.
+"""A rank without torch: real logs, heartbeats, checkpoints and exit files. It ends as its plan says.
 
 `python rank_program.py JOB.toml [--resume DIR]`; RANK_PLAN in the environment is a Plan as JSON.
 """
@@ -32,7 +32,7 @@ WAIT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps; and on which rank, after which step, in which attempts, what happens."""
+    """The number of steps; and on which rank, after which step, up to which attempt, what happens."""
 
     steps: int = 4
     save_every: int = 2
@@ -40,7 +40,7 @@ class Plan:
     rank: int = 0
     at: int = -1
     until_attempt: int = 0
-    act: str = ""  # kill, code:N (with an ending), exit:N (without)
+    act: str = ""  # kill, code:N (with an exit file), exit:N (without)
     children: bool = False  # each rank starts one that ignores SIGTERM
 
 
@@ -56,7 +56,7 @@ def main() -> None:
     state: dict[str, Any] = {"step": 0}
 
     def end(code: int, why: str) -> None:
-        atomic_write_text(str(run.ending(attempt, rank)), json.dumps(asdict(RankExit(code, why, state["step"]))))
+        atomic_write_text(str(run.exit_file(attempt, rank)), json.dumps(asdict(RankExit(code, why, state["step"]))))
         sys.exit(code)
 
     signal.signal(signal.SIGTERM, lambda *_: end(4, "SIGTERM"))
@@ -79,7 +79,7 @@ def main() -> None:
             act(plan, run, end)
         if state["step"] >= plan.steps:
             end(0, "all steps done")
-        if not may_go_on(run, rank, state["step"]):
+        if not may_continue(run, rank, state["step"]):
             save(run, rank, world, state["step"], plan, gate)
             end(4, "stop file")
         time.sleep(plan.step_seconds)
@@ -114,12 +114,12 @@ def await_path(path: Path) -> None:
         time.sleep(0.01)
 
 
-def may_go_on(run: RunDirectory, rank: int, step: int) -> bool:
-    """Rank 0 leads, nobody overtakes it; False where it stops at this step."""
+def may_continue(run: RunDirectory, rank: int, step: int) -> bool:
+    """Rank 0 goes first, and no rank overtakes it; False if it stops at this step."""
     if rank == 0:
         return not run.stop_file.exists()
     until = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < until and beaten_step(run, 0) <= step:
+    while time.monotonic() < until and heartbeat_step(run, 0) <= step:
         if run.stop_file.exists() and run.checkpoint(step).exists():
             return False
         time.sleep(0.01)
@@ -128,12 +128,12 @@ def may_go_on(run: RunDirectory, rank: int, step: int) -> bool:
 
 def await_ranks(run: RunDirectory, world: int, step: int) -> None:
     until = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < until and any(beaten_step(run, rank) < step for rank in range(1, world)):
+    while time.monotonic() < until and any(heartbeat_step(run, rank) < step for rank in range(1, world)):
         time.sleep(0.01)
 
 
-def beaten_step(run: RunDirectory, rank: int) -> int:
-    """Of this attempt's heartbeat; -1: none yet."""
+def heartbeat_step(run: RunDirectory, rank: int) -> int:
+    """Step in the heartbeat of this attempt; -1 if there is none yet."""
     with contextlib.suppress(OSError):
         said = json.loads(run.heartbeat(rank).read_bytes())
         if said["restart"] == int(os.environ["WATTWATCH_ATTEMPT"]) - 1:
@@ -151,7 +151,7 @@ def beat(run: RunDirectory, rank: int, world: int, step: int, plan: Plan) -> Non
 
 
 def save(run: RunDirectory, rank: int, world: int, step: int, plan: Plan, gate: dict[str, Any]) -> None:
-    """Rank 0 waits for all others and writes, they wait for it: nobody is ahead of a checkpoint."""
+    """Rank 0 waits for all others and writes; they wait for it. No rank is ahead of a checkpoint."""
     directory = run.checkpoint(step)
     if rank == 0:
         await_ranks(run, world, step)

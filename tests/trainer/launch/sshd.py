@@ -1,6 +1,6 @@
-"""Two "nodes" on one machine: an OpenSSH server each, on loopback, with keys of their own.
+"""Two "nodes" on one machine: an OpenSSH server each, on loopback, with keys of its own.
 
-The trainer's tests import nothing of the watcher's room of tests, which has a richer one.
+A simpler one than that of the watcher's tests, which the trainer's tests do not import.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TwoNodes:
     servers: dict[str, subprocess.Popen[bytes]]
 
     def break_connections(self, name: str) -> None:
-        """Kills what the server made for its connections; what they started lives on."""
+        """Kills the server's processes for its connections, but not what these have started."""
         for pid in descendants(self.servers[name].pid):
             with contextlib.suppress(OSError):
                 if "sshd" in Path(f"/proc/{pid}/comm").read_text():

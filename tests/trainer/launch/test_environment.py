@@ -1,4 +1,4 @@
-"""What a rank finds in its environment."""
+"""The environment variables of ranks and gate, and the gate's command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wattwatch.trainer.settings import JobFile, JobSettings, LaunchSettings
 OLD, NEW = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"
 
 
-def test_of_a_renamed_variable_the_name_is_set_that_this_torch_knows() -> None:
+def test_a_renamed_variable_is_set_under_the_name_that_the_installed_torch_reads() -> None:
     now = rank_environment({}, "/run/flight/attempt-01/nccl-", parse_torch_version("2.13.0+cpu"))
     assert now[NEW] == "2000"
     assert now["TORCH_FR_DUMP_TEMP_FILE"] == "/run/flight/attempt-01/nccl-"
@@ -32,16 +32,18 @@ def test_of_a_renamed_variable_the_name_is_set_that_this_torch_knows() -> None:
 
 @pytest.mark.parametrize("name", [OLD, NEW])
 @pytest.mark.parametrize(("torch", "known"), [((2, 13), NEW), ((2, 7), OLD)])
-def test_a_name_that_the_owner_sets_rules_its_other_name_too(name: str, torch: tuple[int, ...], known: str) -> None:
+def test_a_value_from_the_job_file_applies_under_all_names_of_the_variable(
+    name: str, torch: tuple[int, ...], known: str
+) -> None:
     found = rank_environment({name: "20000"}, "x", torch)
     assert found[name] == found[known] == "20000"
 
 
-def test_what_the_owner_sets_beyond_the_table_is_passed_on() -> None:
+def test_variables_of_the_job_file_that_are_not_in_the_table_are_passed_on() -> None:
     assert rank_environment({"NCCL_SOCKET_IFNAME": "ib0"}, "x", (2, 13))["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
-def test_every_row_says_why_and_where_that_comes_from() -> None:
+def test_every_row_has_a_reason_and_a_source() -> None:
     rows = environment_variables()
     assert all(row.why and row.source and row.names for row in rows)
     names = [one.name for row in rows for one in row.names]
@@ -53,23 +55,23 @@ def job(**launch: object) -> JobFile:
     return JobFile("/nfs/job.toml", "0" * 64, settings)
 
 
-def test_the_gate_is_asked_of_what_the_job_says() -> None:
+def test_the_gate_command_names_the_job_its_run_directory_and_its_ranks() -> None:
     made = job(nodes="gpu-[1-2]", ranks_per_node=8, via="ssh", port=29500, python="/opt/python")
     here = resolve_placement(made.settings.launch, {})
     first, second = gate_commands(here, made, "/nfs/run", "/nfs/run/checkpoints/step-00000500")
     text = " ".join(first)
-    assert text.startswith("/opt/python -m wattwatch.trainer.cli gate --job /nfs/job.toml --run /nfs/run ")
+    assert text.startswith("/opt/python -P -m wattwatch.trainer.cli gate --job /nfs/job.toml --run /nfs/run ")
     assert "--rendezvous gpu-1:29501 --resume /nfs/run/checkpoints/step-00000500 --ranks 0-7 --node gpu-1" in text
     assert " ".join(second).endswith("--ranks 8-15 --node gpu-2")
 
 
-def test_nothing_is_resumed_unless_asked() -> None:
+def test_nothing_is_resumed_unless_a_checkpoint_is_given() -> None:
     made = job()
     (command,) = gate_commands(resolve_placement(made.settings.launch, {}), made, "/nfs/run", None)
     assert "--resume" not in command
 
 
-def test_the_gate_knows_every_option_that_it_is_given() -> None:
+def test_the_gate_accepts_every_option_that_the_launcher_passes() -> None:
     from wattwatch.trainer.cli import gate_command
 
     known = {name for option in gate_command.params for name in option.opts}
@@ -78,7 +80,7 @@ def test_the_gate_knows_every_option_that_it_is_given() -> None:
         assert {part for part in command if part.startswith("--")} <= known
 
 
-def test_every_connection_carries_the_interpreter_of_the_nodes() -> None:
+def test_every_connection_uses_the_interpreter_of_the_nodes() -> None:
     made = job(nodes="a,b", via="ssh", python="/opt/my python")
     for connection in node_connections(resolve_placement(made.settings.launch, {}), made.settings.launch):
-        assert connection.command[-1] == "exec '/opt/my python' -m wattwatch.trainer.launch.node"
+        assert connection.command[-1] == "exec '/opt/my python' -P -m wattwatch.trainer.launch.node"

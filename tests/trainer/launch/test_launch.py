@@ -1,4 +1,4 @@
-"""Launches from end to end on one node: real gate, real processes, ranks that end as they are told."""
+"""Launches from end to end on one node: real gate, real processes, ranks that end as planned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.command_line import wattwatch_train
+from tests.trainer.command_line import run_wattwatch_train
 from tests.trainer.gate.gate_processes import write_shard
 from tests.trainer.launch.jobs import QUICK, ROOT, MadeJob, left_running, rank_program
 from tests.trainer.launch.rank_program import Plan
@@ -36,55 +36,56 @@ def test_a_job_runs_to_its_last_checkpoint(tmp_path: Path) -> None:
     job = MadeJob(tmp_path)
     job.write()
     assert job.start() == 0
-    assert job.told("gate open: PASS")
-    assert job.told("step 4/4 loss 1.0"), "rank 0's log is followed to its end"
+    assert job.printed("gate open: PASS")
+    assert job.printed("step 4/4 loss 1.0"), "rank 0's log is shown to its end"
     assert job.said[-1] == "launch: done: all 4 steps are done and saved"
     assert newest_step(job) == 4
     assert job.left_running() == []
 
 
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
+def test_after_a_rank_is_killed_the_next_attempt_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, plan=Plan(rank=1, at=3, until_attempt=1, act="kill"))
     job.write()
     assert job.start() == 0
-    assert job.told(
-        "launch: retry: attempt 1: rank 1 on localhost was killed by SIGKILL after step 3; the others followed"
+    assert job.printed(
+        "launch: retry: attempt 1: rank 1 on localhost was killed by SIGKILL after step 3; "
+        "the other ranks failed as a result"
     )
-    assert job.told("launch: attempt 2, from", "step-00000002")
-    assert job.told("begins at step 2")
+    assert job.printed("launch: attempt 2, from", "step-00000002")
+    assert job.printed("begins at step 2")
     assert job.left_running() == []
 
 
-def test_retries_end_and_the_last_word_says_what_is_saved(tmp_path: Path) -> None:
+def test_retries_run_out_and_the_last_line_says_what_is_saved(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, plan=Plan(rank=1, at=3, until_attempt=99, act="code:5"), launch={"retries": 2})
     job.write()
     assert job.start() == 5
     assert len([line for line in job.said if line.startswith("launch: attempt ")]) == 3
     assert job.said[-1] == (
-        "launch: failed: attempt 3: rank 1 on localhost ended with code 5 after step 3: as planned; the others "
-        "followed; no retries left, saved up to step 2 of 4"
+        "launch: failed: attempt 3: rank 1 on localhost exited with code 5 after step 3: as planned; the other "
+        "ranks failed as a result; no retries left, saved up to step 2 of 4"
     )
 
 
-def test_ranks_that_all_end_with_0_before_the_last_step_have_not_done_the_work(tmp_path: Path) -> None:
+def test_ranks_that_all_exit_with_0_before_the_last_step_have_not_done_the_work(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, ranks=1, plan=Plan(rank=0, at=3, until_attempt=99, act="code:0"), launch={"retries": 1})
     job.write()
     assert job.start() == 5
-    assert "all ranks ended with exit code 0, and the last step is not saved" in job.said[-1]
+    assert "all ranks exited with code 0, but the last step is not saved" in job.said[-1]
 
 
-def test_a_rank_that_refuses_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_rank_that_refuses_is_not_retried(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, plan=Plan(rank=0, at=0, until_attempt=99, act="code:2"))
     job.write()
     assert job.start() == 2
-    assert job.said[-1].startswith("launch: refused: attempt 1: rank 0 on localhost ended with code 2")
+    assert job.said[-1].startswith("launch: refused: attempt 1: rank 0 on localhost exited with code 2")
 
 
-def test_a_rank_that_breaks_at_once_is_not_tried_again_and_its_log_is_quoted(tmp_path: Path) -> None:
+def test_a_rank_that_fails_at_once_is_not_retried_and_its_log_is_quoted(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, ranks=1, plan=Plan(rank=0, at=0, until_attempt=99, act="exit:1"))
     job.write()
     assert job.start() == 5
-    assert "ended with exit code 1; its log ends with: node localhost rank 0 begins at step 0" in job.said[-1]
+    assert "exited with code 1; the last line of its log: node localhost rank 0 begins at step 0" in job.said[-1]
 
 
 def test_an_empty_shard_starts_nothing(tmp_path: Path) -> None:
@@ -92,35 +93,35 @@ def test_an_empty_shard_starts_nothing(tmp_path: Path) -> None:
     job.write()
     write_shard(tmp_path / "data", 1, 2, 0)
     assert job.start() == 2
-    assert job.told("FAIL", "rank 1")
+    assert job.printed("FAIL", "rank 1")
     assert job.said[-1] == "launch: refused: the gate refused the job; nothing was started"
-    assert not list((job.run.path / "logs").iterdir()), "no attempt has logs, for no torchrun was started"
+    assert not list((job.run.path / "logs").iterdir()), "no attempt has logs, since no torchrun was started"
 
 
-def test_warnings_pass_and_are_shown_unless_the_job_is_strict(tmp_path: Path) -> None:
+def test_warnings_are_shown_and_refuse_the_job_only_if_it_is_strict(tmp_path: Path) -> None:
     job = MadeJob(tmp_path)
     job.write()
     write_shard(tmp_path / "data", 1, 2, 33)
     assert job.start() == 0
-    assert job.told("WARN", "spread")
+    assert job.printed("WARN", "spread")
     strict = MadeJob(tmp_path, launch={"strict": True})
     strict.write()
     write_shard(tmp_path / "data", 1, 2, 33)
     assert strict.start() == 2
 
 
-def test_a_broken_newest_checkpoint_is_named_and_an_older_one_taken(tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_named_and_an_older_one_used(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, plan=Plan(steps=6, rank=1, at=5, until_attempt=1, act="kill"), launch={"retries": 0})
     job.write()
     assert job.start() == 5
     weights = job.run.checkpoint(4) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")  # same size, other bytes
     assert job.start() == 0
-    assert job.told("skipped a checkpoint", "step-00000004/model.safetensors", "sha256")
-    assert job.told("launch: attempt 2, from", "step-00000002")
+    assert job.printed("skipped a checkpoint", "step-00000004/model.safetensors", "SHA-256")
+    assert job.printed("launch: attempt 2, from", "step-00000002")
 
 
-def test_fresh_sets_old_checkpoints_aside_so_that_no_retry_takes_them(tmp_path: Path) -> None:
+def test_fresh_moves_old_checkpoints_aside_so_that_no_retry_resumes_from_them(tmp_path: Path) -> None:
     job = MadeJob(tmp_path)
     job.write()
     assert job.start() == 0
@@ -128,42 +129,42 @@ def test_fresh_sets_old_checkpoints_aside_so_that_no_retry_takes_them(tmp_path: 
     job.write()
     assert job.start(fresh=True) == 0
     assert (job.run.path / "checkpoints-before-attempt-02" / "step-00000004").is_dir()
-    assert job.told("launch: attempt 3, from the start")
+    assert job.printed("launch: attempt 3, from the beginning")
 
 
-def test_one_signal_saves_and_ends_with_4_and_the_next_launch_goes_on(tmp_path: Path) -> None:
+def test_one_signal_saves_and_exits_with_4_and_the_next_launch_continues(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, blocks=8 * 1000, plan=Plan(steps=10_000, save_every=10_000))
     job.write()
 
-    def stop_at_step_3(line: str, interruptions: InterruptCount) -> None:
-        interruptions.count = 1 if line.startswith("step 3/") else interruptions.count
+    def stop_at_step_3(line: str, interrupts: InterruptCount) -> None:
+        interrupts.count = 1 if line.startswith("step 3/") else interrupts.count
 
     assert job.start(on_line=stop_at_step_3) == 4
-    assert job.told("asked the ranks to save and end")
+    assert job.printed("asked the ranks to save and stop")
     saved = newest_step(job)
     assert saved
     assert saved >= 3
     assert job.said[-1] == (
-        f"launch: stopped by a signal at step {saved} of 10,000, saved; the same command goes on from there"
+        f"launch: stopped by a signal at step {saved} of 10,000, saved; run the same command to continue"
     )
-    assert not job.run.stop_file.exists(), "the launcher made it, and it has served"
+    assert not job.run.stop_file.exists(), "the launcher created it, and removes it"
     assert job.left_running() == []
     job.plan = Plan(steps=saved + 2)
     job.write()
     assert job.start() == 0
-    assert not job.told("launch: removed", "stop")
-    assert job.told(f"begins at step {saved}")
+    assert not job.printed("launch: removed", "stop")
+    assert job.printed(f"begins at step {saved}")
 
 
-def test_two_signals_end_everything_now(tmp_path: Path) -> None:
+def test_two_signals_end_everything_at_once(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, plan=Plan(steps=10_000, save_every=10_000, children=True))
     job.write()
 
-    def insist(line: str, interruptions: InterruptCount) -> None:
-        interruptions.count = 2 if line.startswith("step 3/") else interruptions.count
+    def insist(line: str, interrupts: InterruptCount) -> None:
+        interrupts.count = 2 if line.startswith("step 3/") else interrupts.count
 
     assert job.start(on_line=insist) == 130
-    assert job.told("ending the ranks now")
+    assert job.printed("terminating the ranks now")
     assert job.left_running() == [], "not even what ignores SIGTERM in a session of its own"
 
 
@@ -171,17 +172,17 @@ def test_a_signal_between_two_attempts_ends_the_launch(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, plan=Plan(rank=1, at=3, until_attempt=9, act="kill"), launch={"retry_wait_seconds": 600.0})
     job.write()
 
-    def stop_in_the_pause(line: str, interruptions: InterruptCount) -> None:
-        interruptions.count = 1 if line.startswith("launch: retry 1 of") else interruptions.count
+    def stop_in_the_pause(line: str, interrupts: InterruptCount) -> None:
+        interrupts.count = 1 if line.startswith("launch: retry 1 of") else interrupts.count
 
     assert job.start(on_line=stop_in_the_pause) == 130
 
 
-def test_a_job_file_that_changes_on_the_way_is_not_trained_with(tmp_path: Path) -> None:
+def test_a_job_file_that_changes_during_the_launch_ends_it(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, plan=Plan(rank=1, at=3, until_attempt=9, act="kill"))
     job.write()
 
-    def edit(line: str, interruptions: InterruptCount) -> None:
+    def edit(line: str, interrupts: InterruptCount) -> None:
         if line.startswith("launch: retry 1 of"):
             job.file.write_text(job.file.read_text() + "# edited\n")
 
@@ -189,23 +190,26 @@ def test_a_job_file_that_changes_on_the_way_is_not_trained_with(tmp_path: Path) 
     assert "has changed since this launch began" in job.said[-1]
 
 
-def test_a_run_directory_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+def test_a_run_directory_that_cannot_be_created_is_reported_in_one_sentence(tmp_path: Path) -> None:
     job = MadeJob(tmp_path)
     job.write()
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(UserError, match=r"run.*nothing is started"):
+    with pytest.raises(UserError, match=r"run.*nothing was started"):
         job.start()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_launcher_that_dies_takes_its_ranks_with_it(tmp_path: Path, number: signal.Signals) -> None:
+def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
     job = MadeJob(tmp_path, plan=Plan(steps=10_000, save_every=10_000, children=True))
     program = (
-        "import sys; from tests.trainer.launch.jobs import QUICK, rank_program; from wattwatch.trainer.launch.launcher import *\n"
-        "from wattwatch.trainer.launch.attempt import interruptions\n"
-        "with interruptions() as counted:\n"
-        "  wishes = Wishes(None, False, rank_program, QUICK)\n"
-        "  sys.exit(Launch(read_job(sys.argv[1]), wishes, counted, lambda line: print(line, flush=True)).run())\n"
+        "import sys\n"
+        "from wattwatch.trainer.launch.launcher import JobLauncher, LaunchOptions, read_job_file\n"
+        "from wattwatch.trainer.launch.attempt import count_interrupts\n"
+        "from tests.trainer.launch.jobs import QUICK, rank_program\n"
+        "print_line = lambda line: print(line, flush=True)\n"
+        "with count_interrupts() as counted:\n"
+        "  options = LaunchOptions(None, False, rank_program, QUICK)\n"
+        "  sys.exit(JobLauncher(read_job_file(sys.argv[1]), options, counted, print_line).run())\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(job.write())], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -221,11 +225,11 @@ def test_a_launcher_that_dies_takes_its_ranks_with_it(tmp_path: Path, number: si
         await_nothing_left(str(tmp_path))
 
 
-def test_a_node_program_that_is_killed_is_a_lost_node_and_takes_its_ranks_with_it(tmp_path: Path) -> None:
+def test_a_node_program_that_is_killed_is_a_lost_node_and_no_rank_outlives_it(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, plan=Plan(steps=10_000, save_every=10_000), launch={"retries": 0})
     job.write()
 
-    def kill_node_program(line: str, interruptions: InterruptCount) -> None:
+    def kill_node_program(line: str, interrupts: InterruptCount) -> None:
         if line.startswith("step 3/"):
             (pid,) = [pid for pid in descendants(os.getpid()) if b"wattwatch.trainer.launch.node" in command(pid)]
             os.kill(pid, signal.SIGKILL)
@@ -248,19 +252,19 @@ def await_nothing_left(mark: str) -> None:
 
 def test_print_shows_the_plan_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = MadeJob(tmp_path, launch={"nodes": "gpu-[1-2]", "via": "ssh"})
-    answer = wattwatch_train(capsys, "launch", job.write(), "--print")
+    answer = run_wattwatch_train(capsys, "launch", job.write(), "--print")
     assert answer.exit_code == 0
     assert "TORCH_FR_BUFFER_SIZE=2000" in answer.out
     assert "# gate on gpu-2" in answer.out
     assert "# ranks on gpu-1" in answer.out
     assert "--no-python" in answer.out
-    assert f"-m wattwatch.trainer.cli run {job.file}" in answer.out
+    assert f"-P -m wattwatch.trainer.cli run {job.file}" in answer.out
     assert not job.run.path.exists()
 
 
-def test_bad_settings_are_refused_with_the_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_are_refused_with_the_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = MadeJob(tmp_path, launch={"nodes": "a,b"})
-    answer = wattwatch_train(capsys, "launch", job.write())
+    answer = run_wattwatch_train(capsys, "launch", job.write())
     assert answer.exit_code == 2
     assert answer.err == 'launch.nodes names 2 nodes and launch.via is "local": set it to "ssh" or "srun"\n'
 
@@ -281,79 +285,82 @@ def test_a_port_that_is_in_use_is_refused_before_anything_is_started(tmp_path: P
         job.launch = {"port": port}
         job.write()
         assert job.start() == 2
-    assert job.said[-1] == f"launch: refused: port {port} of localhost is in use; set launch.port; nothing was started"
+    assert (
+        job.said[-1]
+        == f"launch: refused: port {port} of localhost is in use; set launch.port to a free one; nothing was started"
+    )
     assert not list((job.run.path / "logs").iterdir())
     assert job.start() == 0, "it is free again"
 
 
-def test_a_torchrun_that_dies_before_any_rank_is_quoted_and_tried_once_more(tmp_path: Path) -> None:
+def test_a_torchrun_that_fails_before_any_rank_started_is_quoted_and_retried_once(tmp_path: Path) -> None:
     job = MadeJob(tmp_path)
     job.write()
     assert job.start("tests.trainer.launch.no_such_torchrun") == 5
-    said = "torchrun on localhost failed before any rank: "
+    said = "torchrun on localhost failed before any rank started: "
     assert len([line for line in job.said if said in line]) == 2
     assert job.said[-1].startswith(f"launch: failed: attempt 2: {said}")
     assert "No module named tests.trainer.launch.no_such_torchrun" in job.said[-1]
-    assert "So did the attempt before" in job.said[-1]
+    assert "The previous attempt failed in the same way" in job.said[-1]
 
 
-def somebody_alive(job: MadeJob, pid: int) -> None:
-    """A heartbeat of now, of a process of this host."""
+def write_live_heartbeat(job: MadeJob, pid: int) -> None:
+    """A fresh heartbeat of a process on this host."""
     beat = {"run": "other", "rank": 0, "host": os.uname().nodename, "pid": pid, "phase": "train"}
     heartbeat = job.run.heartbeat(0)
     heartbeat.parent.mkdir(parents=True, exist_ok=True)
     heartbeat.write_text(json.dumps(beat | {"restart": -1, "t_wall": time.time()}))
 
 
-NOBODY = 2**22 + 1  # above any pid
+NO_SUCH_PID = 2**22 + 1  # above any pid
 
 
-def test_a_second_launch_leaves_the_living_jobs_stop_file_and_gate_record_alone(tmp_path: Path) -> None:
+def test_a_second_launch_changes_neither_stop_file_nor_gate_json_of_the_running_job(tmp_path: Path) -> None:
     job = MadeJob(tmp_path)
     job.write()
-    somebody_alive(job, os.getpid())
+    write_live_heartbeat(job, os.getpid())
     job.run.stop_file.touch()
-    job.run.gate_json.write_text("the living job's")
+    job.run.gate_json.write_text("the running job's")
     assert job.start() == 2
-    assert job.told("still lives in this run directory")
-    assert job.told("gate.json is not written: the one that is there is the living job's")
+    assert job.printed("still runs in this run directory")
+    assert job.printed("gate.json was not written: the existing one belongs to the running job")
     assert job.run.stop_file.exists()
-    assert job.run.gate_json.read_text() == "the living job's"
-    somebody_alive(job, NOBODY)
+    assert job.run.gate_json.read_text() == "the running job's"
+    write_live_heartbeat(job, NO_SUCH_PID)
     assert job.start() == 0
-    assert job.told("launch: removed", "left by an earlier stop")
+    assert job.printed("launch: removed", "left from an earlier stop")
 
 
-def test_what_a_living_smoke_test_has_written_stays_until_the_gate_finds_nobody(tmp_path: Path) -> None:
+def test_files_of_a_running_smoke_test_stay_until_the_gate_finds_no_live_rank(tmp_path: Path) -> None:
     job = MadeJob(tmp_path)
     job.write()
     kept = job.run.checkpoints / "step-00000002"
     kept.mkdir(parents=True)
     (kept / "old").touch()
-    somebody_alive(job, os.getpid())
-    wishes = LaunchOptions("boundary", False, rank_program, QUICK, grace_seconds=2.0)
-    assert JobLauncher(read_job_file(str(job.file)), wishes, InterruptCount(), job.said.append).run() == 2
+    write_live_heartbeat(job, os.getpid())
+    options = LaunchOptions("boundary", False, rank_program, QUICK, grace_seconds=2.0)
+    assert JobLauncher(read_job_file(str(job.file)), options, InterruptCount(), job.said.append).run() == 2
     assert (kept / "old").exists()
-    somebody_alive(job, NOBODY)
-    assert JobLauncher(read_job_file(str(job.file)), wishes, InterruptCount(), job.said.append).run() == 0
+    write_live_heartbeat(job, NO_SUCH_PID)
+    assert JobLauncher(read_job_file(str(job.file)), options, InterruptCount(), job.said.append).run() == 0
     assert not kept.joinpath("old").exists()
 
 
-def test_a_stop_that_comes_while_the_gate_looks_is_meant_for_this_launch(tmp_path: Path) -> None:
+def test_a_stop_file_created_during_the_gate_is_meant_for_this_launch(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, plan=Plan(steps=10_000, save_every=10_000))
     job.write()
     job.run.path.mkdir()
     job.run.stop_file.touch()
     os.utime(job.run.stop_file, (1, 1))
 
-    def stop_at_the_gate(line: str, interruptions: InterruptCount) -> None:
+    def stop_at_the_gate(line: str, interrupts: InterruptCount) -> None:
         if line.startswith("gate open"):
             job.run.stop_file.touch()
 
     assert job.start(on_line=stop_at_the_gate) == 4
-    assert not job.told("launch: removed")
+    assert not job.printed("launch: removed")
     assert job.said[-1].startswith("launch: stopped by the stop file at step ")
-    assert job.run.stop_file.exists(), "it is not the launcher's"
+    assert job.run.stop_file.exists(), "the launcher did not create it"
 
 
 def test_a_job_that_is_done_is_not_started_again(tmp_path: Path) -> None:
@@ -365,4 +372,4 @@ def test_a_job_that_is_done_is_not_started_again(tmp_path: Path) -> None:
     assert job.said == ["launch: nothing to do: step 4 of 4 is saved"]
     job.file.write_text(job.file.read_text() + "# it may want more steps now\n")
     job.start()
-    assert job.told("gate open"), "whoever has changed the job file is not told that nothing is to do"
+    assert job.printed("gate open"), "with a changed job file the gate decides whether there is something to do"

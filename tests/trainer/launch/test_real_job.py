@@ -1,4 +1,4 @@
-"""The whole command, with the trainer that it is made for, on this machine's CPU."""
+"""The whole command with the real trainer, on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.trainer.launch.jobs import ROOT, free_ports, left_running
 DEADLINE_SECONDS = 110.0
 
 
-def test_a_smoke_test_of_the_boundary_leaves_nothing_that_training_would_resume_from(tmp_path: Path) -> None:
+def test_a_smoke_test_leaves_nothing_that_training_would_resume_from(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from tests.trainer.train.tiny_model import write_blocks, write_model
 
@@ -36,6 +36,6 @@ def test_a_smoke_test_of_the_boundary_leaves_nothing_that_training_would_resume_
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step=17/17 " in done.stdout
-    assert "launch: done: the last steps and the save after them went well" in done.stdout
+    assert "launch: done: the last steps and the save after them succeeded" in done.stdout
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"smoke"}
     assert left_running(str(tmp_path)) == []

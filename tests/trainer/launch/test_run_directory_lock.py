@@ -12,9 +12,9 @@ from wattwatch.trainer.launch.launcher import lock_run_directory
 from wattwatch.trainer.run_directory import RunDirectory
 
 
-def test_the_second_launch_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+def test_a_second_launch_is_refused_and_names_the_process_of_the_first(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    refused = pytest.raises(UserError, match=rf"pid {os.getpid()} on .* launches there already")
+    refused = pytest.raises(UserError, match=rf"another launch is running there \(pid {os.getpid()} on ")
     with lock_run_directory(run), refused, lock_run_directory(run):
         pass
     with lock_run_directory(run):

@@ -1,4 +1,4 @@
-"""What each rank does and tells in tests of the step: real FSDP, real gloo."""
+"""What each rank does in tests of the step, with real FSDP and gloo, and a reference without them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Arrays = dict[str, NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class LockstepResult:
-    """By one rank."""
+    """The result of one rank."""
 
     gradients: Arrays  # whole, of the first step
     norm: float
@@ -51,7 +51,7 @@ def lockstep(model_directory: str, data: str, settings: TrainSettings, steps: in
         batches = BatchReader(blocks, plan, settings.micro_batch, settings.document_mask)
         model = empty_model(Path(model_directory), settings, mesh, device)
         load_weights(model, Path(model_directory))
-        keeper = keeping(model)
+        keeper = gradient_keeper(model)
         first = run_step(model, keeper, batches, 0, replace(settings, clip_norm=0.0), StopRequest.NONE, device)
         optimizer, losses = make_optimizer(model, settings), []
         for step in range(min(steps, plan.steps)):
@@ -61,8 +61,8 @@ def lockstep(model_directory: str, data: str, settings: TrainSettings, steps: in
         return LockstepResult(keeper.kept, first.grad_norm, first.tokens, losses, recorded_collectives(), str(plan))
 
 
-def keeping(model: Any) -> Any:
-    """An optimizer that keeps whole gradients and changes nothing."""
+def gradient_keeper(model: Any) -> Any:
+    """An optimizer that stores whole gradients and changes nothing."""
     import torch
 
     class Keeping(torch.optim.SGD):
@@ -75,7 +75,7 @@ def keeping(model: Any) -> Any:
 
 
 def recorded_collectives() -> list[tuple[str, str]]:
-    """What this rank's flight recorder holds."""
+    """The collectives in this rank's flight recorder, in order."""
     from torch._C import _distributed_c10d as recorder
 
     entries = json.loads(recorder._dump_fr_trace_json())["entries"]  # type: ignore[attr-defined]  # not in torch's stubs
@@ -84,7 +84,7 @@ def recorded_collectives() -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One process, the plain model, all ranks' blocks: the mean over target tokens, as the definition says."""
+    """One process, the unsharded model, all ranks' blocks: the mean over target tokens, by its definition."""
 
     gradients: Arrays
     norm: float

@@ -1,4 +1,4 @@
-"""A function run on real ranks: processes of their own, gloo between them, on loopback."""
+"""Runs a function on real ranks: one process each, connected by gloo on loopback."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def free_port() -> int:
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """`function(*arguments)` in each of `world` processes, with what torchrun sets; what each returned, by rank.
+    """`function(*arguments)` in each of `world` processes, with torchrun's environment; results by rank.
 
-    It must be importable, and return what pickles. Raises RuntimeError with the traceback of a rank that raised.
+    The function must be importable, and its result picklable. Raises RuntimeError with the traceback of a
+    rank that raised.
     """
     context, port = preloaded_context(), free_port()
     processes, ends = [], []

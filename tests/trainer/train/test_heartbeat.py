@@ -1,4 +1,4 @@
-"""What stands in a rank's heartbeat, when, and what a file system that hangs does to the training loop: nothing."""
+"""The content of a rank's heartbeat, when it is written, and that a hanging file system does not block training."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def heartbeat(
     )
 
 
-def file_of(run: Path) -> dict[str, Any]:
+def read_heartbeat_file(run: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((run / "heartbeat" / "rank-00003.json").read_text())
     return loaded
 
 
-def until(true: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -58,36 +58,36 @@ class Recorder:
     """Keeps what is written instead of writing it."""
 
     def __init__(self) -> None:
-        self.beats: list[dict[str, Any]] = []
+        self.records: list[dict[str, Any]] = []
 
     def __call__(self, path: Path, data: bytes) -> None:
-        self.beats.append(json.loads(data))
+        self.records.append(json.loads(data))
 
     def has(self, phase: str) -> bool:
-        return phase in [beat["phase"] for beat in self.beats]
+        return phase in [record["phase"] for record in self.records]
 
 
 class Hanging:
-    """A file system that does not answer until it is let go."""
+    """A file system that hangs until it is released."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
-        self.let_go = threading.Event()
+        self.released = threading.Event()
         self.written = 0
 
     def __call__(self, path: Path, data: bytes) -> None:
         self.entered.set()
-        assert self.let_go.wait(DEADLINE_SECONDS)
+        assert self.released.wait(DEADLINE_SECONDS)
         self.written += 1
 
 
 def test_the_file_has_the_fields_of_the_contract_in_its_order(tmp_path: Path) -> None:
     before = time.time()
-    with heartbeat(tmp_path, attempt=2) as beat:
-        beat.beat(
+    with heartbeat(tmp_path, attempt=2) as writer:
+        writer.update(
             RankPhase.TRAIN, 7, micro=3, blocks_left=21, tokens_per_second=52e3, data_wait_ms=1.5, loss=1.25, steps=50
         )
-    written = file_of(tmp_path)
+    written = read_heartbeat_file(tmp_path)
     assert tuple(written) == FIELDS
     assert before <= written.pop("t_step") <= written.pop("t_wall") <= time.time()
     assert written == {
@@ -111,8 +111,8 @@ def test_the_file_has_the_fields_of_the_contract_in_its_order(tmp_path: Path) ->
 
 
 def test_the_watcher_reads_it(tmp_path: Path) -> None:
-    with heartbeat(tmp_path) as beat:
-        beat.beat(RankPhase.SAVE, 9, loss=0.5)
+    with heartbeat(tmp_path) as writer:
+        writer.update(RankPhase.SAVE, 9, loss=0.5)
     path = tmp_path / "heartbeat" / "rank-00003.json"
     sample = read_heartbeat(path.read_text(), str(path))
     assert (sample.step, sample.total_steps, sample.phase, sample.rank, sample.world) == (9, 100, "save", 3, 4)
@@ -121,67 +121,70 @@ def test_the_watcher_reads_it(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_is_valid_json_and_the_watcher_sees_it(tmp_path: Path) -> None:
     for loss, text in ((math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity")):
-        with heartbeat(tmp_path) as beat:
-            beat.beat(RankPhase.TRAIN, 1, loss=loss)
-        assert file_of(tmp_path)["loss"] == text
+        with heartbeat(tmp_path) as writer:
+            writer.update(RankPhase.TRAIN, 1, loss=loss)
+        assert read_heartbeat_file(tmp_path)["loss"] == text
         seen = read_heartbeat((tmp_path / "heartbeat" / "rank-00003.json").read_text(), "").loss
         assert seen is not None
         assert repr(seen) == repr(loss)
 
 
-def test_it_says_load_before_it_is_told_anything(tmp_path: Path) -> None:
+def test_the_phase_is_load_before_the_first_update(tmp_path: Path) -> None:
     with heartbeat(tmp_path):
-        until((tmp_path / "heartbeat" / "rank-00003.json").exists)
-        assert (file_of(tmp_path)["phase"], file_of(tmp_path)["step"]) == ("load", 0)
+        wait_until((tmp_path / "heartbeat" / "rank-00003.json").exists)
+        assert (read_heartbeat_file(tmp_path)["phase"], read_heartbeat_file(tmp_path)["step"]) == ("load", 0)
 
 
 def test_a_change_of_phase_is_written_at_once_and_a_step_waits_for_the_interval(tmp_path: Path) -> None:
     recorder = Recorder()
-    with heartbeat(tmp_path, AN_HOUR, recorder) as beat:
+    with heartbeat(tmp_path, AN_HOUR, recorder) as writer:
         for phase in (RankPhase.TRAIN, RankPhase.BARRIER, RankPhase.SAVE):
-            beat.beat(phase, 5)
-            until(partial(recorder.has, phase))
-        beat.beat(step=6)
-        beat.beat(step=7)
-        assert [written["step"] for written in recorder.beats if written["phase"] == "save"] == [5]
-    assert [written["step"] for written in recorder.beats if written["phase"] == "save"] == [5, 7]  # the last, at close
+            writer.update(phase, 5)
+            wait_until(partial(recorder.has, phase))
+        writer.update(step=6)
+        writer.update(step=7)
+        assert [written["step"] for written in recorder.records if written["phase"] == "save"] == [5]
+    assert [written["step"] for written in recorder.records if written["phase"] == "save"] == [
+        5,
+        7,
+    ]  # the last, at close
 
 
-def test_steps_are_written_once_in_an_interval(tmp_path: Path) -> None:
+def test_steps_are_written_once_per_interval(tmp_path: Path) -> None:
     recorder = Recorder()
-    with heartbeat(tmp_path, 0.05, recorder) as beat:
+    with heartbeat(tmp_path, 0.05, recorder) as writer:
         began = time.monotonic()
         for step in range(1, 2001):
-            beat.beat(RankPhase.TRAIN, step)
+            writer.update(RankPhase.TRAIN, step)
             time.sleep(0.0001)
         lasted = time.monotonic() - began
-    assert 2 <= len(recorder.beats) <= lasted / 0.05 + 4  # the first, a change of phase, and the last at close
-    assert recorder.beats[-1]["step"] == 2000
+    assert 2 <= len(recorder.records) <= lasted / 0.05 + 4  # the first, a change of phase, and the last at close
+    assert recorder.records[-1]["step"] == 2000
 
 
-def test_t_step_stands_while_the_step_stands(tmp_path: Path) -> None:
+def test_t_step_does_not_change_while_the_step_does_not(tmp_path: Path) -> None:
     recorder = Recorder()
-    with heartbeat(tmp_path, AN_HOUR, recorder) as beat:
-        beat.beat(RankPhase.TRAIN, 5)
-        until(partial(recorder.has, "train"))
-        beat.beat(RankPhase.BARRIER)
-        until(partial(recorder.has, "barrier"))
-    train, barrier = (next(b for b in recorder.beats if b["phase"] == phase) for phase in ("train", "barrier"))
+    with heartbeat(tmp_path, AN_HOUR, recorder) as writer:
+        writer.update(RankPhase.TRAIN, 5)
+        wait_until(partial(recorder.has, "train"))
+        writer.update(RankPhase.BARRIER)
+        wait_until(partial(recorder.has, "barrier"))
+    train, barrier = (next(b for b in recorder.records if b["phase"] == phase) for phase in ("train", "barrier"))
     assert barrier["step"] == 5
     assert barrier["t_step"] == train["t_step"]
     assert barrier["t_wall"] >= train["t_wall"]
 
 
-def test_a_file_system_that_hangs_holds_up_neither_the_loop_nor_the_end(tmp_path: Path) -> None:
+def test_a_file_system_that_hangs_blocks_neither_the_loop_nor_the_end(tmp_path: Path) -> None:
     hanging = Hanging()
-    beat = heartbeat(tmp_path, 0.0, hanging)
+    writer = heartbeat(tmp_path, 0.0, hanging)
     assert hanging.entered.wait(DEADLINE_SECONDS)
     for step in range(100_000):  # with a loop that waits for one write, this would not come to its end
-        beat.beat(RankPhase.TRAIN, step)
+        writer.update(RankPhase.TRAIN, step)
     assert hanging.written == 0
-    assert not beat.close(wait_seconds=0.05)
-    hanging.let_go.set()
-    assert beat.close(DEADLINE_SECONDS)
+    assert not writer.close(wait_seconds=0.05)
+    hanging.released.set()
+    assert writer.close(DEADLINE_SECONDS)
     assert hanging.written == 2  # what was skipped is not caught up: the first and the newest
 
 
@@ -190,22 +193,22 @@ def test_a_process_ends_while_its_file_system_hangs(tmp_path: Path) -> None:
     (tmp_path / "heartbeat").mkdir()
     os.mkfifo(tmp_path / "heartbeat" / "rank-00003.json.tmp")
     program = (
-        "from pathlib import Path; from wattwatch.trainer.train.heartbeat import Heartbeat; "
+        "from pathlib import Path; from wattwatch.trainer.train.heartbeat import HeartbeatWriter; "
         "from wattwatch.trainer.run_directory import RunDirectory\n"
-        f"with Heartbeat(RunDirectory(Path({str(tmp_path)!r})), run='r', rank=3, world=4, attempt=1) as beat:\n"
-        "    beat.beat('train', 1)\n"
+        f"with HeartbeatWriter(RunDirectory(Path({str(tmp_path)!r})), run='r', rank=3, world=4, attempt=1) as writer:\n"
+        "    writer.update('train', 1)\n"
         "print('trained')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
     assert done.stdout == b"trained\n"
 
 
-def test_a_directory_that_cannot_be_written_stops_nothing_and_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_stops_nothing_and_is_reported(tmp_path: Path) -> None:
     (tmp_path / "heartbeat").write_text("a file where the directory should be")
-    with heartbeat(tmp_path) as beat:
-        beat.beat(RankPhase.TRAIN, 1)
-        until(lambda: bool(beat.problem))
-    assert "heartbeat" in beat.problem
+    with heartbeat(tmp_path) as writer:
+        writer.update(RankPhase.TRAIN, 1)
+        wait_until(lambda: bool(writer.problem))
+    assert "heartbeat" in writer.problem
 
 
 def test_no_torch_is_imported() -> None:

@@ -47,12 +47,12 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.mark.parametrize("world", ["two", "four"])
 def test_gradients_are_those_of_one_process_over_all_tokens(world: str, request: pytest.FixtureRequest) -> None:
     both: Pair = request.getfixturevalue(world)
-    for told in both.ranks:
-        assert told.tokens == both.alone.tokens
-        assert told.gradients.keys() == both.alone.gradients.keys()
-        for name, gradient in told.gradients.items():
+    for result in both.ranks:
+        assert result.tokens == both.alone.tokens
+        assert result.gradients.keys() == both.alone.gradients.keys()
+        for name, gradient in result.gradients.items():
             np.testing.assert_allclose(gradient, both.alone.gradients[name], rtol=1e-4, atol=1e-7, err_msg=name)
-        assert told.norm == pytest.approx(both.alone.norm, rel=1e-5)
+        assert result.norm == pytest.approx(both.alone.norm, rel=1e-5)
 
 
 def test_the_token_counts_of_ranks_and_micro_steps_differ_in_this_test(two: Pair) -> None:
@@ -60,16 +60,16 @@ def test_the_token_counts_of_ranks_and_micro_steps_differ_in_this_test(two: Pair
     assert two.alone.tokens < 248
 
 
-def test_what_is_held_for_a_step_is_gathered_once_in_it(four: Pair) -> None:
+def test_with_gather_step_every_group_is_gathered_once_per_step(four: Pair) -> None:
     np.testing.assert_allclose(four.ranks[0].losses, four.alone.losses, rtol=1e-5)
-    for told in four.ranks:
-        gathers = sum("all_gather" in name for name, _ in told.collectives) - len(told.gradients)  # the test's own
+    for result in four.ranks:
+        gathers = sum("all_gather" in name for name, _ in result.collectives) - len(result.gradients)  # the test's own
         groups, steps = 5, 3  # two layers, embedding, head, root
         assert gathers == groups * steps
 
 
-def test_200_steps_have_the_losses_of_a_plain_loop(two: Pair) -> None:
-    assert [len(told.losses) for told in two.ranks] == [STEPS, STEPS]
+def test_200_steps_have_the_losses_of_a_simple_loop(two: Pair) -> None:
+    assert [len(result.losses) for result in two.ranks] == [STEPS, STEPS]
     assert two.ranks[0].losses == two.ranks[1].losses
     np.testing.assert_allclose(two.ranks[0].losses, two.alone.losses, rtol=2e-3)
     assert two.alone.losses[-1] < 0.8 * two.alone.losses[0]
@@ -78,17 +78,17 @@ def test_200_steps_have_the_losses_of_a_plain_loop(two: Pair) -> None:
 @pytest.mark.parametrize("world", ["two", "four"])
 def test_every_rank_issues_the_same_collectives_in_the_same_order(world: str, request: pytest.FixtureRequest) -> None:
     both: Pair = request.getfixturevalue(world)
-    for told in both.ranks[1:]:
-        assert told.collectives == both.ranks[0].collectives
+    for result in both.ranks[1:]:
+        assert result.collectives == both.ranks[0].collectives
     assert any("all_gather" in name for name, _ in both.ranks[0].collectives)
 
 
-def test_all_ranks_stop_at_the_shortest(two: Pair, four: Pair) -> None:
-    assert [told.plan for told in two.ranks] == ["[evenfix] local=803 -> min=803", "[evenfix] local=811 -> min=803"]
+def test_all_ranks_stop_at_the_smallest_block_count(two: Pair, four: Pair) -> None:
+    assert [result.plan for result in two.ranks] == ["[evenfix] local=803 -> min=803", "[evenfix] local=811 -> min=803"]
     assert four.ranks[3].plan == "[evenfix] local=11 -> min=8"
 
 
-def test_bfloat16_points_where_float32_does(tmp_path: Path) -> None:
+def test_bfloat16_gradients_point_in_the_direction_of_float32_ones(tmp_path: Path) -> None:
     both = pair(tmp_path, [8, 8], replace(RAGGED, precision="bf16"), 0)
     ours = np.concatenate([both.ranks[0].gradients[name].ravel() for name in sorted(both.alone.gradients)])
     theirs = np.concatenate([both.alone.gradients[name].ravel() for name in sorted(both.alone.gradients)])

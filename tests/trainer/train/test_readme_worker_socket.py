@@ -1,4 +1,4 @@
-"""The lines of README.md for a trainer of one's own: a server where the watcher looks, open to its user only."""
+"""The lines in README.md for other trainers start a server where the watcher expects it, open only to its user."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(util.find_spec("torch") is None, reason="torch is not installed: pip install 'wattwatch[trainer]'")
-def test_the_lines_of_the_readme_serve_where_the_watcher_looks(run: Path) -> None:
+def test_the_lines_in_the_readme_start_a_server_where_the_watcher_expects_it(run: Path) -> None:
     (lines,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     program = lines.replace('"/nfs/runs/pretrain"', repr(str(run))) + ASK
     answer = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a rank refuses or ends on, without a group of ranks."""
+"""Errors of a single rank, without a process group."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from tests.trainer.train.tiny_model import write_blocks, write_model
 from wattwatch.trainer.errors import UserError
 from wattwatch.trainer.pack.blocks import PackedBlocks
-from wattwatch.trainer.run_directory import RankExit, read_rank_exit
+from wattwatch.trainer.run_directory import RankExit, RankExitCode, read_rank_exit
 from wattwatch.trainer.settings import parse_job_settings
 from wattwatch.trainer.train.model import build_model, load_weights
-from wattwatch.trainer.train.rank import EXIT_FAILED, describe_failure, reserve_exit_file, write_exit_file
+from wattwatch.trainer.train.rank import describe_failure, reserve_exit_file, write_exit_file
 
 MINIMUM = {"run": "r", "data": "d", "model": "m"}
 
@@ -51,38 +51,38 @@ def test_weights_that_do_not_fit_are_named(tensor: torch.Tensor | None, says: st
         load_weights(empty, spoiled(model, tmp_path / "spoiled", "model.norm.weight", tensor))
 
 
-def test_a_quantised_model_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_quantized_model_is_refused(model: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="a quantised model"):
+    with pytest.raises(UserError, match="a quantized model"):
         build_model(tmp_path)
 
 
-def test_document_starts_that_are_another_files_are_refused(tmp_path: Path) -> None:
+def test_record_starts_of_another_file_are_refused(tmp_path: Path) -> None:
     data = write_blocks(tmp_path, [4])
     starts = data / "rank-00000.starts.i64"
     starts.write_bytes(bytes(reversed(starts.read_bytes())))
-    with pytest.raises(UserError, match="not the places where records begin"):
+    with pytest.raises(UserError, match="not the record starts of this token file"):
         PackedBlocks(data, 0)
 
 
-def test_last_words_fit_into_the_room_reserved_for_them(tmp_path: Path) -> None:
+def test_the_exit_file_uses_the_disk_space_reserved_for_it(tmp_path: Path) -> None:
     path = tmp_path / "rank-00003.ending.json"
     reserve_exit_file(path)
-    room = next(tmp_path.iterdir())
+    reserved = next(tmp_path.iterdir())
     assert read_rank_exit(path) is None
-    before = room.stat().st_ino
-    write_exit_file(path, RankExit(EXIT_FAILED, "No space left on device", 21))
-    assert read_rank_exit(path) == RankExit(EXIT_FAILED, "No space left on device", 21)
+    before = reserved.stat().st_ino
+    write_exit_file(path, RankExit(RankExitCode.FAILED, "No space left on device", 21))
+    assert read_rank_exit(path) == RankExit(RankExitCode.FAILED, "No space left on device", 21)
     assert path.stat().st_ino == before  # no new file, no new block
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_lost_peer_is_a_consequence_and_is_said_without_good_luck(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_peer_is_a_consequence_and_gloos_greeting_is_removed(capsys: pytest.CaptureFixture[str]) -> None:
     said = describe_failure(
         RuntimeError("[gloo/tcp/pair.cc:554] Connection closed by peer. This may indicate a crash. GLHF!")
     )
-    assert (said.code, said.follows) == (EXIT_FAILED, True)
+    assert (said.code, said.follows) == (RankExitCode.FAILED, True)
     assert said.why.endswith("Connection closed by peer")
 
 
@@ -93,13 +93,13 @@ def test_a_lost_peer_is_a_consequence_and_is_said_without_good_luck(capsys: pyte
         ({"train": {"learning_rate": 1e39}}, "train.learning_rate: expected more than 0, at most 1"),
         ({"train": {"epsilon": 1e-300}}, "train.epsilon: expected from 1e-30 to 1"),
         ({"train": {"step_timeout_seconds": 1e15}}, "at most 30 days"),
-        ({"launch": {"environment": {"A=B": "1"}}}, "launch.environment.'A=B': not a variable"),
-        ({"launch": {"environment": {"A": "\0"}}}, "launch.environment.'A': not a variable"),
-        ({"launch": {"environment": {"RANK": "1"}}}, "launch.environment.RANK: the launcher's own to set"),
+        ({"launch": {"environment": {"A=B": "1"}}}, "launch.environment.'A=B': not a valid environment variable"),
+        ({"launch": {"environment": {"A": "\0"}}}, "launch.environment.'A': not a valid environment variable"),
+        ({"launch": {"environment": {"RANK": "1"}}}, "launch.environment.RANK: set by the launcher"),
         ({"train": {"warmup_stps": 1}}, "train.warmup_stps: unknown key, did you mean warmup_steps?"),
     ],
 )
-def test_settings_that_cannot_work_are_named_with_what_would(table: dict[str, object], says: str) -> None:
+def test_invalid_settings_are_named_with_the_valid_range(table: dict[str, object], says: str) -> None:
     with pytest.raises(UserError) as refused:
         parse_job_settings(MINIMUM | table, "job.toml")
     assert says in str(refused.value)

@@ -1,4 +1,4 @@
-"""A rank whose main thread sleeps in a collective or in a lock still tells its stacks and its flight recorder."""
+"""Stacks and flight recorder of a rank are available while its main thread is in a collective or waits for a lock."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def start(run: Path, timeout_seconds: float) -> list[subprocess.Popen[str]]:
 
 
 def names_when_stuck(path: Path) -> list[str]:
-    """The recorded collectives, once there are two. Before the first there is no list of them."""
+    """Names of the recorded collectives, once there are two. Before the first there is no list."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
         if path.exists():
@@ -92,7 +92,7 @@ def names_when_stuck(path: Path) -> list[str]:
             if len(names) == 2:
                 return names
         time.sleep(0.05)
-    raise AssertionError(f"{path} told of no second collective")
+    raise AssertionError(f"{path} reported no second collective")
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def stuck(tmp_path: Path) -> Iterator[Path]:
             rank.communicate()
 
 
-def test_ranks_that_wait_in_different_collectives_tell_which_and_where(stuck: Path) -> None:
+def test_ranks_that_wait_in_different_collectives_report_which_and_where(stuck: Path) -> None:
     directory = RunDirectory(stuck)
     assert names_when_stuck(directory.worker_socket(0)) == ["gloo:all_reduce", "gloo:barrier"]
     assert names_when_stuck(directory.worker_socket(1)) == ["gloo:all_reduce", "gloo:all_reduce"]
@@ -116,20 +116,20 @@ def test_ranks_that_wait_in_different_collectives_tell_which_and_where(stuck: Pa
     assert (stuck / "worker").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_collective_that_times_out_leaves_its_record(tmp_path: Path) -> None:
+def test_a_collective_that_times_out_leaves_a_flight_record(tmp_path: Path) -> None:
     for process in start(tmp_path, timeout_seconds=2.0):
         said, _ = process.communicate(timeout=DEADLINE_SECONDS)
         assert process.returncode == 5
-        assert f"flight recorder: {tmp_path}/flight/attempt-02/rank-0000" in said
+        assert f"flight record: {tmp_path}/flight/attempt-02/rank-0000" in said
     assert not list((tmp_path / "worker").iterdir())
     for rank, last in enumerate(("gloo:barrier", "gloo:all_reduce")):
         with (tmp_path / "flight" / "attempt-02" / f"rank-{rank:05d}").open("rb") as file:
             assert pickle.load(file)["entries"][-1]["profiling_name"] == last
-        told = json.loads((tmp_path / "flight" / "attempt-02" / f"recorder-{rank:05d}.json").read_text())
-        assert told["entries"][-1]["profiling_name"] == last
+        record = json.loads((tmp_path / "flight" / "attempt-02" / f"recorder-{rank:05d}.json").read_text())
+        assert record["entries"][-1]["profiling_name"] == last
 
 
-def test_a_main_thread_that_sleeps_tells_its_stack_and_leaves_no_socket(tmp_path: Path) -> None:
+def test_the_stack_of_a_waiting_main_thread_is_available_and_the_socket_is_removed_at_the_end(tmp_path: Path) -> None:
     program = (
         "import sys, threading; from pathlib import Path; from wattwatch.trainer.run_directory import RunDirectory\n"
         "from wattwatch.trainer.train.diagnostics import worker_socket\n"
@@ -155,7 +155,7 @@ def test_a_main_thread_that_sleeps_tells_its_stack_and_leaves_no_socket(tmp_path
 
 
 def serve(run: Path) -> list[str]:
-    """Serve, ask, and end; what was logged."""
+    """Starts the server, sends a request, stops it; returns what was logged."""
     said: list[str] = []
     with worker_socket(RunDirectory(run), 3, said.append) as path:
         if path is not None:
@@ -164,7 +164,7 @@ def serve(run: Path) -> list[str]:
     return said
 
 
-def test_a_run_directory_of_a_long_name_gets_a_link_to_a_private_socket(
+def test_a_run_directory_with_a_long_path_gets_a_link_to_a_private_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "t"
@@ -176,7 +176,7 @@ def test_a_run_directory_of_a_long_name_gets_a_link_to_a_private_socket(
     assert not list(temporary.iterdir())
 
 
-def test_what_a_killed_attempt_left_is_removed(tmp_path: Path) -> None:
+def test_the_socket_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
     link = RunDirectory(tmp_path).worker_socket(3)
     link.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as left:
@@ -186,7 +186,7 @@ def test_what_a_killed_attempt_left_is_removed(tmp_path: Path) -> None:
     assert serve(tmp_path) == []
 
 
-def test_a_rank_that_cannot_have_a_socket_says_so_and_trains(tmp_path: Path) -> None:
+def test_a_rank_without_a_socket_logs_that_and_trains(tmp_path: Path) -> None:
     (tmp_path / "worker").write_text("a file where the directory should be")
     said = serve(tmp_path)
     assert len(said) == 1

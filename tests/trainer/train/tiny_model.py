@@ -1,4 +1,4 @@
-"""A model and blocks of a size that a test can wait for."""
+"""A model and blocks that are small enough for a test."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_model(directory: Path, tied: bool = True) -> Path:
 def write_blocks(directory: Path, counts: list[int], seq_len: int = SEQ_LEN, vocabulary: int = VOCABULARY) -> Path:
     """`counts[rank]` blocks of seeded ids for each rank, as `wattwatch-train pack --document-mask` would leave them.
 
-    Ids walk a pattern with noise, so that there is something to learn; records are of 5 to 39 ids.
+    Ids follow a pattern with noise, so that there is something to learn; records have 5 to 39 ids.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for rank, count in enumerate(counts):

@@ -33,7 +33,7 @@ def gather_parameters() -> None:
 
 
 def save_checkpoint(heartbeat: HeartbeatWriter) -> None:
-    heartbeat.beat(RankPhase.BARRIER)
+    heartbeat.update(RankPhase.BARRIER)
     dist.barrier()
 
 
@@ -95,7 +95,7 @@ def train(run_path: str, rank: int, world: int, kind: str, steps: int) -> None:
         )
         for step in range(1, steps + 1):
             reduce_gradients()
-            heartbeat.beat(RankPhase.TRAIN, step, tokens_per_second=1000.0, data_wait_ms=1.0)
+            heartbeat.update(RankPhase.TRAIN, step, tokens_per_second=1000.0, data_wait_ms=1.0)
         time.sleep(0.1)  # the heartbeat's thread writes the last step, also where it will not run again
         if kind == "raised" and rank == 2:
             keep_alive_after_error()
