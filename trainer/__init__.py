@@ -1,1 +1,1 @@
-"""THE JOB: from records to token blocks, and the gate in front of a launch. Knows nothing of collectors and watcher."""
+"""Full fine-tuning whose ranks always issue the same collectives: checked before it starts, visible while it runs."""

@@ -156,7 +156,8 @@ def ours(root: str, size: Size, gather: str) -> Ran:
         job = TrainingJob(
             settings, place, device, plan, model, make_optimizer(model, settings.train),
             BatchReader(blocks, plan, size.micro_batch, document_mask=False),
-            ThroughputMeter(flops_per_token(model, size.seq_len), None), heartbeat, stopping, lambda done: None, size.step_tokens,
+            ThroughputMeter(flops_per_token(model, size.seq_len), None), heartbeat, stopping, lambda done: None,
+            size.step_tokens,
         )  # fmt: skip
         train(job)
     return ran(ends, losses[-LOG_STEPS:])

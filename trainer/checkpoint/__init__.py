@@ -1,1 +1,1 @@
-"""Plain Hugging Face directories, written by all ranks, that are there whole or not at all."""
+"""Checkpoints as Hugging Face directories, written by all ranks together, complete or not there."""

@@ -1,1 +1,1 @@
-"""The gate: six things that must hold over all ranks before a job may start, judged by one pure function."""
+"""The gate: six checks over all ranks before a job may start."""
