@@ -22,6 +22,9 @@ lint: $(VENV)/.dev ## ruff, mypy and the import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+docs: $(VENV)/.dev ## write the documents that are generated from the code
+	$(BIN)/wattwatch config --reference --markdown > docs/configuration.md
+
 # What the rules get right on public cases: the committed result shows what a change of them does.
 backtest: $(VENV)/.dev ## score the verdicts on labelled public cases and write the committed result
 	$(BIN)/wattwatch backtest tests/data/backtest --out tests/data/backtest/result.json

@@ -76,7 +76,7 @@ def run_series(series: LabeledSeries) -> SeriesResult:
     """Raises LabelError where the file cannot be read, or its label tells of times beyond it."""
     try:
         source = read_input_file(series.path)
-        if isinstance(source, GpuLog) and not any(m.sample and m.sample.gpus for m in source.moments):
+        if isinstance(source, GpuLog) and not any(m.sample and m.sample.gpus for m in source.events):
             raise InputError(f"{series.path}: holds no GPU readings: {source.detail or source.status.value}")
         result = replay(series.name, source)
     except (InputError, RecordingError) as error:

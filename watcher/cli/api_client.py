@@ -1,36 +1,36 @@
-"""Ask a running watcher's API: for commands. What goes wrong there ends the command with one sentence and code 3."""
+"""Asks the API of a running watcher, for the commands. A failure ends the command with one sentence and exit code 3."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any
 
-import click
 import httpx
 
+from wattwatch.watcher.cli.shared import exit_unknown
 from wattwatch.watcher.config.settings import read_secret
 
-DEFAULT_URL: Final = "http://127.0.0.1:9560"
-UNKNOWN: Final = 3
+TIMEOUT_SECONDS = 10.0
 
 
 def open_api_client(url: str, token_file: Path | None) -> httpx.Client:
-    """A client with the token of the file, where one is given."""
+    """A client for the API at `url`, with the bearer token from the file if one is given."""
     headers: dict[bytes, bytes] = {}
     if token_file is not None:
         try:
+            # As bytes: httpx would encode a str as ASCII, and a token may hold any character.
             headers[b"Authorization"] = f"Bearer {read_secret(token_file)}".encode()
         except (OSError, ValueError) as error:
-            exit_unknown(f"{token_file}: no token could be read: {error}")
+            exit_unknown(f"{token_file}: cannot read the token: {error}")
     try:
-        return httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=10.0, trust_env=False)
+        # Not through a proxy from the environment: the default address is loopback, which no proxy can reach.
+        return httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=TIMEOUT_SECONDS, trust_env=False)
     except (httpx.InvalidURL, ValueError) as error:
-        exit_unknown(f"{url}: not an address: {error}")
+        exit_unknown(f"{url}: not a valid address: {error}")
 
 
 def get_json(client: httpx.Client, path: str) -> Any:
-    """The JSON answer."""
+    """The JSON answer to a GET request."""
     try:
         response = client.get(path)
     except httpx.HTTPError as error:
@@ -47,8 +47,3 @@ def get_json(client: httpx.Client, path: str) -> Any:
         return response.json()
     except ValueError:
         exit_unknown(f"{client.base_url}{path}: not a wattwatch API (the answer is not JSON)")
-
-
-def exit_unknown(message: str) -> NoReturn:
-    click.echo(message, err=True)
-    sys.exit(UNKNOWN)

@@ -1,10 +1,9 @@
-"""`wattwatch backtest DIR`: how often the watcher is right, on cases, logs and recordings whose truth is known."""
+"""`wattwatch backtest DIR`: how often the verdicts are right, on samples, logs and recordings whose truth is known."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Final
 
 import click
 import orjson
@@ -13,38 +12,40 @@ from wattwatch.watcher.backtest.cases import LabelError
 from wattwatch.watcher.backtest.report import backtest_object, backtest_text
 from wattwatch.watcher.backtest.run import run_backtest
 from wattwatch.watcher.backtest.score import ProgressKnowledge
-
-UNREADABLE: Final = 3
+from wattwatch.watcher.cli.shared import UNKNOWN, exit_unknown, json_option, print_error
 
 
 @click.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
     "--progress",
-    type=click.Choice([k.value for k in ProgressKnowledge]),
-    help="Judge the pictures without a word on the steps, or with the reporter's  [default: both]",
+    type=click.Choice([knowledge.value for knowledge in ProgressKnowledge]),
+    help="Judge the samples with nothing known about the steps (none), or with what the reporter knew (word).  "
+    "[default: both]",
 )
-@click.option("--json", "as_json", is_flag=True, help="All figures as one object.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the object to this file as well.")
-def backtest_command(directory: Path, progress: str | None, as_json: bool, out: Path | None) -> None:
-    """Score the verdicts on everything labelled below DIR: JSON samples with a `reported_state`, and logs or
-    recordings that have a label beside them (run.csv.label.json: {"state": "compute"}, or {"intervals": [{"state":
-    "hang", "from_seconds": 600, "to_seconds": 900}]}).
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Also write the JSON object to this file.")
+@json_option("All figures as one object.")
+def backtest_command(directory: Path, progress: str | None, out: Path | None, as_json: bool) -> None:
+    """Score the verdicts on all labeled data below DIR.
 
-    Exit code: 0 scored, 3 nothing could be.
+    Labeled data is: JSON samples with a `reported_state`, and logs or recordings with a label file beside them. The
+    label of run.csv is run.csv.label.json, with {"state": "compute"} or {"intervals": [{"state": "hang",
+    "from_seconds": 600, "to_seconds": 900}]}.
+
+    Exit code: 0 scored, 3 nothing could be scored.
     """
     try:
-        test = run_backtest(directory, tuple(ProgressKnowledge) if progress is None else (ProgressKnowledge(progress),))
-        result = orjson.dumps(backtest_object(test), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        result = run_backtest(
+            directory, tuple(ProgressKnowledge) if progress is None else (ProgressKnowledge(progress),)
+        )
+        content = orjson.dumps(backtest_object(result), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         if out is not None:
-            out.write_bytes(result)
+            out.write_bytes(content)
     except LabelError as error:
-        click.echo(str(error), err=True)
-        sys.exit(UNREADABLE)
+        exit_unknown(str(error))
     except OSError as error:
-        click.echo(f"{error.filename or out}: {error.strerror}", err=True)
-        sys.exit(UNREADABLE)
-    click.echo(result.decode() if as_json else backtest_text(test), nl=not as_json)
-    if not test.scored and not test.series:
-        click.echo(f"{directory}: no case in it could be scored", err=True)
-        sys.exit(UNREADABLE)
+        exit_unknown(f"{error.filename or out}: {error.strerror}")
+    click.echo(content.decode() if as_json else backtest_text(result), nl=not as_json)
+    if not result.scored and not result.series:
+        print_error(f"{directory}: nothing in it could be scored")
+        sys.exit(UNKNOWN)

@@ -1,4 +1,4 @@
-"""`wattwatch calibrate [SOURCE ...]`: what boards draw at rest and at work here, as a profile for wattwatch.toml."""
+"""`wattwatch calibrate [SOURCE ...]`: measures what GPUs draw, idle and computing, as a profile for wattwatch.toml."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-import orjson
-from rich.console import Console
 from rich.markup import escape
 
 from wattwatch.collectors.ssh.model import SshSettings
+from wattwatch.watcher.cli.shared import (
+    OK,
+    UNKNOWN,
+    WARNING,
+    json_option,
+    print_error,
+    print_json,
+    ssh_config_option,
+    text_console,
+)
 from wattwatch.watcher.cli.triage import is_file_source
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.detection.baselines.baseline import BaselineKind
 from wattwatch.watcher.detection.classifier.features import StepProgress
 from wattwatch.watcher.recordings.calibration import (
@@ -30,19 +39,19 @@ from wattwatch.watcher.recordings.calibration import (
 from wattwatch.watcher.recordings.format import RecordingError
 from wattwatch.watcher.recordings.inputs import InputError, read_input_file
 
-OK, WARNING, UNKNOWN = 0, 1, 3
-MIN_SAMPLES: Final = 10
+MIN_SAMPLES: Final = 10  # fewer cannot show whether the power is steady
 
 
 @click.command()
-@click.argument("sources", nargs=-1, required=True)
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.option("--samples", type=click.IntRange(MIN_SAMPLES, 3600), default=30, show_default=True,
-              help="Samples of each host, one a second.")  # fmt: skip
+              help="Samples to take of each host, one per second.")  # fmt: skip
 @click.option("--progress", type=click.Choice([StepProgress.ADVANCING.value]),
-              help="You know that steps advanced throughout a log that does not count them.")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), help="Write the [[profiles]] tables to this new file.")
-@click.option("-F", "--ssh-config", type=click.Path(path_type=Path), help="SSH configuration  [default: ~/.ssh/config]")
-@click.option("--json", "as_json", is_flag=True, help="One object: what was learned, what was not, the profiles.")
+              help="State that steps advanced all the time in a log that does not count them.")  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write the [[profiles]] tables to this file, which must not exist.")  # fmt: skip
+@ssh_config_option()
+@json_option("One object: what was learned, what was not, and the profiles.")
 def calibrate_command(
     sources: tuple[str, ...],
     samples: int,
@@ -51,21 +60,25 @@ def calibrate_command(
     ssh_config: Path | None,
     as_json: bool,
 ) -> None:
-    """Learn what boards draw. SOURCE is a host whose boards are idle now (asked over SSH), a recording, or a log of
-    nvidia-smi. A recording teaches the floor with a context from a start-up, and the plateau from its steps.
+    """Measure what your GPUs draw, and print it as [[profiles]] tables for wattwatch.toml.
 
-    Writes nothing on a node. Exit code: 0 something was learned from each source, 1 from some of them only, 2 wrong
-    use, 3 nothing was learned.
+    SOURCE is a host whose GPUs are idle now (sampled over SSH), a recording, or a log of nvidia-smi. A host teaches the
+    idle power. A recording or log also teaches the power with a CUDA context, from the start-up of a job, and the power
+    while computing, from its steps.
+
+    Writes nothing on a node.
+
+    Exit code: 0 something was learned from each source, 1 from some of them only, 2 wrong usage, 3 nothing was learned.
     """
     if out is not None and out.exists():
-        raise click.BadParameter(f"{out} exists: name a new file, or move it away", param_hint="--out")
+        raise click.BadParameter(f"{out} exists; name a new file, or move it away", param_hint="--out")
     calibrations: list[Calibration] = []
     hosts: list[str] = []
     for source in sources:
         try:
             if is_file_source(source):
-                word = None if progress is None else StepProgress(progress)
-                calibrations.append(calibrate_source(source, read_input_file(Path(source)), word))
+                step_progress = None if progress is None else StepProgress(progress)
+                calibrations.append(calibrate_source(source, read_input_file(Path(source)), step_progress))
             else:
                 hosts.append(source)
         except (InputError, RecordingError) as error:
@@ -75,24 +88,22 @@ def calibrate_command(
         calibrations += calibrate_hosts(hosts, settings, samples)
     profiles, unmade = build_profiles(calibrations)
     if as_json:
-        click.echo(
-            orjson.dumps(calibration_object(calibrations, profiles, unmade), option=orjson.OPT_INDENT_2).decode()
-        )
+        print_json(calibration_object(calibrations, profiles, unmade))
     else:
         for calibration in calibrations:
             print_calibration(calibration)
     for sentence in unmade:
-        click.echo(sentence, err=True)
-    finish(profiles, out, as_json=as_json)
+        print_error(sentence)
+    write_profiles(profiles, out, as_json=as_json)
     learned = [bool(calibration.values) for calibration in calibrations]
     sys.exit(OK if all(learned) else WARNING if any(learned) else UNKNOWN)
 
 
-def finish(profiles: Sequence[LearnedProfile], out: Path | None, *, as_json: bool) -> None:
-    """The profiles to the file that was asked for, else to people."""
+def write_profiles(profiles: Sequence[LearnedProfile], out: Path | None, *, as_json: bool) -> None:
+    """Writes the profiles to the file of --out, or prints them."""
     if not profiles:
         if out is not None:
-            click.echo(f"{out}: not written: nothing was learned that makes a profile", err=True)
+            print_error(f"{out}: not written, because nothing was learned for a profile")
         return
     text = format_profiles_toml(profiles)
     if out is None:
@@ -103,8 +114,8 @@ def finish(profiles: Sequence[LearnedProfile], out: Path | None, *, as_json: boo
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise click.BadParameter(f"{out}: cannot be written: {error.strerror}", param_hint="--out") from None
-    click.echo(f"{out}: written; add it to wattwatch.toml", err=True)
+        raise click.BadParameter(f"{out}: cannot write the file: {error.strerror}", param_hint="--out") from None
+    print_error(f"{out}: written; add its tables to wattwatch.toml")
 
 
 def calibration_object(
@@ -139,14 +150,10 @@ def calibration_object(
 
 
 def print_calibration(calibration: Calibration) -> None:
-    console = Console(highlight=False, soft_wrap=True, emoji=False)
-    models = ", ".join(sorted({gpu.name or "unknown board" for gpu in calibration.boards.values()}))
-    boards = (
-        f"{len(calibration.boards)} board{'s' * (len(calibration.boards) > 1)}, {models}"
-        if calibration.boards
-        else "no board"
-    )
-    console.print(f"[bold]{escape(calibration.source)}[/]: {escape(boards)}")
+    console = text_console()
+    models = ", ".join(sorted({gpu.name or "unknown model" for gpu in calibration.boards.values()}))
+    gpus = f"{format_count(len(calibration.boards), 'GPU')}, {models}" if calibration.boards else "no GPU"
+    console.print(f"[bold]{escape(calibration.source)}[/]: {escape(gpus)}")
     for kind in BaselineKind:
         values = [value for value in calibration.values if value.kind is kind]
         if values:

@@ -1,4 +1,7 @@
-"""`wattwatch diagnose DIR|JOB`: who holds a hung job up, where, and how sure: from dumps, or from a running watcher."""
+"""`wattwatch diagnose DIR|JOB`: which rank blocks a hung job, where, and how sure that is.
+
+DIR is evaluated here; for a JOB the running watcher is asked for the diagnosis it has made.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from wattwatch.watcher.cli.api_client import DEFAULT_URL, UNKNOWN, exit_unknown, get_json, open_api_client
+from wattwatch.watcher.cli.api_client import get_json, open_api_client
+from wattwatch.watcher.cli.shared import (
+    CRITICAL,
+    EXIT_CODE_COLORS,
+    OK,
+    UNKNOWN,
+    WARNING,
+    api_options,
+    exit_unknown,
+    json_option,
+    print_error,
+    text_console,
+)
 from wattwatch.watcher.common.formatting import (
     MEMBER_STATE_TEXT,
     agree_with_count,
@@ -27,14 +42,17 @@ from wattwatch.watcher.common.formatting import (
 from wattwatch.watcher.diagnosis.model import Diagnosis, Evidence
 from wattwatch.watcher.diagnosis.serialization import culprits_first
 
-OK: Final = 0
-WARNING: Final = 1
-CRITICAL: Final = 2
+# An API that lacks one of these keys is another service, or another version of this one.
 REQUIRED_KEYS: Final = ("verdict", "conclusive", "culprits", "confidence", "step", "groups", "why", "evidence")
+# Limits of the text; --json has everything. Chosen so that a diagnosis of a large job fits on two screens.
+MAX_GROUPS: Final = 3
+MAX_ROWS: Final = 12
+MAX_WAITS: Final = 6
+MAX_MISSING: Final = 8
 
 
 class DiagnoseUsageError(click.UsageError):
-    """Code 2 means a proof here, so wrong use is 3: it cannot be told."""
+    """Exit code 2 means that a culprit is proven, so wrong usage of this command exits with 3 (unknown)."""
 
     exit_code = UNKNOWN
 
@@ -49,51 +67,56 @@ class DiagnoseCommand(click.Command):
 
 @click.command("diagnose", cls=DiagnoseCommand)
 @click.argument("source", metavar="DIR|JOB")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("--html", "page", type=click.Path(path_type=Path), help="Of a DIR: write the incident as one page.")
-@click.option("--url", default=DEFAULT_URL, show_default=True, help="Of a JOB: address of the watcher.")
-@click.option("--token-file", type=click.Path(path_type=Path), help="Of a JOB: file with a bearer token.")
+@json_option("One JSON object.")
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With DIR: also write a report as HTML page.",
+)
+@api_options("With JOB: ")
 def diagnose_command(source: str, as_json: bool, page: Path | None, url: str, token_file: Path | None) -> None:
-    """Who holds a hung job up, in which collective, and how sure that is.
+    """Find the rank that blocks a hung job, the collective it is in or misses, and how sure that is.
 
-    DIR is a capture of the watcher, a run directory of wattwatch-train, or any directory with flight-recorder dumps of
-    torch (pickle or JSON, NCCL or gloo), Python stacks (faulthandler, py-spy dump) or reports of NCCL RAS: whatever
-    there is. Dumps of other origin are safe: no code in them is run. JOB asks a running watcher what it concluded.
+    DIR is a capture of the watcher, a run directory of wattwatch-train, or any directory with some of these: torch
+    flight-recorder dumps (pickle or JSON, NCCL or gloo), Python stacks (faulthandler or py-spy dump), NCCL RAS reports.
+    Dumps from strangers are safe: no code in them is executed. For a JOB, a running watcher is asked for its diagnosis.
 
     \b
-    Exit code: 0 whole records, and no rank waits in a collective
-               1 something is found and not proven
-               2 the records prove who it is
-               3 it cannot be told, or wrong use
+    Exit code: 0 the flight records are complete and no rank is stuck in a collective
+               1 a culprit is suspected, but not proven
+               2 the flight records prove the culprit
+               3 unknown, or wrong usage
     """
     if page is not None and not is_path(source):
-        exit_unknown(f"--html needs a DIR; the page of a job is {url}/api/v1/jobs/{source}/diagnosis/report")
+        exit_unknown(f"--html needs a DIR; the report of a job is at {url}/api/v1/jobs/{source}/diagnosis/report")
     document = diagnose_directory(Path(source), page) if is_path(source) else fetch_diagnosis(source, url, token_file)
     try:
         if not isinstance(document, dict) or any(key not in document for key in REQUIRED_KEYS):
-            raise TypeError("no diagnosis")
+            raise TypeError("not a diagnosis")
         code = diagnosis_exit_code(document)
         if as_json:
             click.echo(escape_unprintable(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()))
         else:
             print_diagnosis(source, document, code)
     except (KeyError, TypeError, ValueError, AttributeError):
-        exit_unknown(f"{source}: the answer of {url} is no diagnosis, or one of another version")
+        exit_unknown(f"{source}: the answer of {url} is not a diagnosis, or one of another version")
     sys.exit(code)
 
 
 def escape_unprintable(document: str) -> str:
-    """The same JSON without a character that a terminal obeys, or that turns what is read around."""
+    """The same JSON with control characters escaped, which a terminal would obey, and right-to-left overrides too."""
     return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in document)
 
 
 def is_path(source: str) -> bool:
-    """A job's name may be anything: what is there, or can only be a path, is a path."""
+    """Whether DIR|JOB is a directory. The name of a job may be anything, so an existing path is taken as a path."""
     return "/" in source or source in (".", "..") or Path(source).exists()
 
 
 def diagnose_directory(directory: Path, page: Path | None) -> dict[str, Any]:
-    """Writes the incident's page where one is asked for."""
+    """The diagnosis of the evidence in a directory, as a document; also written as an HTML page if one is given."""
     from wattwatch.watcher.diagnosis.diagnose import diagnose
     from wattwatch.watcher.diagnosis.loading.evidence import NoEvidenceError, load_evidence
     from wattwatch.watcher.diagnosis.serialization import diagnosis_document
@@ -101,8 +124,10 @@ def diagnose_directory(directory: Path, page: Path | None) -> dict[str, Any]:
     try:
         evidence = load_evidence(directory)
     except NoEvidenceError as error:
-        if directory.name == str(directory):  # it could be meant as the name of a job
-            exit_unknown(f"{error}. (To ask the watcher for a job of that name: run this where no {directory} lies.)")
+        if directory.name == str(directory):  # could be meant as the name of a job
+            exit_unknown(
+                f"{error}. (To ask the watcher about a job of that name, run this in a directory without {directory}.)"
+            )
         exit_unknown(str(error))
     diagnosis = diagnose(evidence)
     if page is not None:
@@ -116,7 +141,7 @@ def write_report(page: Path, directory: Path, evidence: Evidence, diagnosis: Dia
 
     try:
         files = []
-        # A name that people are shown is not always the one on the disk.
+        # Names in the evidence are made printable, so they are not always the names on disk.
         paths = {found.name: found.path for found in list_evidence_files(directory).files}
         for name in diagnosis.evidence:
             data = paths.get(name, directory / name).read_bytes()
@@ -126,9 +151,9 @@ def write_report(page: Path, directory: Path, evidence: Evidence, diagnosis: Dia
             job, diagnosis, evidence.live, stacks=evidence.stacks, files=tuple(files), directory=str(directory)
         )
         page.write_text(render_incident_report(incident), "utf-8")
-        click.echo(f"the incident's page is in {page}", err=True)
+        print_error(f"report written to {page}")
     except OSError as error:
-        exit_unknown(f"{error.filename or page}: the page cannot be written: {error.strerror or error}")
+        exit_unknown(f"{error.filename or page}: cannot write the report: {error.strerror or error}")
 
 
 def fetch_diagnosis(job: str, url: str, token_file: Path | None) -> Any:
@@ -137,7 +162,6 @@ def fetch_diagnosis(job: str, url: str, token_file: Path | None) -> Any:
 
 
 def diagnosis_exit_code(document: Mapping[str, Any]) -> int:
-    """Of the monitoring-plugin convention."""
     if document.get("nothing_open"):
         return OK
     if document["culprits"]:
@@ -145,27 +169,22 @@ def diagnosis_exit_code(document: Mapping[str, Any]) -> int:
     return UNKNOWN if document["verdict"] == "unknown" else WARNING
 
 
-# A diagnosis for people at a terminal, from its document. Names in it come from dumps of any origin.
-
-COLORS: Final = {0: "green", 1: "yellow", 2: "red", 3: "magenta"}
-MAX_GROUPS: Final = 3
-MAX_ROWS: Final = 12
-MAX_WAITS: Final = 6
-MAX_MISSING: Final = 8
+# The text for a terminal. Names in a diagnosis come from dumps of any origin: every one goes through `safe_markup`.
 
 
 def print_diagnosis(source: str, document: Mapping[str, Any], code: int) -> None:
-    console = Console(highlight=False, soft_wrap=True, emoji=False)
-    proven = "proven by the records" if document["conclusive"] else f"confidence {document['confidence']:.2f}"
+    console = text_console()
+    proven = "proven by the flight records" if document["conclusive"] else f"confidence {document['confidence']:.2f}"
     cause = safe_markup(document.get("cause") or "unknown")
-    sure = "" if document.get("nothing_open") else f" ({proven}; cause: {cause})"
-    console.print(f"[bold]{safe_markup(source)}[/]: [bold {COLORS[code]}]{safe_markup(headline(document))}[/]{sure}")
+    certainty = "" if document.get("nothing_open") else f" ({proven}; cause: {cause})"
+    verdict = f"[bold {EXIT_CODE_COLORS[code]}]{safe_markup(headline(document))}[/]"
+    console.print(f"[bold]{safe_markup(source)}[/]: {verdict}{certainty}")
     console.print(f"  who       {safe_markup(document.get('summary') or '')}")
     console.print(f"  why       {safe_markup(document['why'])}")
-    for side, words in (("agrees", True), ("against", False)):
-        sources = [each["source"] for each in document.get("testimonies", ()) if each["agrees"] is words]
+    for label, agrees in (("agrees", True), ("against", False)):
+        sources = [each["source"] for each in document.get("testimonies", ()) if each["agrees"] is agrees]
         if sources:
-            console.print(f"  {side:<9} {safe_markup(', '.join(sources))}")
+            console.print(f"  {label:<9} {safe_markup(', '.join(sources))}")
     console.print(f"  next      {safe_markup(document.get('advice') or '')}")
     for group in document["groups"][:MAX_GROUPS]:
         _group(console, group)
@@ -176,22 +195,22 @@ def print_diagnosis(source: str, document: Mapping[str, Any], code: int) -> None
 
 
 def headline(document: Mapping[str, Any]) -> str:
-    """The verdict in capitals; that it is unknown is no word for a job that moves, nor where somebody is named."""
+    """The verdict in capitals. "UNKNOWN" would mislead for a job that makes progress, and if a rank is named."""
     if document.get("nothing_open"):
         return "NO HANG"
     verdict = str(document["verdict"])
     return "SUSPECTED" if verdict == "unknown" and document["culprits"] else verdict.replace("_", " ").upper()
 
 
-def safe_markup(words: object) -> str:
-    """Without what a terminal would obey, and without markup."""
-    return escape(single_line(str(words)))
+def safe_markup(text: object) -> str:
+    """The text on one line, without control characters, and with rich's markup escaped."""
+    return escape(single_line(str(text)))
 
 
 def _group(console: Console, group: Mapping[str, Any]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("  WHERE", "COLLECTIVE", "RANKS", "LINE"):
-        table.add_column(title, overflow="fold")  # a path is told whole, however narrow the terminal
+        table.add_column(title, overflow="fold")  # never cut a path, however narrow the terminal
     for row in group["members"][:MAX_ROWS]:
         cells = (
             MEMBER_STATE_TEXT.get(row["place"], row["place"]),
@@ -208,11 +227,11 @@ def _group(console: Console, group: Mapping[str, Any]) -> None:
 
 
 def _waits(console: Console, waits: Sequence[Mapping[str, Any]], culprits: Sequence[int]) -> None:
-    """Those that wait for a culprit first."""
+    """Who waits for whom; those that wait for a culprit come first."""
     if not waits:
         return
     waits = culprits_first(waits, culprits)
-    console.print("\nwho waits for whom")
+    console.print("\nwaiting ranks")
     for wait in waits[:MAX_WAITS]:
         waiting, awaited = format_ranks(wait["ranks"]), format_ranks(wait["awaited"])
         verb = "waits" if len(wait["ranks"]) == 1 else "wait"
@@ -225,7 +244,7 @@ def _waits(console: Console, waits: Sequence[Mapping[str, Any]], culprits: Seque
 
 def _stacks(console: Console, stacks: Iterable[Mapping[str, Any]]) -> None:
     for each in stacks:
-        console.print(f"\nrank {each['rank']} stands at ({safe_markup(each['source'])}, innermost first)")
+        console.print(f"\nstack of rank {each['rank']} ({safe_markup(each['source'])}, innermost first)")
         for frame in each["frames"]:
             line = "" if frame["line"] is None else f":{frame['line']}"
             console.print(f"  {safe_markup(frame['function'])} ({safe_markup(frame['file'])}{line})")
@@ -233,7 +252,7 @@ def _stacks(console: Console, stacks: Iterable[Mapping[str, Any]]) -> None:
 
 def _logs(console: Console, logs: Iterable[Mapping[str, Any]]) -> None:
     for each in logs:
-        console.print(f"\nrank {each['rank']} printed last ({safe_markup(each['source'])})")
+        console.print(f"\nlast output of rank {each['rank']} ({safe_markup(each['source'])})")
         for line in each["lines"]:
             console.print(f"  {safe_markup(line)}")
 
@@ -242,7 +261,7 @@ def _missing(console: Console, document: Mapping[str, Any]) -> None:
     unread = [f"{each['source']}: {each['why']}" for each in document.get("unread", ())]
     lines = [*group_by_rank(map(str, document.get("missing", ()))), *unread]
     if lines:
-        console.print("\nmissing")
+        console.print("\nmissing evidence")
     for line in lines[:MAX_MISSING]:
         console.print(f"  {safe_markup(line)}")
     if len(lines) > MAX_MISSING:

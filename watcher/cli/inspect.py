@@ -1,4 +1,7 @@
-"""`wattwatch progress FILE`: what the watcher reads from a log or a run. For setting up a job, and for bug reports."""
+"""`wattwatch progress FILE` and `wattwatch checkpoints DIR`: what the watcher reads from the files of a job.
+
+For setting up a job (is its log format known?) and for bug reports.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +16,44 @@ import click
 from wattwatch.collectors.checkpoints import LAYOUTS, CheckpointListing, list_checkpoint_directory, read_checkpoints
 from wattwatch.collectors.progress import read_heartbeat, read_progress
 from wattwatch.collectors.samples import CheckpointEntry, ProgressSample
+from wattwatch.watcher.cli.shared import exit_unknown, json_option
 
-READ_BYTES: Final = 4 * 1024 * 1024
-"""From the end of the file: more than any format needs for its last step and its pace."""
-UNKNOWN: Final = 3
+READ_BYTES: Final = 4 * 1024 * 1024  # from the end of the file: more than any format needs for its last steps
+COMPLETENESS: Final = {True: "complete", False: "incomplete", None: "not known"}
+
+
+def print_ascii_json(value: object) -> None:
+    """On one line and in ASCII: names of files need not be valid Unicode, and orjson rejects those that are not."""
+    click.echo(json.dumps(value))
+
+
+# wattwatch progress
 
 
 @click.command("progress")
-@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path, allow_dash=True))
 @click.option(
-    "--pattern", metavar="REGEX", help=r"Use this instead of the known formats; names its groups: (?P<step>\d+)."
+    "--pattern",
+    metavar="REGEX",
+    help=r"Parse lines with this expression instead of the known formats; it needs a group such as (?P<step>\d+).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option("One JSON object.")
 def progress_command(file: Path, pattern: str | None, as_json: bool) -> None:
-    """What the watcher reads of a job's progress from FILE: a log, a heartbeat, a run directory of wattwatch-train
-    (its newest log, else heartbeat), - for standard input.
+    """Print what the watcher reads about a job's progress from FILE.
 
-    Exit code 0: read. 3: the file cannot be read, or nothing in it is recognised.
+    FILE is a training log, a heartbeat file, a run directory of wattwatch-train (its latest log is read, or its latest
+    heartbeat), or - for standard input.
+
+    Exit code: 0 read, 3 the file cannot be read, or nothing in it is recognized.
     """
     try:
         sample = read_run_directory(file, pattern) if file.is_dir() else read_progress_file(file, pattern)
     except OSError as error:
-        click.echo(f"{error.filename or file}: {error.strerror or error}", err=True)
-        sys.exit(UNKNOWN)
+        exit_unknown(f"{error.filename or file}: {error.strerror or error}")
     if as_json:
-        click.echo(json.dumps(progress_object(sample)))
+        print_ascii_json(progress_object(sample))
     if sample.step is None:
-        click.echo(f"{sample.source}: {sample.why}", err=True)
-        sys.exit(UNKNOWN)
+        exit_unknown(f"{sample.source}: {sample.why}")
     if not as_json:
         if sample.source != str(file):
             click.echo(f"{'file':22} {sample.source}")
@@ -58,13 +71,13 @@ def read_progress_file(file: Path, pattern: str | None) -> ProgressSample:
 
 
 def read_run_directory(run: Path, pattern: str | None) -> ProgressSample:
-    """Of a run directory: the newest attempt's log; where that tells no step, the newest heartbeat. Raises OSError."""
+    """The latest log of a run directory, or the latest heartbeat if that log has no step. Raises OSError."""
     logs = sorted(run.glob("logs/attempt-*/rank-*.log"), key=lambda log: (-attempt_number(log), log.name))
-    beats = sorted(run.glob("heartbeat/rank-*.json"), key=lambda beat: -beat.stat().st_mtime)
-    if not logs and (pattern or not beats):
+    heartbeats = sorted(run.glob("heartbeat/rank-*.json"), key=lambda path: -path.stat().st_mtime)
+    if not logs and (pattern or not heartbeats):
         wanted = "logs/attempt-*/rank-*.log" + ("" if pattern else " and heartbeat/rank-*.json")
-        raise IsADirectoryError(EISDIR, f"a directory without {wanted}: give a log, or a run directory", str(run))
-    samples = [read_progress_file(file, pattern) for file in (*logs[:1], *([] if pattern else beats[:1]))]
+        raise IsADirectoryError(EISDIR, f"the directory has no {wanted}; give a log, or a run directory", str(run))
+    samples = [read_progress_file(file, pattern) for file in (*logs[:1], *([] if pattern else heartbeats[:1]))]
     return next((sample for sample in samples if sample.step is not None), samples[0])
 
 
@@ -84,7 +97,7 @@ def read_tail(file: Path) -> tuple[bytes, bool]:
 
 
 def progress_object(sample: ProgressSample) -> dict[str, object]:
-    """The keys of the contract. A loss that is no number is a string: JSON has no word for it."""
+    """The JSON object. A loss that is not finite becomes a string: JSON has no such numbers."""
     loss: float | str | None = sample.loss
     if loss is not None and (loss != loss or loss in (float("inf"), float("-inf"))):
         loss = str(loss)
@@ -99,57 +112,53 @@ def progress_object(sample: ProgressSample) -> dict[str, object]:
     }
 
 
-# `wattwatch checkpoints DIR`: what the watcher reads of such a directory. For setting up, and for bug reports.
-
-EXIT_UNKNOWN: Final = 3
-COMPLETENESS: Final = {True: "complete", False: "incomplete", None: "not known"}
+# wattwatch checkpoints
 
 
 @click.command("checkpoints")
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@json_option("A JSON list of objects, one for each checkpoint.")
 def checkpoints_command(directory: Path, as_json: bool) -> None:
-    """Which checkpoints DIRECTORY (or a run directory's checkpoints/) holds, oldest first, and which are complete.
+    """Print the checkpoints in DIR, oldest first, and which of them are complete.
 
-    Exit code 0: read. 3: the directory cannot be read, or nothing in it is recognised.
+    DIR is a directory of checkpoints, or a run directory of wattwatch-train.
+
+    Exit code: 0 read, 3 the directory cannot be read, or no checkpoint in it is recognized.
     """
     directory = find_checkpoint_directory(directory)
     listing, ages = list_checkpoint_directory(str(directory))
     sample = read_checkpoints(str(directory), listing, ages)
     if sample.error is not None:
-        click.echo(f"{directory}: {sample.error}", err=True)
-        sys.exit(EXIT_UNKNOWN)
+        exit_unknown(f"{directory}: {sample.error}")
     if as_json:
-        click.echo(json.dumps([checkpoint_object(entry) for entry in sample.entries]))
+        print_ascii_json([checkpoint_object(entry) for entry in sample.entries])
     if not sample.entries:
-        click.echo(f"{directory}: {explain_no_checkpoints(directory, listing)}", err=True)
-        sys.exit(EXIT_UNKNOWN)
+        exit_unknown(f"{directory}: {explain_no_checkpoints(directory, listing)}")
     if not as_json:
         for entry in sample.entries:
             step = "-" if entry.step is None else entry.step
-            click.echo(
-                f"{entry.name:30} step {step:>8}  {COMPLETENESS[entry.complete]:10} {entry.bytes:>15} bytes  {entry.why}"
-            )
+            status = COMPLETENESS[entry.complete]
+            click.echo(f"{entry.name:30} step {step:>8}  {status:10} {entry.bytes:>15} bytes  {entry.why}")
 
 
 def find_checkpoint_directory(directory: Path) -> Path:
-    """Of a run directory of wattwatch-train its checkpoints, else the directory itself."""
+    """The checkpoints of a run directory of wattwatch-train; any other directory itself."""
     below = directory / "checkpoints"
     try:
         return below if (directory / "run.json").is_file() and below.is_dir() else directory
     except OSError:
-        return directory  # the listing says why
+        return directory  # reading it will fail with the reason
 
 
 def explain_no_checkpoints(directory: Path, listing: CheckpointListing) -> str:
     name = directory.resolve().name
     if any(layout.name.search(name) for layout in LAYOUTS):
-        return "no checkpoint below it, but its own name is that of one: give the directory above it"
+        return "it has no checkpoints in it, but its own name is that of a checkpoint: give its parent directory"
     found = len(listing.folders) + len(listing.root)
     if not found:
-        return "the directory is empty: no checkpoint yet"
+        return "the directory is empty; there is no checkpoint yet"
     known = ", ".join(sorted({layout.framework for layout in LAYOUTS}))
-    return f"none of its {found} entries is named as a checkpoint of a known layout ({known})"
+    return f"none of its {found} entries has the name of a checkpoint in a known layout ({known})"
 
 
 def checkpoint_object(entry: CheckpointEntry) -> dict[str, object]:

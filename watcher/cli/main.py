@@ -1,4 +1,7 @@
-"""The command `wattwatch`: a table of commands, each loaded when it is called. Errors reach people as one sentence."""
+"""The command `wattwatch`: the table of its commands, and how errors reach people.
+
+The module of a command is imported when the command is called, so that `wattwatch --help` is instant.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +12,52 @@ from typing import Any, Final
 
 import click
 
+from wattwatch.watcher.cli.shared import CRITICAL, OK, UNKNOWN, print_error
 from wattwatch.watcher.config.settings import ConfigError
 
-# name -> (module, object, one line of help): the modules are loaded when called, so `--help` is instant.
+INTERRUPTED: Final = 130  # 128 + SIGINT, as a shell reports it
+
+# name -> (module, object, one line of help)
 COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
-    "demo": ("wattwatch.watcher.cli.demo", "demo_command", "A simulated cluster, the real watcher, and what it says."),
+    "demo": ("wattwatch.watcher.cli.demo", "demo_command", "Watch a simulated cluster and see every fault detected."),
     "triage": (
         "wattwatch.watcher.cli.triage",
         "triage_command",
-        "One verdict now: hosts, pasted nvidia-smi output, logs.",
+        "One verdict now, from hosts, nvidia-smi output, logs or recordings.",
     ),
     "calibrate": (
         "wattwatch.watcher.cli.calibrate",
         "calibrate_command",
-        "Learn what boards draw here; write a profile.",
+        "Measure what your GPUs draw and write it as a profile.",
     ),
     "check": (
         "wattwatch.watcher.cli.check",
         "check_command",
-        "Configuration, SSH, tools, paths, receivers: what to fix.",
+        "Test the configuration, SSH, nodes and receivers, and say what to fix.",
     ),
-    "serve": ("wattwatch.watcher.cli.serve", "serve_command", "Watch the configured jobs: alerts, page, API, metrics."),
-    "status": ("wattwatch.watcher.cli.status", "status_command", "What a running watcher says of its jobs, once."),
+    "config": (
+        "wattwatch.watcher.cli.config",
+        "config_command",
+        "Print the effective configuration, or the reference of all keys.",
+    ),
+    "serve": ("wattwatch.watcher.cli.serve", "serve_command", "Run the watcher: alerts, web page, API, metrics."),
+    "status": ("wattwatch.watcher.cli.status", "status_command", "Jobs and open alerts of a running watcher, once."),
     "diagnose": (
         "wattwatch.watcher.cli.diagnose",
         "diagnose_command",
-        "Flight-recorder dumps, RAS, stacks: who holds a hung job up.",
+        "Find the rank that blocks a hung job, from dumps or from a running watcher.",
     ),
-    "replay": ("wattwatch.watcher.cli.replay", "replay_command", "Recordings or GPU logs through the detector."),
+    "replay": ("wattwatch.watcher.cli.replay", "replay_command", "Run recordings or GPU logs through the detector."),
     "backtest": (
         "wattwatch.watcher.cli.backtest",
         "backtest_command",
-        "How often the verdicts are right, on labelled data.",
+        "Score the verdicts on labeled data.",
     ),
-    "progress": ("wattwatch.watcher.cli.inspect", "progress_command", "What the watcher reads from a training log."),
+    "progress": (
+        "wattwatch.watcher.cli.inspect",
+        "progress_command",
+        "What the watcher reads from a training log.",
+    ),
     "checkpoints": (
         "wattwatch.watcher.cli.inspect",
         "checkpoints_command",
@@ -52,7 +67,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
 
 
 class LazyCommandGroup(click.Group):
-    """A group that imports a command's module only when the command is asked for."""
+    """A group that imports the module of a command only when the command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -66,6 +81,7 @@ class LazyCommandGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # click would import every command to ask for its help line.
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
 
@@ -73,39 +89,43 @@ class LazyCommandGroup(click.Group):
 @click.group(cls=LazyCommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="wattwatch", message="wattwatch %(version)s")
 def wattwatch() -> None:
-    """Watch power, not utilisation: an out-of-band watcher for multi-node GPU training."""
+    """Watches multi-node GPU training from outside the job: tells computing from hanging by power, not by utilization.
+
+    To begin: `wattwatch demo`, or `nvidia-smi | wattwatch triage -`.
+    """
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Entry point. Exit codes: 0 OK, 1 warning, 2 critical or wrong use, 3 unknown, 130 interrupted.
+    """Runs a command and ends the process.
 
-    A traceback is for developers: set WATTWATCH_DEBUG=1 to see it.
+    Exit codes: 0 OK, 1 warning, 2 critical or wrong usage, 3 unknown, 130 interrupted. An error is one sentence on
+    standard error; WATTWATCH_DEBUG=1 shows the traceback of an internal error.
     """
     try:
         code = wattwatch.main(args=arguments, standalone_mode=False)
     except click.exceptions.Abort:
-        return _fail("interrupted", 130)
+        return _exit_with("interrupted", INTERRUPTED)
     except click.ClickException as error:
         error.show()
         return sys.exit(error.exit_code)
     except ConfigError as error:
-        return _fail(str(error), 2)
+        return _exit_with(str(error), CRITICAL)
     except BrokenPipeError:
-        # The reader of our output left (`wattwatch status | head`): nothing is wrong.
+        # The reader of our output is gone (`wattwatch status | head`), which is no error. Python would complain when
+        # it flushes standard output at exit, so give it somewhere to write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return sys.exit(0)
+        return sys.exit(OK)
     except Exception as error:
-        # The last net: people get a sentence, developers ask for the rest.
         if os.environ.get("WATTWATCH_DEBUG") == "1":
             raise
-        return _fail(
-            f"wattwatch: an internal error, please report it: {type(error).__name__}: {error}\n"
-            "Run again with WATTWATCH_DEBUG=1 for the place in the code.",
-            3,
+        return _exit_with(
+            f"wattwatch: internal error, please report it: {type(error).__name__}: {error}\n"
+            "Run the command again with WATTWATCH_DEBUG=1 for the traceback.",
+            UNKNOWN,
         )
-    return sys.exit(code if isinstance(code, int) else 0)
+    return sys.exit(code if isinstance(code, int) else OK)
 
 
-def _fail(message: str, code: int) -> Any:
-    click.echo(message, err=True)
+def _exit_with(message: str, code: int) -> Any:
+    print_error(message)
     return sys.exit(code)

@@ -1,101 +1,105 @@
-"""`wattwatch replay FILE ...`: what the watcher would have said of a recording or a GPU log."""
+"""`wattwatch replay FILE ...`: what the watcher would have reported about a recording or a GPU log."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
-import orjson
-from rich.console import Console
 from rich.markup import escape
 
+from wattwatch.watcher.cli.shared import (
+    SEVERITY_COLORS,
+    SEVERITY_EXIT_CODES,
+    UNKNOWN,
+    exit_unknown,
+    json_option,
+    print_error,
+    print_json,
+    text_console,
+)
 from wattwatch.watcher.config.profiles_file import read_profiles
-from wattwatch.watcher.detection.model import Severity
 from wattwatch.watcher.recordings.anonymize import write_anonymized
 from wattwatch.watcher.recordings.format import RecordingError, open_recording
 from wattwatch.watcher.recordings.inputs import GpuLog, InputError, read_input_file
 from wattwatch.watcher.recordings.replay import AlertChange, AlertTransition, ReplayResult, replay
 
-COLORS: Final = {Severity.INFO: "blue", Severity.WARNING: "yellow", Severity.CRITICAL: "red"}
-EXIT_CODE: Final = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
-UNREADABLE: Final = 3
-
 
 @click.command()
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="A list of objects, one a file.")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
 @click.option(
     "--profile",
     "profile_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="What boards draw: a file with [[profiles]], as calibrate writes it; wattwatch.toml too.",
+    help="Power profiles: a file with [[profiles]] tables, as `wattwatch calibrate` writes it, or a wattwatch.toml.",
 )
 @click.option(
     "--anonymous",
     type=click.Path(path_type=Path),
-    help="Write a copy of the one recording here, with hosts, users, paths and names replaced.",
+    metavar="FILE",
+    help="Write a copy of the recording to this file, with hosts, users, paths and names replaced by pseudonyms.",
 )
-def replay_command(files: tuple[Path, ...], as_json: bool, profile_file: Path | None, anonymous: Path | None) -> None:
-    """Recordings or GPU logs through the detector, at their own times.
+@json_option("A list of objects, one for each file.")
+def replay_command(files: tuple[Path, ...], profile_file: Path | None, anonymous: Path | None, as_json: bool) -> None:
+    """Run recordings or GPU logs through the detector, at their own times, and print every change of state and alert.
 
-    With --anonymous the copy is replayed, after it was checked against the recording: look at it before you share it.
+    With --anonymous, the copy is checked to give the same verdicts as the recording, and is then the one that is
+    replayed. Look through it before you share it.
 
-    Exit code: 0 nothing would have been said, 1 a warning, 2 a critical alert, 3 a file could not be read.
+    Exit code: 0 nothing to report, 1 a warning, 2 a critical alert, 3 a file could not be read.
     """
     profiles = () if profile_file is None else read_profiles(profile_file)
     if anonymous is not None:
         files = (_anonymous_copy(files, anonymous),)
     worst = 0
-    answers: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
     for path in files:
         try:
             source = read_input_file(path)
-            if isinstance(source, GpuLog) and all(m.sample is None or m.sample.gpus is None for m in source.moments):
+            if isinstance(source, GpuLog) and all(e.sample is None or e.sample.gpus is None for e in source.events):
                 advice = f". {source.advice.removesuffix('.')}" if source.advice else ""
-                raise InputError(f"{path}: no GPU reading in it: {source.detail}{advice}")
+                raise InputError(f"{path}: no GPU readings: {source.detail}{advice}")
             result = replay(str(path), source, profiles)
         except (InputError, RecordingError) as error:
-            answers.append({"source": str(path), "error": str(error)})
-            click.echo(str(error), err=True)
-            worst = max(worst, UNREADABLE)
+            objects.append({"source": str(path), "error": str(error)})
+            print_error(str(error))
+            worst = max(worst, UNKNOWN)
             continue
-        worst = max([worst, *(EXIT_CODE[e.severity] for e in result.episodes if e.suppressed_by is None)])
-        answers.append(replay_object(result))
+        worst = max([worst, *(SEVERITY_EXIT_CODES[e.severity] for e in result.episodes if e.suppressed_by is None)])
+        objects.append(replay_object(result))
         if not as_json:
             print_replay(result)
     if as_json:
-        click.echo(orjson.dumps(answers, option=orjson.OPT_INDENT_2).decode())
+        print_json(objects)
     sys.exit(worst)
 
 
 def _anonymous_copy(files: tuple[Path, ...], target: Path) -> Path:
-    """The copy; or one error, and no file, where it would not give the same verdicts."""
+    """The path of the copy. Ends the command, and leaves no copy, if it would not give the same verdicts."""
     if len(files) != 1:
-        raise click.UsageError("--anonymous makes a copy of one recording; give one file")
+        raise click.UsageError("--anonymous copies one recording; give exactly one FILE")
     if target.exists():
-        raise click.UsageError(f"{target} exists; give a new file")
+        raise click.UsageError(f"{target} exists; name a new file")
     try:
         write_anonymized(files[0], target)
         before, after = (replay("", open_recording(path)) for path in (files[0], target))
     except RecordingError as error:
         target.unlink(missing_ok=True)
-        click.echo(str(error), err=True)
-        sys.exit(UNREADABLE)
+        exit_unknown(str(error))
     if verdicts_without_names(before) != verdicts_without_names(after):
         target.unlink(missing_ok=True)
-        click.echo(
-            f"{files[0]}: the copy would not give the same verdicts, so none was made: what decides is a name", err=True
+        exit_unknown(
+            f"{files[0]}: no copy was made, because it would not give the same verdicts: they depend on a name that "
+            "the copy replaces"
         )
-        sys.exit(UNREADABLE)
-    click.echo(f"{target}: written: an anonymous copy of {files[0]}; look at it before you share it", err=True)
+    print_error(f"{target}: anonymous copy of {files[0]}; look through it before you share it")
     return target
 
 
 def verdicts_without_names(result: ReplayResult) -> list[tuple[Any, ...]]:
-    """What was said and when, without names."""
+    """All states and alerts with their times, without the names that a copy replaces."""
     alerts = [
         (
             e.alert,
@@ -149,35 +153,35 @@ def replay_object(result: ReplayResult) -> dict[str, Any]:
 
 
 def print_replay(result: ReplayResult) -> None:
-    console = Console(highlight=False, soft_wrap=True, emoji=False)
-    console.print(f"[bold]{escape(result.source)}[/]: {result.rounds} rounds over {format_elapsed(result.seconds)}")
+    console = text_console()
+    console.print(f"[bold]{escape(result.source)}[/]: {result.rounds} rounds in {format_elapsed(result.seconds)}")
     several = len({change.job for change in result.changes}) > 1
     lines = [
         (c.at_seconds, f"{escape(c.job) + ': ' if several else ''}{c.state.value:<14} {escape(c.reason)}")
         for c in result.changes
     ]
     lines += [(change.at_seconds, describe_alert_change(change, several=several)) for change in result.alerts]
-    for at_seconds, words in sorted(lines, key=lambda line: line[0]):
-        console.print(f"  {format_elapsed(at_seconds):>9}  {words}")
+    for at_seconds, text in sorted(lines, key=lambda line: line[0]):
+        console.print(f"  {format_elapsed(at_seconds):>9}  {text}")
     if not result.episodes:
-        console.print("  no alert")
+        console.print("  no alerts")
 
 
 def describe_alert_change(change: AlertChange, *, several: bool) -> str:
-    """One line, in markup: what was said at that moment."""
+    """One line in rich markup: the change, with the text of the alert at that time."""
     episode = change.episode
     job = escape(episode.job) + ": " if several and episode.job else ""
     if change.step is AlertTransition.RESOLVED:
         return f"{job}[green]resolved[/] {episode.alert}"
-    sure = "" if episode.confirmed else " (not confirmed)"
+    certainty = "" if episode.confirmed else " (not confirmed)"
     if change.step is AlertTransition.ESCALATED:
-        sure = f"{sure} (escalated)"
+        certainty = f"{certainty} (escalated)"
     elif change.step is AlertTransition.CONFIRMED:
-        sure = " (now confirmed)"
-    quiet = "" if episode.suppressed_by is None else escape(f" [not sent: it follows from {episode.suppressed_by}]")
+        certainty = " (now confirmed)"
+    suppressed = "" if episode.suppressed_by is None else escape(f" [not sent, caused by {episode.suppressed_by}]")
     return (
-        f"{job}[{COLORS[episode.severity]}]{episode.severity.value.upper()} {episode.alert}[/]{sure} "
-        f"{escape(episode.summary)}{quiet}"
+        f"{job}[{SEVERITY_COLORS[episode.severity]}]{episode.severity.value.upper()} {episode.alert}[/]{certainty} "
+        f"{escape(episode.summary)}{suppressed}"
     )
 
 

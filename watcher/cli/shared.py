@@ -9,13 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import click
 import orjson
-from rich.console import Console
 
 from wattwatch.watcher.detection.model import Severity
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # The convention of monitoring plugins, so that any of them can run a command: nagios-plugins.org/doc/guidelines.html
 OK: Final = 0
@@ -73,6 +75,8 @@ def print_json(value: Any) -> None:
 
 def text_console() -> Console:
     """A console for text that may come from anywhere: nothing is highlighted, wrapped or turned into an emoji."""
+    from rich.console import Console  # here: main.py imports this module, and `wattwatch --help` should not load rich
+
     return Console(highlight=False, soft_wrap=True, emoji=False)
 
 

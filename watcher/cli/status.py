@@ -1,68 +1,76 @@
-"""`wattwatch status [JOB]`: one look at a running watcher, through its API. For people, scripts and monitoring."""
+"""`wattwatch status [JOB]`: jobs and open alerts of a running watcher, through its API. For people and for scripts."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from urllib.parse import quote
 
 import click
 import httpx
-import orjson
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from wattwatch.watcher.cli.api_client import DEFAULT_URL, UNKNOWN, exit_unknown, get_json, open_api_client
+from wattwatch.watcher.cli.api_client import get_json, open_api_client
+from wattwatch.watcher.cli.shared import (
+    OK,
+    SEVERITY_EXIT_CODES,
+    UNKNOWN,
+    api_options,
+    exit_unknown,
+    json_option,
+    print_error,
+    print_json,
+    text_console,
+)
 from wattwatch.watcher.detection.model import Severity
-
-EXIT_CODE: Final = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
 
 
 @click.command()
 @click.argument("job", required=False)
-@click.option("--url", default=DEFAULT_URL, show_default=True, help="Address of the watcher.")
-@click.option("--token-file", type=click.Path(path_type=Path), help="File with a bearer token.")
-@click.option("--json", "as_json", is_flag=True, help="The API's own answer.")
+@api_options()
+@json_option("The jobs and open alerts as the API returns them.")
 def status_command(job: str | None, url: str, token_file: Path | None, as_json: bool) -> None:
-    """What a running watcher says of its jobs, once.
+    """Jobs and open alerts of a running watcher, once. With JOB, only that job.
 
-    Exit code: 0 nothing is wrong, 1 a warning is open, 2 a critical alert is open, 3 the watcher cannot be asked.
+    Exit code: 0 nothing is wrong, 1 a warning is open, 2 a critical alert is open, 3 the watcher does not answer or no
+    longer updates.
     """
     with open_api_client(url, token_file) as client:
         jobs = get_json(client, f"/api/v1/jobs/{quote(job, safe='/')}" if job else "/api/v1/jobs")
         alerts = get_json(client, "/api/v1/alerts")
-        old = _staleness_warning(client)
+        warning = _staleness_warning(client)
     try:
         jobs = jobs if job is None else [jobs]
         if not (isinstance(jobs, list) and isinstance(alerts, list)):
             raise TypeError("not lists")
-        # An alert without a job is about the watcher itself: what it says of any job depends on it.
+        # An alert without a job is about the watcher itself, and puts what it says about every job in doubt.
         open_alerts = [a for a in alerts if a["closed"] is None and (job is None or a["job"] in ("", job))]
-        worst = max((EXIT_CODE[Severity(a["severity"])] for a in open_alerts if not a["suppressed_by"]), default=0)
+        severities = [Severity(a["severity"]) for a in open_alerts if not a["suppressed_by"]]
+        worst = max((SEVERITY_EXIT_CODES[severity] for severity in severities), default=OK)
         if as_json:
-            click.echo(orjson.dumps({"jobs": jobs, "alerts": open_alerts}, option=orjson.OPT_INDENT_2).decode())
+            print_json({"jobs": jobs, "alerts": open_alerts})
         else:
             _print(jobs, open_alerts)
     except (KeyError, TypeError, ValueError, AttributeError):
         exit_unknown(f"{url}: not a wattwatch API, or one of another version")
-    if old:
-        click.echo(old, err=True)
-    sys.exit(UNKNOWN if old else worst)
+    if warning:
+        print_error(warning)
+    sys.exit(UNKNOWN if warning else worst)
 
 
 def _staleness_warning(client: httpx.Client) -> str | None:
-    """A sentence where the watcher answers and no longer looks: its last words are history, not news."""
+    """A sentence if the watcher still answers but no longer updates: what it reports is then out of date."""
     try:
         response = client.get("/-/ready")
         return None if response.is_success else str(response.json()["detail"])
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        return f"{client.base_url}: cannot be asked whether it still watches"
+        return f"{client.base_url}: does not answer whether it is still updating"
 
 
 def _print(jobs: list[dict[str, Any]], alerts: list[dict[str, Any]]) -> None:
-    console = Console(highlight=False, soft_wrap=True, emoji=False)
+    console = text_console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("JOB", "STATE", "STEP", "TOK/S", "WHY"):
         table.add_column(title)
@@ -76,11 +84,11 @@ def _print(jobs: list[dict[str, Any]], alerts: list[dict[str, Any]]) -> None:
         table.add_row(*map(escape, cells))
     console.print(table)
     for alert in alerts:
-        quiet = f" (quiet: {alert['suppressed_by']})" if alert["suppressed_by"] else ""
-        who = alert["job"] or "the watcher"
-        console.print(escape(f"{alert['severity'].upper()} {alert['alert']} {who}: {alert['summary']}{quiet}"))
+        cause = f" (not sent, caused by {alert['suppressed_by']})" if alert["suppressed_by"] else ""
+        subject = alert["job"] or "the watcher"
+        console.print(escape(f"{alert['severity'].upper()} {alert['alert']} {subject}: {alert['summary']}{cause}"))
     if not alerts:
         console.print("no open alerts")
     for job in jobs:
         if job.get("incident"):
-            console.print(escape(f"newest incident of {job['name']}: wattwatch replay {job['incident']}"))
+            console.print(escape(f"latest incident of {job['name']}: wattwatch replay {job['incident']}"))

@@ -158,7 +158,7 @@ class Service:
             self_problems=self._problems,
         )
         if self._recording is not None:
-            self._recording.known(self._engine.prior_state())
+            self._recording.write_prior_state(self._engine.prior_state())
         self._latest = LatestSnapshot(self._engine.snapshot, self._clock, self._interval, self._incidents.newest)
         self._web = WebServer(
             create_app(self._latest, self._metrics, self._hub, read_token(section)), listener, self._hub
@@ -260,7 +260,7 @@ class Service:
     def _on_line(self, node: str, received_seconds: float, line: bytes) -> None:
         """Record a probe's line. Called on the fleet's reader thread."""
         if self._recording is not None:
-            self._recording.line(node, received_seconds, line)
+            self._recording.write_line(node, received_seconds, line)
         self._incidents.add_line(node, received_seconds, line)
 
     # The engine's thread
@@ -275,7 +275,7 @@ class Service:
         """One tick of the engine, then what follows from its snapshot: recording, captures, log lines."""
         before = self._latest.snapshot
         if self._recording is not None:
-            self._recording.links(self._fleet.links(), self._clock.monotonic())
+            self._recording.write_links(self._fleet.links(), self._clock.monotonic())
         try:
             snapshot = self._engine.tick()
             self._latest.publish(snapshot)

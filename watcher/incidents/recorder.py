@@ -315,11 +315,11 @@ class IncidentRecorder:
                 self.error = what.error or self.error
             elif kind == "links":
                 writer, links, now = what
-                writer.links(links, now)
+                writer.write_links(links, now)
             elif kind == "lines":
                 writer, lines = what
                 for node, seconds, line in lines:
-                    writer.line(node, seconds, line)
+                    writer.write_line(node, seconds, line)
                 with self._lock:
                     self._queued -= sum(len(line) for _, _, line in lines)
             else:
@@ -339,7 +339,7 @@ def write_buffered_lines(
     is written just before the node's first line.
     """
     if prior_state is not None:
-        writer.known(restrict_to_jobs(prior_state, [spec]))
+        writer.write_prior_state(restrict_to_jobs(prior_state, [spec]))
     lines: list[tuple[float, str, bytes]] = []
     for node, (state, chunks, newest) in buffered.items():
         received = [line for _, chunk in chunks for line in unpack_chunk(chunk)] + newest
@@ -351,7 +351,7 @@ def write_buffered_lines(
     for seconds, node, line in lines:
         while changes and changes[0][0] <= seconds:
             at, states = changes.popleft()
-            writer.links({n: states[n] for n in spec.nodes if n in states}, max(at, lines[0][0]))
-        writer.line(node, seconds, line)
+            writer.write_links({n: states[n] for n in spec.nodes if n in states}, max(at, lines[0][0]))
+        writer.write_line(node, seconds, line)
     for at, states in changes:
-        writer.links({n: states[n] for n in spec.nodes if n in states}, at)
+        writer.write_links({n: states[n] for n in spec.nodes if n in states}, at)

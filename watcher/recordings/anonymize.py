@@ -1,4 +1,9 @@
-"""Pseudonyms: what a person, a host, a job or a company is called in a recording, by what it is called in its copy."""
+"""Makes a copy of a recording that can be shown to strangers and gives the same verdicts.
+
+Hosts, users, directories, job names, addresses, GPU serial numbers and every word that is not in kept_words.toml are
+replaced, the same one always by the same pseudonym. Kept are numbers, times, GPU models, and the words of the job's own
+log pattern, without which its log could not be parsed.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +48,8 @@ KEPT_PROCESS_NAMES: Final = re.compile(r"python[\d.]*|pt_main_thread|torchrun")
 
 @cache
 def kept_words(kind: str) -> frozenset[str]:
-    """By the table kept_words.toml. "path": in paths; "units": beside digits; "listing": in names of checkpoint files;
-    "text": in any other text."""
+    """The words of kept_words.toml that may stay in one kind of text. "path": paths; "units": beside digits; "listing":
+    names of checkpoint files; "text": everything else."""
     table = tomllib.loads(
         resources.files("wattwatch.watcher.recordings").joinpath("kept_words.toml").read_text("utf-8")
     )
@@ -56,18 +61,18 @@ def kept_words(kind: str) -> frozenset[str]:
 
 @dataclass(slots=True)
 class Pseudonyms:
-    """What is replaced by what, over one recording."""
+    """The replacements of one recording."""
 
     hosts: dict[str, str] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
-    trainers: Sequence[re.Pattern[str]] = ()  # the jobs' patterns of process names
+    trainers: Sequence[re.Pattern[str]] = ()  # patterns for the names of the jobs' processes
     _new: dict[tuple[str, str], str] = field(default_factory=dict)
     jobs: dict[str, str] = field(default_factory=dict)
     _host_pattern: re.Pattern[str] | None = None
     _job_pattern: re.Pattern[str] | None = None
 
     def of(self, kind: str, word: str) -> str:
-        """`kind`, and the number of its kind that this word is."""
+        """The pseudonym of a word: its kind and a number, such as "job-1". The same word always gets the same one."""
         known = self._new.get((kind, word))
         if known is None:
             known = f"{kind}{1 + sum(each == kind for each, _ in self._new)}"
@@ -75,24 +80,27 @@ class Pseudonyms:
         return known
 
     def add_host(self, host: str, pseudonym: str) -> None:
-        """By its full and its short name."""
+        """Replaces a host by its full name and by its short name."""
         for name in (host, host.split(".")[0]):
             self.hosts.setdefault(name, pseudonym)
         self._host_pattern = _any_of(self.hosts)
 
     def add_job(self, job: str) -> str:
-        """In paths, and in text unless it is one kept word ("train"): that one may be part of a format."""
+        """Replaces a job in paths, and in text unless its name is a kept word: "train" may be part of a log format."""
         self.jobs[job.lower()] = pseudonym = self.of("job-", job)
         names = [each for each in self.jobs if each not in kept_words("text")]
         self._job_pattern = _any_of(names) if names else None
         return pseudonym
 
     def listing(self, text: str) -> str:
-        """A string of a listing of checkpoints."""
+        """A string in the listing of a checkpoint directory."""
         return self.text(text, "listing")
 
     def text(self, text: str, kind: str = "text") -> str:
-        """Any text: hosts, jobs, serials, paths, addresses, then each word that is not kept."""
+        """Any text: replaces hosts, jobs, serial numbers, paths and addresses, then each word that is not kept.
+
+        What was replaced is put aside as a numbered placeholder, or a later step would replace parts of a pseudonym.
+        """
         held: list[str] = []
 
         def hold(replacement: str) -> str:
@@ -112,7 +120,7 @@ class Pseudonyms:
         return re.sub("\0(\\d+)\0", lambda m: held[int(m[1])], _restore_nested(text, held))
 
     def path(self, path: str) -> str:
-        """Each part of it that is not wholly made of kept words and numbers beside them."""
+        """Replaces each part of a path that does not consist of kept words and numbers only."""
         return "/".join(map(self._part, path.split("/")))
 
     def _part(self, part: str) -> str:
@@ -125,7 +133,7 @@ class Pseudonyms:
         return f"GPU-00000000-0000-0000-0000-{int(self.of('serial', serial).removeprefix('serial')):012}"
 
     def driver(self, text: str) -> str:
-        """A text of the driver's tools, or a board: their words and models stay."""
+        """A text of the driver's tools, or the key of a GPU: words and models stay."""
         return self.text(text, "driver")
 
     def process(self, name: str) -> str:
@@ -144,7 +152,7 @@ class Pseudonyms:
         return bool(words) and all(word in kept_words("path") or word in self.kept for word in words)
 
     def _is_kept(self, token: str, kind: str) -> bool:
-        """A number, a kept word (with a number to it), a number with its unit, or a letter that stands alone."""
+        """Whether a token may stay: a number, a kept word (also with a number), a number with a unit, a letter."""
         words = [word.lower() for word in LETTERS_PATTERN.findall(token)]
         if len(token) == 1 or all(word in self.kept or word in kept_words(kind) for word in words):
             return True
@@ -157,17 +165,13 @@ def _any_of(names: Iterable[str]) -> re.Pattern[str]:
 
 
 def _restore_nested(text: str, held: list[str]) -> str:
-    """Paths may hold what was put aside before them."""
+    """Restores placeholders inside of replacements: a path may contain a host that was replaced before it."""
     for i, each in enumerate(held):
         held[i] = re.sub("\0(\\d+)\0", lambda m: held[int(m[1])], each)
     return text
 
 
-# A copy of a recording that can be shown to strangers, and gives the same verdicts.
-#
-# Hosts, users, directories, job names, addresses, board serials and every word that is not in kept_words.toml are
-# replaced, the same one always by the same. What is kept besides: numbers, times, board models, and the words of the
-# job's own log pattern, since without them its log could not be read.
+# The copy of a recording, record by record
 
 HEARTBEAT_KEYS: Final = frozenset(
     [
@@ -189,7 +193,7 @@ HEARTBEAT_KEYS: Final = frozenset(
 
 
 def write_anonymized(source: Path, target: Path) -> None:
-    """Raises RecordingError with one sentence where either file cannot be used."""
+    """Writes an anonymized copy of the recording `source`. Raises RecordingError if either file cannot be used."""
     specs, records = read_raw_records(source)
     names = Pseudonyms(
         kept=_words_in_patterns(specs), trainers=[re.compile(spec.processes) for spec in specs if spec.processes]
@@ -213,7 +217,7 @@ def write_anonymized(source: Path, target: Path) -> None:
             for record in read_raw_records(source)[1]:
                 file.write(orjson.dumps(_record(record, names, new)) + b"\n")
     except OSError as error:
-        raise RecordingError(f"{target}: cannot be written: {error.strerror}") from None
+        raise RecordingError(f"{target}: cannot write the file: {error.strerror}") from None
 
 
 def _words_in_patterns(specs: Sequence[JobSpec]) -> frozenset[str]:
@@ -221,7 +225,7 @@ def _words_in_patterns(specs: Sequence[JobSpec]) -> frozenset[str]:
 
 
 def _spec(spec: JobSpec, names: Pseudonyms, logs: set[str]) -> JobSpec:
-    """Patterns of file names are replaced by the files that they stood for."""
+    """The job under its pseudonym. A shell pattern for logs is replaced by the logs that it matched."""
     mine = [path for path in sorted(logs) if any(fnmatch.fnmatchcase(path, pattern) for pattern in spec.logs)]
     return replace(
         spec,
@@ -235,7 +239,7 @@ def _spec(spec: JobSpec, names: Pseudonyms, logs: set[str]) -> JobSpec:
 
 
 def _message(record: dict[str, Any]) -> dict[str, Any]:
-    """The probe's line in a record; empty where there is none that can be read."""
+    """The line of the probe in a record, parsed; empty if there is none or it cannot be parsed."""
     try:
         message = orjson.loads(record.get("line", "{}"))
     except orjson.JSONDecodeError:
@@ -254,12 +258,12 @@ def _record(record: dict[str, Any], names: Pseudonyms, specs: Sequence[JobSpec])
         return {**new, "link": record["link"], "detail": names.text(str(record.get("detail", "")))}
     message = _message(record)
     if not message:
-        return {**new, "line": names.text(str(record.get("line", "")))}  # noise of a login shell
+        return {**new, "line": names.text(str(record.get("line", "")))}  # output of a login shell
     return {**new, "line": json.dumps(_line(message, names, specs, node), separators=(",", ":"))}
 
 
 def _known_before(record: dict[str, Any], names: Pseudonyms) -> dict[str, Any]:
-    """What was learned before, of the same boards and jobs by their new names; empty where it cannot be read."""
+    """The prior state, with GPUs and jobs under their pseudonyms; empty if it cannot be read."""
     known = prior_state_from_records([record]) or PriorState()
     boards = tuple(
         replace(
@@ -270,12 +274,12 @@ def _known_before(record: dict[str, Any], names: Pseudonyms) -> dict[str, Any]:
         )
         for value in known.boards
     )
-    habits = {names.of("job-", job): told for job, told in known.habits.items()}
+    habits = {names.of("job-", job): history for job, history in known.habits.items()}
     return next(prior_state_to_records(PriorState(boards, habits)))
 
 
 def _line(message: dict[str, Any], names: Pseudonyms, specs: Sequence[JobSpec], node: str) -> dict[str, Any]:
-    """A probe's line, field by field; what this version does not know is left out."""
+    """A line of the probe, field by field. Fields unknown to this version are left out: they could name anything."""
     new: dict[str, Any] = {key: message[key] for key in ("v", "seq", "t", "w", "load", "gpu") if key in message}
     if "gpu" in new:
         answer = message["gpu"]
@@ -337,7 +341,7 @@ def _listing(news: dict[str, Any], names: Pseudonyms) -> dict[str, Any]:
 
 
 def _strings(value: Any, change: Callable[[str], str]) -> Any:
-    """The same with each string changed, keys as well."""
+    """The value with every string in it changed, keys of objects too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):

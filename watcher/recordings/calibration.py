@@ -1,4 +1,5 @@
-"""What boards draw, learned on demand: from hosts that are idle now, or from a recording or a log by the live rules."""
+"""Learns on request what GPUs draw: from hosts that are idle now, or from a recording or log by the rules of the live
+watcher. The result can be written as a [[profiles]] table."""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ from wattwatch.watcher.recordings.format import Recording
 from wattwatch.watcher.recordings.inputs import GpuLog, SourcePlayer
 from wattwatch.watcher.recordings.replay import ROUND_WINDOW_FRACTION
 
-HOST_SECONDS: Final = 20.0  # to log in and to give the first sample
-MIN_SAMPLE_FRACTION: Final = 0.9  # of the samples asked for
-BUSY_PERCENT: Final = 0.0
+HOST_SECONDS: Final = 20.0  # for the login and the first sample
+MIN_SAMPLE_FRACTION: Final = 0.9  # of the samples requested; chosen: a few lost lines do no harm
+BUSY_PERCENT: Final = 0.0  # a GPU with any utilization is not idle
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was learned of one source, and a sentence for each thing that was not."""
+    """What was learned from one source, and a sentence for each thing that could not be learned."""
 
     source: str
     boards: Mapping[GpuId, GpuSample]  # as last seen
@@ -49,45 +50,45 @@ class Calibration:
 
 
 def calibrate_source(name: str, source: GpuLog | Recording, progress: StepProgress | None) -> Calibration:
-    """By the rules of the live watcher. `progress`: the asker's word that a job without a counter advanced from its
-    first kernel on.
+    """Learns by the rules of the live watcher. `progress`: the user's statement that the steps of a job without a step
+    counter advanced from its first kernel on.
 
-    What cannot be learned is a sentence; a source without any board gives that alone.
+    What could not be learned is in `refusals`; a source without any GPU has one refusal and nothing else.
     """
     knowledge = BaselineTable()
     interval = min((spec.interval_seconds for spec in source.specs), default=1.0)
-    played = SourcePlayer(source.specs, iter(source.moments))
+    player = SourcePlayer(source.specs, iter(source.events))
     jobs = [(JobAssembler(spec), JobDetector(spec), JobLearner(spec, knowledge)) for spec in source.specs]
     boards: dict[GpuId, GpuSample] = {}
-    said: dict[str, NodeSample] = {}
+    latest: dict[str, NodeSample] = {}
     counted = worked = False
-    for round_number, seconds in enumerate(played.play(interval * ROUND_WINDOW_FRACTION)):
-        for heard in played.drain():
-            said[heard.node] = heard
+    for round_number, seconds in enumerate(player.play(interval * ROUND_WINDOW_FRACTION)):
+        for node_sample in player.drain():
+            latest[node_sample.node] = node_sample
             for assembler, _, _ in jobs:
-                assembler.add(heard)
+                assembler.add(node_sample)
         for assembler, detector, learner in jobs:
-            wall = max((heard.wall_seconds for heard in said.values()), default=0.0)
-            sample = assembler.assemble(played.links(), seconds, wall)
+            wall = max((node_sample.wall_seconds for node_sample in latest.values()), default=0.0)
+            sample = assembler.assemble(player.links(), seconds, wall)
             worked = worked or any((ranked.gpu.utilization_percent or 0.0) > IDLE_PERCENT for ranked in sample.gpus)
             if worked and progress is StepProgress.ADVANCING and not sample.progress.readable:
                 sample = replace(sample, progress=JobProgress(step=round_number))
             counted = counted or sample.progress.readable
             boards.update({(ranked.node, ranked.gpu.key): ranked.gpu for ranked in sample.gpus})
-            _learn(sample, detector, learner, seconds, said)
+            _learn(sample, detector, learner, seconds, latest)
     if not boards:
-        trouble = source.detail if isinstance(source, GpuLog) and source.detail else "no board in it could be read"
-        return Calibration(name, {}, (), (trouble,))
+        problem = source.detail if isinstance(source, GpuLog) and source.detail else "it has no readable GPU"
+        return Calibration(name, {}, (), (problem,))
     refused = {key: why for _, _, learner in jobs for key, why in learner.refused.items()}
     return Calibration(name, boards, knowledge.values(), tuple(_refusals(boards, knowledge, refused, counted=counted)))
 
 
 def _learn(
-    sample: JobSample, detector: JobDetector, learner: JobLearner, seconds: float, said: Mapping[str, NodeSample]
+    sample: JobSample, detector: JobDetector, learner: JobLearner, seconds: float, latest: Mapping[str, NodeSample]
 ) -> None:
     verdict = classify(sample, learned=learner.learned(sample))
     findings = detector.observe(verdict, sample, seconds)
-    learner.update(sample, verdict, findings, detector.state, seconds, said)
+    learner.update(sample, verdict, findings, detector.state, seconds, latest)
 
 
 def _refusals(
@@ -97,13 +98,13 @@ def _refusals(
     *,
     counted: bool,
 ) -> Iterator[str]:
-    """One sentence a kind that some board lacks."""
-    no_steps = "no step counter in this source; where you know that steps advanced, say --progress advancing"
+    """One sentence for each kind of value that is missing for some GPU."""
+    no_steps = "the source has no step counter; if you know that steps advanced, add --progress advancing"
     usual = {
-        BaselineKind.IDLE: "no stretch of a minute at 0 % with no process and no memory held",
-        BaselineKind.CONTEXT: "no start-up from an empty board to the first kernel, and no rests between steps, at 0 % with "
-        "memory held",
-        BaselineKind.PLATEAU: "no two minutes of steps that advance while all boards are evenly busy"
+        BaselineKind.IDLE: "no full minute at 0 % utilization without a process and without memory in use",
+        BaselineKind.CONTEXT: "no start-up from an empty GPU to its first kernel, and no pauses between steps, at 0 % "
+        "utilization with memory in use",
+        BaselineKind.PLATEAU: "no two minutes in which steps advance and all GPUs are equally busy"
         if counted
         else no_steps,
     }
@@ -112,106 +113,106 @@ def _refusals(
         lacking = [board for board in boards if board not in known]
         if lacking:
             why = next((refused[board, kind] for board in lacking if (board, kind) in refused), usual[kind])
-            yield f"{KIND_LABELS[kind]}: not learned of {len(lacking)} of {len(boards)} boards: {why}"
+            yield f"{KIND_LABELS[kind]}: not learned for {len(lacking)} of {len(boards)} GPUs: {why}"
 
 
 KIND_LABELS: Final = {
-    BaselineKind.IDLE: "idle floor",
-    BaselineKind.CONTEXT: "floor with a context",
-    BaselineKind.PLATEAU: "compute plateau",
+    BaselineKind.IDLE: "idle power",
+    BaselineKind.CONTEXT: "power with a CUDA context",
+    BaselineKind.PLATEAU: "compute power",
 }
 
 
 def calibrate_hosts(hosts: Sequence[str], settings: SshSettings, samples: int) -> tuple[Calibration, ...]:
-    """Ask hosts over SSH for `samples` samples, one a second: what their boards idle at now."""
+    """Takes `samples` samples of each host over SSH, one per second, and learns the idle power of its GPUs."""
     names = tuple(dict.fromkeys(hosts))
     clock = Clock()
     fleet = Fleet({name: ProbeRequest(interval_seconds=1.0) for name in names}, settings, clock)
-    heard: dict[str, list[NodeSample]] = {name: [] for name in names}
+    received: dict[str, list[NodeSample]] = {name: [] for name in names}
     fleet.start()
     try:
         deadline = clock.monotonic() + HOST_SECONDS + samples
-        settled: set[str] = set()
-        while clock.monotonic() < deadline and len(settled) < len(names):
+        finished: set[str] = set()
+        while clock.monotonic() < deadline and len(finished) < len(names):
             fleet.wait(0.2)
             for sample in fleet.drain():
-                heard[sample.node].append(sample)
+                received[sample.node].append(sample)
             links = fleet.links()
-            settled = {n for n in names if _readings(heard[n]) >= samples or links[n].failures > 0}
+            finished = {n for n in names if _readings(received[n]) >= samples or links[n].failures > 0}
         links = fleet.links()
     finally:
         fleet.stop()
     return tuple(
-        calibrate_idle(name, heard[name], samples, "" if links[name].status is HostStatus.OK else links[name].detail)
+        calibrate_idle(name, received[name], samples, "" if links[name].status is HostStatus.OK else links[name].detail)
         for name in names
     )
 
 
-def _readings(heard: Sequence[NodeSample]) -> int:
-    return sum(sample.gpus is not None for sample in heard)
+def _readings(received: Sequence[NodeSample]) -> int:
+    return sum(sample.gpus is not None for sample in received)
 
 
-def calibrate_idle(node: str, heard: Sequence[NodeSample], samples: int, trouble: str = "") -> Calibration:
-    """The idle floor of each board that had nobody on it in all of these samples."""
-    read = [sample for sample in heard if sample.gpus is not None]
+def calibrate_idle(node: str, received: Sequence[NodeSample], samples: int, problem: str = "") -> Calibration:
+    """The idle power of each GPU that nothing used in all of these samples."""
+    read = [sample for sample in received if sample.gpus is not None]
     if len(read) < MIN_SAMPLE_FRACTION * samples:
-        last = next((sample.detail for sample in reversed(heard) if sample.detail), "")
-        why = trouble or last or "the host does not answer in time"
-        return Calibration(node, {}, (), (f"{len(read)} of {samples} samples came: {why}",))
+        last = next((sample.detail for sample in reversed(received) if sample.detail), "")
+        why = problem or last or "the host did not answer in time"
+        return Calibration(node, {}, (), (f"only {len(read)} of {samples} samples arrived: {why}",))
     boards: dict[GpuId, GpuSample] = {}
-    of_board: dict[GpuId, list[tuple[NodeSample, GpuSample]]] = {}
+    rows_by_board: dict[GpuId, list[tuple[NodeSample, GpuSample]]] = {}
     for sample in read:
         for gpu in sample.gpus or ():
             boards[node, gpu.key] = gpu
-            of_board.setdefault((node, gpu.key), []).append((sample, gpu))
+            rows_by_board.setdefault((node, gpu.key), []).append((sample, gpu))
     knowledge = BaselineTable()
     refusals: list[str] = []
-    for board, rows in of_board.items():
+    for board, rows in rows_by_board.items():
         gpu = rows[-1][1]
         watts = [w for _, each in rows if (w := valid_power_watts(each)) is not None]
         refused = _not_idle(rows, watts)
         value = Baseline(
-            *board, BaselineKind.IDLE, "", round(statistics.median(watts), 1) if watts else 0.0, len(watts), LearningPhase.EMPTY,
-            rows[-1][0].wall_seconds, gpu.name, gpu.power_limit_watts, gpu.energy_joules,
+            *board, BaselineKind.IDLE, "", round(statistics.median(watts), 1) if watts else 0.0, len(watts),
+            LearningPhase.EMPTY, rows[-1][0].wall_seconds, gpu.name, gpu.power_limit_watts, gpu.energy_joules,
         )  # fmt: skip
         base = profile_for(gpu.name, gpu.power_limit_watts)
         refused = refused or unsteady_reason(watts) or implausible_reason(value, base, knowledge)
         if refused is None:
             knowledge.put(value)
         else:
-            refusals.append(f"idle floor of GPU {gpu.key if gpu.index is None else gpu.index}: not learned: {refused}")
+            refusals.append(f"idle power of GPU {gpu.key if gpu.index is None else gpu.index}: not learned: {refused}")
     return Calibration(node, boards, knowledge.values(), tuple(refusals))
 
 
 def _not_idle(rows: Sequence[tuple[NodeSample, GpuSample]], watts: Sequence[float]) -> str | None:
     if len(watts) < max(2, MIN_SAMPLE_FRACTION * len(rows)):
-        return "its power cannot be read"
+        return "its power is not readable"
     memory = [gpu.memory_used_bytes for _, gpu in rows]
     busy = [gpu.utilization_percent for _, gpu in rows]
     if any(each is None for each in (*memory, *busy)):
-        return "its memory or utilisation cannot be read, so nobody can say that it is idle"
+        return "its memory use or utilization is not readable, so it is not certain that it is idle"
     held = {i for sample, _ in rows for process in sample.processes or () for i in process.gpu_indexes}
     if rows[-1][1].index in held:
-        return "a process is on it: wait until it has left"
+        return "a process is using it: wait until it has ended"
     most = max(each for each in memory if each is not None)
     if most >= CONTEXT_BYTES:
-        return f"{most / 1e9:.1f} GB are in use on it: wait until whoever holds them has left"
+        return f"{most / 1e9:.1f} GB of its memory are in use: wait until they are free"
     highest = max(each for each in busy if each is not None)
-    return f"it reads {highest:.0f} % busy" if highest > BUSY_PERCENT else None
+    return f"its utilization is {highest:.0f} %" if highest > BUSY_PERCENT else None
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedProfile:
-    """What becomes one [[profiles]] table: the boards of one model, with where each number came from."""
+    """The content of one [[profiles]] table: one GPU model, with the origin of each number."""
 
     model: str
     boards: int
     profile: PowerProfile
-    grounds: Mapping[str, str]  # setting -> words
+    grounds: Mapping[str, str]  # key of the table -> where its number comes from
 
 
 def build_profiles(calibrations: Sequence[Calibration]) -> tuple[tuple[LearnedProfile, ...], tuple[str, ...]]:
-    """One profile a model of which anything was learned, and a sentence for each that cannot have one."""
+    """One profile per GPU model about which something was learned, and a sentence for each that cannot have one."""
     knowledge = BaselineTable([value for each in calibrations for value in each.values])
     boards = {board: gpu for each in calibrations for board, gpu in each.boards.items()}
     learned = {(value.node, value.board) for value in knowledge.values()}
@@ -226,8 +227,8 @@ def build_profiles(calibrations: Sequence[Calibration]) -> tuple[tuple[LearnedPr
         if model is None or not limits:
             lack = "name" if model is None else "power limit"
             refusals.append(
-                f"no profile of {model or 'these boards'}: their {lack} is not in the source: ask nvidia-smi "
-                "for name and power.limit too, or write a [[profiles]] table by hand"
+                f"no profile for {model or 'these GPUs'}: the source does not have their {lack}: query nvidia-smi for "
+                "name and power.limit too, or write the [[profiles]] table yourself"
             )
             continue
         made.append(_profile(model, statistics.mode(limits), members, knowledge))
@@ -236,7 +237,7 @@ def build_profiles(calibrations: Sequence[Calibration]) -> tuple[tuple[LearnedPr
 
 def _profile(model: str, limit: float, members: Sequence[GpuId], knowledge: BaselineTable) -> LearnedProfile:
     base = profile_for(model, limit)
-    shipped = f"not learned; as shipped for {base.name}"
+    shipped = f"not learned; from the shipped profile {base.name}"
     of_kind = {
         kind: [v for v in knowledge.values() if v.kind is kind and (v.node, v.board) in set(members)]
         for kind in BaselineKind
@@ -258,23 +259,25 @@ def _profile(model: str, limit: float, members: Sequence[GpuId], knowledge: Base
     )
     grounds = {
         "idle_watts": describe_learned(idles) if idles else shipped,
-        "floor_watts": f"{describe_learned(contexts)}; and what spinning adds" if contexts else shipped,
+        "floor_watts": f"{describe_learned(contexts)}, plus what spinning in a collective adds"
+        if contexts
+        else shipped,
         "compute_watts": f"{PLATEAU_LOWER_END:.0%} of {describe_learned(plateaus)}" if plateaus else shipped,
     }
     return LearnedProfile(model, len(members), profile, grounds)
 
 
 def describe_learned(values: Sequence[Baseline]) -> str:
-    """Watts and grounds of values of one kind: "139 W (135 to 144 W on 8 boards, 30 samples a board ...)"."""
+    """Values of one kind in words: "139 W (135 to 144 W on 8 GPUs, 30 samples each ...)"."""
     watts = [value.watts for value in values]
-    spread = f"{min(watts):.0f} to {max(watts):.0f} W on {len(values)} boards, " if len(values) > 1 else ""
+    spread = f"{min(watts):.0f} to {max(watts):.0f} W on {len(values)} GPUs, " if len(values) > 1 else ""
     samples = round(statistics.median(value.samples for value in values))
-    each = " a board" if len(values) > 1 else ""
+    each = " each" if len(values) > 1 else ""
     return f"{statistics.median(watts):.0f} W ({spread}{samples} samples{each} {values[0].phase.value})"
 
 
 def format_profiles_toml(profiles: Sequence[LearnedProfile]) -> str:
-    """[[profiles]] tables for wattwatch.toml."""
+    """The profiles as [[profiles]] tables for wattwatch.toml."""
     tables = []
     for learned in profiles:
         profile = learned.profile
@@ -295,5 +298,5 @@ def format_profiles_toml(profiles: Sequence[LearnedProfile]) -> str:
 
 
 def toml_string(text: str) -> str:
-    """A TOML basic string: what JSON escapes, TOML reads; DEL alone must be escaped besides."""
+    """A TOML basic string. TOML reads what JSON escapes; DEL, which JSON does not escape, must be escaped in TOML."""
     return orjson.dumps(text).decode().replace("\x7f", "\\u007f")

@@ -1,8 +1,9 @@
-"""Recordings: what the nodes said and how their links stood, line by line, so that the same code can judge it again.
+"""The recording file: everything the nodes sent and how their links were, so that the same code can judge it again.
 
-A recording is gzip-compressed JSON lines. The first line is a header with the jobs; then `line` records hold a probe's
-line as it came, and `link` records the state of a connection when it changed. Nothing that was judged is stored:
-replay judges anew. What the watcher had learned before may stand behind the header (`known_before.py`).
+A recording is gzip-compressed JSON lines. The first line is a header with the jobs. A `line` record holds one line of a
+probe exactly as it came, a `link` record the state of a connection whenever it changed, and the `end` record the time
+until which the nodes were watched. No verdict is stored: replay judges anew. What the watcher had learned before the
+recording began may follow the header (detection/prior_state.py).
 """
 
 from __future__ import annotations
@@ -36,61 +37,62 @@ from wattwatch.watcher.detection.prior_state import (
 FORMAT: Final = "wattwatch-recording"
 VERSION: Final = 1
 MAGIC: Final = b"\x1f\x8b"
-MAX_LINE_BYTES: Final = 1 << 20  # a probe's line is at most 64 KiB
-FLUSH_SECONDS: Final = 10.0
+MAX_LINE_BYTES: Final = 1 << 20  # a line of a probe has at most 64 KiB; more is not ours, and must not fill memory
+FLUSH_SECONDS: Final = 10.0  # what a kill -9 may cost; each flush costs some compression
 JOB_SPECS_ADAPTER: Final = TypeAdapter(list[JobSpec])
 
 
 class RecordingError(Exception):
-    """The file is no recording, or one that this version cannot read."""
+    """The file is not a recording, or not one that this version can read. One sentence: which file, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvent:
-    """What arrived at one instant of the control host's clock."""
+    """What arrived at one instant: a sample, the state of a link, or neither (the end of the recording)."""
 
-    seconds: float
+    seconds: float  # monotonic clock of the control host
     sample: NodeSample | None = None
     link: NodeLink | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """An open recording: its jobs, and its moments in order."""
+    """An open recording: its jobs, and an iterator over what happened, in order. It can be iterated once."""
 
     specs: tuple[JobSpec, ...]
-    moments: Iterator[RecordedEvent]
-    known: PriorState | None = None  # learned before its first line
+    events: Iterator[RecordedEvent]
+    prior_state: PriorState | None = None  # what had been learned before its first line
 
 
 class RecordingWriter:
-    """Writes a recording as lines come, from the fleet's reader thread. A full disk stops it, never the watcher.
+    """Writes a recording while the lines come in, on the reader thread of the fleet.
 
-    What came until FLUSH_SECONDS before a kill -9 is in the file.
+    A full disk ends the recording (`error` says so), never the watcher. After a kill -9 the file lacks at most the last
+    FLUSH_SECONDS.
     """
 
     def __init__(self, path: Path, specs: Sequence[JobSpec]) -> None:
-        """Raises OSError where the file cannot be made. What logs and kernels say is for its owner only."""
+        """Raises OSError if the file cannot be created. Only its owner may read it: it holds lines of logs."""
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
         self._lock = threading.Lock()
         self._file: gzip.GzipFile | None = gzip.GzipFile(path, "wb", compresslevel=5)
         self._links: dict[str, tuple[HostStatus, str]] = {}
-        self._looked_seconds: float | None = None
+        self._last_tick_seconds: float | None = None
         self._flushed_seconds = float("-inf")
         self.error: str | None = None
         self._write({"format": FORMAT, "version": VERSION, "jobs": [asdict(spec) for spec in specs]})
 
-    def known(self, known: PriorState) -> None:
-        """What was learned before the lines that come; call before any of them."""
-        for record in prior_state_to_records(known):
+    def write_prior_state(self, prior_state: PriorState) -> None:
+        """Writes what had been learned before; to be called before the first line."""
+        for record in prior_state_to_records(prior_state):
             self._write(record)
 
-    def line(self, node: str, received_seconds: float, line: bytes) -> None:
+    def write_line(self, node: str, received_seconds: float, line: bytes) -> None:
         self._write({"n": node, "t": received_seconds, "line": line.decode("utf-8", "replace")})
 
-    def links(self, links: Mapping[str, NodeLink], now: float) -> None:
-        """How the links stand now; call at each tick."""
-        self._looked_seconds = now
+    def write_links(self, links: Mapping[str, NodeLink], now: float) -> None:
+        """Writes the links that have changed; to be called at each tick."""
+        self._last_tick_seconds = now
         for node, link in links.items():
             if self._links.get(node) != (link.status, link.detail):
                 self._links[node] = (link.status, link.detail)
@@ -100,9 +102,10 @@ class RecordingWriter:
             self._do(lambda file: file.flush())
 
     def close(self) -> None:
-        """The last record says until when was watched: silence at the end is part of what happened."""
-        if self._looked_seconds is not None:
-            self._write({"t": self._looked_seconds, "end": True})
+        """Writes the time of the last tick and closes the file. Without that time, a node that fell silent at the end
+        would look as if the recording had stopped."""
+        if self._last_tick_seconds is not None:
+            self._write({"t": self._last_tick_seconds, "end": True})
         self._do(lambda file: file.close())
         with self._lock:
             self._file = None
@@ -117,14 +120,14 @@ class RecordingWriter:
             try:
                 work(self._file)
             except OSError as error:
-                self.error = f"the recording stopped: {error.strerror or error}"
+                self.error = f"recording stopped: {error.strerror or error}"
                 with contextlib.suppress(OSError):
                     self._file.close()
                 self._file = None
 
 
 def is_recording(start: bytes) -> bool:
-    """Whether a file that starts with these bytes is one of ours, compressed or not."""
+    """Whether a file that starts with these bytes is a recording, compressed or not."""
     if start.startswith(MAGIC):
         try:
             start = zlib.decompressobj(wbits=31).decompress(start, 256)
@@ -134,23 +137,23 @@ def is_recording(start: bytes) -> bool:
 
 
 def open_recording(path: Path) -> Recording:
-    """Raises RecordingError with one sentence. A recording cut short (kill -9) is read up to the cut."""
+    """Opens a recording. Raises RecordingError. A truncated file (after a kill -9, say) is read up to the cut."""
     try:
         raw = path.open("rb")
     except OSError as error:
-        raise RecordingError(f"{path}: cannot be read: {error.strerror}") from None
+        raise RecordingError(f"{path}: cannot read the file: {error.strerror}") from None
     return parse_recording(str(path), raw)
 
 
 def parse_recording(name: str, raw: BinaryIO) -> Recording:
-    """As `open_recording`, of bytes that are open already; closes them at their end. `name` is for people."""
+    """As `open_recording`, for an open stream, which is closed at its end. `name` is used in errors."""
     specs, lines = _header(name, raw)
     head, lines = _split_prior_state(lines)
     return Recording(specs, _events(lines, specs), prior_state_from_records(_records(head)))
 
 
 def _split_prior_state(lines: Iterator[bytes]) -> tuple[Iterator[bytes], Iterator[bytes]]:
-    """Those at the head that tell what was known before, and all others."""
+    """The lines at the head with the prior state, and all lines after them."""
     start = f'{{"{PRIOR_STATE_KEY}"'.encode()
     head: list[bytes] = []
     for line in lines:
@@ -161,11 +164,11 @@ def _split_prior_state(lines: Iterator[bytes]) -> tuple[Iterator[bytes], Iterato
 
 
 def read_raw_records(path: Path) -> tuple[tuple[JobSpec, ...], Iterator[dict[str, Any]]]:
-    """The jobs and the records as they were written, for whoever copies a recording. Raises RecordingError."""
+    """The jobs and the records as they were written, for making a copy. Raises RecordingError."""
     try:
         raw = path.open("rb")
     except OSError as error:
-        raise RecordingError(f"{path}: cannot be read: {error.strerror}") from None
+        raise RecordingError(f"{path}: cannot read the file: {error.strerror}") from None
     specs, lines = _header(str(path), raw)
     return specs, _records(lines)
 
@@ -175,7 +178,7 @@ def _records(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
         try:
             record = orjson.loads(line)
         except orjson.JSONDecodeError:
-            continue  # a torn line
+            continue  # half a line, at the cut of a truncated file
         if isinstance(record, dict):
             yield record
 
@@ -189,16 +192,18 @@ def _header(name: str, raw: BinaryIO) -> tuple[tuple[JobSpec, ...], Iterator[byt
             raise KeyError("format")
         if header["version"] != VERSION:
             lines.close()
-            raise RecordingError(f"{name}: recording version {header['version']}; this wattwatch reads {VERSION}")
+            raise RecordingError(
+                f"{name}: recording of version {header['version']}; this wattwatch reads version {VERSION}"
+            )
         specs = tuple(JOB_SPECS_ADAPTER.validate_python(header["jobs"]))
     except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError):
         lines.close()
-        raise RecordingError(f"{name}: not a wattwatch recording (no header line)") from None
+        raise RecordingError(f"{name}: not a wattwatch recording (the header line is missing)") from None
     return specs, lines
 
 
 def _lines(name: str, raw: BinaryIO) -> Generator[bytes, None, None]:
-    """Lines of at most LONGEST_LINE_BYTES; a longer one comes in pieces, none of which is a record."""
+    """The lines of the file. A line longer than MAX_LINE_BYTES comes in pieces, which are no valid records."""
     try:
         with raw:
             start = raw.read(len(MAGIC))
@@ -207,9 +212,9 @@ def _lines(name: str, raw: BinaryIO) -> Generator[bytes, None, None]:
                 while line := stream.readline(MAX_LINE_BYTES):
                     yield line
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        return  # cut short: what was written before the cut is good
+        return  # truncated: what was written before the cut is good
     except OSError as error:
-        raise RecordingError(f"{name}: cannot be read: {error.strerror}") from None
+        raise RecordingError(f"{name}: cannot read the file: {error.strerror}") from None
 
 
 def _events(lines: Iterator[bytes], specs: tuple[JobSpec, ...]) -> Iterator[RecordedEvent]:
@@ -226,10 +231,10 @@ def _events(lines: Iterator[bytes], specs: tuple[JobSpec, ...]) -> Iterator[Reco
                 NodeLink(node, HostStatus(record["link"]), str(record.get("detail", ""))) if "link" in record else None
             )
         except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError):
-            continue  # a torn line, or one that a later version wrote
+            continue  # half a line, or a record that a later version has added
         if link is not None:
             if link.status is not HostStatus.OK:
-                readers.pop(node, None)  # a new connection starts a new probe
+                readers.pop(node, None)  # the next line comes from a new probe, which begins with its greeting
             yield RecordedEvent(seconds, link=link)
         elif "line" in record:
             reader = readers.setdefault(node, ProbeReader(node, probe_request_for(specs, node)))

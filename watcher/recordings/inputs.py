@@ -1,6 +1,7 @@
-"""Files that hold GPU readings -> node samples in order of time: tool output, logs of it, JSON samples, recordings.
+"""Reads files with GPU readings: output of nvidia-smi, logs of it, JSON samples, recordings.
 
-A log knows no connection and no job: it is read as one node under the file's name, at the log's own pace.
+Content decides what a file is, never its name. A log knows neither connections nor jobs: it is read as one node with
+the name of the file, at the log's own pace. What has no readings is still a result: a status and what to do about it.
 """
 
 from __future__ import annotations
@@ -29,60 +30,65 @@ from wattwatch.watcher.detection.model import JobSpec
 from wattwatch.watcher.recordings.format import RecordedEvent, Recording, is_recording, open_recording, parse_recording
 
 MEBIBYTE: Final = 1024.0**2
-MAX_FILE_BYTES: Final = 512 * 1024**2
+MAX_FILE_BYTES: Final = 512 * 1024**2  # chosen: a week of eight GPUs, and no danger to the memory of a laptop
 GZIP_MAGIC: Final = b"\x1f\x8b"
-MAX_SILENT_TICKS: Final = 7200  # into one silence: whatever it means has been said by then
+MAX_SILENT_TICKS: Final = 7200  # during one silence: whatever it means has been detected long before
 
 
 class InputError(Exception):
-    """The source cannot be read at all: which, why, what to do."""
+    """The input cannot be read at all. One sentence: which one, why, what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLog:
-    """Samples of one or more nodes in order of time. Ranks are told where the file tells them."""
+    """GPU readings of one or more jobs, as samples in order of time."""
 
     specs: tuple[JobSpec, ...]
-    moments: tuple[RecordedEvent, ...]
-    status: HostStatus  # of the source as a whole: its last word
+    events: tuple[RecordedEvent, ...]
+    status: HostStatus  # of the input as a whole: how it ends
     detail: str
-    ranks: Mapping[tuple[str, int], int]  # (node, index) -> rank, from JSON samples
+    ranks: Mapping[tuple[str, int], int]  # (node, GPU index) -> rank; only JSON samples can name ranks
     warnings: tuple[str, ...] = ()
-    advice: str = ""  # what to do about a source that holds no readings
+    advice: str = ""  # what to do about an input without readings
 
 
 def split_by_job(log: GpuLog) -> tuple[GpuLog, ...]:
-    """One log a job: the jobs of a collection ended at different times, and none is stale because another goes on."""
+    """One log per job. Jobs of a collection end at different times, and none is stale because another goes on."""
     if len(log.specs) == 1:
         return (log,)
     return tuple(
-        replace(log, specs=(spec,), moments=tuple(m for m in log.moments if m.sample and m.sample.node in spec.nodes))
+        replace(log, specs=(spec,), events=tuple(e for e in log.events if e.sample and e.sample.node in spec.nodes))
         for spec in log.specs
     )
 
 
 def read_input(name: str, data: bytes) -> GpuLog | Recording:
-    """What the bytes are decides; the name is only for people. Nothing readable is a status, not an exception."""
+    """Reads any supported content. `name` is used in messages and as the name of the job and node of a log.
+
+    Raises InputError or RecordingError if nothing can be said about the content. Content without readings is no error:
+    the log has a status other than OK, with a detail and advice.
+    """
     if len(data) > MAX_FILE_BYTES:
-        raise InputError(f"{name}: {len(data) / 1e9:.1f} GB is more than is read at once; give its last part")
+        raise InputError(f"{name}: too large ({len(data) / 1e9:.1f} GB): give only the last part of it")
     if is_recording(data[:512]):
         return parse_recording(name, io.BytesIO(data))
     if data.startswith(GZIP_MAGIC):
         data = _unzipped(name, data)
     if is_headless_recording(data):
-        raise InputError(f"{name}: a wattwatch recording without its beginning: its first line names the jobs")
-    pictures = _parse_json_jobs(name, data)
-    if pictures is not None:
-        return _from_json(name, pictures)
+        raise InputError(
+            f"{name}: a wattwatch recording without its beginning; its first line, which names the jobs, is needed"
+        )
+    jobs = _parse_json_jobs(name, data)
+    if jobs is not None:
+        return _from_json(name, jobs)
     if hosts := split_by_host_prefix(data):
         return _from_hosts(hosts)
     report = read_gpu_output(data)
-    if (trouble := find_mixed_hosts(report)) is not None:
-        raise InputError(f"{name}: {trouble}")
-    if not any(_has_reading(gpu) for snapshot in report.snapshots for gpu in snapshot.gpus) and describe_training_log(
-        data
-    ):
-        # Its own words ("timeout", a name and a number side by side) are no word of a GPU tool.
+    if (problem := find_mixed_hosts(report)) is not None:
+        raise InputError(f"{name}: {problem}")
+    has_readings = any(_has_reading(gpu) for snapshot in report.snapshots for gpu in snapshot.gpus)
+    if not has_readings and describe_training_log(data):
+        # A training log may contain "timeout", or a name beside a number: that is not an answer of nvidia-smi.
         report = SmiReport("", HostStatus.PARSE_ERROR, "")
     log = _from_report(name, report)
     if report.snapshots or report.status is not HostStatus.PARSE_ERROR:
@@ -96,29 +102,31 @@ def _has_reading(gpu: GpuSample) -> bool:
 
 
 def _from_hosts(hosts: Mapping[str, bytes]) -> GpuLog:
-    """One job a host. Only the first that ends in trouble gives its last word to the whole."""
+    """One job per host. The status of the whole is that of the first host that does not end well."""
     logs = [_from_report(host, read_gpu_output(data)) for host, data in hosts.items()]
-    moments = sorted((moment for log in logs for moment in log.moments), key=lambda moment: moment.seconds)
+    events = sorted((event for log in logs for event in log.events), key=lambda event: event.seconds)
     last = next((log for log in logs if log.status is not HostStatus.OK), logs[0])
-    return GpuLog(tuple(spec for log in logs for spec in log.specs), tuple(moments), last.status, last.detail, {})
+    return GpuLog(tuple(spec for log in logs for spec in log.specs), tuple(events), last.status, last.detail, {})
 
 
 def _unzipped(name: str, data: bytes) -> bytes:
-    """A file that is cut short is read up to the cut; what is no gzip stays as it is. Raises SourceError."""
+    """The unpacked content, up to the cut of a truncated file; the data itself if it is not gzip after all."""
     unzip = zlib.decompressobj(wbits=31)
     try:
         text = unzip.decompress(data, MAX_FILE_BYTES)
     except zlib.error:
         return data
     if unzip.unconsumed_tail:
-        raise InputError(f"{name}: holds more than {MAX_FILE_BYTES / 1e9:.1f} GB; unpack it and give its last part")
+        raise InputError(
+            f"{name}: too large (more than {MAX_FILE_BYTES / 1e9:.1f} GB unpacked): unpack it and give the last part"
+        )
     return text
 
 
 def read_input_file(path: Path, *, only_the_end: bool = False) -> GpuLog | Recording:
-    """Raises SourceError, or RecordingError for a recording that cannot be read. A pipe is as good as a file.
+    """Reads a file or a pipe. Raises InputError or RecordingError, as `read_input` does.
 
-    `only_the_end`: of a long log, the last rounds and the boards of the first.
+    `only_the_end`: of a long log, read only the last rounds, and the first ones for the GPUs that were there then.
     """
     try:
         with path.open("rb") as file:
@@ -130,20 +138,20 @@ def read_input_file(path: Path, *, only_the_end: bool = False) -> GpuLog | Recor
                 data = head_and_tail_of_log(data)
             return read_input(path.name, data)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        raise InputError(f"{path}: cannot read the file: {error.strerror}") from None
 
 
 def _from_report(name: str, report: SmiReport) -> GpuLog:
-    """Each snapshot is one sample of one node; what the tool said last, if it is trouble, is one more."""
+    """One sample per snapshot, of one node. An error that the tool printed at the end becomes one more sample."""
     count = len(report.snapshots)
     stamps = [s.time_seconds for s in report.snapshots]
-    told = [t for t in stamps if t is not None]
-    steps = [b - a for a, b in itertools.pairwise(told) if b > a]
+    known_stamps = [t for t in stamps if t is not None]
+    steps = [b - a for a, b in itertools.pairwise(known_stamps) if b > a]
     interval = statistics.median(steps) if steps else 1.0
-    moments: list[RecordedEvent] = []
+    events: list[RecordedEvent] = []
     seconds = 0.0
     for i, snapshot in enumerate(report.snapshots):
-        # A stamp that goes back (another log appended, a clock set) starts anew, one interval on.
+        # A time stamp that goes back (a second log appended, a clock set) continues one interval later.
         delta = interval
         if i and (now := stamps[i]) is not None and (before := stamps[i - 1]) is not None:
             delta = now - before if now > before else interval
@@ -161,19 +169,19 @@ def _from_report(name: str, report: SmiReport) -> GpuLog:
             missing_gpus=report.missing_gpus if i == count - 1 else (),
             warnings=report.warnings if i == count - 1 else (),
         )
-        moments.append(RecordedEvent(seconds, sample=sample))
+        events.append(RecordedEvent(seconds, sample=sample))
     if report.status is not HostStatus.OK:
         seconds += interval if count else 0.0
-        trouble = NodeSample(
+        failed = NodeSample(
             name, report.status, report.detail, count, seconds, 0.0, seconds, missing_gpus=report.missing_gpus
         )
-        moments.append(RecordedEvent(seconds, sample=trouble))
+        events.append(RecordedEvent(seconds, sample=failed))
     spec = JobSpec(name=name, nodes=(name,), interval_seconds=interval)
-    return GpuLog((spec,), tuple(moments), report.status, report.detail, {}, report.warnings)
+    return GpuLog((spec,), tuple(events), report.status, report.detail, {}, report.warnings)
 
 
 class JsonGpu(BaseModel):
-    """One board of a JSON sample. None is "not read"."""
+    """One GPU of a JSON sample. None: not read."""
 
     model_config = ConfigDict(extra="ignore")
     index: int | None = None
@@ -195,7 +203,7 @@ class JsonSample(BaseModel):
 
 
 class JsonSamples(BaseModel):
-    """JSON samples: {"gpu_model", "power_limit_w", "samples": [{"t_seconds", "gpus": [{"index", "util_pct"}]}]}."""
+    """One job: {"gpu_model", "power_limit_w", "samples": [{"t_seconds", "gpus": [{"util_pct", "power_w"}]}]}."""
 
     model_config = ConfigDict(extra="ignore")
     name: str | None = None
@@ -205,15 +213,15 @@ class JsonSamples(BaseModel):
 
 
 class JsonCollection(BaseModel):
-    """Several of them in one file: each is a job of its own."""
+    """Several jobs in one file."""
 
     model_config = ConfigDict(extra="ignore")
     samples: list[JsonSamples]
 
 
 def _parse_json_jobs(name: str, data: bytes) -> dict[str, JsonSamples] | None:
-    """Jobs by name if the bytes are JSON of that form: a list of samples, one sample, an object with `samples`, or a
-    collection of such objects. One job has the name of its source."""
+    """Jobs by name if the data is JSON of one of these forms: one sample, a list of samples, an object with `samples`,
+    or a collection of such objects. A single job gets the name of the input. None: other content."""
     if data.lstrip()[:1] not in (b"{", b"["):
         return None
     try:
@@ -237,12 +245,12 @@ def _by_name(jobs: list[JsonSamples]) -> dict[str, JsonSamples]:
     return named
 
 
-def _from_json(name: str, pictures: Mapping[str, JsonSamples]) -> GpuLog:
-    """A node of one of several jobs is called by its job too: the same node may be in each."""
-    moments: list[RecordedEvent] = []
+def _from_json(name: str, jobs: Mapping[str, JsonSamples]) -> GpuLog:
+    """With several jobs, the name of a node begins with its job: the same node may occur in each of them."""
+    events: list[RecordedEvent] = []
     ranks: dict[tuple[str, int], int] = {}
     specs: list[JobSpec] = []
-    for job, content in pictures.items():
+    for job, content in jobs.items():
         nodes: dict[str, None] = {}
         stamps = [s.t_seconds for s in content.samples if s.t_seconds is not None]
         steps = [b - a for a, b in itertools.pairwise(stamps) if b > a]
@@ -252,22 +260,22 @@ def _from_json(name: str, pictures: Mapping[str, JsonSamples]) -> GpuLog:
             boards: dict[str, list[GpuSample]] = {}
             for board in sample.gpus:
                 node = board.node or job
-                if board.node and len(pictures) > 1:
+                if board.node and len(jobs) > 1:
                     node = f"{job}/{node}"
                 nodes[node] = None
                 boards.setdefault(node, []).append(_gpu(board, content))
                 if board.rank is not None and board.index is not None:
                     ranks[(node, board.index)] = board.rank
             for node, gpus in boards.items():
-                said = NodeSample(
+                node_sample = NodeSample(
                     node, HostStatus.OK, "", i, seconds, 0.0, seconds, gpu_source="json", gpus=tuple(gpus)
                 )  # fmt: skip
-                moments.append(RecordedEvent(seconds, sample=said))
+                events.append(RecordedEvent(seconds, sample=node_sample))
         specs.append(JobSpec(name=job, nodes=tuple(nodes) or (job,), interval_seconds=interval))
     if len(specs) > 1:
-        moments.sort(key=lambda moment: moment.seconds)
-    status, detail = (HostStatus.OK, "") if moments else (HostStatus.PARSE_ERROR, "no board in these JSON samples")
-    return GpuLog(tuple(specs) or (JobSpec(name, (name,)),), tuple(moments), status, detail, ranks)
+        events.sort(key=lambda event: event.seconds)
+    status, detail = (HostStatus.OK, "") if events else (HostStatus.PARSE_ERROR, "these JSON samples have no GPUs")
+    return GpuLog(tuple(specs) or (JobSpec(name, (name,)),), tuple(events), status, detail, ranks)
 
 
 def _gpu(board: JsonGpu, content: JsonSamples) -> GpuSample:
@@ -284,34 +292,38 @@ def _gpu(board: JsonGpu, content: JsonSamples) -> GpuSample:
 
 
 class SourcePlayer:
-    """A NodeSource that plays moments: `play` gives them in groups of one instant; the engine drains each group."""
+    """Plays the events of an input in place of the live fleet: `play` steps through time, and at each step `drain`
+    returns the new samples and `links` the state of the links."""
 
-    def __init__(self, specs: tuple[JobSpec, ...], moments: Iterator[RecordedEvent]) -> None:
-        self._moments = moments
+    def __init__(self, specs: tuple[JobSpec, ...], events: Iterator[RecordedEvent]) -> None:
+        self._events = events
         self._links = {
             node: NodeLink(node, HostStatus.OK, "", last_line_age_seconds=0.0) for spec in specs for node in spec.nodes
         }
         self._pending: list[NodeSample] = []
 
-    def play(self, within_seconds: float, look_every_seconds: float | None = None) -> Iterator[float]:
-        """Each instant at which something came; moments within `within_seconds` of a group's first are one round.
-        Silence is seen only by looking: with `look_every_seconds`, instants at which nothing came are given too."""
+    def play(self, within_seconds: float, tick_every_seconds: float | None = None) -> Iterator[float]:
+        """The times of the rounds: events within `within_seconds` of the first one of a round belong to it.
+
+        Silence can only be detected by a tick without an event: with `tick_every_seconds`, gaps between events are
+        filled with such ticks.
+        """
         first: float | None = None
         last = 0.0
-        for moment in self._moments:
-            # Lines are stamped by the reader and links by the engine: the two may cross by a moment.
-            seconds = moment.seconds if first is None else max(last, moment.seconds)
+        for event in self._events:
+            # Two threads stamp lines and links, so neighboring stamps may be in the wrong order by a moment.
+            seconds = event.seconds if first is None else max(last, event.seconds)
             if first is not None and seconds - first > within_seconds:
                 yield last
-                if look_every_seconds is not None:
-                    yield from _between(last, seconds, look_every_seconds)
+                if tick_every_seconds is not None:
+                    yield from _between(last, seconds, tick_every_seconds)
                 first = None
             first = seconds if first is None else first
             last = seconds
-            if moment.link is not None:
-                self._links[moment.link.node] = moment.link
-            if moment.sample is not None:
-                self._pending.append(moment.sample)
+            if event.link is not None:
+                self._links[event.link.node] = event.link
+            if event.sample is not None:
+                self._pending.append(event.sample)
         if first is not None:
             yield last
 
@@ -324,27 +336,25 @@ class SourcePlayer:
 
 
 def _between(start: float, end: float, step: float) -> Iterator[float]:
-    """Instants after `start` and before `end`, `step` apart; of a very long silence, its beginning."""
+    """Times after `start` and before `end`, `step` apart; only the beginning of a very long gap."""
     for i in range(1, min(MAX_SILENT_TICKS, math.ceil((end - start) / step))):
         yield start + i * step
 
 
-# The end of a long GPU log, with what it takes to read it: for who asks only how things stand now.
-#
-# A day of eight boards is 60 MB, and its last round a kilobyte. The beginning stays too: a board that was there then and
-# is not at the end was lost in between.
+# The head and tail of a long log: a day of eight GPUs is 60 MB, of which a verdict needs the last kilobyte. The head is
+# kept too, because a GPU that is in it and not in the tail was lost in between.
 
 LOG_HEAD_BYTES: Final = 64 << 10
 LOG_TAIL_BYTES: Final = 1 << 20
-# JSON and XML are read whole or not at all; UTF-16 is full of NUL.
+# JSON and XML can only be parsed whole. So can UTF-16, which is recognized by its NUL bytes.
 NEVER_CUT_PREFIXES: Final = (b"{", b"[", b"<")
-# One of these stands in each header, and in no row below it.
+# Each header contains one of these, and no row does.
 HEADER_WORDS: Final = (b"utilization", b"power", b"memory", b"temperature", b"index", b"uuid", b"# gpu", b"#gpu")
 MAX_HEADER_SEARCHES: Final = 50
 
 
 def head_and_tail_of_log(data: bytes) -> bytes:
-    """The first rounds, the header that holds at the end, and the last rounds; all of it where that may not do."""
+    """The first rounds, the header that applies to the last ones, and the last rounds; everything if in doubt."""
     if (
         len(data) <= 2 * (LOG_HEAD_BYTES + LOG_TAIL_BYTES)
         or data[:4000].lstrip()[:1] in NEVER_CUT_PREFIXES
@@ -356,13 +366,13 @@ def head_and_tail_of_log(data: bytes) -> bytes:
     first = data.rfind(b"\n", 0, LOG_HEAD_BYTES) + 1
     last = data.find(b"\n", len(data) - LOG_TAIL_BYTES) + 1
     if not first or not last:
-        return data  # no lines: whoever reads it shall say so
+        return data  # no lines at all; the parser reports that
     header = _header_before(data, first, last)
     return data if header is None else data[:first] + header + data[last:]
 
 
 def _header_before(data: bytes, first: int, last: int) -> bytes | None:
-    """The last header in between, with its line end; empty where there is none, None where that cannot be told."""
+    """The last header in between, with its line end; empty if there is none, None if that is not certain."""
     end = last
     for _ in range(MAX_HEADER_SEARCHES):
         place = max(data.rfind(word, first, end) for word in HEADER_WORDS)
@@ -378,20 +388,19 @@ def _header_before(data: bytes, first: int, last: int) -> bytes | None:
     return None
 
 
-# Outputs of several hosts in one paste: told apart where each line names its host, else refused in words.
+# Output of several hosts in one paste: separated if each line names its host, otherwise rejected.
 
-HOST_PREFIX_PATTERN: Final = re.compile(rb"([A-Za-z][\w.\-]*): (?=\S)")  # what pdsh and clush put before each line
+HOST_PREFIX_PATTERN: Final = re.compile(rb"([A-Za-z][\w.\-]*): (?=\S)")  # as pdsh and clush print it before each line
 MIN_PREFIXED_FRACTION: Final = 0.9
-# A board's place may change over a long log (a driver that was loaded anew); in a paste of a few it does not.
+# In a long log a GPU may change its index, after a reload of the driver. In a paste of a few rounds it does not.
 MAX_PASTED_ROUNDS: Final = 16
 
 
 def split_by_host_prefix(data: bytes) -> Mapping[str, bytes]:
-    """By host, its lines without the prefix; empty where lines have none, or all name the same host."""
+    """The lines of each host, without the prefix. Empty if the lines have no prefix, or if it is always the same."""
     head = [line for line in data[:65536].split(b"\n") if line.strip()]
-    if not head or sum(HOST_PREFIX_PATTERN.match(line) is not None for line in head) < MIN_PREFIXED_FRACTION * len(
-        head
-    ):
+    prefixed = sum(HOST_PREFIX_PATTERN.match(line) is not None for line in head)
+    if not head or prefixed < MIN_PREFIXED_FRACTION * len(head):
         return {}
     lines: dict[str, list[bytes]] = {}
     for line in data.split(b"\n"):
@@ -402,7 +411,7 @@ def split_by_host_prefix(data: bytes) -> Mapping[str, bytes]:
 
 
 def find_mixed_hosts(report: SmiReport) -> str | None:
-    """A sentence where one place holds two boards: what was pasted is not of one host."""
+    """An error message if one GPU index has two different GPUs: the paste is then not from one host."""
     places: dict[int, tuple[str | None, str | None]] = {}
     for snapshot in report.snapshots if len(report.snapshots) <= MAX_PASTED_ROUNDS else ():
         for gpu in snapshot.gpus:
@@ -411,60 +420,60 @@ def find_mixed_hosts(report: SmiReport) -> str | None:
             name, bus = places.setdefault(gpu.index, (gpu.name, gpu.pci_bus_id))
             if any(_differ(a, b) for a, b in zip((name, bus), (gpu.name, gpu.pci_bus_id), strict=True)):
                 return (
-                    f"these are boards of several hosts: GPU {gpu.index} is {name or 'a board'} at {bus or '?'} and "
-                    f"{gpu.name or 'a board'} at {gpu.pci_bus_id or '?'}. Give each host's output by itself, or name "
-                    "the hosts: `wattwatch triage HOST ...`"
+                    f"output of several hosts: GPU {gpu.index} is {name or 'a GPU'} at {bus or '?'} and also "
+                    f"{gpu.name or 'a GPU'} at {gpu.pci_bus_id or '?'}. Give the output of each host separately, or "
+                    "name the hosts: `wattwatch triage HOST ...`"
                 )
     return None
 
 
 def _differ(a: str | None, b: str | None) -> bool:
-    """The last cell of a log that was cut may hold the beginning of a name."""
+    """Whether two values contradict each other. At the cut of a log, a cell may hold only the beginning of a name."""
     return a is not None and b is not None and not a.startswith(b) and not b.startswith(a)
 
 
-# What a file is that holds no GPU readings, and what reads it: the fault is the file's, not the node's.
+# Content without GPU readings: what it is and what to do, so that nobody looks for the fault on the node.
 
 INSPECTED_BYTES: Final = 256 << 10
 EXPECTED_INPUT: Final = (
-    "Give what nvidia-smi prints: its table, -q -x, or "
+    "Give the output of nvidia-smi: its table, -q -x, or "
     "`nvidia-smi --query-gpu=index,name,power.draw,power.limit,utilization.gpu,memory.used --format=csv`"
 )
 RECORDING_KEYS: Final = ({"n", "t", "line"}, {"n", "t", "link"})
 
 
 def describe_source_without_readings(data: bytes) -> tuple[str, str]:
-    """What it is ("": text that may be a GPU tool's, of a kind that we do not know), and what to do."""
+    """What the content is (empty: text that may be of an unknown GPU tool), and what to do."""
     if not data.strip():
-        return "it is empty: no output at all, of a query that printed nothing or never returned", f"{EXPECTED_INPUT}."
+        return "it is empty; the query printed nothing, or it never returned", f"{EXPECTED_INPUT}."
     end = data[-INSPECTED_BYTES:]
-    odd = sum(end.count(bytes((code,))) for code in (*range(7), *range(14, 27)))
-    if b"\0" in end and odd * 20 > len(end):
-        return "this is binary, not text", f"{EXPECTED_INPUT}."
+    control_characters = sum(end.count(bytes((code,))) for code in (*range(7), *range(14, 27)))
+    if b"\0" in end and control_characters * 20 > len(end):
+        return "it is binary data, not text", f"{EXPECTED_INPUT}."
     return describe_training_log(data) or ("", f"{EXPECTED_INPUT}.")
 
 
 def describe_training_log(data: bytes) -> tuple[str, str] | None:
-    """That it is a log of training steps, and what reads it; None where no step is told."""
+    """What the content is and what to do, if it is a log of training steps; None if no step can be found in it."""
     end = data[-INSPECTED_BYTES:]
     sample = read_progress(end.decode("utf-8", "replace"), cut=len(data) > len(end))
     if sample.step is None:
         return None
     return (
-        f"this is a log of training steps ({sample.format}, step {sample.step:,}), not of GPUs",
-        "`wattwatch progress FILE` reads it. For a verdict give what nvidia-smi prints, and say with --progress "
-        "stalled or --progress advancing what the steps do.",
+        f"it is a log of training steps ({sample.format}, step {sample.step:,}), not of GPUs",
+        "Read it with `wattwatch progress FILE`. For a verdict, give the output of nvidia-smi, and say with --progress "
+        "advancing or --progress stalled whether steps advance.",
     )
 
 
 def is_headless_recording(data: bytes) -> bool:
-    """Records of a recording whose first line, which names the jobs, is gone."""
+    """Whether the content is a recording that lacks its first line."""
     lines = [line for line in data[: 4 << 20].split(b"\n", 3)[:3] if line]
     records = 0
     for line in lines:
         try:
             record = orjson.loads(line)
         except orjson.JSONDecodeError:
-            continue  # the first may be torn
+            continue  # the first one may be half a line
         records += isinstance(record, dict) and any(keys <= record.keys() for keys in RECORDING_KEYS)
     return records > 0

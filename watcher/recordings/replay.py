@@ -1,4 +1,4 @@
-"""A recording or a log through the real engine: the same ticks, at the source's own times."""
+"""Runs a recording or a log through the real engine: the same ticks as live, at the times of the source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from wattwatch.watcher.engine.snapshot import EpisodeView, Snapshot
 from wattwatch.watcher.recordings.format import Recording
 from wattwatch.watcher.recordings.inputs import GpuLog, SourcePlayer
 
-ROUND_WINDOW_FRACTION: Final = 0.25  # what comes within this share of an interval is one round
+# Samples that come within this fraction of an interval form one round. Chosen: nodes answer within milliseconds of each
+# other, and a slow one should not wait for the next round.
+ROUND_WINDOW_FRACTION: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +34,14 @@ class StateChange:
 
 class AlertTransition(StrEnum):
     OPENED = "opened"
-    ESCALATED = "escalated"  # to a graver severity
-    CONFIRMED = "confirmed"  # at the same severity: no suspicion any more
+    ESCALATED = "escalated"  # to a higher severity
+    CONFIRMED = "confirmed"  # a suspicion became certain, at the same severity
     RESOLVED = "resolved"
 
 
 @dataclass(frozen=True, slots=True)
 class AlertChange:
-    """What became of an episode, with the severity and the words of that moment."""
+    """A change of an alert episode, with its severity and text at that time."""
 
     at_seconds: float  # since the start of the source
     step: AlertTransition
@@ -48,19 +50,20 @@ class AlertChange:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What the watcher would have said of a source."""
+    """What the watcher would have reported about a source."""
 
     source: str
     seconds: float
     rounds: int
     changes: tuple[StateChange, ...]
-    episodes: tuple[EpisodeView, ...]  # as they were last, in the order in which they opened; seconds since the start
+    episodes: tuple[
+        EpisodeView, ...
+    ]  # in their last state, in the order in which they opened; wall seconds count from the start
     alerts: tuple[AlertChange, ...]  # in order of time
 
 
 class SourceClock(Clock):
-    """Stands where the source stands: `monotonic` is the clock that its samples are stamped with, and wall seconds
-    count from its start."""
+    """A clock that follows the source: `monotonic` is the clock of its time stamps, `wall` counts from its start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,9 +82,9 @@ class SourceClock(Clock):
 
 
 def replay(name: str, source: GpuLog | Recording, profiles: Sequence[UserProfile] = ()) -> ReplayResult:
-    """Judge everything in `source`, in order, as if it came in live. `profiles`: the user's own."""
+    """Judges everything in `source`, in order, as if it came in live. `profiles`: the user's own."""
     clock = SourceClock()
-    played = SourcePlayer(source.specs, iter(source.moments))
+    player = SourcePlayer(source.specs, iter(source.events))
     interval = min((spec.interval_seconds for spec in source.specs), default=1.0)
     changes: list[StateChange] = []
     episodes: dict[str, EpisodeView] = {}
@@ -90,12 +93,12 @@ def replay(name: str, source: GpuLog | Recording, profiles: Sequence[UserProfile
     with tempfile.TemporaryDirectory(prefix="wattwatch-replay-") as directory:
         store = StateStore(Path(directory) / "replay.db")
         try:
-            teller = AlertManager(store, (), (), clock)
-            known = source.known if isinstance(source, Recording) else None
-            engine = Engine(source.specs, played, teller, clock, profiles, prior_state=known)
-            # A log that pauses says nothing of its node; nodes that fall silent in a recording are watched being so.
-            look_every = interval if isinstance(source, Recording) else None
-            for seconds in played.play(interval * ROUND_WINDOW_FRACTION, look_every):
+            manager = AlertManager(store, (), (), clock)
+            prior_state = source.prior_state if isinstance(source, Recording) else None
+            engine = Engine(source.specs, player, manager, clock, profiles, prior_state=prior_state)
+            # A pause in a log means nothing. In a recording a node may have fallen silent, so silence is replayed.
+            tick_every = interval if isinstance(source, Recording) else None
+            for seconds in player.play(interval * ROUND_WINDOW_FRACTION, tick_every):
                 clock.set(seconds)
                 snapshot = engine.tick()
                 rounds += 1
@@ -111,7 +114,7 @@ def replay(name: str, source: GpuLog | Recording, profiles: Sequence[UserProfile
 
 
 def _transition(before: EpisodeView | None, now: EpisodeView) -> AlertTransition | None:
-    """Severity and certainty only ever rise while an episode is open."""
+    """The change between two ticks, if any. While an episode is open, severity and certainty only ever rise."""
     if before is None:
         return AlertTransition.OPENED
     if now.closed_wall_seconds is not None:

@@ -74,9 +74,9 @@ def test_a_log_of_a_whole_run_gives_a_profile_that_the_configuration_accepts(she
     log, out = a_whole_run(tmp_path / "run.csv"), tmp_path / "profile.toml"
     answer = shell.run("calibrate", log, "--progress", "advancing", "--out", out)
     assert answer.exit_code == 0, answer.text
-    assert "idle floor: 72 W" in answer.out
-    assert "floor with a context: 120 W" in answer.out
-    assert "compute plateau: 562 W" in answer.out
+    assert "idle power: 72 W" in answer.out
+    assert "power with a CUDA context: 120 W" in answer.out
+    assert "compute power: 562 W" in answer.out
     assert "not learned" not in answer.out
     config = tmp_path / "wattwatch.toml"
     config.write_text('[[jobs]]\nname = "a"\nnodes = "gpu-[1-2]"\n' + out.read_text())
@@ -93,7 +93,7 @@ def test_the_profile_says_where_each_number_is_from(tmp_path: Path) -> None:
     made, refused = build_profiles([calibration])
     assert refused == ()
     text = format_profiles_toml(made)
-    assert "at start-up; and what spinning adds" in text.replace(")", "")
+    assert "at start-up, plus what spinning in a collective adds" in text.replace(")", "")
     assert "with nothing running" in text
     assert "85% of" in text
     assert tomllib.loads(text)["profiles"][0]["match"] == "^NVIDIA H100 80GB HBM3$"
@@ -106,17 +106,17 @@ def test_a_log_without_a_counter_has_no_plateau_unless_its_owner_says_that_steps
     assert answer.exit_code == 0
     (source,) = answer.json["sources"]
     assert {value["kind"] for value in source["learned"]} == {"idle", "context"}
-    assert any("say --progress advancing" in sentence for sentence in source["not_learned"])
+    assert any("add --progress advancing" in sentence for sentence in source["not_learned"])
     (profile,) = answer.json["profiles"]
-    assert profile["grounds"]["compute_watts"] == "not learned; as shipped for h100"
+    assert profile["grounds"]["compute_watts"] == "not learned; from the shipped profile h100"
 
 
 def test_busy_boards_are_refused_in_a_sentence_and_nothing_is_written(shell: Shell, tmp_path: Path) -> None:
     out = tmp_path / "profile.toml"
     answer = shell.run("calibrate", a_log(tmp_path / "busy.csv", (300, 640, 100, 71000)), "--out", out)
     assert answer.exit_code == 3
-    assert "idle floor: not learned of 2 of 2 boards: no stretch of a minute at 0 %" in answer.out
-    assert "nothing was learned that makes a profile" in answer.err
+    assert "idle power: not learned for 2 of 2 GPUs: no full minute at 0 %" in answer.out
+    assert "nothing was learned for a profile" in answer.err
     assert not out.exists()
 
 
@@ -128,7 +128,7 @@ def test_hours_at_the_floor_with_memory_held_teach_nothing(shell: Shell, tmp_pat
 def test_a_board_without_a_limit_has_no_profile(shell: Shell, tmp_path: Path) -> None:
     answer = shell.run("calibrate", a_log(tmp_path / "log.csv", (100, 70, 0, 4), limit="[N/A]"))
     assert answer.exit_code == 0
-    assert "their power limit is not in the source" in answer.err
+    assert "the source does not have their power limit" in answer.err
 
 
 def test_a_name_that_is_no_plain_word_is_written_as_one(tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ def test_several_sources_are_one_profile_a_model(shell: Shell, tmp_path: Path) -
 
 def test_a_recording_teaches_by_its_own_counter() -> None:
     job = working_job()
-    moments = [RecordedEvent(line.received_seconds, sample=line) for line in job.lines]
-    calibration = calibrate_source("incident", Recording((job.spec,), iter(moments)), None)
+    events = [RecordedEvent(line.received_seconds, sample=line) for line in job.lines]
+    calibration = calibrate_source("incident", Recording((job.spec,), iter(events)), None)
     assert calibration.refusals == ()
     known = {(value.kind, value.watts, value.job) for value in calibration.values}
     assert known == {
@@ -175,8 +175,8 @@ def test_boards_that_do_not_say_who_they_are_are_not_learned() -> None:
         replace(line, gpus=tuple(replace(gpu, uuid=None, pci_bus_id=None, index=None) for gpu in line.gpus or ()))
         for line in job.lines
     ]
-    moments = [RecordedEvent(line.received_seconds, sample=line) for line in nameless]
-    assert calibrate_source("log", Recording((job.spec,), iter(moments)), None).values == ()
+    events = [RecordedEvent(line.received_seconds, sample=line) for line in nameless]
+    assert calibrate_source("log", Recording((job.spec,), iter(events)), None).values == ()
 
 
 # Wrong use and what cannot be read
@@ -196,7 +196,7 @@ def test_a_place_that_cannot_be_written_is_named(shell: Shell, tmp_path: Path) -
         "calibrate", a_log(tmp_path / "a.csv", (100, 70, 0, 4)), "--out", tmp_path / "absent" / "profile.toml"
     )
     assert answer.exit_code == 2
-    assert "cannot be written" in answer.err
+    assert "cannot write the file" in answer.err
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_one_source_that_fails_is_a_warning(shell: Shell, tmp_path: Path) -> Non
     answer = shell.run("calibrate", a_log(tmp_path / "a.csv", (100, 70, 0, 4)), tmp_path / "absent.csv")
     assert answer.exit_code == 1
     assert "absent.csv" in answer.out
-    assert "cannot be read" in answer.out
+    assert "cannot read the file" in answer.out
 
 
 # Hosts
@@ -236,16 +236,16 @@ def test_idle_boards_of_a_host_teach_their_floor() -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (heard(board(640.0, 100.0, 71e9)), "71.0 GB are in use"),
-        (heard(board(118.0, 0.0, 5e8)), "0.5 GB are in use"),
-        (heard(board(70.0, 100.0)), "reads 100 % busy"),
-        (heard(board(), processes=[ProcessSample(7, "python3", "R", 1.0, None, (0,))]), "a process is on it"),
-        (heard(board(memory=None)), "memory or utilisation cannot be read"),
-        (heard(replace(board(), power_watts=None)), "power cannot be read"),
+        (heard(board(640.0, 100.0, 71e9)), "71.0 GB of its memory are in use"),
+        (heard(board(118.0, 0.0, 5e8)), "0.5 GB of its memory are in use"),
+        (heard(board(70.0, 100.0)), "its utilization is 100 %"),
+        (heard(board(), processes=[ProcessSample(7, "python3", "R", 1.0, None, (0,))]), "a process is using it"),
+        (heard(board(memory=None)), "memory use or utilization is not readable"),
+        (heard(replace(board(), power_watts=None)), "power is not readable"),
         (heard(board(400.0)), "no idle floor of this board"),
         ([*heard(board(60.0), seconds=15), *heard(board(130.0), seconds=15)], "not steady"),
-        (heard(board(), seconds=3), "3 of 30 samples came"),
-        ([], "0 of 30 samples came: the host does not answer in time"),
+        (heard(board(), seconds=3), "3 of 30 samples arrived"),
+        ([], "0 of 30 samples arrived: the host did not answer in time"),
     ],
 )
 def test_a_host_that_is_not_idle_is_refused_with_the_reason(said: list[NodeSample], words: str) -> None:
@@ -294,7 +294,7 @@ def test_a_host_that_is_not_reached_is_a_sentence(shell: Shell, tmp_path: Path) 
     config.write_text(f"Host closed\n HostName 127.0.0.1\n Port 1\n UserKnownHostsFile {tmp_path}/known_hosts\n")
     answer = shell.run("calibrate", "-F", config, "closed")
     assert answer.exit_code == 3
-    assert "0 of 30 samples came" in answer.out
+    assert "0 of 30 samples arrived" in answer.out
 
 
 @pytest.mark.skipif(not CORPUS.is_dir(), reason="the public logs are not laid beside this checkout")

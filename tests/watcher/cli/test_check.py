@@ -1,4 +1,4 @@
-"""`wattwatch check` names everything that stands in the way, and changes nothing."""
+"""`wattwatch check` names everything that must be fixed, and changes nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def receiver(here: Site, port: int) -> str:
     return f'[[receivers]]\nname = "ops"\ntype = "webhook"\nurl_file = "{here.directory}/url"\n'
 
 
-def test_a_sound_node_and_a_reachable_receiver_pass(here: Site, shell: Shell) -> None:
+def test_a_working_node_and_a_reachable_receiver_pass(here: Site, shell: Shell) -> None:
     here.server("node", tool(here.directory, "printf 'NVIDIA B300\\nNVIDIA B300\\n'"))
     run = here.directory / "run"
     run.mkdir()
@@ -53,10 +53,10 @@ def test_a_sound_node_and_a_reachable_receiver_pass(here: Site, shell: Shell) ->
         answer = shell.run("check", "-c", config, "--json")
         said = answer.json
         assert [line for line in said if line["ok"] is False] == []
-        assert lines(said, "configuration") == {str(config): (True, "train: 1 nodes")}
+        assert lines(said, "configuration") == {str(config): (True, "train: 1 node")}
         assert lines(said, "receiver ops") == {"reach": (True, "reachable; nothing was sent")}
         node = lines(said, "node node")
-        assert node["GPU tools"] == (True, "nvidia-smi sees 2 NVIDIA B300")
+        assert node["GPU tools"] == (True, "nvidia-smi lists 2 NVIDIA B300")
         assert node[f"path {run}"][0] is True
         (note,) = (line for line in said if line["note"])
         assert (note["name"], note["ok"]) == ("capture of train", True)
@@ -65,13 +65,13 @@ def test_a_sound_node_and_a_reachable_receiver_pass(here: Site, shell: Shell) ->
         assert "note    capture of train: no worker sockets" in text.out
     assert text.exit_code == answer.exit_code
     assert answer.exit_code == (1 if any(line["ok"] is None for line in said) else 0)
-    assert "nvidia-smi sees 2 NVIDIA B300" in text.out
+    assert "nvidia-smi lists 2 NVIDIA B300" in text.out
     added = {path.name for path in here.directory.iterdir()} - set(before) - {"url", "wattwatch.toml"}
     assert added == set()
     assert list(run.iterdir()) == []
 
 
-def test_a_node_that_is_not_reached_fails_and_the_other_is_still_looked_at(here: Site, shell: Shell) -> None:
+def test_an_unreachable_node_fails_and_the_other_is_still_checked(here: Site, shell: Shell) -> None:
     here.server("node-1", tool(here.directory, "printf 'NVIDIA B300\\n'"))
     with here.config.open("a") as file:
         file.write(f"Host node-2\n  HostName 127.0.0.1\n  Port {free_port()}\n")
@@ -84,14 +84,14 @@ def test_a_node_that_is_not_reached_fails_and_the_other_is_still_looked_at(here:
     assert lines(answer.json, "receivers")["none"][0] is None
 
 
-def test_paths_that_are_missing_are_a_warning(here: Site, shell: Shell) -> None:
+def test_missing_paths_are_a_warning(here: Site, shell: Shell) -> None:
     here.server("node", tool(here.directory, "printf 'NVIDIA B300\\n'"))
     answer = shell.run("check", "-c", configuration(here, "node", job='logs = ["/absent/*.log"]'), "--json")
     assert answer.exit_code == 1
     assert lines(answer.json, "node node")["path /absent/*.log"][0] is None
 
 
-def test_a_receiver_that_is_not_there_fails(here: Site, shell: Shell) -> None:
+def test_an_unreachable_receiver_fails(here: Site, shell: Shell) -> None:
     here.server("node", tool(here.directory, "printf 'NVIDIA B300\\n'"))
     answer = shell.run("check", "-c", configuration(here, "node", receiver(here, free_port())), "--json")
     assert answer.exit_code == 2
@@ -125,7 +125,7 @@ def test_every_problem_of_a_bad_configuration_is_named_with_the_nearest_key(shel
     assert len(answer.json) == len(shell.run("check", "-c", path).err.splitlines())
 
 
-def test_a_file_that_is_named_and_absent_fails_before_any_node_is_asked(here: Site, shell: Shell) -> None:
+def test_a_missing_file_fails_before_any_node_is_contacted(here: Site, shell: Shell) -> None:
     path = configuration(here, "node", '[[receivers]]\nname = "ops"\ntype = "slack"\nurl_file = "/absent/url"\n')
     answer = shell.run("check", "-c", path, "--json")
     assert answer.exit_code == 2
@@ -133,7 +133,7 @@ def test_a_file_that_is_named_and_absent_fails_before_any_node_is_asked(here: Si
     assert lines(answer.json, "node node") == {}
 
 
-def test_a_state_directory_that_cannot_be_made_is_named(here: Site, shell: Shell) -> None:
+def test_a_state_directory_that_cannot_be_created_is_named(here: Site, shell: Shell) -> None:
     path = configuration(here, "node")
     path.write_text(path.read_text().replace(f'"{here.directory}/state"', f'"{path}/state"'))  # below a file
     answer = shell.run("check", "-c", path, "--json")

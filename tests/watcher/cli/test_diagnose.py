@@ -30,20 +30,25 @@ def test_a_proven_culprit_is_critical(shell: Shell) -> None:
     answer = shell.run("diagnose", PROVEN)
     assert answer.exit_code == 2
     first, second = answer.out.splitlines()[:2]
-    assert first.endswith("DESYNC (proven by the records; cause: program)")
-    assert second == "  who       rank 3 is in barrier while 3 ranks are in all_gather at sequence number 7 of default_pg"
+    assert first.endswith("DESYNC (proven by the flight records; cause: program)")
+    assert (
+        second == "  who       rank 3 is in barrier while 3 ranks are in all_gather at sequence number 7 of default_pg"
+    )
 
 
 def test_a_likely_culprit_is_a_warning_with_its_stack(shell: Shell) -> None:
     answer = shell.run("diagnose", LIKELY)
     assert answer.exit_code == 1
-    assert "rank 0 waits in all_reduce at slot 2 of default_pg for rank 1, which has not launched it" in answer.out
-    assert "rank 1 stands at (rank1_dump_traceback.txt, innermost first)" in answer.out
+    assert (
+        "rank 0 waits in all_reduce at sequence number 2 of default_pg for rank 1, which has not launched it"
+        in answer.out
+    )
+    assert "stack of rank 1 (rank1_dump_traceback.txt, innermost first)" in answer.out
     assert "w (train/dbg2.py:18)" in answer.out
     assert "agrees    flight recorder, stacks" in answer.out
 
 
-def test_the_first_word_fits_what_was_found() -> None:
+def test_the_headline_matches_the_verdict() -> None:
     named = diagnosis_document(diagnose(Evidence(live=live((3,)))))
     assert (named["verdict"], named["culprits"], headline(named)) == ("unknown", [3], "SUSPECTED")
     assert headline(diagnosis_document(diagnose(Evidence()))) == "UNKNOWN"
@@ -52,7 +57,7 @@ def test_the_first_word_fits_what_was_found() -> None:
     assert headline(moves) == "NO HANG"
 
 
-def test_a_job_that_moves_reads_as_no_hang(shell: Shell, tmp_path: Path) -> None:
+def test_a_job_that_makes_progress_is_no_hang(shell: Shell, tmp_path: Path) -> None:
     for number in (1, 2):
         shutil.copy(DATA / "ras" / f"healthy_poll{number}.json", tmp_path)
     page = tmp_path / "page.html"
@@ -109,7 +114,7 @@ def test_bad_input_is_one_sentence_and_code_3(shell: Shell, tmp_path: Path, argu
         assert len(answer.err.splitlines()) == 1
 
 
-def test_a_dump_that_would_run_code_is_told_and_runs_none(shell: Shell, tmp_path: Path) -> None:
+def test_a_dump_that_would_execute_code_is_reported_and_not_executed(shell: Shell, tmp_path: Path) -> None:
     for rank in range(4):
         shutil.copy(PROVEN / f"fr_trace_{rank}", tmp_path / f"trace_rank_{rank}")
     target = tmp_path / "ran"
@@ -125,7 +130,7 @@ def test_a_dump_that_would_run_code_is_told_and_runs_none(shell: Shell, tmp_path
     assert not target.exists()
 
 
-def test_names_from_dumps_do_not_steer_the_terminal(shell: Shell, tmp_path: Path) -> None:
+def test_names_from_dumps_cannot_control_the_terminal(shell: Shell, tmp_path: Path) -> None:
     for rank in range(4):
         dump = json.loads((PROVEN / f"fr_trace_json_{rank}.json").read_text())
         text = json.dumps(dump).replace("default_pg", "\x1b[2J[red]evil\\u001b[31m")
@@ -135,17 +140,17 @@ def test_names_from_dumps_do_not_steer_the_terminal(shell: Shell, tmp_path: Path
     assert "[red]evil" in answer.out
 
 
-def test_what_a_rank_printed_last_is_shown_and_does_not_steer_the_terminal(shell: Shell, tmp_path: Path) -> None:
+def test_the_last_output_of_a_rank_is_shown_and_cannot_control_the_terminal(shell: Shell, tmp_path: Path) -> None:
     frame = '  File "/srv/train.py", line 9, in step'
     (tmp_path / "rank-00002.log.txt").write_text(f"{frame}\nValueError: \x1b[2J[red]evil\x1b]0;x\x07 {'x' * 5000}\n")
     answer = shell.run("diagnose", tmp_path)
-    assert "rank 2 printed last (rank-00002.log.txt)" in answer.out
+    assert "last output of rank 2 (rank-00002.log.txt)" in answer.out
     assert "ValueError: [red]evil" in answer.out
     assert "\x1b" not in answer.text
     assert max(map(len, answer.out.splitlines())) < 2000
 
 
-def test_a_file_that_is_named_in_no_text_is_shown_and_does_not_steer_the_terminal(shell: Shell, tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_text_is_shown_and_cannot_control_the_terminal(shell: Shell, tmp_path: Path) -> None:
     directory, page = tmp_path / "dumps", tmp_path / "page.html"
     shutil.copytree(DATA / "flight_recorder" / "nc_early_r3", directory)
     named = os.fsencode(directory) + b"/rank-3-\xff\x1b[2J\xe2\x80\xae.recorder"
@@ -156,7 +161,7 @@ def test_a_file_that_is_named_in_no_text_is_shown_and_does_not_steer_the_termina
     assert "rank-3-\ufffd\ufffd[2J\ufffd.recorder" in page.read_text()
 
 
-def test_the_incident_as_one_page(shell: Shell, tmp_path: Path) -> None:
+def test_the_report_as_one_html_page(shell: Shell, tmp_path: Path) -> None:
     page = tmp_path / "incident.html"
     assert shell.run("diagnose", LIKELY, "--html", page).exit_code == 1
     text = page.read_text()
@@ -164,34 +169,34 @@ def test_the_incident_as_one_page(shell: Shell, tmp_path: Path) -> None:
     assert "rank1_dump_traceback.txt" in text
     answer = shell.run("diagnose", LIKELY, "--html", tmp_path / "no" / "page.html")
     assert (answer.exit_code, answer.out) == (3, "")
-    assert "the page cannot be written: No such file or directory" in answer.err
+    assert "cannot write the report: No such file or directory" in answer.err
     wrong = shell.run("diagnose", "pretrain", "--html", page)
     assert (wrong.exit_code, wrong.out) == (3, "")
     assert "--html needs a DIR" in wrong.err
 
 
-def test_it_says_where_the_page_is_and_leaves_json_alone(shell: Shell, tmp_path: Path) -> None:
+def test_the_path_of_the_report_goes_to_standard_error(shell: Shell, tmp_path: Path) -> None:
     page = tmp_path / "incident.html"
     answer = shell.run("diagnose", LIKELY, "--html", page, "--json")
     assert answer.json["culprits"] == [1]
-    assert answer.err == f"the incident's page is in {page}\n"
+    assert answer.err == f"report written to {page}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--nonsense"], ["a", "b"], ["a", "--html"]])
-def test_wrong_use_is_no_proof(shell: Shell, arguments: list[str]) -> None:
+def test_wrong_usage_exits_with_3(shell: Shell, arguments: list[str]) -> None:
     answer = shell.run("diagnose", *arguments)
     assert (answer.exit_code, answer.out) == (3, "")
     assert "Usage: " in answer.err
 
 
-def test_a_directory_that_is_called_like_a_job_is_read_and_that_is_said(
+def test_a_directory_with_the_name_of_a_job_is_read_and_the_error_says_so(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pretrain").mkdir()
     monkeypatch.chdir(tmp_path)
     answer = shell.run("diagnose", "pretrain")
     assert answer.exit_code == 3
-    assert "To ask the watcher for a job of that name" in answer.err
+    assert "To ask the watcher about a job of that name" in answer.err
 
 
 @contextmanager
@@ -220,7 +225,7 @@ def answering(status: int, body: bytes) -> Iterator[tuple[str, list[str]]]:
             thread.join()
 
 
-def test_a_job_is_asked_of_the_watcher(shell: Shell) -> None:
+def test_the_diagnosis_of_a_job_comes_from_the_running_watcher(shell: Shell) -> None:
     document = diagnosis_document(diagnose(Evidence(records({3: "barrier"}))))
     with answering(200, json.dumps(document).encode()) as (url, asked):
         answer = shell.run("diagnose", "pretrain", "--url", url)
@@ -235,8 +240,8 @@ def test_a_job_is_asked_of_the_watcher(shell: Shell) -> None:
     ("status", "body", "words"),
     [
         (404, b'{"title": "Not Found", "detail": "no job pretrain"}', "404 no job pretrain"),
-        (200, b"[]", "is no diagnosis"),
-        (200, b"{}", "is no diagnosis"),
+        (200, b"[]", "is not a diagnosis"),
+        (200, b"{}", "is not a diagnosis"),
         (200, b"<html>", "not a wattwatch API"),
         (500, b"oops", "500 oops"),
     ],

@@ -32,7 +32,7 @@ def watching(snapshot: Snapshot, token: str | None = None) -> Iterator[str]:
         yield address
 
 
-def test_all_jobs_with_step_rate_and_reason_and_what_is_open(address: str, shell: Shell) -> None:
+def test_all_jobs_are_listed_with_step_throughput_and_reason_and_open_alerts(address: str, shell: Shell) -> None:
     answer = shell.run("status", "--url", address)
     assert answer.exit_code == 2
     healthy = next(line for line in answer.out.splitlines() if line.startswith("pretrain-32b"))
@@ -40,20 +40,20 @@ def test_all_jobs_with_step_rate_and_reason_and_what_is_open(address: str, shell
     assert "Step 1,923 was" in healthy
     assert "CRITICAL JobHung finetune-evenfix: Hung at step 3,854: rank 3 waits apart from the other 15." in answer.out
     assert "WARNING NodeUnreachable eval-nightly: gpu-07 does not answer." in answer.out
-    assert "(quiet: GpuFault gpu-06/5)" in answer.out
+    assert "(not sent, caused by GpuFault gpu-06/5)" in answer.out
     assert "JobSlow" not in answer.out  # closed
 
 
-def test_the_recording_of_the_newest_incident_is_named(shell: Shell) -> None:
+def test_the_recording_of_the_latest_incident_is_named(shell: Shell) -> None:
     desk = make_app(handmade.cluster(), None)
     desk.latest.recordings = {"finetune-evenfix": "/state/incidents/x.wattwatch.gz"}
     with served(desk.app) as address:
         out = shell.run("status", "--url", address).out
-    assert "newest incident of finetune-evenfix: wattwatch replay /state/incidents/x.wattwatch.gz" in out
-    assert out.count("newest incident") == 1
+    assert "latest incident of finetune-evenfix: wattwatch replay /state/incidents/x.wattwatch.gz" in out
+    assert out.count("latest incident") == 1
 
 
-def test_names_and_reasons_are_text_and_no_markup(shell: Shell) -> None:
+def test_names_and_reasons_are_not_interpreted_as_markup(shell: Shell) -> None:
     job = replace(handmade.healthy(), name="[bold]a[/nonsense]", reason="[link=x]y[/]")
     with watching(replace(handmade.cluster(), jobs={job.name: job}, episodes=())) as address:
         answer = shell.run("status", "--url", address)
@@ -67,14 +67,14 @@ def test_names_and_reasons_are_text_and_no_markup(shell: Shell) -> None:
     ("job", "code"),
     [("pretrain-32b", 0), ("finetune-evenfix", 2), ("ablation-loader", 1), ("eval-nightly", 1)],
 )
-def test_one_jobs_exit_code_is_its_own(job: str, code: int, address: str, shell: Shell) -> None:
+def test_the_exit_code_for_one_job_depends_on_that_job(job: str, code: int, address: str, shell: Shell) -> None:
     answer = shell.run("status", job, "--url", f"{address}/", "--json")
     assert answer.exit_code == code
     assert [view["name"] for view in answer.json["jobs"]] == [job]
     assert {alert["job"] for alert in answer.json["alerts"]} <= {job}
 
 
-def test_an_odd_name_reaches_the_api_whole(shell: Shell) -> None:
+def test_a_job_name_with_special_characters_reaches_the_api_unchanged(shell: Shell) -> None:
     job = replace(handmade.healthy(), name='50% "x" & <ü>? #1')
     with watching(replace(handmade.cluster(), jobs={job.name: job})) as address:
         answer = shell.run("status", job.name, "--url", address, "--json")
@@ -82,7 +82,7 @@ def test_an_odd_name_reaches_the_api_whole(shell: Shell) -> None:
     assert answer.exit_code == 0
 
 
-def test_a_blind_watcher_says_so_whatever_job_is_asked_for(shell: Shell) -> None:
+def test_an_alert_about_the_watcher_itself_is_shown_for_every_job(shell: Shell) -> None:
     blind = handmade.episode(AlertName.WATCHER_DEGRADED, Severity.WARNING, "", "The watcher is blind.", 5.0)
     with watching(replace(handmade.cluster(), episodes=(blind,))) as address:
         answer = shell.run("status", "pretrain-32b", "--url", address)
@@ -90,13 +90,13 @@ def test_a_blind_watcher_says_so_whatever_job_is_asked_for(shell: Shell) -> None
     assert "WARNING WatcherDegraded the watcher: The watcher is blind." in answer.out
 
 
-def test_a_quiet_alert_does_not_decide(shell: Shell) -> None:
+def test_a_suppressed_alert_does_not_affect_the_exit_code(shell: Shell) -> None:
     quiet = replace(handmade.episodes()[0], suppressed_by="NodeUnreachable gpu-03")
     with watching(replace(handmade.cluster(), episodes=(quiet,))) as address:
         assert shell.run("status", "--url", address).exit_code == 0
 
 
-def test_a_watcher_that_stands_still_is_unknown(shell: Shell) -> None:
+def test_a_watcher_that_no_longer_updates_is_unknown(shell: Shell) -> None:
     desk = make_app(replace(handmade.cluster(), episodes=()))
     desk.time.seconds = 600.0
     with served(desk.app) as address:
@@ -106,7 +106,7 @@ def test_a_watcher_that_stands_still_is_unknown(shell: Shell) -> None:
     assert "pretrain-32b" in answer.out
 
 
-def test_an_unknown_job_is_said_with_those_that_are_known(shell: Shell) -> None:
+def test_an_unknown_job_is_an_error_that_lists_the_known_jobs(shell: Shell) -> None:
     job = handmade.healthy()
     with watching(replace(handmade.cluster(), jobs={job.name: job})) as address:
         answer = shell.run("status", "pretrain", "--url", address)
@@ -134,13 +134,13 @@ def test_the_token_is_read_from_its_file(shell: Shell, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "nonsense", "http://", "http://[::1", "http://127.0.0.1:99999", "ftp://127.0.0.1"])
-def test_an_address_that_is_none_is_one_sentence(url: str, shell: Shell) -> None:
+def test_an_invalid_address_is_an_error_in_one_sentence(url: str, shell: Shell) -> None:
     answer = shell.run("status", "--url", url)
     assert (answer.exit_code, answer.out) == (3, "")
     assert len(answer.err.splitlines()) == 1
 
 
-def test_nobody_there_is_one_sentence_with_what_to_do(shell: Shell) -> None:
+def test_no_watcher_is_an_error_in_one_sentence_with_what_to_do(shell: Shell) -> None:
     answer = shell.run("status", "--url", f"http://127.0.0.1:{free_port()}")
     assert answer.exit_code == 3
     assert "is `wattwatch serve` running?" in answer.err
@@ -148,7 +148,7 @@ def test_nobody_there_is_one_sentence_with_what_to_do(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("content", [[], {}, [{}], ["x"], None, [{"name": "x"}]])
-def test_another_service_at_that_address_is_not_taken_for_a_watcher(content: object, shell: Shell) -> None:
+def test_another_service_at_that_address_is_not_mistaken_for_a_watcher(content: object, shell: Shell) -> None:
     app = FastAPI()
 
     @app.get("/{path:path}")
@@ -157,12 +157,12 @@ def test_another_service_at_that_address_is_not_taken_for_a_watcher(content: obj
 
     with served(app) as address:
         answer = shell.run("status", "--url", address)
-    # An empty list of jobs is what a watcher says that has not judged one yet.
+    # An empty list of jobs is the answer of a watcher that has just started.
     assert answer.exit_code == (0 if content == [] else 3)
     assert len(answer.err.splitlines()) == (0 if content == [] else 1)
 
 
-def test_a_page_in_place_of_the_api_is_said(shell: Shell) -> None:
+def test_a_web_page_instead_of_the_api_is_an_error(shell: Shell) -> None:
     with served(FastAPI(docs_url="/api/v1/jobs")) as address:
         answer = shell.run("status", "--url", address)
     assert answer.exit_code == 3

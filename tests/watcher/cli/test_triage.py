@@ -1,4 +1,4 @@
-"""`wattwatch triage`: what it says of every odd output, of the paper's pictures, of pipes, of what is no source."""
+"""`wattwatch triage` on unusual output, on the states of the paper, on pipes, and on what cannot be a source."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_every_odd_output_has_an_expectation() -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_an_odd_output_is_judged_as_its_report_says(name: str, shell: Shell) -> None:
+def test_an_odd_output_gets_the_verdict_of_its_report(name: str, shell: Shell) -> None:
     check(shell.run("triage", "--json", stdin=TEXTS[name].encode()), EXPECTED[name[:2]])
 
 
 @pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus of public reports is not laid beside this checkout")
-def test_the_reports_themselves_are_judged_so_too(shell: Shell) -> None:
+def test_the_original_reports_get_these_verdicts_too(shell: Shell) -> None:
     for path in sorted(CORPUS.glob("[0-9]*")):
         answer = shell.run("triage", "--json", path)
         expected = EXPECTED.get(path.name[:2])
@@ -80,7 +80,7 @@ def test_the_reports_themselves_are_judged_so_too(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("picture", POWER_EXAMPLES, ids=lambda picture: picture.name)
-def test_a_picture_of_the_paper_is_named(picture: PowerExample, shell: Shell, tmp_path: Path) -> None:
+def test_the_states_of_the_paper_are_recognized(picture: PowerExample, shell: Shell, tmp_path: Path) -> None:
     path = tmp_path / "picture.json"
     path.write_bytes(json_sample(picture))
     answer = shell.run("triage", "--json", path)
@@ -92,7 +92,7 @@ def test_a_picture_of_the_paper_is_named(picture: PowerExample, shell: Shell, tm
     assert [board["rank"] for board in said["gpus"]] == list(range(16))
 
 
-def test_a_collection_of_pictures_in_one_file_gets_a_verdict_each(shell: Shell, tmp_path: Path) -> None:
+def test_each_job_in_one_json_file_gets_a_verdict(shell: Shell, tmp_path: Path) -> None:
     jobs = [{"name": picture.name, **json.loads(json_sample(picture))} for picture in POWER_EXAMPLES]
     jobs[0]["samples"] = jobs[0]["samples"] * 30  # the others ended long before: that makes none of them stale
     path = tmp_path / "pictures.json"
@@ -104,13 +104,13 @@ def test_a_collection_of_pictures_in_one_file_gets_a_verdict_each(shell: Shell, 
     assert answer.exit_code == 2
 
 
-def test_pictures_of_one_name_are_told_apart(shell: Shell) -> None:
+def test_jobs_with_the_same_name_get_different_source_names(shell: Shell) -> None:
     job = json.loads(json_sample(POWER_EXAMPLES[0]))
     answer = shell.run("triage", "--json", "-", stdin=json.dumps([job, {**job, "name": "1"}]).encode())
     assert [said["source"] for said in answer.json] == ["-: 1", "-: 1 (2)"]
 
 
-def test_what_the_user_knows_of_the_steps_decides(shell: Shell) -> None:
+def test_what_the_user_knows_about_the_steps_decides(shell: Shell) -> None:
     checkpoint = next(p for p in POWER_EXAMPLES if p.name == "checkpoint")
     data = json_sample(checkpoint)
     (said,) = shell.run("triage", "--json", "--progress", "stalled", "-", stdin=data).json
@@ -120,7 +120,7 @@ def test_what_the_user_knows_of_the_steps_decides(shell: Shell) -> None:
     assert shell.run("triage", "--progress", "fine", "-", stdin=data).exit_code == 2
 
 
-def test_an_unknown_profile_is_wrong_use_and_the_known_ones_are_named(shell: Shell) -> None:
+def test_an_unknown_profile_is_wrong_usage_and_the_error_lists_the_known_ones(shell: Shell) -> None:
     answer = shell.run("triage", "--profile", "b9000", "-", stdin=TRAINING)
     assert answer.exit_code == 2
     assert "b9000" in answer.err
@@ -129,7 +129,7 @@ def test_an_unknown_profile_is_wrong_use_and_the_known_ones_are_named(shell: She
     assert shell.run("triage", "--profile", "H100", "-", stdin=TRAINING).exit_code == 0
 
 
-def test_a_second_sample_that_disagrees_makes_less_sure(shell: Shell) -> None:
+def test_two_samples_that_disagree_lower_the_confidence(shell: Shell) -> None:
     header, *rows = TRAINING.decode().splitlines()
 
     def burst(second: int, watts: str, busy: str) -> str:
@@ -144,13 +144,13 @@ def test_a_second_sample_that_disagrees_makes_less_sure(shell: Shell) -> None:
     (unsure,) = shell.run("triage", "--json", stdin=turned.encode()).json
     assert sure["state"] == unsure["state"] == "compute"
     assert unsure["confidence"] < sure["confidence"]
-    assert "The sample before read as idle." in unsure["why"]
+    assert "The sample before that indicated idle." in unsure["why"]
 
 
 # Sources
 
 
-def test_several_sources_have_a_verdict_each_and_the_worst_decides(shell: Shell, tmp_path: Path) -> None:
+def test_each_source_gets_a_verdict_and_the_worst_one_sets_the_exit_code(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "good.csv").write_bytes(TRAINING)
     (tmp_path / "bad.csv").write_bytes(TRAINING.replace(b"641.10 W", b"[GPU is lost]"))
     (tmp_path / "blind.txt").write_text("Failed to initialize NVML: Unknown Error\n")
@@ -161,11 +161,11 @@ def test_several_sources_have_a_verdict_each_and_the_worst_decides(shell: Shell,
     assert answer.exit_code == 2
     assert shell.run("triage", good, blind).exit_code == 3
     answer = shell.run("triage", good, none)
-    assert (answer.exit_code, answer.err) == (3, f"{none}: cannot be read: No such file or directory\n")
+    assert (answer.exit_code, answer.err) == (3, f"{none}: cannot read the file: No such file or directory\n")
     assert "COMPUTE" in answer.out
 
 
-def test_text_for_people_says_the_same_on_unbroken_lines(shell: Shell, tmp_path: Path) -> None:
+def test_the_text_output_does_not_wrap_lines(shell: Shell, tmp_path: Path) -> None:
     path = tmp_path / ("a" * 90 + "[bold].csv")
     path.write_bytes(TRAINING.replace(b"641.10 W", b"[GPU requires reset]"))
     lines = shell.run("triage", path).out.splitlines()
@@ -177,11 +177,11 @@ def test_text_for_people_says_the_same_on_unbroken_lines(shell: Shell, tmp_path:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "no output"),
+        (b"", "it is empty"),
         (os.urandom(4096).replace(b"{", b"").replace(b"[", b""), ""),
         (b"\x00" * 10_000, ""),
         (b"x" * 3_000_000, ""),
-        (b'{"samples": [], "gpu_model": "NVIDIA B300"}', "no board"),
+        (b'{"samples": [], "gpu_model": "NVIDIA B300"}', "no GPUs"),
         (b'{"gpus": null}', ""),
         (b"[" * 100_000, ""),
         (b'{"gpus": [{"index": 1e999}]}', ""),
@@ -190,7 +190,7 @@ def test_text_for_people_says_the_same_on_unbroken_lines(shell: Shell, tmp_path:
     ],
     ids=["nothing", "noise", "zeros", "long line", "no samples", "null", "brackets", "infinity", "gzip", "wide digits"],
 )  # fmt: skip
-def test_garbage_cannot_be_told_and_is_no_error(data: bytes, words: str, shell: Shell, tmp_path: Path) -> None:
+def test_garbage_gets_the_verdict_unknown(data: bytes, words: str, shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "garbage").write_bytes(data)
     answer = shell.run("triage", "--json", tmp_path / "garbage")
     (said,) = answer.json
@@ -199,7 +199,7 @@ def test_garbage_cannot_be_told_and_is_no_error(data: bytes, words: str, shell: 
     assert len(said["why"]) < 1000
 
 
-def test_what_is_no_source_is_said_in_one_sentence(shell: Shell, tmp_path: Path) -> None:
+def test_what_cannot_be_a_source_is_an_error_in_one_sentence(shell: Shell, tmp_path: Path) -> None:
     for source, words in [
         (tmp_path, "is a directory"),
         (tmp_path / "none", "No such file"),

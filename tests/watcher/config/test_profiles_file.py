@@ -81,7 +81,7 @@ def test_a_file_holds_for_the_boards_that_it_matches(shell: Shell, tmp_path: Pat
     path = tmp_path / "wattwatch.toml"
     path.write_text('[[jobs]]\nname = "a"\nnodes = "n"\n' + TABLE.replace("B300", "H100"), "utf-8")
     answer = shell.run("triage", "--profile", path, "-", stdin=json_sample(POWER_EXAMPLES[0]))
-    assert f"-: no profile in {path} matches {B300}: judged as shipped" in answer.err
+    assert f"-: no profile in {path} matches {B300}; the shipped profile is used" in answer.err
     assert answer.exit_code == 0
 
 

@@ -97,10 +97,10 @@ def test_it_begins_minutes_before_the_alert_and_ends_a_minute_after_the_last_fin
     assert play.recorder.error is None
     play.recorder.stop()
     (path,) = tmp_path.glob("*.gz")
-    moments = [m.seconds for m in open_recording(path).moments]
+    events = [m.seconds for m in open_recording(path).events]
     began = play.job.now - 250
-    assert began - recorder.BEFORE_SECONDS - recorder.CHUNK_SECONDS - 1 <= moments[0] <= began - 250
-    assert moments[-1] == pytest.approx(began + 50 + recorder.AFTER_SECONDS, abs=3)
+    assert began - recorder.BEFORE_SECONDS - recorder.CHUNK_SECONDS - 1 <= events[0] <= began - 250
+    assert events[-1] == pytest.approx(began + 50 + recorder.AFTER_SECONDS, abs=3)
 
 
 def test_what_was_sent_long_before_is_written_with_the_first_line(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_what_was_sent_long_before_is_written_with_the_first_line(tmp_path: Path
     play.play(Phase(5, "pause"), HANG)
     play.recorder.stop()
     (path,) = tmp_path.glob("*.gz")
-    samples = [m.sample for m in open_recording(path).moments if m.sample is not None]
+    samples = [m.sample for m in open_recording(path).events if m.sample is not None]
     late = [sample for sample in samples if sample.node == "node-2"][-1]
     assert {source.rank for source in late.progress} == {4, 5, 6, 7}
     assert all(source.step is not None and (source.age_seconds or 0) > 800 for source in late.progress)

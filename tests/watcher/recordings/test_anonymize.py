@@ -42,9 +42,9 @@ def recorded_hang(path: Path) -> Path:
         for _ in range(int(phase.seconds)):
             for sample in job.tell(phase, 1.0):
                 said = probes[sample.node].line(sample).replace(b"/runs/a", b"/home/alice/runs/falcon")
-                recorder.line(HOSTS[sample.node], job.now, said)
+                recorder.write_line(HOSTS[sample.node], job.now, said)
             states = {h: NodeLink(h, HostStatus.OK, "zeus-07.acme.example (10.1.2.3) answers") for h in HOSTS.values()}
-            recorder.links(states, job.now + 0.1)
+            recorder.write_links(states, job.now + 0.1)
     recorder.close()
     return path
 
@@ -86,13 +86,13 @@ def test_a_log_keeps_its_steps_and_loses_its_words(tmp_path: Path) -> None:
     for second in range(5):
         text = f"hunter2 of alice@acme.example at turn {second}\n"
         log = [0, "/home/alice/falcon-7b.log", 100 * second, 100 * second + 100, 1.7e9 + second, text]
-        recorder.line("zeus", 10.0 + second, line(second, 100.0 + second, gpu=nvml(100.0, [row(0)]), log=[log]))
-    recorder.line("zeus", 16.0, b"Welcome to zeus, alice!")
+        recorder.write_line("zeus", 10.0 + second, line(second, 100.0 + second, gpu=nvml(100.0, [row(0)]), log=[log]))
+    recorder.write_line("zeus", 16.0, b"Welcome to zeus, alice!")
     recorder.close()
     write_anonymized(tmp_path / "r.gz", tmp_path / "c.gz")
     text = gzip.decompress((tmp_path / "c.gz").read_bytes()).decode()
     assert [secret for secret in SECRET if secret.lower() in text.lower()] == []
-    samples = [m.sample for m in open_recording(tmp_path / "c.gz").moments if m.sample is not None]
+    samples = [m.sample for m in open_recording(tmp_path / "c.gz").events if m.sample is not None]
     assert [sample.progress[0].step for sample in samples] == [0, 1, 2, 3, 4]
     (spec,) = open_recording(tmp_path / "c.gz").specs
     assert all(source.source in spec.logs for sample in samples for source in sample.progress)
@@ -120,7 +120,7 @@ def test_a_checkpoint_listing_keeps_its_layout(tmp_path: Path) -> None:
         "entries": {"step-100": {"bytes": 62, "count": 1, "mtime": 1.7e9, "files": {"COMPLETE.json": 2}}},
     }  # fmt: skip
     recorder = RecordingWriter(tmp_path / "r.gz", [JobSpec("falcon", ("zeus",), checkpoint_directory="/ckpt/alice")])
-    recorder.line("zeus", 10.0, line(1, 100.0, gpu=nvml(100.0, [row(0)]), ckpt=[news]))
+    recorder.write_line("zeus", 10.0, line(1, 100.0, gpu=nvml(100.0, [row(0)]), ckpt=[news]))
     recorder.close()
     write_anonymized(tmp_path / "r.gz", tmp_path / "c.gz")
     records = [orjson.loads(each) for each in gzip.decompress((tmp_path / "c.gz").read_bytes()).splitlines()]
@@ -155,7 +155,7 @@ def recorded_names(path: Path) -> None:
     for n in range(6):
         text = f"{LINES}step: {n} loss: 2.5\n"
         beat = f'{{"step": {n}, "rank": 0, "host": "zeus-07", "phase": "train", "user": "alice"}}'
-        recorder.line(
+        recorder.write_line(
             "zeus-07.acme.example",
             10.0 + n,
             line(
@@ -168,8 +168,10 @@ def recorded_names(path: Path) -> None:
                 busy=[[f"read {run}", 3.0]], warn=["stat /home/alice: Permission denied"],
             ),
         )  # fmt: skip
-    recorder.line("zeus-07.acme.example", 17.0, LINES.encode())
-    recorder.links({spec.nodes[0]: NodeLink(spec.nodes[0], HostStatus.UNREACHABLE, "alice@10.1.2.3 refused")}, 18.0)
+    recorder.write_line("zeus-07.acme.example", 17.0, LINES.encode())
+    recorder.write_links(
+        {spec.nodes[0]: NodeLink(spec.nodes[0], HostStatus.UNREACHABLE, "alice@10.1.2.3 refused")}, 18.0
+    )
     recorder.close()
 
 
@@ -180,8 +182,8 @@ def test_no_name_of_a_job_a_user_a_host_or_a_company_stays_wherever_it_stands(tm
     assert [name for name in NAMES if name.lower() in text.lower().replace('"max_', "")] == []
     assert "/scratch/d1/d2/job-1/heartbeat/rank-0.json" in text
     assert "/scratch/d1/d2/job-1/checkpoints" in text
-    before, after = (list(open_recording(tmp_path / name).moments) for name in ("r.gz", "c.gz"))
-    steps = [[p.step for m in moments if m.sample for p in m.sample.progress] for moments in (before, after)]
+    before, after = (list(open_recording(tmp_path / name).events) for name in ("r.gz", "c.gz"))
+    steps = [[p.step for m in events if m.sample for p in m.sample.progress] for events in (before, after)]
     assert steps[0] == steps[1]
     assert steps[0]
 
@@ -218,5 +220,5 @@ def test_no_word_is_kept_for_standing_in_a_table(table: str) -> None:
 def test_the_command_says_that_it_wrote_a_copy(tmp_path: Path) -> None:
     recorded_names(tmp_path / "r.gz")
     result = CliRunner().invoke(replay_command, [str(tmp_path / "r.gz"), "--anonymous", str(tmp_path / "c.gz")])
-    assert f"{tmp_path / 'c.gz'}: written: an anonymous copy" in result.stderr
-    assert "look at it before you share it" in result.stderr
+    assert f"{tmp_path / 'c.gz'}: anonymous copy" in result.stderr
+    assert "look through it before you share it" in result.stderr

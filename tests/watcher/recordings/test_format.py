@@ -44,18 +44,18 @@ def record(path: Path, seconds: int = 5) -> Path:
     recorder = RecordingWriter(path, [SPEC])
     for second in range(seconds):
         for node in SPEC.nodes:
-            recorder.line(node, 10.0 + second, said(second))
-        recorder.links(CUT if second == 3 else OK, 10.1 + second)
+            recorder.write_line(node, 10.0 + second, said(second))
+        recorder.write_links(CUT if second == 3 else OK, 10.1 + second)
     recorder.close()
     return path
 
 
-def samples(moments: list[RecordedEvent]) -> list[NodeSample]:
-    return [moment.sample for moment in moments if moment.sample is not None]
+def samples(events: list[RecordedEvent]) -> list[NodeSample]:
+    return [event.sample for event in events if event.sample is not None]
 
 
 def read(path: Path) -> list[RecordedEvent]:
-    return list(open_recording(path).moments)
+    return list(open_recording(path).events)
 
 
 def test_what_is_read_back_is_what_was_seen(tmp_path: Path) -> None:
@@ -63,21 +63,21 @@ def test_what_is_read_back_is_what_was_seen(tmp_path: Path) -> None:
     assert recording.specs == (SPEC,)
     reader = ProbeReader("gpu-01", probe_request_for([SPEC], "gpu-01"))
     live = [reader.read(said(second), 10.0 + second) for second in range(5)]
-    assert [sample for sample in samples(list(recording.moments)) if sample.node == "gpu-01"] == live
+    assert [sample for sample in samples(list(recording.events)) if sample.node == "gpu-01"] == live
     assert live[1] is not None
     assert (live[1].gpus or ())[0].power_watts == pytest.approx(640.0)
 
 
 def test_a_link_is_kept_when_it_changes_and_the_end_when_it_is_known(tmp_path: Path) -> None:
-    moments = read(record(tmp_path / "r.gz"))
-    links = [(m.seconds, m.link.node, m.link.status) for m in moments if m.link is not None]
+    events = read(record(tmp_path / "r.gz"))
+    links = [(m.seconds, m.link.node, m.link.status) for m in events if m.link is not None]
     assert links == [
         (10.1, "gpu-01", HostStatus.OK),
         (10.1, "gpu-02", HostStatus.OK),
         (13.1, "gpu-02", HostStatus.UNREACHABLE),
         (14.1, "gpu-02", HostStatus.OK),
     ]
-    assert moments[-1] == RecordedEvent(14.1)
+    assert events[-1] == RecordedEvent(14.1)
 
 
 def test_a_new_connection_is_a_new_probe_whose_counters_start_anew(tmp_path: Path) -> None:
@@ -105,11 +105,11 @@ def test_a_recording_cut_anywhere_is_read_up_to_the_cut(tmp_path: Path) -> None:
 def test_what_came_before_a_kill_is_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "r.gz"
     recorder = RecordingWriter(path, [SPEC])
-    recorder.line("gpu-01", 10.0, said(0))
-    recorder.links(OK, 10.0)
+    recorder.write_line("gpu-01", 10.0, said(0))
+    recorder.write_links(OK, 10.0)
     assert len(samples(read(path))) == 1  # nobody closed it
-    recorder.line("gpu-01", 11.0, said(1))
-    recorder.links(OK, 25.0)
+    recorder.write_line("gpu-01", 11.0, said(1))
+    recorder.write_links(OK, 25.0)
     assert len(samples(read(path))) == 2
     recorder.close()
 
@@ -137,43 +137,43 @@ def test_a_recording_is_known_by_its_content_from_a_file_and_from_a_pipe(tmp_pat
     path = record(tmp_path / "looks-like.csv")
     for source in (read_input_file(path), read_input("-", path.read_bytes())):
         assert source.specs == (SPEC,)
-        assert len(samples(list(source.moments))) == 10
+        assert len(samples(list(source.events))) == 10
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "no header line"),
-        (b"\n", "no header line"),
-        (b"[]\n", "no header line"),
-        (b'{"format": "wattwatch-recording"}\n', "no header line"),
-        (b'{"format": "wattwatch-recording", "version": 1, "jobs": [{"nodes": 3}]}\n', "no header line"),
+        (b"", "the header line is missing"),
+        (b"\n", "the header line is missing"),
+        (b"[]\n", "the header line is missing"),
+        (b'{"format": "wattwatch-recording"}\n', "the header line is missing"),
+        (b'{"format": "wattwatch-recording", "version": 1, "jobs": [{"nodes": 3}]}\n', "the header line is missing"),
         (
             b'{"format": "wattwatch-recording", "version": 7, "jobs": []}\n',
-            "recording version 7; this wattwatch reads 1",
+            "recording of version 7; this wattwatch reads version 1",
         ),
-        (b'{"format": "other", "version": 1, "jobs": []}\n', "no header line"),
-        (gzip.compress(b"nothing of ours"), "no header line"),
+        (b'{"format": "other", "version": 1, "jobs": []}\n', "the header line is missing"),
+        (gzip.compress(b"nothing of ours"), "the header line is missing"),
     ],
 )
-def test_what_is_no_recording_is_said_in_one_sentence(content: bytes, words: str) -> None:
+def test_a_file_that_is_not_a_recording_is_an_error_in_one_sentence(content: bytes, words: str) -> None:
     with pytest.raises(RecordingError, match=words) as refused:
         parse_recording("some.gz", io.BytesIO(content))
     assert str(refused.value).startswith("some.gz: ")
 
 
-def test_a_file_that_cannot_be_opened_is_said_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(RecordingError, match="cannot be read: No such file"):
+def test_a_file_that_cannot_be_opened_is_an_error_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match="cannot read the file: No such file"):
         open_recording(tmp_path / "none")
 
 
-def test_a_full_disk_stops_the_recording_and_nothing_else() -> None:
+def test_a_full_disk_ends_the_recording_and_nothing_else() -> None:
     recorder = RecordingWriter(Path("/dev/full"), [SPEC])
     for second in range(20):
-        recorder.line("gpu-01", float(second), said(second))
-        recorder.links(OK, float(second))
-    assert recorder.error == "the recording stopped: No space left on device"
-    recorder.line("gpu-01", 21.0, said(21))
+        recorder.write_line("gpu-01", float(second), said(second))
+        recorder.write_links(OK, float(second))
+    assert recorder.error == "recording stopped: No space left on device"
+    recorder.write_line("gpu-01", 21.0, said(21))
     recorder.close()
     recorder.close()
 
@@ -181,7 +181,7 @@ def test_a_full_disk_stops_the_recording_and_nothing_else() -> None:
 def test_a_closed_recording_takes_no_more_and_complains_of_nothing(tmp_path: Path) -> None:
     recorder = RecordingWriter(tmp_path / "r.gz", [SPEC])
     recorder.close()
-    recorder.line("gpu-01", 1.0, said(1))
+    recorder.write_line("gpu-01", 1.0, said(1))
     recorder.close()
     assert recorder.error is None
     assert read(tmp_path / "r.gz") == []
@@ -189,8 +189,8 @@ def test_a_closed_recording_takes_no_more_and_complains_of_nothing(tmp_path: Pat
 
 def test_bytes_that_are_no_text_do_not_stop_the_recording(tmp_path: Path) -> None:
     recorder = RecordingWriter(tmp_path / "r.gz", [SPEC])
-    recorder.line("gpu-01", 1.0, b"\xff\x00 motd \x1b[0m")
-    recorder.line("gpu-01", 2.0, said(1))
+    recorder.write_line("gpu-01", 1.0, b"\xff\x00 motd \x1b[0m")
+    recorder.write_line("gpu-01", 2.0, said(1))
     recorder.close()
     assert samples(read(tmp_path / "r.gz"))[-1].status is HostStatus.OK
     header = gzip.decompress((tmp_path / "r.gz").read_bytes()).splitlines()[0]

@@ -34,21 +34,21 @@ def rows(*seconds: float) -> str:
 def test_a_log_has_the_pace_of_its_stamps() -> None:
     log = read(rows(0, 5, 10, 15.5))
     assert log.specs == (JobSpec("f", ("f",), interval_seconds=5.0),)
-    assert [moment.seconds for moment in log.moments] == [0.0, 5.0, 10.0, 15.5]
+    assert [event.seconds for event in log.events] == [0.0, 5.0, 10.0, 15.5]
 
 
 def test_stamps_that_go_back_start_anew_one_interval_on() -> None:
-    assert [moment.seconds for moment in read(rows(10, 11, 12, 3, 4)).moments] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [event.seconds for event in read(rows(10, 11, 12, 3, 4)).events] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_without_stamps_a_second_lies_between_samples() -> None:
     log = read("index, power.draw [W]\n0, 1.00 W\n0, 2.00 W\n0, 3.00 W\n")
-    assert [moment.seconds for moment in log.moments] == [0.0, 1.0, 2.0]
+    assert [event.seconds for event in log.events] == [0.0, 1.0, 2.0]
 
 
 def test_trouble_at_the_end_is_the_last_word() -> None:
     log = read(rows(0, 1) + "Failed to initialize NVML: Driver/library version mismatch\n")
-    first, _, last = (moment.sample for moment in log.moments)
+    first, _, last = (event.sample for event in log.events)
     assert first is not None
     assert first.status is HostStatus.OK
     assert last is not None
@@ -58,7 +58,7 @@ def test_trouble_at_the_end_is_the_last_word() -> None:
 
 def test_a_board_that_could_not_be_opened_belongs_to_the_last_sample() -> None:
     log = read(rows(0, 1) + "Unable to determine the device handle for GPU1: 0000:0A:00.0: GPU is lost.\n")
-    missing = [() if moment.sample is None else moment.sample.missing_gpus for moment in log.moments]
+    missing = [() if event.sample is None else event.sample.missing_gpus for event in log.events]
     assert [[board.index for board in boards] for boards in missing] == [[], [1]]
 
 
@@ -79,9 +79,9 @@ def board(index: int, **more: Any) -> dict[str, Any]:
     ids=["with a head", "a list", "one sample"],
 )
 def test_json_samples_come_in_three_forms(content: dict[str, Any] | list[Any]) -> None:
-    (moment,) = read(content).moments
-    assert moment.sample is not None
-    first, second = moment.sample.gpus or ()
+    (event,) = read(content).events
+    assert event.sample is not None
+    first, second = event.sample.gpus or ()
     assert (first.index, second.index) == (0, 1)
     assert (first.name, first.power_watts, first.memory_used_bytes) == ("NVIDIA H100", 640.0, 1024.0**3)
     assert first.temperature_celsius is None
@@ -98,7 +98,7 @@ def test_json_boards_name_their_nodes_and_ranks() -> None:
     assert log.specs[0].nodes == ("b", "a")
     assert log.specs[0].interval_seconds == 2.0
     assert log.ranks == {("b", 0): 9, ("a", 0): 1}
-    assert [moment.seconds for moment in log.moments] == [0.0, 0.0, 2.0, 2.0]
+    assert [event.seconds for event in log.events] == [0.0, 0.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_json_that_is_something_else_is_no_source_of_boards(other: dict[str, Any
     assert log.detail
 
 
-def test_a_file_that_cannot_be_opened_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_is_an_error_in_one_sentence(tmp_path: Path) -> None:
     for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(InputError, match=re.escape(f"{path}: cannot be read: {words}")):
+        with pytest.raises(InputError, match=re.escape(f"{path}: cannot read the file: {words}")):
             read_input_file(path)
 
 

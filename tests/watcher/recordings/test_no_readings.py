@@ -35,8 +35,8 @@ def test_a_training_log_is_called_one_and_sent_to_progress(log: Path, shell: She
     assert (triage.exit_code, replay.exit_code, said["state"]) == (3, 3, "unknown")
     for words in (said["why"] + said["advice"], replay.err):
         assert "a log of training steps" in words
-        assert "`wattwatch progress FILE` reads it" in words
-        assert "--progress stalled or --progress advancing" in words
+        assert "Read it with `wattwatch progress FILE`" in words
+        assert "--progress advancing or --progress stalled" in words
     assert "node" not in said["advice"]
 
 
@@ -52,7 +52,7 @@ def test_a_training_log_is_called_one_and_sent_to_progress(log: Path, shell: She
 def test_a_file_without_boards_is_at_fault_and_not_the_node(data: bytes, words: str, shell: Shell) -> None:
     (said,) = shell.run("triage", "--json", "-", stdin=data).json
     assert words in said["why"]
-    assert said["advice"].startswith("Give what nvidia-smi prints")
+    assert said["advice"].startswith("Give the output of nvidia-smi")
 
 
 def test_a_recording_without_its_header_is_refused(shell: Shell, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_log_in_gzip_is_read(cut: int, shell: Shell, tmp_path: Path) -> None:
 def test_outputs_of_two_hosts_in_one_paste_are_refused(text: str, shell: Shell) -> None:
     answer = shell.run("triage", "-", stdin=text.encode())
     assert (answer.exit_code, answer.out) == (3, "")
-    assert "-: these are boards of several hosts: GPU 0 is NVIDIA H100 80GB HBM3 at" in answer.err
+    assert "-: output of several hosts: GPU 0 is NVIDIA H100 80GB HBM3 at" in answer.err
     assert "wattwatch triage HOST" in answer.err
 
 

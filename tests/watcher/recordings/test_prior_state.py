@@ -113,15 +113,15 @@ def recorded(path: Path, known: PriorState | None, spec: JobSpec = SPEC, seconds
     """Nobody saw the job work before: it saves for longer than a limit that nobody has learned."""
     recorder = RecordingWriter(path, [spec])
     if known is not None:
-        recorder.known(known)
+        recorder.write_prior_state(known)
     job = SimulatedJob(SETTING)
     probes = {node: ProbeLines(node) for node in spec.nodes}
     for phase in (Phase(60, "train"), Phase(seconds, "spin", ranks={"victim": "in_barrier"})):
         job.begin(phase)
         for _ in range(int(phase.seconds)):
             for sample in job.tell(phase, 1.0):
-                recorder.line(sample.node, job.now, probes[sample.node].line(sample))
-            recorder.links({node: NodeLink(node, HostStatus.OK, "") for node in spec.nodes}, job.now + 0.1)
+                recorder.write_line(sample.node, job.now, probes[sample.node].line(sample))
+            recorder.write_links({node: NodeLink(node, HostStatus.OK, "") for node in spec.nodes}, job.now + 0.1)
     recorder.close()
     return path
 
@@ -147,18 +147,18 @@ def test_the_anonymous_copy_keeps_it_under_other_names_and_gives_the_same_verdic
     assert "falcon" not in text
     assert "gpu-1920" not in text
     copy = open_recording(tmp_path / "b.gz")
-    assert copy.known is not None
-    (value,), (job,) = copy.known.boards, copy.known.habits
+    assert copy.prior_state is not None
+    (value,), (job,) = copy.prior_state.boards, copy.prior_state.habits
     assert (value.node, value.job, job) == ("node-2", "job-1", "job-1")
-    assert copy.known.habits[job] == known.habits["falcon"]
+    assert copy.prior_state.habits[job] == known.habits["falcon"]
     before, after = (replay("", open_recording(tmp_path / name)) for name in ("a.gz", "b.gz"))
     assert verdicts_without_names(before) == verdicts_without_names(after)
 
 
 def test_an_old_recording_has_none_and_replays(tmp_path: Path) -> None:
     recording = open_recording(recorded(tmp_path / "old.gz", None))
-    assert recording.known is None
-    assert next(recording.moments).sample is not None
+    assert recording.prior_state is None
+    assert next(recording.events).sample is not None
 
 
 def test_an_incident_carries_what_was_known_minutes_before_it(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_an_incident_carries_what_was_known_minutes_before_it(tmp_path: Path) ->
     incidents.stop()
     (path,) = tmp_path.glob("*.gz")
     recording = open_recording(path)
-    assert recording.known is not None
-    assert dict(recording.known.habits) == {"pretrain": HABITS}
-    (value,) = recording.known.boards
-    first = next(recording.moments).seconds - began
+    assert recording.prior_state is not None
+    assert dict(recording.prior_state.habits) == {"pretrain": HABITS}
+    (value,) = recording.prior_state.boards
+    first = next(recording.events).seconds - began
     assert value.watts - 100.0 == pytest.approx(first, abs=61.0)

@@ -37,13 +37,13 @@ def up(*nodes: str) -> Iterator[RecordedEvent]:
         yield RecordedEvent(START, link=NodeLink(node, HostStatus.OK, ""))
 
 
-def played(moments: Iterable[RecordedEvent], *specs: JobSpec) -> ReplayResult:
-    return replay("r", Recording(specs or (PAIR,), iter(moments)))
+def played(events: Iterable[RecordedEvent], *specs: JobSpec) -> ReplayResult:
+    return replay("r", Recording(specs or (PAIR,), iter(events)))
 
 
 def test_times_are_counted_from_the_start_of_the_recording() -> None:
-    moments = [*up("a", "b"), *(said(node, second, boards()) for second in range(20) for node in ("a", "b"))]
-    result = played(moments)
+    events = [*up("a", "b"), *(said(node, second, boards()) for second in range(20) for node in ("a", "b"))]
+    result = played(events)
     assert result.seconds == 19.0
     assert result.rounds == 20
     assert result.changes[0].at_seconds == 0.0
@@ -51,52 +51,52 @@ def test_times_are_counted_from_the_start_of_the_recording() -> None:
     assert result.episodes == ()
 
 
-def test_a_node_that_falls_silent_is_watched_being_silent_to_the_end() -> None:
-    moments = [*up("a", "b"), *(said(node, second, boards()) for second in range(20) for node in ("a", "b"))]
-    moments += [RecordedEvent(START + 25, link=NodeLink("b", HostStatus.UNREACHABLE, "no line for 6 s"))]
-    moments += [said("a", second, boards()) for second in range(20, 60)]
-    moments.sort(key=lambda moment: moment.seconds)
-    (episode,) = played(moments).episodes
+def test_the_silence_of_a_node_is_replayed_tick_by_tick() -> None:
+    events = [*up("a", "b"), *(said(node, second, boards()) for second in range(20) for node in ("a", "b"))]
+    events += [RecordedEvent(START + 25, link=NodeLink("b", HostStatus.UNREACHABLE, "no line for 6 s"))]
+    events += [said("a", second, boards()) for second in range(20, 60)]
+    events.sort(key=lambda event: event.seconds)
+    (episode,) = played(events).episodes
     assert (episode.alert, episode.scope) == ("NodeUnreachable", "b")
     assert 25 <= episode.opened_wall_seconds <= 35
 
 
-def test_silence_of_all_nodes_to_the_end_is_silence_and_not_the_end() -> None:
+def test_silence_of_all_nodes_lasts_until_the_end_record() -> None:
     single = JobSpec("single", ("a",))
-    moments = [*up("a"), *(said("a", second, boards()) for second in range(20))]
-    moments += [
+    events = [*up("a"), *(said("a", second, boards()) for second in range(20))]
+    events += [
         RecordedEvent(START + 26, link=NodeLink("a", HostStatus.UNREACHABLE, "no line for 6 s")),
         RecordedEvent(START + 90),
     ]
-    result = played(moments, single)
+    result = played(events, single)
     assert [(episode.alert, episode.scope) for episode in result.episodes] == [("NodeUnreachable", "a")]
     assert result.seconds == 90.0
     assert result.changes[-1].state == "unknown"
 
 
-def test_nodes_that_speak_at_different_moments_are_rounds_all_the_same() -> None:
+def test_nodes_that_send_at_different_times_still_form_rounds() -> None:
     """Ten nodes a tenth of an interval apart: no pause parts one round from the next."""
     many = JobSpec("many", tuple(f"n{i}" for i in range(10)))
-    moments = [*up(*many.nodes)]
-    moments += [said(f"n{i}", second + i / 10, boards()) for second in range(30) for i in range(10)]
-    result = played(moments, many)
+    events = [*up(*many.nodes)]
+    events += [said(f"n{i}", second + i / 10, boards()) for second in range(30) for i in range(10)]
+    result = played(events, many)
     assert result.rounds >= 30
     assert result.changes[-1].state == "computing"
     assert result.changes[-1].at_seconds < 15
 
 
-def test_moments_that_cross_do_not_turn_time_back() -> None:
-    moments = [*up("a", "b")]
+def test_events_in_the_wrong_order_do_not_turn_time_back() -> None:
+    events = [*up("a", "b")]
     for second in range(10):
-        moments += [said("a", second + 0.001, boards()), said("b", float(second), boards())]
-    result = played(moments)
+        events += [said("a", second + 0.001, boards()), said("b", float(second), boards())]
+    result = played(events)
     assert result.rounds == 10
     assert [change.at_seconds for change in result.changes] == sorted(change.at_seconds for change in result.changes)
 
 
-def test_a_stamp_of_the_far_future_ends() -> None:
-    moments = [*up("a"), said("a", 1.0, boards()), RecordedEvent(1e18)]
-    assert played(moments, JobSpec("single", ("a",))).seconds > 1e17
+def test_a_time_stamp_in_the_far_future_is_replayed_quickly() -> None:
+    events = [*up("a"), said("a", 1.0, boards()), RecordedEvent(1e18)]
+    assert played(events, JobSpec("single", ("a",))).seconds > 1e17
 
 
 # The command
@@ -121,8 +121,8 @@ def test_a_healthy_log_is_quiet(shell: Shell, tmp_path: Path) -> None:
     path.write_text(log((60, "640.00 W", "100 %")))
     answer = shell.run("replay", path)
     assert answer.exit_code == 0
-    assert answer.out.splitlines()[0] == f"{path}: 60 rounds over 0:00:59"
-    assert "no alert" in answer.out
+    assert answer.out.splitlines()[0] == f"{path}: 60 rounds in 0:00:59"
+    assert "no alerts" in answer.out
     (said,) = shell.run("replay", "--json", path).json
     assert list(said) == ["source", "seconds", "rounds", "states", "alerts"]
     assert said["alerts"] == []
@@ -140,7 +140,7 @@ def test_a_lost_board_in_a_log_is_a_critical_alert_at_its_time(shell: Shell, tmp
     assert "CRITICAL GpuFault" in shell.run("replay", path).out
 
 
-def test_an_alert_is_shown_as_it_was_said_at_each_time(shell: Shell, tmp_path: Path) -> None:
+def test_each_change_of_an_alert_is_shown_with_its_text_at_that_time(shell: Shell, tmp_path: Path) -> None:
     """A suspicion of a hang that turns out to be one, and is over at last."""
     path = tmp_path / "hangs.csv"
     path.write_text(log((300, "640.00 W", "100 %"), (900, "149.00 W", "100 %"), (120, "640.00 W", "100 %")))
@@ -163,17 +163,17 @@ def test_an_alert_is_shown_as_it_was_said_at_each_time(shell: Shell, tmp_path: P
 def test_lines_of_several_jobs_name_the_job(shell: Shell, tmp_path: Path) -> None:
     path = tmp_path / "two.gz"
     recorder = RecordingWriter(path, [JobSpec("one", ("a",)), JobSpec("two", ("b",))])
-    recorder.links({node: NodeLink(node, HostStatus.OK, "") for node in ("a", "b")}, START)
+    recorder.write_links({node: NodeLink(node, HostStatus.OK, "") for node in ("a", "b")}, START)
     for second in range(3):
         for node in ("a", "b"):
-            recorder.line(node, START + second, b'{"v":1,"seq":%d,"t":%d,"w":%d}' % (second, second, second))
+            recorder.write_line(node, START + second, b'{"v":1,"seq":%d,"t":%d,"w":%d}' % (second, second, second))
     recorder.close()
     out = shell.run("replay", path).out
     assert " one: " in out
     assert " two: " in out
 
 
-def test_several_files_are_answered_each_and_an_unreadable_one_is_said(shell: Shell, tmp_path: Path) -> None:
+def test_each_file_gets_a_result_or_an_error(shell: Shell, tmp_path: Path) -> None:
     good, text = tmp_path / "good.csv", tmp_path / "text.txt"
     good.write_text(log((10, "640.00 W", "100 %")))
     text.write_text("nothing of ours\n")
@@ -186,5 +186,5 @@ def test_several_files_are_answered_each_and_an_unreadable_one_is_said(shell: Sh
     assert answer.exit_code == 3
 
 
-def test_no_file_is_wrong_use(shell: Shell) -> None:
+def test_no_file_is_wrong_usage(shell: Shell) -> None:
     assert shell.run("replay").exit_code == 2
