@@ -258,7 +258,7 @@ class Culprit:
     rank: int
     node: str | None = None
     gpu: int | None = None
-    doing: str = ""  # "in barrier at slot 7 (save_checkpoint, train.py:88)"
+    doing: str = ""  # "in barrier at sequence number 7 of default_pg (save_checkpoint, train.py:88)"
 
 
 @dataclass(frozen=True, slots=True)

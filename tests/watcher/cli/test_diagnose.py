@@ -64,7 +64,7 @@ def test_a_job_that_makes_progress_is_no_hang(shell: Shell, tmp_path: Path) -> N
     answer = shell.run("diagnose", tmp_path, "--html", page)
     assert answer.exit_code == 0
     assert answer.out.splitlines()[0] == f"{tmp_path}: NO HANG"
-    assert "not proved" not in page.read_text()
+    assert "not proven" not in page.read_text()
     assert "<h1>The job is making progress" in page.read_text()
 
 

@@ -1,4 +1,4 @@
-"""Words for one rank and for a thousand."""
+"""Texts about one rank and about a thousand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wattwatch.watcher.common.formatting import (
 )
 
 
-def test_what_is_said_of_one_is_said_of_several() -> None:
+def test_a_verb_agrees_with_the_number_of_ranks() -> None:
     assert agree_with_count("has not launched it and waits in nothing", 1) == "has not launched it and waits in nothing"
     assert agree_with_count("has not launched it and waits in nothing", 2) == "have not launched it and wait in nothing"
     assert agree_with_count("has not launched it and is in no other", 2) == "have not launched it and are in no other"
@@ -24,7 +24,7 @@ def test_a_sentence_begins_with_a_capital_and_keeps_its_names() -> None:
     assert capitalize_first("") == ""
 
 
-def test_what_lacks_of_many_ranks_is_one_line() -> None:
+def test_the_same_message_of_many_ranks_is_one_line() -> None:
     lines = [
         "rank 0: no worker socket",
         "node-02: no answer",
@@ -40,7 +40,7 @@ def test_what_lacks_of_many_ranks_is_one_line() -> None:
     ]
 
 
-def test_what_a_capture_lacks_of_ranks_and_nodes_is_one_line_each() -> None:
+def test_messages_of_a_capture_are_one_line_for_all_ranks_or_nodes() -> None:
     lacks = "no worker socket in /run/worker: its process {} is alive (state R)"
     lines = [f"node-{node}: NCCL RAS: not allowed to connect" for node in range(4)]
     lines += [f"node-{rank // 2}: rank {rank}: {lacks.format(41_000 + rank)}" for rank in range(8)]

@@ -1,4 +1,4 @@
-"""Evidence of small hung jobs, put together by hand: eight ranks on two nodes in one group."""
+"""Evidence of small hung jobs: eight ranks on two nodes in one group."""
 
 from __future__ import annotations
 

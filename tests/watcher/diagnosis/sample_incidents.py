@@ -1,4 +1,4 @@
-"""Incidents made by hand, small and large: what the report is tested and looked at with."""
+"""Incidents of any size, for testing the report and for viewing it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def incident(world: int = 16, culprit: int = 3, per_node: int = 8) -> IncidentRe
         why="",
         groups=(GroupSlotStatus(group, 41, members),),
         waits=tuple(
-            WaitEdge(rank, culprit, group, 41, REDUCE, "is in barrier, slot 41 of the same group") for rank in others
+            WaitEdge(rank, culprit, group, 41, REDUCE, "is in barrier, sequence number 41 of the same group")
+            for rank in others
         ),
     )
     node = f"node-{culprit // per_node + 1:02}"
@@ -102,17 +103,23 @@ def incident(world: int = 16, culprit: int = 3, per_node: int = 8) -> IncidentRe
         verdict=DiagnosisVerdict.DESYNC,
         conclusive=True,
         cause=HangCause.PROGRAM,
-        culprits=(Culprit(culprit, node, culprit % per_node, "in barrier at slot 41 (save_checkpoint, train.py:88)"),),
+        culprits=(
+            Culprit(
+                culprit, node, culprit % per_node, "in barrier at sequence number 41 (save_checkpoint, train.py:88)"
+            ),
+        ),
         confidence=0.97,
         step=3854,
         summary=f"Rank {culprit} on {node} is in the save's barrier, {world - 1} ranks reduce gradients of step 3,854.",
-        why=f"At slot 41 of default_pg {world - 1} of {world} launched all_reduce of [1025] Float from train_step "
-        f"(train.py:141); rank {culprit} launched barrier from save_checkpoint (train.py:88). Its board is at 0 % and "
-        "184 W, the others spin at 100 % and 191 W.",
+        why=f"At sequence number 41 of default_pg {world - 1} of {world} launched all_reduce of [1025] Float from "
+        f"train_step (train.py:141); rank {culprit} launched barrier from save_checkpoint (train.py:88). Its GPU is at "
+        "0 % and 184 W, the others are at 100 % and 191 W.",
         advice="Its shard ended one block before the others': set `drop_last` or pad the shards, and end the job; the "
         "newest complete checkpoint is step-00003500.",
         signals=(
-            SignalSummary("flight recorder", True, f"{world - 1} ranks at slot 41 agree, rank {culprit} differs"),
+            SignalSummary(
+                "flight recorder", True, f"{world - 1} ranks at sequence number 41 agree, rank {culprit} differs"
+            ),
             SignalSummary(
                 "power and utilisation", True, f"rank {culprit} alone at 0 %, all others at 100 % and at the floor"
             ),

@@ -1,4 +1,4 @@
-"""Captures of real jobs that hung: what all evidence together says, against what is true of each."""
+"""Captures of real jobs that hung: the diagnosis from all evidence, compared with the truth."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def named(diagnosis: Diagnosis) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(("name", "kind"), HANG.items(), ids=list(HANG))
-def test_who_holds_it_up(name: str, kind: Kind) -> None:
+def test_the_culprit_is_named(name: str, kind: Kind) -> None:
     found = diagnose(load_evidence(CAPTURES / name))
     assert named(found) == kind.culprits, found.why
     if kind.culprits:
@@ -43,7 +43,7 @@ def test_who_holds_it_up(name: str, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kind in HANG.items() if kind.culprits])
-def test_with_the_board_that_rests_it_is_surer(name: str, kind: Kind) -> None:
+def test_an_idle_gpu_raises_the_confidence(name: str, kind: Kind) -> None:
     evidence = load_evidence(CAPTURES / name)
     ranks = tuple(
         RankReadings(rank, "node-01", rank, *((190.0, 0.0) if rank in kind.culprits else (230.0, 100.0)))
@@ -55,14 +55,14 @@ def test_with_the_board_that_rests_it_is_surer(name: str, kind: Kind) -> None:
     assert together.confidence >= alone.confidence
 
 
-def test_an_early_end_is_the_data_once_a_heartbeat_tells_the_phase() -> None:
+def test_an_early_end_is_caused_by_the_data_once_a_heartbeat_shows_the_phase() -> None:
     ranks = tuple(RankReadings(rank, "node-01", phase="save" if rank == 3 else "train") for rank in range(4))
     live = LiveEvidence("job", 0.0, "hung", "unknown", 3, ranks)
     found = diagnose(replace(load_evidence(CAPTURES / "early_end"), live=live))
     assert (named(found), found.cause) == ((3,), HangCause.DATA)
 
 
-def test_a_job_that_has_died_is_no_riddle_of_collectives() -> None:
+def test_a_job_that_has_died_is_diagnosed_from_its_logs() -> None:
     found = diagnose(load_evidence(CAPTURES / "size_mismatch"))
     assert (named(found), found.verdict, found.cause) == ((2,), DiagnosisVerdict.MISMATCH, HangCause.PROGRAM)
     assert "32 vs 8" in found.summary
@@ -73,7 +73,7 @@ def test_a_job_that_has_died_is_no_riddle_of_collectives() -> None:
     assert "4 of 4 processes: ranks 0-3 are gone" in silent.summary
 
 
-def test_the_log_of_a_rank_that_raised_tells_why() -> None:
+def test_the_log_of_a_rank_that_raised_gives_the_reason() -> None:
     found = diagnose(load_evidence(CAPTURES / "raised"))
     assert "it raised ValueError: shard 7 holds no tokens, at read_shard" in found.summary
     assert found.logs[0].lines[-1] == "ValueError: shard 7 holds no tokens"
@@ -81,7 +81,7 @@ def test_the_log_of_a_rank_that_raised_tells_why() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), HANG.items(), ids=list(HANG))
-def test_with_any_kind_of_evidence_missing_no_other_rank_is_named(name: str, kind: Kind) -> None:
+def test_with_any_kind_of_evidence_missing_no_innocent_rank_is_named(name: str, kind: Kind) -> None:
     whole = load_evidence(CAPTURES / name)
     parts: list[dict[str, object]] = [{"records": ()}, {"stacks": ()}, {"processes": ()}]
     for number in range(len(parts) + 1):
@@ -92,7 +92,9 @@ def test_with_any_kind_of_evidence_missing_no_other_rank_is_named(name: str, kin
 
 
 @pytest.mark.parametrize(("name", "kind"), HANG.items(), ids=list(HANG))
-def test_with_the_files_of_any_one_rank_lost_no_other_rank_is_sure(name: str, kind: Kind, tmp_path: Path) -> None:
+def test_with_the_files_of_any_one_rank_lost_no_innocent_rank_gets_high_confidence(
+    name: str, kind: Kind, tmp_path: Path
+) -> None:
     for lost in range(4):
         directory = tmp_path / str(lost)
         shutil.copytree(CAPTURES / name, directory)
@@ -103,5 +105,5 @@ def test_with_the_files_of_any_one_rank_lost_no_other_rank_is_sure(name: str, ki
         assert not wrong or found.confidence < 0.75, (lost, found)
 
 
-def test_nothing_of_a_capture_at_all() -> None:
+def test_no_evidence_names_nobody() -> None:
     assert named(diagnose(Evidence())) == ()

@@ -1,4 +1,4 @@
-"""Evidence, then who is named, for what cause, and how sure: each source alone, together, and against each other."""
+"""Culprits, cause and confidence from evidence: each source alone, several together, and contradicting ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Case:
 
 
 def with_ranks(live: LiveEvidence, **of_rank_3: object) -> LiveEvidence:
-    """Rank 3 differs."""
+    """Changes rank 3."""
     return replace(
         live,
         ranks=tuple(replace(each, **of_rank_3) if each.rank == 3 else each for each in live.ranks),  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def alive() -> LiveEvidence:
 
 
 def kernel_stack(place: str) -> tuple[RankProcess, ...]:
-    """Rank 3 sleeps there in state D."""
+    """Rank 3 is in state D in this kernel function."""
     return tuple(
         replace(each, kernel_stack=("rwsem_down_read_slowpath+0x1", place)) if each.rank == 3 else each
         for each in processes({3: ("D", "rwsem_down_read_slowpath")})
@@ -107,9 +107,9 @@ CASES = (
         HangCause.PROGRAM,
         True,
     ),
-    Case("one never came", Evidence(records({3: None})), NEVER, (3,), HangCause.RANK, least=0.85, most=0.95),
+    Case("one never arrived", Evidence(records({3: None})), NEVER, (3,), HangCause.RANK, least=0.85, most=0.95),
     Case(
-        "one never came, and is stopped",
+        "one never arrived, and is stopped",
         Evidence(records({3: None}), processes=processes({3: ("T", None)})),
         NEVER,
         (3,),
@@ -117,7 +117,7 @@ CASES = (
         least=0.95,
     ),
     Case(
-        "one never came, and loads data",
+        "one never arrived, and loads data",
         Evidence(records({3: None}), stacks=stacks({3: "data"})),
         NEVER,
         (3,),
@@ -125,7 +125,7 @@ CASES = (
         least=0.93,
     ),
     Case(
-        "one never came, and waits for a file server",
+        "one never arrived, and waits for a file server",
         Evidence(records({0: None}), stacks=stacks({0: "checkpoint"}), processes=processes({0: ("D", "nfs_wait")})),
         NEVER,
         (0,),
@@ -133,7 +133,7 @@ CASES = (
         least=0.93,
     ),
     Case(
-        "one never came, and its board has an Xid",
+        "one never arrived, and its GPU has an Xid",
         Evidence(records({3: None}), live=fault("gpu", "Xid 79: fallen off the bus")),
         NEVER,
         (3,),
@@ -141,7 +141,7 @@ CASES = (
         least=0.93,
     ),
     Case(
-        "its board did not finish what the others finished",
+        "its GPU did not finish what the others finished",
         Evidence(tuple(record(rank, done=rank != 3) for rank in range(8))),
         NEVER,
         (3,),
@@ -174,7 +174,7 @@ CASES = (
     ),
     Case("all in the same operation", Evidence(records()), SAME, (), HangCause.NETWORK, least=0.7),
     Case(
-        "all in the same operation, all boards spin",
+        "all in the same operation, all GPUs are busy",
         Evidence(records(), stacks=stacks(), live=live()),
         SAME,
         (),
@@ -189,7 +189,7 @@ CASES = (
         HangCause.NETWORK,
     ),
     Case(
-        "all in the same operation, and a board fell off",
+        "all in the same operation, and a GPU fell off the bus",
         Evidence(records(), live=fault("gpu", "Xid 79", None, 3)),
         SAME,
         (3,),
@@ -215,9 +215,9 @@ CASES = (
         least=0.7,
     ),
     Case("phases alone", Evidence(live=with_ranks(live(), phase="barrier")), UNKNOWN, (3,), HangCause.DATA, most=0.7),
-    Case("boards that all spin", Evidence(live=live()), UNKNOWN, (), HangCause.UNKNOWN),
+    Case("GPUs that are all busy", Evidence(live=live()), UNKNOWN, (), HangCause.UNKNOWN),
     Case(
-        "one ended by itself, the others gave up on it",
+        "one failed by itself, the others lost it",
         Evidence(exit_reports=(*ENDED[:3], RankExitReport(3, 1, "ValueError: bad batch", 12), *ENDED[4:])),
         NEVER,
         (3,),
@@ -225,7 +225,7 @@ CASES = (
         least=0.75,
     ),
     Case(
-        "one left no word, the others gave up on it",
+        "one left no exit report, the others lost it",
         Evidence(exit_reports=(*ENDED[:3], *ENDED[4:]), node_of_rank={rank: node_of(rank) for rank in range(8)}),
         NEVER,
         (3,),
@@ -272,7 +272,7 @@ def halves(**more: object) -> Evidence:
     return Evidence(tuple(record(rank, "barrier" if rank >= 4 else "all_reduce") for rank in range(8)), **more)  # type: ignore[arg-type]
 
 
-def test_records_that_are_even_name_nobody() -> None:
+def test_records_with_as_many_ranks_on_each_side_name_nobody() -> None:
     found = diagnose(halves())
     assert (found.verdict, found.culprits, found.conclusive) == (DESYNC, (), False)
     assert "as many ranks on each side" in found.summary
@@ -292,7 +292,7 @@ def test_sources_on_both_sides_do_not_break_a_tie() -> None:
     assert diagnose(halves(live=live((1, 6), suspects=(1, 6)))).culprits == ()
 
 
-def test_disagreement_is_shown_and_lowers_the_confidence() -> None:
+def test_contradicting_evidence_is_shown_and_lowers_the_confidence() -> None:
     alone = diagnose(Evidence(records({3: None})))
     against = diagnose(Evidence(records({3: None}), live=live((5,))))
     with_it = diagnose(Evidence(records({3: None}), live=live((3,))))
@@ -304,7 +304,7 @@ def test_disagreement_is_shown_and_lowers_the_confidence() -> None:
     assert "rank 5 at 0 % and 190 W, the other 7 ranks at 100 % and 232 W" in against.why
 
 
-def test_the_summary_says_who_where_in_what_against_how_many_and_at_which_step() -> None:
+def test_the_summary_names_rank_node_operation_the_others_and_the_step() -> None:
     found = diagnose(Evidence(records({3: "barrier"}), live=live((3,))))
     assert found.summary == (
         "rank 3 (node-01, GPU 3) is in barrier while 7 ranks are in all_reduce at sequence number 7 of default_pg, "
@@ -313,7 +313,7 @@ def test_the_summary_says_who_where_in_what_against_how_many_and_at_which_step()
     assert found.culprits[0].doing == "in barrier at sequence number 7 of default_pg (do_barrier, /job/train.py:40)"
 
 
-def test_of_a_rank_that_never_came_the_summary_says_what_it_does_instead() -> None:
+def test_the_summary_says_what_a_missing_rank_does_instead() -> None:
     found = diagnose(Evidence(records({3: None}), stacks=stacks({3: "own"}), live=live((3,))))
     assert found.summary == (
         "7 ranks wait in all_reduce at sequence number 7 of default_pg for rank 3 (node-01, GPU 3), which has not "
@@ -323,7 +323,7 @@ def test_of_a_rank_that_never_came_the_summary_says_what_it_does_instead() -> No
     assert [each.rank for each in found.stacks] == [3]
 
 
-def test_the_line_of_a_rank_is_that_of_its_stack_where_its_record_has_none() -> None:
+def test_the_line_of_code_comes_from_the_stack_if_the_record_has_none() -> None:
     told = records({3: "barrier"})
     bare = tuple(
         replace(
@@ -352,33 +352,33 @@ def test_the_line_of_a_rank_is_that_of_its_stack_where_its_record_has_none() -> 
     assert lines(own) == {"do_all_reduce:40", "do_barrier:40"}
 
 
-def test_a_stopped_process_is_named_with_the_command_that_lets_it_go_on() -> None:
+def test_the_advice_for_a_stopped_process_includes_the_command_to_resume_it() -> None:
     found = diagnose(Evidence(records({3: None}), processes=processes({3: ("T", None)})))
     assert "ssh node-01 'kill -CONT 4003'" in found.advice
 
 
-def test_whole_records_of_a_job_that_waits_for_nothing_are_no_hang() -> None:
+def test_complete_records_without_a_waiting_rank_show_no_hang() -> None:
     evidence = Evidence(tuple(record(rank, done=True) for rank in range(8)))
     found = diagnose(evidence)
     assert found.no_hang
     assert "no hang" in found.summary
-    assert not diagnose(replace(evidence, live=live())).no_hang, "the watcher saw it hang"
-    assert not diagnose(Evidence(evidence.records[:-1])).no_hang, "the one that is missing may be the one"
+    assert not diagnose(replace(evidence, live=live())).no_hang, "the watcher observed the hang"
+    assert not diagnose(Evidence(evidence.records[:-1])).no_hang, "the missing one may be the culprit"
 
 
-def test_a_job_that_ended_well_is_no_hang() -> None:
+def test_a_job_that_exited_with_0_is_no_hang() -> None:
     ends = tuple(RankExitReport(rank, 0, "done", 20) for rank in range(8))
     assert diagnose(Evidence(exit_reports=ends)).no_hang
 
 
-def test_a_node_of_which_all_ranks_hang_is_to_blame_itself() -> None:
+def test_if_all_ranks_of_a_node_hang_the_host_is_to_blame() -> None:
     gone = processes(dict.fromkeys((4, 5), ("T", None)))
     two_nodes = tuple(replace(each, node="node-03") if each.rank in (4, 5) else each for each in gone)
     found = diagnose(Evidence(records({4: None, 5: None}), processes=two_nodes))
     assert ([c.rank for c in found.culprits], found.cause) == ([4, 5], HangCause.HOST)
 
 
-def test_counters_that_move_are_shown_against_a_hang() -> None:
+def test_advancing_ras_counters_contradict_a_hang() -> None:
     data = Path(__file__).parents[2] / "data" / "ras"
     polls = [(f"healthy_poll{i}.json", (data / f"healthy_poll{i}.json").read_bytes()) for i in (1, 2)]
     ras = (parse_polls("node-01", polls, 5.0),)
@@ -405,14 +405,14 @@ def test_ras_alone_names_rank_and_host() -> None:
     assert [(culprit.rank, culprit.node) for culprit in found.culprits] == [(3, "10.0.0.11")]
 
 
-def test_one_record_of_unknown_groups_proves_no_absence_of_a_hang() -> None:
+def test_one_record_with_unknown_group_members_does_not_rule_out_a_hang() -> None:
     alone = record(0, done=True)
     part = alone.groups[0]
     unknown = replace(alone, groups=(replace(part, group=part.group._replace(members=())),))
     assert not diagnose(Evidence((unknown,))).no_hang
 
 
-def test_numbers_that_are_not_finite_do_no_harm() -> None:
+def test_nan_and_infinite_readings_are_tolerated() -> None:
     odd = RankReadings(3, "node-01", 3, float("nan"), float("inf"))
     found = diagnose(Evidence(live=replace(live(), ranks=(odd, *live().ranks[:3]))))
     assert found.summary
@@ -440,7 +440,7 @@ def test_ranks_at_one_slot_wait_for_a_missing_one_each_in_its_own_operation() ->
     ]
 
 
-def test_odd_ranks_in_different_operations_are_not_said_to_be_in_one() -> None:
+def test_culprits_in_different_operations_are_described_with_all_of_them() -> None:
     diagnosis = diagnose(Evidence(records=records({1: "barrier", 3: "broadcast"})))
 
     assert "ranks 1, 3 are in barrier and broadcast while 6 ranks are in all_reduce" in diagnosis.summary
@@ -450,7 +450,7 @@ def test_odd_ranks_in_different_operations_are_not_said_to_be_in_one() -> None:
     ]
 
 
-def test_groups_entered_in_different_orders_are_told_by_where_each_rank_waits() -> None:
+def test_groups_entered_in_different_orders_are_described_by_where_each_rank_waits() -> None:
     first, second = launch(1, "all_reduce", False), launch(1, "broadcast", False)._replace(record_id=2)
     others = [in_group(rank, ("default_pg", (first,)), ("DATA", (second,))) for rank in (0, 1, 2)]
     odd = in_group(3, ("default_pg", (first._replace(record_id=2),)), ("DATA", (second._replace(record_id=1),)))

@@ -63,7 +63,7 @@ def on_node(**changes: object) -> list[NodeFault]:
     return faults(nodes=(replace(NODE, **changes),))  # type: ignore[arg-type]  # fields by name
 
 
-def test_a_rank_is_told_with_its_board_its_step_and_its_phase() -> None:
+def test_a_rank_is_reported_with_its_gpu_its_step_and_its_phase() -> None:
     nodes = (replace(NODE, processes=(process(0),)),)
     sources = (heartbeat(0, 9), heartbeat(1, 8, "save"))
     told = collect_live_evidence(
@@ -83,25 +83,25 @@ def test_a_rank_is_told_with_its_board_its_step_and_its_phase() -> None:
     assert told.suspects == (1,)  # named by its board only
 
 
-def test_words_of_an_earlier_start_do_not_count() -> None:
+def test_a_heartbeat_of_an_earlier_attempt_does_not_count() -> None:
     sources = (heartbeat(0, 3, "save", restart=1), heartbeat(0, 900))
     told = collect_live_evidence(job(progress=JobProgress(step=3, sources=sources)), VERDICT, (), JobState.HUNG)
     assert (told.ranks[0].step, told.ranks[0].phase) == (3, "save")
 
 
-def test_a_rank_without_a_board_is_known_by_its_process() -> None:
+def test_a_rank_without_a_gpu_is_known_by_its_process() -> None:
     told = collect_live_evidence(
         job(gpus=(), nodes=(replace(NODE, processes=(process(5),)),)), VERDICT, (), JobState.HUNG
     )
     assert told.ranks == (RankReadings(5, "n1", alive=True),)
 
 
-def test_what_is_not_known_of_a_rank_is_none() -> None:
+def test_unknown_readings_of_a_rank_are_none() -> None:
     (rank,) = collect_live_evidence(job(gpus=(RankGpu("n1", 0, GpuSample(0)),)), VERDICT, (), JobState.HUNG).ranks
     assert (rank.power_watts, rank.step, rank.alive, rank.throttled) == (None, None, None, None)
 
 
-def test_a_broken_board_is_told_once_with_all_that_says_so() -> None:
+def test_a_broken_gpu_is_reported_once_with_all_its_evidence() -> None:
     lost = GpuSample(1, reasons={"power_watts": ReadingStatus.LOST})
     said = ("Xid 79 (the board fell off the bus): NVRM: Xid", "GPU 1 lost: power_watts")
     suspect = (Suspect("n1", 1),)
@@ -141,7 +141,7 @@ def test_a_broken_board_is_told_once_with_all_that_says_so() -> None:
         ({"kernel_events": (KernelEvent("xid", "NVRM: Xid 31", None, xid=31),)}, ("process", "Xid 31: NVRM: Xid 31")),
     ],
 )
-def test_each_fault_of_a_node_has_its_kind_and_its_words(what: dict[str, object], found: tuple[str, str]) -> None:
+def test_each_fault_of_a_node_has_its_kind_and_description(what: dict[str, object], found: tuple[str, str]) -> None:
     assert [(fault.kind, fault.words) for fault in on_node(**what)] == [found]
 
 
@@ -149,7 +149,7 @@ def test_a_healthy_node_has_no_fault() -> None:
     assert on_node(processes=(process(0), process(1, "S")), filesystems=(FilesystemSample("/mnt", 5, 9),)) == []
 
 
-def test_a_slowed_board_is_told_with_its_clock() -> None:
+def test_a_throttled_gpu_is_reported_with_its_clock() -> None:
     hot = GpuSample(
         0, throttle_reasons=frozenset({"hw_thermal_slowdown"}), sm_clock_mhz=600.0, temperature_celsius=93.0
     )
@@ -158,7 +158,7 @@ def test_a_slowed_board_is_told_with_its_clock() -> None:
     assert fault.words == "GPU 0 is throttled: hw_thermal_slowdown, 600 MHz, 93 °C"
 
 
-def test_a_kernel_line_that_is_remembered_is_told_once() -> None:
+def test_a_remembered_kernel_message_is_reported_once() -> None:
     event = KernelEvent("oom", "Killed process 104", 1.0)
     sample = job(nodes=(replace(NODE, kernel_events=(event,)),))
     (fault,) = collect_node_faults(sample, (), (NodeKernelEvent("n1", event, 40.0),))

@@ -1,4 +1,4 @@
-"""Directories: captures, runs, and what somebody copied together."""
+"""Loading directories: captures, run directories, and files that somebody copied together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write(path: Path, content: object) -> None:
 
 @pytest.fixture
 def capture(tmp_path: Path) -> Path:
-    """Of the pair that hangs: rank 1 never launched what rank 0 waits in."""
+    """A capture of two hung ranks: rank 1 never launched the operation that rank 0 waits in."""
     for rank in (0, 1):
         shutil.copy(PAIR / f"rank{rank}_fr_trace_json.json", tmp_path / f"rank-{rank:05d}.recorder.json")
         shutil.copy(PAIR / f"rank{rank}_dump_traceback.txt", tmp_path / f"rank-{rank:05d}.stacks.txt")
@@ -55,7 +55,7 @@ def test_all_parts_of_a_capture(capture: Path) -> None:
     assert found.verdict is DiagnosisVerdict.NEVER_ARRIVED
 
 
-def test_answers_that_were_saved_by_hand_under_other_names() -> None:
+def test_worker_server_responses_saved_under_other_names_are_recognized() -> None:
     found = diagnose(load_evidence(PAIR))
     assert ([culprit.rank for culprit in found.culprits], found.cause) == ([1], HangCause.RANK)
     assert {testimony.source for testimony in found.signals} == {"flight recorder", "stacks"}
@@ -63,13 +63,13 @@ def test_answers_that_were_saved_by_hand_under_other_names() -> None:
 
 @pytest.mark.parametrize("part", ["manifest.json", "seen.json", "node-node-02.processes.json"])
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"ranks": 3}', '[{"pid": "x"}]', "[" * 100_000])
-def test_a_part_that_is_broken_is_said_and_costs_no_more_than_itself(capture: Path, part: str, content: str) -> None:
+def test_a_broken_part_costs_no_more_than_itself(capture: Path, part: str, content: str) -> None:
     (capture / part).write_text(content)
     evidence = load_evidence(capture)
     assert [culprit.rank for culprit in diagnose(evidence).culprits] == [1]
 
 
-def test_each_file_may_be_missing_and_the_answer_is_never_another(capture: Path) -> None:
+def test_any_file_may_be_missing_and_no_other_rank_is_named(capture: Path) -> None:
     for path in sorted(capture.iterdir()):
         content = path.read_bytes()
         path.unlink()
@@ -98,14 +98,14 @@ def test_of_a_run_the_newest_attempt_counts(tmp_path: Path) -> None:
         assert evidence.node_of_rank == {0: "a", 1: "a", 2: "b", 3: "b"}
         assert [(each.rank, each.step) for each in evidence.exit_reports] == [(rank, 9) for rank in range(4)]
         assert evidence.live is not None
-        assert [each.rank for each in evidence.live.ranks] == [3], "rank 2 has not beaten since the first attempt"
+        assert [each.rank for each in evidence.live.ranks] == [3], "the heartbeat of rank 2 is of the first attempt"
         found = diagnose(evidence)
         assert ([culprit.rank for culprit in found.culprits], found.conclusive) == ([3], True)
         assert found.culprits[0].node == "b"
     assert [c.rank for c in diagnose(load_evidence(tmp_path / "flight" / "attempt-01")).culprits] == [2]
 
 
-def test_how_ranks_ended_is_read_of_a_capture_and_of_a_run_alike(tmp_path: Path) -> None:
+def test_exit_reports_and_logs_are_read_from_a_capture_and_from_a_run_alike(tmp_path: Path) -> None:
     ending = {"code": 5, "why": "a collective failed, another rank has gone", "step": 9, "follows": True}
     raised = 'Traceback (most recent call last):\n  File "/srv/train.py", line 9, in step\nValueError: no tokens\n'
     capture, run = tmp_path / "capture", tmp_path / "run"
@@ -130,7 +130,7 @@ def test_how_ranks_ended_is_read_of_a_capture_and_of_a_run_alike(tmp_path: Path)
     assert load_evidence(capture).logs[0].age_seconds == 7.0
 
 
-def test_folders_that_hold_some_ranks_each_are_one_set(tmp_path: Path) -> None:
+def test_directories_that_hold_different_ranks_are_one_set(tmp_path: Path) -> None:
     for rank in range(4):
         target = tmp_path / f"node-{rank // 2}"
         target.mkdir(exist_ok=True)
@@ -147,7 +147,7 @@ def test_two_sets_are_never_mixed(tmp_path: Path) -> None:
         load_evidence(tmp_path)
 
 
-def test_polls_of_ras_that_were_saved_by_hand(tmp_path: Path) -> None:
+def test_ras_reports_saved_by_hand_are_recognized(tmp_path: Path) -> None:
     for poll in (1, 2):
         shutil.copy(DATA / "ras" / f"desync_crossed_counts_poll{poll}.json", tmp_path)
     evidence = load_evidence(tmp_path)
@@ -163,13 +163,13 @@ def test_a_fifo_beside_the_dumps_is_not_opened(capture: Path) -> None:
     assert len(load_evidence(capture).stacks) == 2
 
 
-def test_a_torn_record_is_told(capture: Path) -> None:
+def test_a_cut_off_record_is_reported(capture: Path) -> None:
     (capture / "rank-00000.recorder.json").write_text('{"version": "2.10", "entries": [')
     evidence = load_evidence(capture)
     assert [(each.source, each.rank) for each in evidence.unreadable] == [("rank-00000.recorder.json", 0)]
 
 
-def test_stacks_of_nobody_are_told(capture: Path) -> None:
+def test_stacks_of_an_unknown_rank_are_reported(capture: Path) -> None:
     shutil.copy(PAIR / "rank0_dump_traceback.txt", capture / "stacks.txt")
     assert "stacks.txt: stacks of an unknown rank" in load_evidence(capture).missing[1]
 
@@ -182,14 +182,14 @@ def test_stacks_of_nobody_are_told(capture: Path) -> None:
         ({"stacks.txt": "Thread 1 (idle)"}, "rank"),
     ],
 )
-def test_nothing_to_go_by_is_one_sentence(tmp_path: Path, files: dict[str, str], words: str) -> None:
+def test_a_directory_without_evidence_is_one_sentence(tmp_path: Path, files: dict[str, str], words: str) -> None:
     for name, content in files.items():
         write(tmp_path / name, content)
     with pytest.raises(NoEvidenceError, match=words):
         load_evidence(tmp_path)
 
 
-def test_what_is_no_directory(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_directory_is_one_sentence(tmp_path: Path) -> None:
     write(tmp_path / "file", "x")
     with pytest.raises(NoEvidenceError, match="not a directory"):
         load_evidence(tmp_path / "file")
@@ -197,7 +197,7 @@ def test_what_is_no_directory(tmp_path: Path) -> None:
         load_evidence(tmp_path / "nothing")
 
 
-def test_what_is_no_file_in_place_of_a_record_is_missing_and_not_opened(tmp_path: Path) -> None:
+def test_anything_but_a_file_in_place_of_a_record_is_reported_and_not_opened(tmp_path: Path) -> None:
     for rank in range(4):
         shutil.copy(RECORDS / "gloo_213_barrier_r3" / f"fr_trace_{rank}", tmp_path / f"trace_rank_{rank}")
     os.mkfifo(tmp_path / "trace_rank_4")
@@ -205,7 +205,7 @@ def test_what_is_no_file_in_place_of_a_record_is_missing_and_not_opened(tmp_path
     (tmp_path / "trace_rank_6").symlink_to("/dev/zero")
     (tmp_path / "trace_rank_7").symlink_to("/")
     (tmp_path / "rank_8_dumps").mkdir()
-    (tmp_path / "rank_8_dumps" / "note").write_text("a folder with something in it is looked into")
+    (tmp_path / "rank_8_dumps" / "note").write_text("a directory that is not empty is searched")
     os.mkfifo(tmp_path / "_dump_3.pipe")
     found = load_evidence(tmp_path)
     assert [each for each in found.missing if "instead of" in each] == [
@@ -217,7 +217,7 @@ def test_what_is_no_file_in_place_of_a_record_is_missing_and_not_opened(tmp_path
     assert len(found.records) == 4
 
 
-def test_packed_dumps_are_told_to_be_unpacked(tmp_path: Path) -> None:
+def test_archives_are_reported_with_the_advice_to_unpack_them(tmp_path: Path) -> None:
     (tmp_path / "_dump_0.gz").write_bytes(gzip.compress(b"x"))
     with pytest.raises(NoEvidenceError, match=r"1 file is an archive, first _dump_0\.gz: unpack"):
         load_evidence(tmp_path)

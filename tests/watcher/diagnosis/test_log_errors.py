@@ -1,4 +1,4 @@
-"""Ends of logs of any program, to the failure that they end with; and whom that names."""
+"""The error that the end of a log shows, and which rank it names."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ def test_a_line_of_native_code(line: str, cause: HangCause | None) -> None:
         raised("BrokenPipeError: [Errno 32] Broken pipe"),
     ],
 )
-def test_who_lost_a_peer_is_not_to_blame(line: str) -> None:
+def test_a_rank_that_lost_another_rank_is_not_to_blame(line: str) -> None:
     assert failure(line).is_consequence
     witness = logs_signal(Evidence(logs=(log_of(line),)))
     assert witness is not None
     assert not witness.ranks
 
 
-def test_what_the_clean_up_met_does_not_hide_why() -> None:
+def test_an_error_during_cleanup_does_not_hide_the_original_error() -> None:
     text = raised("ValueError: no tokens") + (
         "\nDuring handling of the above exception, another exception occurred:\n\n" + raised(CLOSED)
     )
@@ -136,7 +136,7 @@ def test_a_worker_of_a_loader_raised() -> None:
     assert found.frame.function == "__getitem__"
 
 
-def test_a_failure_that_the_rank_survived_is_none() -> None:
+def test_an_error_that_the_rank_survived_does_not_count() -> None:
     went_on = raised("ValueError: retried") + "".join(f"step {number}\n" for number in range(40))
     assert log_of(went_on).failure is None
     ignored = "Exception ignored in: <function x>\n" + raised("ValueError: at exit").partition("\n")[2]
@@ -144,7 +144,7 @@ def test_a_failure_that_the_rank_survived_is_none() -> None:
     assert log_of("step 1\nstep 2\n").failure is None
 
 
-def test_a_hostile_log_is_cut_and_rid_of_what_a_terminal_obeys() -> None:
+def test_a_hostile_log_is_cut_and_stripped_of_terminal_escapes() -> None:
     text = "\x1b]0;owned\x07\x1b[2J" + raised("ValueError: \x1b[31mred\x1b[0m\x00\u202e" + "x" * 100_000)
     log = log_of(text + "bar 1%\rbar 2%\r\n")
     assert log.failure is None or len(log.failure.message) <= MAX_LINE_CHARACTERS
@@ -176,7 +176,7 @@ def test_the_first_that_failed_by_itself_is_named() -> None:
     assert [each.rank for each in diagnose(Evidence(logs=at_once, node_of_rank=nodes)).culprits] == [2, 5]
 
 
-def test_where_most_ranks_raised_alike_none_is_odd() -> None:
+def test_if_most_ranks_raised_the_same_error_none_is_named() -> None:
     logs = tuple(log_of(raised("ValueError: bad configuration"), rank) for rank in range(4))
     found = diagnose(Evidence(logs=logs, node_of_rank=dict.fromkeys(range(4), "node-01")))
     assert found.culprits == ()
@@ -191,7 +191,7 @@ def record_of(rank: int, size: int) -> RankRecord:
     return RankRecord(rank, f"recorder-{rank}.json", "2.10", "", (part,))
 
 
-def test_of_two_sizes_the_one_that_no_other_has_is_wrong() -> None:
+def test_the_rank_whose_size_no_other_rank_has_is_wrong() -> None:
     aborted = log_of(
         "  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 32 vs 8. Received ...", 3
     )
@@ -210,7 +210,7 @@ def test_of_two_sizes_the_one_that_no_other_has_is_wrong() -> None:
     assert receiver.verdict is DiagnosisVerdict.MISMATCH
 
 
-def test_an_ending_tells_the_cause_too() -> None:
+def test_an_exit_report_implies_the_cause() -> None:
     ending = RankExitReport(2, 5, "/nfs/ckpt: No space left on device")
     witness = exit_reports_signal(Evidence(exit_reports=(ending,), node_of_rank=dict.fromkeys(range(8), "n")))
     assert witness is not None

@@ -1,4 +1,4 @@
-"""What people are told to do next: commands that can be pasted as they stand, for every culprit."""
+"""The recommended next step: commands that can be pasted as they are, for every culprit."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def advice(cause: HangCause, culprits: tuple[Culprit, ...], evidence: Evidence |
     [(), (Culprit(9),), (Culprit(9, "n"),), (Culprit(9, "n", 1), Culprit(14)), tuple(map(Culprit, range(20)))],
     ids=["nobody", "of an unknown node", "of a known node", "two", "many"],
 )
-def test_no_placeholder_is_left_whatever_is_not_known(cause: HangCause, culprits: tuple[Culprit, ...]) -> None:
+def test_no_placeholder_is_left_whatever_is_unknown(cause: HangCause, culprits: tuple[Culprit, ...]) -> None:
     for evidence in (Evidence(), Evidence(records()), Evidence(processes=processes({1: ("T", None)}))):
         assert PLACEHOLDER.search(advice(cause, culprits, evidence)) is None
 
 
-def test_what_is_not_known_is_said_in_words() -> None:
+def test_unknown_nodes_and_pids_are_described_in_words() -> None:
     assert "Run `py-spy dump` for the process of rank 9 on its node before" in advice(HangCause.RANK, (Culprit(9),))
     assert "for the process of rank 9 on node-02 before" in advice(HangCause.RANK, (Culprit(9, "node-02"),))
     assert "dmesg -T | tail -50` on the node of rank 9;" in advice(HangCause.HOST, (Culprit(9),))
@@ -56,29 +56,29 @@ def test_every_culprit_has_its_command_up_to_three() -> None:
     assert "and 2 more like these before" in five
 
 
-def test_a_node_is_asked_once_however_many_of_its_ranks_are_named() -> None:
+def test_a_node_has_one_command_however_many_of_its_ranks_are_named() -> None:
     assert advice(HangCause.HOST, tuple(Culprit(rank, "node-02") for rank in range(8))).count("ssh ") == 1
 
 
-def test_process_and_host_that_only_ras_knows_are_in_the_command() -> None:
+def test_pid_and_host_known_only_from_ras_are_in_the_command() -> None:
     polls = parse_polls("", [("ras.json", (RAS / "process_stopped_unresponsive.json").read_bytes())], None)
     found = diagnose(Evidence(ras=(polls,)))
     assert re.search(r"ssh 10\.0\.0\.\d+ 'py-spy dump --pid \d+'", found.advice)
     assert PLACEHOLDER.search(found.advice) is None
 
 
-def test_the_only_node_is_that_of_the_culprit() -> None:
+def test_with_a_single_node_the_culprit_is_on_it() -> None:
     on_one = tuple(replace(each, node="node-01") for each in processes() if each.rank != 3)
     found = diagnose(Evidence(records({3: None}), processes=on_one))
     assert "on node-01" in found.advice
 
 
-def test_where_nobody_can_be_named_the_nodes_that_are_known_are_asked() -> None:
+def test_without_a_culprit_the_command_covers_all_known_nodes() -> None:
     found = diagnose(Evidence(processes=processes()))
     assert "on node-01 and `py-spy dump` for each rank on node-02 before the job ends" in found.advice
 
 
-def test_what_only_the_next_run_can_have_is_not_asked_of_this_one() -> None:
+def test_settings_for_the_next_run_are_not_recommended_for_this_one() -> None:
     found = diagnose(Evidence(live=live()))
     now, _, later = found.advice.partition("For the next run")
     assert "TORCH" not in now
@@ -87,20 +87,20 @@ def test_what_only_the_next_run_can_have_is_not_asked_of_this_one() -> None:
     assert "TORCH" not in recorded.advice
 
 
-def test_what_is_there_is_not_asked_for_again() -> None:
+def test_existing_evidence_is_not_requested_again() -> None:
     stood = diagnose(Evidence(stacks=stacks()))
     assert (stood.cause, "py-spy" in stood.advice) == (HangCause.UNKNOWN, False)
     assert "again in a minute" in stood.advice
     assert "py-spy" in diagnose(Evidence(processes=processes(), stacks=stacks(without=(3,)))).advice
 
 
-def test_groups_that_wait_for_each_other_are_to_be_put_in_order() -> None:
+def test_groups_that_wait_for_each_other_get_the_advice_about_their_order() -> None:
     found = diagnose(load_evidence(Path(__file__).parents[2] / "data" / "captures" / "crossed_groups"))
     assert "opposite orders" in found.advice
 
 
 @pytest.mark.parametrize("node", ["-oProxyCommand=x", "a;reboot", "n'x", "`x`", "a b", "$(x)"])
-def test_a_node_that_is_more_than_a_name_is_in_no_command(node: str) -> None:
+def test_a_node_name_with_shell_characters_is_never_in_a_command(node: str) -> None:
     told = advice(HangCause.HOST, (Culprit(3, node),))
     assert node not in told
     assert "on the node of rank 3" in told

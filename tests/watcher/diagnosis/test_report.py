@@ -1,4 +1,4 @@
-"""The page of an incident: complete in itself, safe whatever a job is called, and whole where little is known."""
+"""The incident report: complete in itself, safe for any names, and valid with little evidence."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_its_policy_allows_its_own_style_and_nothing_else() -> None:
     assert policy.startswith("default-src &#39;none&#39;")
 
 
-def test_what_a_job_calls_itself_is_text_and_no_markup() -> None:
+def test_names_from_the_job_are_escaped() -> None:
     whole = incident()
     signals = (Said(HOSTILE, True, HOSTILE), Said(HOSTILE, False, HOSTILE))
     diagnosis = replace(
@@ -124,12 +124,12 @@ def test_what_a_job_calls_itself_is_text_and_no_markup() -> None:
     assert not set(page) & set("\ud800\x1b\u202e\x9b")
 
 
-def test_words_between_backticks_are_code_and_escaped() -> None:
+def test_text_between_backticks_becomes_code_and_is_escaped() -> None:
     assert backticks_to_code("set `a<b` or `c`") == "set <code>a&lt;b</code> or <code>c</code>"
     assert backticks_to_code("a lone ` <i>") == "a lone ` &lt;i&gt;"
 
 
-def test_where_little_is_known_the_page_says_so_and_draws_nothing() -> None:
+def test_with_little_evidence_the_page_says_so_and_draws_nothing() -> None:
     page = render_incident_report(LITTLE)
     assert "Nothing is known." in page
     assert "not proven · 0 % confidence" in page
@@ -138,7 +138,7 @@ def test_where_little_is_known_the_page_says_so_and_draws_nothing() -> None:
     parsed(page)
 
 
-def test_it_names_who_where_and_how_sure() -> None:
+def test_it_names_rank_node_confidence_and_cost() -> None:
     page = render_incident_report(incident())
     for words in (
         "Rank 3 on node-01 is in the save&#39;s barrier",
@@ -155,13 +155,13 @@ def test_it_names_who_where_and_how_sure() -> None:
         assert words in page, words
 
 
-def test_once_it_is_over_it_says_how_long_it_was() -> None:
+def test_a_closed_incident_shows_its_duration() -> None:
     page = render_incident_report(replace(incident(), closed_wall_seconds=NOW + 385))
     assert "<dt>lasted</dt><dd>10 min</dd>" in page
     assert ">closed</text>" in page
 
 
-def test_a_rank_without_a_reading_is_drawn_as_such() -> None:
+def test_a_rank_without_a_reading_is_marked_as_absent() -> None:
     ranks = (RankReadings(0, "n", power_watts=190.0), RankReadings(1, "n"))
     picture = draw_rank_chart(ranks, frozenset({1}), "power_watts", "W")
     assert picture is not None
@@ -169,7 +169,7 @@ def test_a_rank_without_a_reading_is_drawn_as_such() -> None:
     assert draw_rank_chart(ranks, frozenset(), "utilization_percent", "%") is None
 
 
-def test_a_thousand_ranks_are_a_column_a_node_and_many_on_one_node_take_several() -> None:
+def test_a_thousand_ranks_are_one_column_per_node_and_a_large_node_takes_several() -> None:
     ranks = tuple(RankReadings(rank, f"n{rank // 8}", utilization_percent=100.0) for rank in range(1024))
     picture = draw_rank_chart(ranks, frozenset({9}), "utilization_percent", "%", 100.0)
     assert picture is not None
@@ -181,7 +181,7 @@ def test_a_thousand_ranks_are_a_column_a_node_and_many_on_one_node_take_several(
     assert other.width == 64 * 11
 
 
-def test_a_gap_in_the_readings_is_a_gap_in_the_picture() -> None:
+def test_a_gap_in_the_readings_is_a_gap_in_the_chart() -> None:
     points = [
         replace(point, power_watts_median=None, power_watts_low=None, power_watts_high=None) if 300 < i < 340 else point
         for i, point in enumerate(timeline())
@@ -193,7 +193,7 @@ def test_a_gap_in_the_readings_is_a_gap_in_the_picture() -> None:
     assert draw_timeline(points[:1], None, None, None) is None
 
 
-def test_ticks_stand_on_round_times_and_marks_keep_clear_of_each_other() -> None:
+def test_ticks_are_at_round_times_and_labels_keep_clear_of_each_other() -> None:
     assert [at % 120 for at in tick_times(NOW - 700, NOW)] == [0] * 6
     assert len(tick_times(NOW - 86_400, NOW)) == 4
     assert [mark.before for mark in place_event_marks([(500.0, "alert"), (520.0, "diagnosed"), (990.0, "closed")])] == [
@@ -204,7 +204,7 @@ def test_ticks_stand_on_round_times_and_marks_keep_clear_of_each_other() -> None
 
 
 @pytest.mark.parametrize("places", [(940.0, 985.0), (500.0, 510.0, 520.0), (2.0, 4.0), (0.0, 990.0), (990.0,) * 3])
-def test_no_words_of_the_timeline_stand_over_others(places: tuple[float, ...]) -> None:
+def test_no_label_of_the_timeline_overlaps_another(places: tuple[float, ...]) -> None:
     made = place_event_marks(list(zip(places, ("alert", "diagnosed", "closed"), strict=False)))
     spans = []
     for mark in made:
@@ -216,13 +216,13 @@ def test_no_words_of_the_timeline_stand_over_others(places: tuple[float, ...]) -
         assert all(row != other or end <= left or right <= start for other, left, right in spans[:i]), made
 
 
-def test_marks_above_each_other_have_room() -> None:
+def test_stacked_labels_have_room() -> None:
     page = render_incident_report(replace(incident(), opened_wall_seconds=NOW - 3, diagnosed_wall_seconds=NOW))
     assert 'viewBox="0 -33 1000 273"' in page
     assert 'y="-22">diagnosed' in page
 
 
-def test_ranks_that_met_at_one_slot_in_different_operations_wait_for_the_one_that_is_wrong() -> None:
+def test_ranks_in_different_operations_at_one_slot_are_shown_waiting_for_the_culprit() -> None:
     made = incident()
     reading = made.diagnosis.collectives
     assert reading is not None

@@ -1,4 +1,4 @@
-"""Dumps of Python stacks: what a rank is doing, in which line of its own code, and who stands elsewhere."""
+"""Dumps of Python stacks: what a rank is doing, at which line of its own code, and which ranks are outliers."""
 
 from __future__ import annotations
 
@@ -58,21 +58,21 @@ def read(text: str) -> RankStacks:
 @pytest.mark.parametrize(
     ("rank", "words", "line"), [(0, "waits in a collective", 22), (1, "waits for a reply over the network", 18)]
 )
-def test_what_torchs_worker_server_answers_of_a_pair_that_hangs(rank: int, words: str, line: int) -> None:
-    standing = rank_activity(read((DATA / f"rank{rank}_dump_traceback.txt").read_text()))
-    assert standing is not None
-    assert (standing.words, standing.frame) == (words, StackFrame("w", "train/dbg2.py", line))
+def test_stacks_from_torchs_worker_server_of_two_hung_ranks(rank: int, words: str, line: int) -> None:
+    activity = rank_activity(read((DATA / f"rank{rank}_dump_traceback.txt").read_text()))
+    assert activity is not None
+    assert (activity.words, activity.frame) == (words, StackFrame("w", "train/dbg2.py", line))
 
 
-def test_faulthandlers_last_thread_is_the_main_one() -> None:
+def test_the_last_thread_of_faulthandler_is_the_main_one() -> None:
     found = read(FAULTHANDLER)
     assert [(thread.thread, thread.main) for thread in found.threads] == [
         ("Thread-3 (beat)", False),
         ("0x00007f2", True),
     ]
-    standing = rank_activity(found)
-    assert standing is not None
-    assert (standing.activity, standing.frame) == ("data", StackFrame("<module>", "/job/my data/train.py", 36))
+    activity = rank_activity(found)
+    assert activity is not None
+    assert (activity.activity, activity.frame) == ("data", StackFrame("<module>", "/job/my data/train.py", 36))
 
 
 def test_py_spy_dump_with_locals_native_frames_and_loader_workers() -> None:
@@ -81,9 +81,9 @@ def test_py_spy_dump_with_locals_native_frames_and_loader_workers() -> None:
     main = main_thread(found)
     assert main is not None
     assert [frame.function for frame in main.frames] == ["0x7f11", "forward", "main", "<module>"]
-    standing = rank_activity(found)
-    assert standing is not None
-    assert standing.frame == StackFrame("forward", "model/block.py", 88)
+    activity = rank_activity(found)
+    assert activity is not None
+    assert activity.frame == StackFrame("forward", "model/block.py", 88)
 
 
 def test_py_spy_dump_as_json() -> None:
@@ -98,12 +98,12 @@ def test_py_spy_dump_as_json() -> None:
     assert found.threads[0].frames[1] == StackFrame("main", "/job/train.py", None)
 
 
-def test_a_rank_whose_main_thread_shows_nothing_stands_nowhere() -> None:
+def test_a_rank_whose_main_thread_has_no_frames_has_no_activity() -> None:
     assert rank_activity(read("Current thread 0x1 (most recent call first):\n  <no Python frame>\n")) is None
 
 
 @pytest.mark.parametrize("text", ["", "hello", "[]", "[1]", "{}", "[" * 5000, "Thread"])
-def test_other_text_is_no_dump(text: str) -> None:
+def test_other_text_is_not_a_dump(text: str) -> None:
     assert parse_stacks(text, 0, "x") is None
 
 
@@ -114,7 +114,7 @@ def test_no_text_raises(text: str) -> None:
         assert found is None or rank_activity(found) is None or found.threads
 
 
-def test_a_dump_without_end_is_cut() -> None:
+def test_an_endless_dump_is_cut() -> None:
     line = '  File "/job/a.py", line 1 in f\n'
     found = read("Thread 0x1 (most recent call first):\n" + line * (2 * MAX_TEXT_CHARACTERS // len(line)))
     assert len(found.threads[0].frames) == 256
@@ -142,7 +142,7 @@ def test_what_is_a_library(file: str, library: bool) -> None:
     assert is_library(file) is library
 
 
-def test_a_trainer_that_was_installed_is_the_users_code_where_nothing_else_is() -> None:
+def test_an_installed_training_program_is_user_code_if_nothing_else_is() -> None:
     site = "/opt/lib/python3.11/site-packages"
     text = (
         "Thread 0x1 (most recent call first):\n"
@@ -150,12 +150,12 @@ def test_a_trainer_that_was_installed_is_the_users_code_where_nothing_else_is() 
         f'  File "{site}/bigtrainer/loop.py", line 9 in save\n'
         '  File "/usr/lib/python3.11/runpy.py", line 88 in _run_code\n'
     )
-    standing = rank_activity(read(text))
-    assert standing is not None
-    assert (standing.activity, standing.frame) == ("collective", StackFrame("save", f"{site}/bigtrainer/loop.py", 9))
+    activity = rank_activity(read(text))
+    assert activity is not None
+    assert (activity.activity, activity.frame) == ("collective", StackFrame("save", f"{site}/bigtrainer/loop.py", 9))
 
 
-def test_more_than_half_at_one_line_make_the_others_stand_out() -> None:
+def test_if_more_than_half_are_at_one_line_the_others_are_outliers() -> None:
     groups = group_by_activity(rank_activities(stacks({3: "own"})))
     assert [group.ranks for group in groups] == [(0, 1, 2, 4, 5, 6, 7), (3,)]
     assert [group.ranks for group in outliers(groups)] == [(3,)]

@@ -1,4 +1,4 @@
-"""The program for a node, run on this machine as a node would run it, without SSH."""
+"""Runs the node agent on this machine, as a node would, without SSH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory that a capture leaves, and what a node may do to it: each part fails for itself, with a sentence."""
+"""The directory that a capture writes: each part may fail by itself, with a sentence, whatever a node sends."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def said(result: CaptureResult) -> str:
     return "; ".join(result.missing)
 
 
-def test_the_directory_is_private_and_its_manifest_tells_all(watch: RunningFleet, run: Path, tmp_path: Path) -> None:
+def test_the_directory_is_private_and_its_manifest_is_complete(watch: RunningFleet, run: Path, tmp_path: Path) -> None:
     result = capture_evidence(plan_for(run), watch.fleet.channels, tmp_path / "capture", Clock())
     assert result.directory.stat().st_mode & 0o777 == 0o700
     manifest = json.loads((result.directory / "manifest.json").read_text())
@@ -90,7 +90,7 @@ def test_two_reports_of_nccl_come_through_the_connection(watch: RunningFleet, ru
     assert told["apart_seconds"] > 0
 
 
-def test_where_nothing_listens_for_nccl_the_rest_is_had(watch: RunningFleet, run: Path, tmp_path: Path) -> None:
+def test_without_nccl_ras_everything_else_is_captured(watch: RunningFleet, run: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     plan = plan_for(run, NodeCapturePlan("node", ras=True), settings=CaptureSettings(ras_port=port))
@@ -99,12 +99,12 @@ def test_where_nothing_listens_for_nccl_the_rest_is_had(watch: RunningFleet, run
     assert "rank-00003.stacks.txt" in result.files
 
 
-def test_a_node_without_a_session_to_spare_costs_a_sentence(here: Site, run: Path, tmp_path: Path) -> None:
+def test_a_node_without_a_free_session_costs_one_sentence(here: Site, run: Path, tmp_path: Path) -> None:
     here.server("node", "MaxSessions 1")
     check_refused(here, run, tmp_path / "capture", "its sshd allows no session beside the probe's")
 
 
-def test_a_node_without_python_costs_a_sentence(here: Site, run: Path, tmp_path: Path) -> None:
+def test_a_node_without_python_costs_one_sentence(here: Site, run: Path, tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
     for tool in Path("/usr/bin").iterdir():  # all but Python: there the probe is a shell script
@@ -125,7 +125,7 @@ def check_refused(here: Site, run: Path, directory: Path, words: str) -> None:
     assert json.loads((directory / "manifest.json").read_text())["missing"] == list(result.missing)
 
 
-def test_one_node_of_two_that_is_gone_costs_its_part(watch: RunningFleet, run: Path, tmp_path: Path) -> None:
+def test_an_unreachable_node_costs_only_its_own_part(watch: RunningFleet, run: Path, tmp_path: Path) -> None:
     nodes = (
         NodeCapturePlan("gone", (4, 5), unreachable="no answer from gone within 10 s"),
         NodeCapturePlan("node", (0, 1)),
@@ -138,7 +138,7 @@ def test_one_node_of_two_that_is_gone_costs_its_part(watch: RunningFleet, run: P
     }
 
 
-def test_more_than_a_capture_may_hold_is_not_kept(watch: RunningFleet, run: Path, tmp_path: Path) -> None:
+def test_files_over_the_size_limit_of_a_capture_are_left_out(watch: RunningFleet, run: Path, tmp_path: Path) -> None:
     plan = plan_for(run, total_bytes=len(servers.RECORD) * 2 + len(servers.STACKS))
     result = capture_evidence(plan, watch.fleet.channels, tmp_path / "capture", Clock())
     assert sum(file.bytes for file in result.files.values()) <= plan.total_bytes
@@ -159,16 +159,14 @@ def test_ranks_that_do_not_answer_leave_the_others_evidence_at_the_deadline(
     assert "not everything could be captured" in said(result) or "not done within" in said(result)
 
 
-def test_names_of_nodes_cannot_lead_out_of_the_directory(watch: RunningFleet, run: Path, tmp_path: Path) -> None:
+def test_node_names_cannot_escape_the_directory(watch: RunningFleet, run: Path, tmp_path: Path) -> None:
     plan = plan_for(run, NodeCapturePlan("../../node", (0,), ((0, os.getpid()),)))
     result = capture_evidence(plan, lambda _: watch.fleet.channels("node"), tmp_path / "capture", Clock())
     assert "node--..-node.processes.json" in result.files or "node-.-node.processes.json" in result.files
     assert {path.parent for path in result.directory.iterdir()} == {result.directory}
 
 
-def test_a_directory_that_cannot_be_written_is_an_error_of_the_system(
-    watch: RunningFleet, run: Path, tmp_path: Path
-) -> None:
+def test_a_directory_that_cannot_be_written_raises_oserror(watch: RunningFleet, run: Path, tmp_path: Path) -> None:
     (tmp_path / "capture").write_text("a file")
     with pytest.raises(OSError, match="exists"):
         capture_evidence(plan_for(run), watch.fleet.channels, tmp_path / "capture", Clock())

@@ -1,4 +1,4 @@
-"""On a node: endings and the ends of logs, whatever lies where they should."""
+"""The node agent: exit reports and the ends of logs, whatever is in their place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def log(run: Path, rank: int, attempt: int = 2) -> Path:
     return run / "logs" / f"attempt-{attempt:02d}" / f"rank-{rank:05d}.log"
 
 
-def test_the_newest_endings_and_logs_come_of_ranks_that_do_not_answer(run: Path) -> None:
+def test_the_newest_exit_reports_and_logs_of_silent_ranks_are_sent(run: Path) -> None:
     for rank in range(4):
         log(run, rank, 1).write_text("of an attempt before")
         log(run, rank).write_text(f"rank {rank} was here")
@@ -49,7 +49,7 @@ def test_the_newest_endings_and_logs_come_of_ranks_that_do_not_answer(run: Path)
     assert answer.heads["log", 1]["age_seconds"] >= 0
 
 
-def test_of_a_log_of_any_length_only_the_end_comes(run: Path) -> None:
+def test_only_the_end_of_a_log_is_sent(run: Path) -> None:
     with log(run, 0).open("wb") as file:
         file.truncate(10 * 2**30)
         file.seek(0, os.SEEK_END)
@@ -65,7 +65,7 @@ def test_of_a_log_of_any_length_only_the_end_comes(run: Path) -> None:
     assert "70,000 bytes: over the limit of 65,536 bytes" in answer.why(2)
 
 
-def test_what_lies_where_a_log_should_is_not_opened(run: Path, tmp_path: Path) -> None:
+def test_anything_but_a_file_in_place_of_a_log_is_not_opened(run: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("not for the watcher")
     log(run, 0).symlink_to(secret)
@@ -82,7 +82,7 @@ def test_what_lies_where_a_log_should_is_not_opened(run: Path, tmp_path: Path) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_the_log_of_another_user_is_left_alone(run: Path) -> None:
+def test_the_log_of_another_user_is_not_read(run: Path) -> None:
     log(run, 0).write_text("planted")
     os.chown(log(run, 0), 12345, -1)
     answer = asked(run, (0,))
@@ -90,7 +90,7 @@ def test_the_log_of_another_user_is_left_alone(run: Path) -> None:
     assert "belongs to user 12345" in answer.why(0)
 
 
-def test_logs_of_an_earlier_attempt_say_nothing_of_this_one(run: Path) -> None:
+def test_logs_of_an_earlier_attempt_are_ignored(run: Path) -> None:
     log(run, 0).write_text("of attempt 2")
     beat = {"host": socket.gethostname(), "pid": os.getpid(), "restart": 2, "phase": "train"}
     (run / "heartbeat" / "rank-00000.json").write_text(json.dumps(beat))
@@ -99,7 +99,7 @@ def test_logs_of_an_earlier_attempt_say_nothing_of_this_one(run: Path) -> None:
     assert any("attempt 3 is running" in sentence for sentence in answer.missing)
 
 
-def test_a_job_without_logs_of_its_own_is_no_trouble(run: Path) -> None:
+def test_a_job_without_logs_is_no_failure(run: Path) -> None:
     for path in (run / "logs").iterdir():
         path.rmdir()
     (run / "logs").rmdir()
@@ -108,7 +108,7 @@ def test_a_job_without_logs_of_its_own_is_no_trouble(run: Path) -> None:
     assert not any("/logs" in sentence for sentence in answer.missing)
 
 
-def test_logs_count_against_what_a_node_may_send(run: Path) -> None:
+def test_logs_count_towards_the_size_limit_of_a_node(run: Path) -> None:
     for rank in range(4):
         log(run, rank).write_bytes(b"x" * 8192)
     answer = asked(run, (0, 1, 2, 3), node_bytes=20_000)

@@ -1,4 +1,4 @@
-"""Bytes of a node become frames, however they are cut, and whatever is among them."""
+"""The output of a node is parsed into frames, however it is cut and whatever is in it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def test_frames_do_not_depend_on_how_they_arrive(cuts: list[int]) -> None:
     assert reader.complete
 
 
-def test_a_greeting_before_the_first_frame_is_passed_over() -> None:
+def test_a_greeting_before_the_first_frame_is_skipped() -> None:
     frames, reader = read(b"Welcome to gpu-01!\n{motd}\n" + STREAM, [])
     assert len(frames) == 2
     assert reader.complete
 
 
-def test_what_is_cut_off_is_counted_and_not_complete() -> None:
+def test_a_cut_off_frame_is_counted_and_not_complete() -> None:
     frames, reader = read(STREAM[:-30], [])
     assert len(frames) == 1
     assert not reader.complete

@@ -1,4 +1,4 @@
-"""Real jobs that hang: over SSH the ranks that can answer do, the others are named with the reason, and nobody is hurt.
+"""Real hung jobs over SSH: ranks that can answer do, the others are named with the reason, and no rank is disturbed.
 
 The seconds of each kind are printed: `pytest -s`.
 """
@@ -36,7 +36,7 @@ def why(result: CaptureResult, rank: int) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hung_job_gives_its_evidence_and_does_not_notice(kind: str, watch: RunningFleet, tmp_path: Path) -> None:
+def test_a_hung_job_is_captured_and_not_disturbed(kind: str, watch: RunningFleet, tmp_path: Path) -> None:
     with hung_job(kind, tmp_path) as job:
         before, files = fates(job), files_of(job.run_directory)
         plan = CapturePlan("job", (NodeCapturePlan("node"),), str(job.run_directory))

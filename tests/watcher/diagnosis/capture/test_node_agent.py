@@ -1,4 +1,4 @@
-"""On a node: what a run directory holds may be anything, and a rank may answer in any way; each costs one sentence."""
+"""The node agent: a run directory may hold anything, a rank may answer anything; each oddity costs one sentence."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def beat(run: Path, rank: int, **more: object) -> None:
     (run / "heartbeat" / f"rank-{rank:05d}.json").write_text(json.dumps(told))
 
 
-def test_ranks_that_answer_in_impossible_ways_cost_a_sentence_each_and_the_others_nothing(run: Path) -> None:
+def test_ranks_with_broken_answers_cost_one_sentence_each_and_the_others_nothing(run: Path) -> None:
     talks = [
         servers.answers,
         servers.of_nccl,
@@ -71,7 +71,7 @@ def test_ranks_that_answer_in_impossible_ways_cost_a_sentence_each_and_the_other
     assert "ESMTP" in answer.why(6)
 
 
-def test_what_stands_where_a_socket_should_is_not_opened(run: Path, tmp_path: Path) -> None:
+def test_anything_but_a_socket_in_place_of_a_socket_is_not_opened(run: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("not for the watcher")
     sock(run, 0).symlink_to(secret)
@@ -105,7 +105,7 @@ def test_a_socket_behind_a_link_and_one_of_a_long_path_answer(tmp_path: Path) ->
     assert answer.ranks("stacks") == {0, 1}
 
 
-def test_hostile_dumps_are_not_followed_not_waited_for_and_not_fetched(run: Path, tmp_path: Path) -> None:
+def test_links_fifos_and_oversized_dumps_are_not_read(run: Path, tmp_path: Path) -> None:
     flight = run / "flight" / "attempt-01"
     secret = tmp_path / "secret"
     secret.write_text("not for the watcher")
@@ -129,7 +129,7 @@ def test_hostile_dumps_are_not_followed_not_waited_for_and_not_fetched(run: Path
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_what_another_user_planted_is_left_alone(run: Path) -> None:
+def test_files_planted_by_another_user_are_not_read(run: Path) -> None:
     planted = run / "flight" / "attempt-01" / "rank-00000"
     planted.write_bytes(b"\x80\x02}.")
     os.chown(planted, 12345, -1)
@@ -141,7 +141,7 @@ def test_what_another_user_planted_is_left_alone(run: Path) -> None:
     assert "belongs to user 12345" in answer.why(1)
 
 
-def test_dumps_of_an_earlier_attempt_say_nothing_of_this_one(run: Path) -> None:
+def test_dumps_of_an_earlier_attempt_are_ignored(run: Path) -> None:
     (run / "flight" / "attempt-01" / "rank-00000").write_bytes(b"\x80\x02}.")
     beat(run, 0, restart=1)
     answer = asked(run, ())
@@ -151,7 +151,7 @@ def test_dumps_of_an_earlier_attempt_say_nothing_of_this_one(run: Path) -> None:
     )
 
 
-def test_hostile_heartbeats_cost_a_sentence_and_no_time(run: Path, tmp_path: Path) -> None:
+def test_hostile_heartbeats_cost_one_sentence_and_no_time(run: Path, tmp_path: Path) -> None:
     os.mkfifo(run / "heartbeat" / "rank-00000.json")
     (run / "heartbeat" / "rank-00001.json").symlink_to(tmp_path)
     (run / "heartbeat" / "rank-00002.json").write_text("[" * 60000)
@@ -165,7 +165,7 @@ def test_hostile_heartbeats_cost_a_sentence_and_no_time(run: Path, tmp_path: Pat
     assert (row["rank"], row["pid"], row["state"]) == (5, os.getpid(), row["state"])
 
 
-def test_sockets_of_other_hosts_are_left_to_those(run: Path) -> None:
+def test_sockets_of_other_hosts_are_not_asked(run: Path) -> None:
     beat(run, 0)
     beat(run, 1, host="another")
     with contextlib.ExitStack() as stack:
@@ -183,7 +183,7 @@ def test_without_heartbeats_a_socket_that_refuses_may_be_of_another_host(run: Pa
     assert answer.elsewhere == [1]
 
 
-def test_more_than_a_node_may_send_is_left_there(run: Path) -> None:
+def test_files_over_the_size_limit_of_a_node_are_not_sent(run: Path) -> None:
     for rank in range(4):
         (run / "flight" / "attempt-01" / f"rank-{rank:05d}").write_bytes(b"\x80" + bytes(60_000))
     answer = asked(run, (0, 1, 2, 3), node_bytes=130_000)
@@ -192,7 +192,7 @@ def test_more_than_a_node_may_send_is_left_there(run: Path) -> None:
 
 
 def fifo_reader(path: Path, dump: Path, heard: list[bytes]) -> threading.Thread:
-    """As torch's monitor thread: any byte asks for a dump."""
+    """Like torch's monitor thread: any byte requests a dump."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
     def read() -> None:
@@ -209,7 +209,7 @@ def fifo_reader(path: Path, dump: Path, heard: list[bytes]) -> threading.Thread:
     return thread
 
 
-def test_a_fifo_is_asked_for_a_dump_where_the_configuration_says_so(run: Path, tmp_path: Path) -> None:
+def test_a_dump_is_requested_through_a_fifo_if_the_configuration_allows_it(run: Path, tmp_path: Path) -> None:
     settings = CaptureSettings(f"{tmp_path}/nccl_trace_rank_", f"{tmp_path}/pipe_")
     os.mkfifo(tmp_path / "pipe_0.pipe")
     os.mkfifo(tmp_path / "pipe_1.pipe")
@@ -226,7 +226,7 @@ def test_a_fifo_is_asked_for_a_dump_where_the_configuration_says_so(run: Path, t
 
 
 @pytest.mark.parametrize("told_by", ["watcher", "heartbeat"])
-def test_no_dump_is_asked_for_in_a_save(run: Path, tmp_path: Path, told_by: str) -> None:
+def test_no_dump_is_requested_during_a_save(run: Path, tmp_path: Path, told_by: str) -> None:
     settings = CaptureSettings(f"{tmp_path}/nccl_trace_rank_", f"{tmp_path}/pipe_")
     pipe = tmp_path / "pipe_0.pipe"
     os.mkfifo(pipe)
@@ -239,7 +239,7 @@ def test_no_dump_is_asked_for_in_a_save(run: Path, tmp_path: Path, told_by: str)
     assert any("the job is saving a checkpoint" in sentence for sentence in answer.missing)
 
 
-def test_the_end_comes_in_time_whatever_waits(run: Path) -> None:
+def test_the_agent_ends_in_time_whatever_is_blocked(run: Path) -> None:
     with contextlib.ExitStack() as stack:
         for rank in range(8):
             stack.enter_context(servers.serving(sock(run, rank), servers.stalls))
@@ -250,7 +250,7 @@ def test_the_end_comes_in_time_whatever_waits(run: Path) -> None:
     )
 
 
-def test_py_spy_speaks_for_ranks_that_do_not(run: Path, tmp_path: Path) -> None:
+def test_py_spy_is_used_for_ranks_that_gave_no_stacks(run: Path, tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "py-spy").write_text(
@@ -264,7 +264,7 @@ def test_py_spy_speaks_for_ranks_that_do_not(run: Path, tmp_path: Path) -> None:
     assert "py-spy: no stacks" in answer.why(1)
 
 
-def test_a_process_that_has_gone_is_told_so(run: Path) -> None:
+def test_a_process_that_no_longer_exists_is_reported_as_gone(run: Path) -> None:
     node = NodeCapturePlan("node", (0,), ((0, 2**22 + 1),))
     answer = ask(plan_for(run), node)
     (row,) = json.loads(answer.files["processes", None])

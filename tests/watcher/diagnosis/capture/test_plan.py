@@ -1,4 +1,4 @@
-"""What a node is asked follows from what was seen of it."""
+"""The plan of a capture, from what the watcher knows about the job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sample(*nodes: NodeState, phase: str = "train", gpus: tuple[RankGpu, ...] = 
     return JobSample("llama", gpus, nodes, JobProgress(step=7, sources=beats))
 
 
-def test_a_process_has_the_rank_of_its_heartbeat_or_of_its_board() -> None:
+def test_a_process_has_the_rank_of_its_heartbeat_or_of_its_gpu() -> None:
     seen = node("node-01", HostStatus.OK, process(11, 0), process(12, None, 1), process(13, None, 0, 1), process(14))
     board = RankGpu("node-01", 5, GpuSample(index=1))
     plan = plan_capture(SPEC, sample(seen, gpus=(board,)), CaptureSettings())
@@ -35,7 +35,7 @@ def test_a_process_has_the_rank_of_its_heartbeat_or_of_its_board() -> None:
     assert plan.run_directory == "/nfs/runs/llama"
 
 
-def test_nccl_is_asked_on_two_nodes_that_answer() -> None:
+def test_nccl_ras_is_asked_on_two_nodes_that_answer() -> None:
     nodes = [node(name) for name in NODES]
     asked = [
         each.ras
@@ -50,7 +50,7 @@ def test_a_node_that_cannot_be_reached_keeps_its_reason() -> None:
     assert [each.unreachable for each in plan.nodes] == ["no answer within 10 s", None]
 
 
-def test_a_job_that_saves_is_known_to() -> None:
+def test_a_save_in_progress_is_part_of_the_plan() -> None:
     assert plan_capture(SPEC, sample(node("node-01"), phase="save"), CaptureSettings()).saving
     assert not plan_capture(SPEC, sample(node("node-01"), phase="barrier"), CaptureSettings()).saving
 

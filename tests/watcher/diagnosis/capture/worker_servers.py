@@ -1,4 +1,4 @@
-"""Servers at worker sockets that answer as torch's would, or in ways that none should."""
+"""Servers on worker sockets that answer like torch's, or in ways that no server should."""
 
 from __future__ import annotations
 

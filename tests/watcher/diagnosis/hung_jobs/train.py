@@ -1,4 +1,4 @@
-"""One rank of a small job that hangs on purpose: `train.py RUN RANK WORLD KIND STEPS`. CPU and gloo; see hung.py."""
+"""One rank of a small job that hangs on purpose: `train.py RUN RANK WORLD KIND STEPS`. CPU and gloo; see runner.py."""
 
 from __future__ import annotations
 
