@@ -69,7 +69,11 @@ MAX_OPERATIONS_DESCRIBED: Final = 3
 def analyze_collectives(
     records: Sequence[RankRecord], unreadable: Sequence[UnreadableRecord] = ()
 ) -> CollectiveAnalysis:
-    """`records`: one per rank, in any order. `unreadable`: only mentioned in the explanation."""
+    """Which ranks block the job, in which collective, and why, as far as flight records show it.
+
+    `records`: one per rank, in any order. `unreadable`: only mentioned in the explanation. Always gives an answer; the
+    verdict is UNKNOWN if the records do not suffice.
+    """
     job = build_recorded_job(records)
     hang = CollectiveHang(job, build_wait_graph(job))
     if not job.ranks:
