@@ -44,7 +44,11 @@ class AlertMessage:
 
     @property
     def inhibited_sentence(self) -> str:
-        return f"Also explains {', '.join(self.inhibited)}, for which no separate message is sent." if self.inhibited else ""
+        return (
+            f"Also explains {', '.join(self.inhibited)}, for which no separate message is sent."
+            if self.inhibited
+            else ""
+        )
 
     @property
     def text(self) -> str:

@@ -136,7 +136,7 @@ class Service:
             self._recording = RecordingWriter(self._record, self._specs)
             undo.callback(self._recording.close)
         self._incidents = IncidentRecorder(section.state_directory / INCIDENTS_DIRECTORY, self._specs)
-        self._incidents.start()
+        self._incidents.start()  # before the fleet: its reader thread hands over every line
         undo.callback(self._incidents.stop)
         nodes = sorted({node for spec in self._specs for node in spec.nodes})
         self._fleet = Fleet(
@@ -207,7 +207,7 @@ class Service:
         return CaptureScheduler(directory, allowed, investigator, report_diagnosis, self._clock)
 
     def stop(self) -> None:
-        """Stop everything within STOP_SECONDS. Open episodes and undelivered messages stay on disk."""
+        """Stop everything. Open episodes and undelivered messages stay on disk for the next start."""
         self._undo.close()
 
     def run(self, systemd: SystemdNotifier) -> int:
@@ -300,7 +300,10 @@ class Service:
             )
 
     def _log_episodes(self, before: Snapshot, now: Snapshot) -> None:
-        """One line for each alert that opens, changes its severity or closes: for the terminal or the journal."""
+        """One line for each alert that opens, changes its severity or closes: for the terminal or the journal.
+
+        Inhibited alerts are left out, and so are those that closed before this process started.
+        """
         known = {e.id: e for e in before.episodes}
         for episode in now.episodes:
             last = known.get(episode.id)
@@ -386,6 +389,7 @@ def exit_after(seconds: float) -> None:
         log.error("stopping took longer than %.1f s (threads still running: %s): exiting now", seconds, names)
         os._exit(1)
 
+    # os._exit, because sys.exit in a thread ends only that thread, and atexit handlers may hang as well.
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()

@@ -195,6 +195,7 @@ class Engine:
         now, wall = self._clock.monotonic(), self._clock.wall()
         late = 0.0 if self._last_tick_seconds is None else max(0.0, now - self._last_tick_seconds - self._interval)
         self._last_tick_seconds = now
+        # A node may belong to several jobs: each gets the sample.
         for sample in self._source.drain():
             self._last_samples[sample.node] = sample
             for job in self._jobs_of_node.get(sample.node, ()):
@@ -209,6 +210,7 @@ class Engine:
             for pipeline in self._pipelines.values()
             if pipeline.is_due(links, now) and (network_loss is None or pipeline.all_nodes_answer(links))
         ]
+        # A network loss is reported even if no job can be evaluated: that is when people need to know.
         if not due and network_loss is None:
             return self.snapshot
         findings = [] if network_loss is None else [network_loss]
@@ -247,6 +249,7 @@ class Engine:
         """At most every SAVE_LEARNED_EVERY_SECONDS, and only what changed. A full disk loses it, but no verdict."""
         if self._store is None or now < self._next_save_seconds:
             return
+        # Also after an error: a full disk must not be retried at every tick.
         self._next_save_seconds = now + SAVE_LEARNED_EVERY_SECONDS
         changed = self._baselines.unsaved(MAX_ROWS_PER_SAVE)
         if not changed:

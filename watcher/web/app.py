@@ -93,6 +93,7 @@ class ProblemDetails(BaseModel):
 def create_app(latest: LatestSnapshot, metrics: WatcherMetrics, hub: EventHub, token: str | None = None) -> FastAPI:
     """The whole application over one source of snapshots. `token`: required everywhere except for the health checks."""
     stale_after = max(STALE_MIN_SECONDS, STALE_INTERVALS * latest.interval_seconds)
+    # Both return at once: the engine's thread calls them.
     latest.listen(hub.offer)
     latest.listen(metrics.observe)
     metrics.event_streams.set_function(lambda: hub.streams)
@@ -113,6 +114,7 @@ def create_app(latest: LatestSnapshot, metrics: WatcherMetrics, hub: EventHub, t
         openapi_url="/openapi.json",
         dependencies=[Security(bearer)],
     )
+    # Around all routes, so that unknown paths and invalid requests need the token as well.
     app.add_middleware(AuthMiddleware, token=token)
     add_problem_handlers(app)
     add_diagnosis_routes(app, latest)
@@ -233,6 +235,7 @@ def add_event_route(app: FastAPI, latest: LatestSnapshot, hub: EventHub) -> None
         """Server-sent events: `state` (a job changed its state), `alert_opened`, `alert_closed`, `tick` (new data is
         available) and `resync` (events were lost: read everything again). A comment every 15 s keeps proxies from
         closing the stream."""
+        # A client that reconnects has missed an unknown number of events.
         first = {"tick": latest.snapshot.tick}
         yield ServerSentEvent(event="resync", data=first, id=str(latest.snapshot.tick), retry=RETRY_MILLISECONDS)
         async for event in read_queue(queue):
@@ -284,6 +287,7 @@ def add_pages(app: FastAPI, page: PageRenderer) -> None:
 
 
 def add_asset(app: FastAPI, name: str, media_type: str) -> None:
+    # Read once: an upgrade in place must not mix old pages with new scripts.
     content = (resources.files("wattwatch.watcher.web") / "assets" / name).read_bytes()
 
     async def show() -> Response:
@@ -371,6 +375,7 @@ class AuthMiddleware:
 
         if self._token is not None and scope["path"] not in UNAUTHENTICATED_PATHS:
             given = token_from_header(Headers(scope=scope).get("authorization", ""))
+            # Constant time: a plain comparison would reveal how many leading bytes are right.
             if given is None or not hmac.compare_digest(given, self._token):
                 detail = (
                     "a token is required: send it as `Authorization: Bearer ...`; in a browser, enter it as the "

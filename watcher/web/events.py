@@ -15,6 +15,7 @@ from wattwatch.watcher.engine.snapshot import Snapshot
 from wattwatch.watcher.web.schemas import alert_answer, utc_datetime
 
 QUEUE_EVENTS: Final = 128  # a client that is this far behind must read everything again
+# Each stream costs a queue and a socket; a dashboard left open in a loop must not exhaust them.
 MAX_STREAMS: Final = 200
 
 
@@ -66,6 +67,7 @@ class EventHub:
             raise TooManyStreams
         queue: asyncio.Queue[StreamEvent | None] = asyncio.Queue(QUEUE_EVENTS)
         self._queues.add(queue)
+        # A request may arrive after `stop` has ended the others.
         if self._stopped:
             queue.put_nowait(None)
         try:
@@ -75,10 +77,12 @@ class EventHub:
 
     def _publish(self, snapshot: Snapshot) -> None:
         before, self._last = self._last, snapshot
+        # Building the events costs time on the event loop; without a stream nobody reads them.
         if not self._queues:
             return
         events = list(snapshot_events(before, snapshot))
         for queue in self._queues:
+            # All or nothing: a client that gets only some events of a tick cannot know that others are missing.
             if queue.maxsize - queue.qsize() < len(events):
                 empty_queue(queue)
                 queue.put_nowait(StreamEvent("resync", {"tick": snapshot.tick}, str(snapshot.tick)))
@@ -118,6 +122,7 @@ def snapshot_events(before: Snapshot | None, now: Snapshot) -> Iterator[StreamEv
                 yield StreamEvent("alert_opened", alert_answer(episode).model_dump(mode="json"), tick)
             if episode.closed_wall_seconds is not None and episode.id in open_before:
                 yield StreamEvent("alert_closed", alert_answer(episode).model_dump(mode="json"), tick)
+    # Last, so that a client that reads the API on `tick` has already seen what changed.
     yield StreamEvent(
         "tick",
         {

@@ -115,6 +115,7 @@ class SnapshotMetrics:
         return "".join(METRICS[name].header + "".join(rows) for name, rows in lines.items() if rows).encode()
 
     def _add_gpu_series(self, jobs: Sequence[JobView], lines: SeriesLines) -> None:
+        # Keep only the labels of GPUs that are still there, or the cache would grow with every replaced GPU.
         known, self._labels = self._labels, {}
         gpus: list[tuple[str, GpuSample]] = []
         for job in jobs:
@@ -126,6 +127,7 @@ class SnapshotMetrics:
                 self._labels[key] = text
                 gpus.append((text, rank_gpu.gpu))
         lines[GPU_INFO] = [f"{GPU_INFO}{text[:-1]}{gpu_info_labels(gpu)} 1\n" for text, gpu in gpus]
+        # One list per metric: the text format wants all series of a metric together.
         for metric in GPU_METRICS:
             name, reads, divisor = metric.name, metric.reads, metric.divide_by
             values = [(text, getattr(gpu, reads)) for text, gpu in gpus]
@@ -180,6 +182,7 @@ def add_job_series(job: JobView, wall_seconds: float, lines: SeriesLines) -> Non
 
 def newest_complete_checkpoint(sample: JobSample) -> CheckpointEntry | None:
     """The newest complete checkpoint in any of the job's checkpoint directories."""
+    # By step, because a copied directory has the time of the copy; by age only among equal or unknown steps.
     whole = [entry for listing in sample.checkpoints for entry in listing.entries if entry.complete]
     return max(whole, key=lambda e: (-1 if e.step is None else e.step, -(e.age_seconds or 0.0)), default=None)
 
@@ -250,6 +253,7 @@ def format_labels(labels: Iterable[tuple[str, str]]) -> str:
 
 def escape_label_value(value: str) -> str:
     """A label value, escaped for the text format. Bytes that were not valid UTF-8 are replaced."""
+    # The common case, without a copy.
     if value.isascii() and value.isprintable() and '"' not in value and "\\" not in value:
         return value
     clean = value.encode("utf-8", "replace").decode("utf-8")

@@ -181,7 +181,7 @@ class PageRenderer:
         self._templates = Environment(
             loader=PackageLoader("wattwatch.watcher.web", "templates"),
             autoescape=True,
-            undefined=StrictUndefined,
+            undefined=StrictUndefined,  # a typo in a template is an error, not an empty cell
             trim_blocks=True,
             lstrip_blocks=True,
         )
@@ -203,6 +203,7 @@ class PageRenderer:
         """The part that changes: the page's script requests it at every tick."""
         with self._lock:
             snapshot, age = self._latest.snapshot, self._latest.age_seconds
+            # The age matters too: the page counts ages up to the time of the response.
             if (
                 self._rendered is not None
                 and self._rendered[0] is snapshot
@@ -230,6 +231,7 @@ class PageRenderer:
             "now": latest.wall_seconds,
             "age_seconds": latest.age_seconds,
             "banners": page_banners(snapshot, latest),
+            # Hung and crashed jobs first: on a phone only the first card is visible.
             "jobs": sorted(cards, key=lambda card: (card.view.state not in URGENT_STATES, card.view.name)),
             "alerts": sorted((e for e in open_episodes if not e.suppressed_by), key=alert_sort_key),
             "inhibited": sorted((e for e in open_episodes if e.suppressed_by), key=alert_sort_key),
@@ -238,6 +240,7 @@ class PageRenderer:
                 key=lambda e: -(e.closed_wall_seconds or 0.0),
             )[:CLOSED_ALERTS_MAX],
             "reports": report_paths(snapshot),
+            # Nodes with a problem first.
             "nodes": sorted(nodes, key=lambda card: (card.ok, card.view.node)),
             "nodes_ok": sum(card.ok for card in nodes),
         }
@@ -269,6 +272,7 @@ def diagnosis_note(snapshot: Snapshot, job: str) -> DiagnosisNote | None:
 def job_card(view: JobView, late_seconds: float, now: float, diagnosis: DiagnosisNote | None) -> JobCard:
     sample, progress = view.sample, view.sample.progress
     suspects = view.verdict.suspects
+    # A faulty GPU is always listed: it may have no reading at all, so that nothing else on the page shows it.
     list_all = len(sample.gpus) <= TABLE_GPUS_MAX
     listed = tuple(b for b in sample.gpus if list_all or is_suspect(b, suspects) or b.gpu.fault is not None)
     newest = newest_complete_checkpoint(sample)

@@ -268,6 +268,7 @@ def suspect_answers(suspects: Iterable[Suspect]) -> list[SuspectAnswer]:
 
 
 def progress_answer(progress: JobProgress, late_seconds: float) -> ProgressAnswer:
+    # JSON has no NaN or Inf; loss_finite keeps the difference between "diverged" and "not known".
     finite = None if progress.loss is None else math.isfinite(progress.loss)
     return ProgressAnswer(
         step=progress.step,

@@ -14,7 +14,9 @@ from fastapi import FastAPI
 
 from wattwatch.watcher.web.events import EventHub
 
+# The whole service must stop within 5 s; requests take milliseconds.
 GRACEFUL_SECONDS: Final = 2
+# The service compares the counter about every 5 s, or four times within the watchdog's limit.
 HEARTBEAT_SECONDS: Final = 0.5
 
 
@@ -28,12 +30,12 @@ def open_listener(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=128)
     except OSError as error:
-        place = f"{host}:{port}"
+        endpoint = f"{host}:{port}"
         if error.errno == errno.EADDRINUSE:
             raise ListenError(
-                f"{place} is in use: is another wattwatch running? Stop it, or set another address in watcher.listen"
+                f"{endpoint} is in use: is another wattwatch running? Stop it, or set another address in watcher.listen"
             ) from None
-        raise ListenError(f"cannot listen on {place}: {error.strerror or error}") from None
+        raise ListenError(f"cannot listen on {endpoint}: {error.strerror or error}") from None
 
 
 class WebServer:
@@ -42,6 +44,7 @@ class WebServer:
     def __init__(self, app: FastAPI, listener: socket.socket, hub: EventHub) -> None:
         config = uvicorn.Config(
             app,
+            # Logging belongs to the service; an access log would fill the journal with scrapes.
             log_config=None,
             access_log=False,
             server_header=False,
