@@ -1,8 +1,8 @@
-"""The simulated cluster as a process of its own: `python -m wattwatch.collectors.simulated`, started by cluster.py.
+"""The simulated cluster as a separate process: `python -m wattwatch.collectors.simulated`, started by cluster.py.
 
-A process apart keeps the watcher's cost separable and its interpreter lock its own. Standard input: the order (one
-JSON line), then commands, one a line: `begin`, `freeze NODE`, `thaw NODE`, `drop NODE`; its end is the end of the
-cluster. Standard output: one JSON line each for `ready`, every phase that begins, and `ended`.
+A separate process makes the watcher's CPU cost measurable and does not share its interpreter lock. Standard input: the
+setup (one JSON line), then one command per line: `begin`, `freeze NODE`, `thaw NODE`, `drop NODE`; when it is closed,
+the cluster ends. Standard output: one JSON line each for `ready`, every phase that starts, and `ended`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from wattwatch.collectors.simulated.ssh_server import (
     read_public_line,
 )
 
-# Real seconds that commands get to end by themselves after their connection is gone.
+# Real seconds that commands have to exit by themselves after their connection is closed.
 EXIT_WAIT_SECONDS: Final = 4.0
 
 
@@ -47,13 +47,13 @@ SEND_LOCK: Final = threading.Lock()
 
 
 def main() -> None:
-    order = orjson.loads(sys.stdin.buffer.readline())
-    clock = Clock(order["speed"], order["monotonic_origin"], order["wall_origin"])
-    scenarios = [parse_scenario(row.pop("name"), row) for row in order["scenarios"]]
-    client_key = read_public_line(order["client_key"])
-    place = (Path(order["live_directory"]), Path(order["directory"]) / "tools", clock, order["preload_pynvml"])
-    plays, nodes = set_up_scenarios(scenarios, *place)
-    jobs = [FollowedJob(**{**row, "node_names": tuple(row["node_names"])}) for row in order["followed"]]
+    setup = orjson.loads(sys.stdin.buffer.readline())
+    clock = Clock(setup["speed"], setup["monotonic_origin"], setup["wall_origin"])
+    scenarios = [parse_scenario(row.pop("name"), row) for row in setup["scenarios"]]
+    client_key = read_public_line(setup["client_key"])
+    place = (Path(setup["live_directory"]), Path(setup["directory"]) / "tools", clock, setup["preload_pynvml"])
+    scenarios_running, nodes = set_up_scenarios(scenarios, *place)
+    jobs = [FollowedJob(**{**row, "node_names": tuple(row["node_names"])}) for row in setup["followed"]]
     followed = set_up_nodes(jobs, *place)
     follower = Follower(jobs, followed, clock)
     nodes = {**nodes, **followed}
@@ -61,7 +61,7 @@ def main() -> None:
         name: NodeServer(name, read_key(new_private_key()), client_key, node.directory / "home", node.environment())
         for name, node in nodes.items()
     }
-    driver = Driver(plays, clock, lambda name: servers[name].freeze(), report)
+    driver = Driver(scenarios_running, clock, lambda name: servers[name].freeze(), report)
     driver.start()
     follower.start()
     for server in servers.values():
@@ -77,21 +77,21 @@ def main() -> None:
         left = wait_for_children([child for server in servers.values() for child in server.running()])
         driver.stop()
         follower.stop()
-        for directory in (order["live_directory"], order["directory"]):
-            shutil.rmtree(directory, ignore_errors=True)  # the owner may have been killed
+        for directory in (setup["live_directory"], setup["directory"]):
+            shutil.rmtree(directory, ignore_errors=True)  # the parent may have been killed before it could
         send_event(
             "ended", {"latest_seconds": max(driver.latest_seconds, follower.latest_seconds), "left_behind": left}
         )
         sys.stdout.flush()
-        os._exit(0)  # threads of connections that are just closing are not waited for
+        os._exit(0)  # without waiting for threads of connections that are closing
 
 
-def report(began: PhaseStarted) -> None:
-    send_event("phase", dataclasses.asdict(began))
+def report(started: PhaseStarted) -> None:
+    send_event("phase", dataclasses.asdict(started))
 
 
 def run_commands(driver: Driver, servers: Mapping[str, NodeServer]) -> None:
-    """Commands until standard input ends."""
+    """Run the commands on standard input until it ends."""
     for line in sys.stdin.buffer:
         verb, _, node = line.decode().strip().partition(" ")
         if verb == "begin":
@@ -101,7 +101,7 @@ def run_commands(driver: Driver, servers: Mapping[str, NodeServer]) -> None:
 
 
 def wait_for_children(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Pids of commands that outlived their connection; these, being ours, are asked to end in the end."""
+    """Pids of commands that outlived their connection. They are ours, so they get SIGTERM in the end."""
     deadline = time.monotonic() + EXIT_WAIT_SECONDS
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         time.sleep(0.02)

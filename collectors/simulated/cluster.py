@@ -1,4 +1,4 @@
-"""A cluster that is not there, from the watcher's side: starts it, says where it is, tells it when to begin.
+"""A simulated cluster as the watcher uses it: start it, get its nodes and jobs, begin the scenarios.
 
     with SimulatedCluster([named("deadlock")], speed=5) as cluster:
         ...watch cluster.nodes with cluster.ssh_config and cluster.clock...
@@ -41,11 +41,13 @@ ON_NODE: Final = resources.files(__package__) / "on_node"
 
 
 class SimulationError(Exception):
-    """The cluster could not be started, or ended by itself. The text says what it printed last."""
+    """The cluster could not be started, or ended unexpectedly. The text includes what it printed last."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedNode:
+    """One node: an SSH server on a port of 127.0.0.1, with its files."""
+
     name: str
     port: int
     host_key: str  # "ssh-ed25519 AAAA..."
@@ -53,8 +55,8 @@ class SimulatedNode:
     tools: Path
 
     def environment(self, with_gpus: bool = False) -> dict[str, str]:
-        """For a program that is started beside SSH as if on this node: its host name; `with_boards`: its GPUs too,
-        which a program must not see that would compute on them."""
+        """Environment for a program that is started directly, not over SSH, as if on this node: it sees the node's host
+        name. `with_gpus`: also the simulated GPUs, which a program must not see if it would compute on them."""
         paths = [str(ON_NODE), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {"PYTHONPATH": os.pathsep.join(paths), "WATTWATCH_NODE_HOSTNAME": self.name}
         if with_gpus:
@@ -65,21 +67,21 @@ class SimulatedNode:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedJob:
-    """Where one scenario's job leaves its traces."""
+    """Where the job of one scenario writes its files."""
 
     scenario: Scenario
-    run_directory: Path | None  # None: a foreign job
+    run_directory: Path | None  # None: a job of another trainer
     logs: tuple[Path, ...]
     checkpoint_directory: Path
 
 
 class SimulatedCluster:
-    """A context manager. `clock` is the one to watch by. All files go at the end: keys and programs in `directory`,
-    nodes and jobs in `live_directory`.
+    """A context manager. Use `clock` for the watcher. All files are deleted at the end: keys and programs in
+    `directory`, nodes and jobs in `live_directory`.
 
-    `preload_pynvml`: the nodes' Python has pynvml loaded from its compiled form, so that many nodes on one machine
-    start at once; without it, the one that travels with the probe is compiled on each node, as on a real one.
-    `followed`: real jobs whose ranks these nodes pretend to hold, at the speed of life.
+    `preload_pynvml`: the nodes' Python loads pynvml from its compiled form, so that many nodes on one machine start
+    quickly; without it, the one sent with the probe is compiled on each node, as on a real one. `followed`: real jobs
+    whose ranks these nodes pretend to run, in real time.
     """
 
     def __init__(
@@ -99,13 +101,13 @@ class SimulatedCluster:
         self.known_hosts = self.directory / "known_hosts"
         self.client_key = self.directory / "client_key"
         self.nodes: tuple[SimulatedNode, ...] = ()
-        self.left_behind: tuple[int, ...] = ()  # commands that outlived their connection; known after `stop`
-        self.latest_seconds = 0.0  # worst lateness of the simulation itself; known after `stop`
+        self.left_behind: tuple[int, ...] = ()  # pids of commands that outlived their connection; known after `stop`
+        self.latest_seconds = 0.0  # largest delay of the simulation itself; known after `stop`
         self._errors = self.directory / "simulated.log"
         self._child: subprocess.Popen[bytes] | None = None
         self._phases: list[PhaseStarted] = []
         self._ready = threading.Event()
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
 
     @property
     def pid(self) -> int:
@@ -142,7 +144,7 @@ class SimulatedCluster:
     def start(self) -> None:
         private_key = new_private_key()
         write_private_key(self.client_key, private_key)
-        order = {
+        setup = {
             "scenarios": [dataclasses.asdict(scenario) for scenario in self.scenarios],
             "followed": [dataclasses.asdict(job) for job in self.followed],
             "directory": str(self.directory),
@@ -160,12 +162,12 @@ class SimulatedCluster:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                start_new_session=True,  # Ctrl-C is for the watcher; the end of stdin is for us
+                start_new_session=True,  # Ctrl-C is for the watcher; the child ends when its stdin closes
             )
-        threading.Thread(target=self._listen, args=(self._child,), name="simulated cluster", daemon=True).start()
-        self._send(orjson.dumps(order, option=orjson.OPT_NON_STR_KEYS))
+        threading.Thread(target=self._read_events, args=(self._child,), name="simulated cluster", daemon=True).start()
+        self._send(orjson.dumps(setup, option=orjson.OPT_NON_STR_KEYS))
         if not self._ready.wait(READY_SECONDS) or not self.nodes:
-            raise SimulationError(f"the simulated cluster did not start: {self._last_words()}")
+            raise SimulationError(f"the simulated cluster did not start: {self._last_output()}")
         self._write_ssh_files()
 
     def _write_ssh_files(self) -> None:
@@ -184,11 +186,11 @@ class SimulatedCluster:
         )
 
     def begin(self) -> None:
-        """The first phase of every scenario starts now; until then the jobs are loading."""
+        """Start the first phase of every scenario; until then the jobs are loading."""
         self._send(b"begin")
 
     def freeze(self, node: str) -> None:
-        """The node says nothing more; its connections stay open."""
+        """Silence the node; its connections stay open."""
         self._send(f"freeze {node}".encode())
 
     def thaw(self, node: str) -> None:
@@ -199,23 +201,25 @@ class SimulatedCluster:
         self._send(f"drop {node}".encode())
 
     def phases(self) -> tuple[PhaseStarted, ...]:
-        """What has begun so far, in the order in which it did."""
-        with self._news:
+        """The phases that have started so far, in order."""
+        with self._changed:
             return tuple(self._phases)
 
     def wait_for_phase(self, scenario: str, number: int, timeout_seconds: float) -> PhaseStarted:
-        """Wait (real seconds) until this phase of the scenario has begun."""
-        with self._news:
-            found = self._news.wait_for(lambda: self._find(scenario, number), timeout_seconds)
+        """Wait (real seconds) until this phase of the scenario has started. Raises SimulationError if it does not."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: self._find(scenario, number), timeout_seconds)
         if not found:
-            raise SimulationError(f"phase {number} of {scenario} did not begin: {self._last_words()}")
+            raise SimulationError(f"phase {number} of {scenario} did not start: {self._last_output()}")
         return found
 
     def _find(self, scenario: str, number: int) -> PhaseStarted | None:
-        return next((began for began in self._phases if (began.scenario, began.phase) == (scenario, number)), None)
+        return next(
+            (started for started in self._phases if (started.scenario, started.phase) == (scenario, number)), None
+        )
 
     def stop(self) -> None:
-        """End the cluster; every command on its nodes has then ended or is named in `left_behind`."""
+        """End the cluster; afterwards every command on its nodes has ended or is listed in `left_behind`."""
         child, self._child = self._child, None
         if child is not None:
             assert child.stdin is not None
@@ -230,7 +234,7 @@ class SimulatedCluster:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def processes(self) -> tuple[int, ...]:
-        """Pids of everything that runs on the nodes now: whatever was started with a node's environment."""
+        """Pids of everything that runs on the nodes now: all processes started with a node's environment."""
         marker = f"WATTWATCH_NODE_ROOT={self.live_directory}".encode()
         found = []
         for entry in os.scandir("/proc"):
@@ -247,19 +251,19 @@ class SimulatedCluster:
             self._child.stdin.write(line + b"\n")
             self._child.stdin.flush()
         except OSError:
-            raise SimulationError(f"the simulated cluster has ended: {self._last_words()}") from None
+            raise SimulationError(f"the simulated cluster has ended: {self._last_output()}") from None
 
-    def _listen(self, child: subprocess.Popen[bytes]) -> None:
+    def _read_events(self, child: subprocess.Popen[bytes]) -> None:
         assert child.stdout is not None
         with child.stdout:
             for line in child.stdout:
                 for kind, content in orjson.loads(line).items():
-                    with self._news:
-                        self._hear(kind, content)
-                        self._news.notify_all()
+                    with self._changed:
+                        self._handle_event(kind, content)
+                        self._changed.notify_all()
         self._ready.set()
 
-    def _hear(self, kind: str, content: Any) -> None:
+    def _handle_event(self, kind: str, content: Any) -> None:
         if kind == "ready":
             self.nodes = tuple(
                 SimulatedNode(
@@ -276,17 +280,17 @@ class SimulatedCluster:
             self.left_behind = tuple(content["left_behind"])
             self.latest_seconds = content["latest_seconds"]
 
-    def _last_words(self) -> str:
+    def _last_output(self) -> str:
         with contextlib.suppress(OSError):
             lines = self._errors.read_text("utf-8", "replace").strip().splitlines()
             if lines:
                 return " / ".join(lines[-3:])
-        return "it said nothing"
+        return "it printed nothing"
 
 
 def new_live_directory(otherwise: Path) -> Path:
-    """Nodes are some hundred renames a second: in memory where the machine offers that. ext4 flushes on each rename
-    over a file, which on a slow disk makes the driver late."""
+    """A directory in memory if the machine has one: nodes make some hundred renames a second, and ext4 flushes on each
+    rename over a file, which delays the driver on a slow disk."""
     if os.access(MEMORY_FILES, os.W_OK | os.X_OK):
         with contextlib.suppress(OSError):
             return Path(tempfile.mkdtemp(prefix=PREFIX, dir=MEMORY_FILES))

@@ -1,4 +1,4 @@
-"""Plays the scenarios: one thread that, by one clock, writes what each board, process, rank and checkpoint shows."""
+"""Runs the scenarios: one thread that writes what each GPU, process, rank and checkpoint shows at the moment."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from wattwatch.collectors.simulated.node_directory import NodeDirectory, Simulat
 from wattwatch.collectors.simulated.scenario import Scenario, ScenarioPhase, activity_of_rank, phase_number_at, step_at
 
 TICK_SECONDS: Final = 0.5
-# Nodes are sampled on whole seconds: written between them, no state file changes while it is read.
+# Nodes are sampled on whole seconds. Writing in between, no state file changes while it is read.
 TICK_OFFSET_SECONDS: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseStarted:
-    """What the driver reports when a phase begins. `late_seconds`: how late the machine let it happen."""
+    """Reported when a phase starts. `late_seconds`: the delay caused by a slow machine."""
 
     scenario: str
     phase: int
@@ -31,46 +31,47 @@ class PhaseStarted:
 
 @dataclass(slots=True)
 class RunningScenario:
-    """One scenario under way."""
+    """One scenario in progress."""
 
     scenario: Scenario
     job: JobDirectory
     nodes: Sequence[NodeDirectory]
     phase: int | None = None
     killed: set[int] = field(default_factory=set)  # ranks
-    lost: set[tuple[int, int]] = field(default_factory=set)  # node (from 0), board
+    lost: set[tuple[int, int]] = field(default_factory=set)  # node (from 0), GPU
     frozen: set[int] = field(default_factory=set)  # nodes (from 0)
 
 
 class Driver:
-    """`freeze(node)` is asked to silence a node's SSH server; `report` hears each phase as it begins."""
+    """Advances all scenarios by one clock. `freeze(node)` silences a node's SSH server; `report` is called when a phase
+    starts."""
 
     def __init__(
         self,
-        plays: Sequence[RunningScenario],
+        running: Sequence[RunningScenario],
         clock: Clock,
         freeze: Callable[[str], None],
         report: Callable[[PhaseStarted], None],
     ) -> None:
-        self.latest_seconds = 0.0  # the worst lateness of any tick so far, in scenario seconds
-        self._plays = tuple(plays)
+        self.latest_seconds = 0.0  # the largest delay of any tick so far, in scenario seconds
+        self._running = tuple(running)
         self._clock = clock
         self._freeze = freeze
         self._report = report
-        self._began: float | None = None
+        self._started: float | None = None
         self._ticks = 0
         self._stop = threading.Event()
         self._changed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
 
     def start(self) -> None:
-        """The jobs are loading until `begin`."""
+        """Start the thread; the jobs are loading until `begin`."""
         self._tick()
         self._thread.start()
 
     def begin(self) -> None:
-        """The first phase of every scenario starts now."""
-        self._began = self._clock.wall()
+        """Start the first phase of every scenario."""
+        self._started = self._clock.wall()
         self._changed.set()
 
     def stop(self) -> None:
@@ -90,86 +91,93 @@ class Driver:
             self._tick()
 
     def _next_due(self, now: float) -> float:
-        """The next tick, or the next beginning of a phase if that is earlier."""
+        """The next tick, or the start of the next phase if that is earlier."""
         ticks = math.floor((now - TICK_OFFSET_SECONDS) / TICK_SECONDS) + 1
         due = ticks * TICK_SECONDS + TICK_OFFSET_SECONDS
-        if self._began is not None:
-            changes = (self._began + phase.at_seconds for play in self._plays for phase in play.scenario.phases)
+        if self._started is not None:
+            changes = (
+                self._started + phase.at_seconds
+                for scenario_run in self._running
+                for phase in scenario_run.scenario.phases
+            )
             due = min([due, *(change for change in changes if change > now)])
         return due
 
     def _tick(self) -> None:
         self._ticks += 1
         now = self._clock.wall()
-        seconds = -1.0 if self._began is None else now - self._began
-        for play in self._plays:
-            number = phase_number_at(play.scenario, seconds)
-            if number is not None and number != play.phase:
-                play.phase = number
-                phase = play.scenario.phases[number]
-                self._begin_phase(play, phase, step_at(play.scenario, seconds))
-                assert self._began is not None
-                late = now - self._began - phase.at_seconds
-                self._report(PhaseStarted(play.scenario.name, number, now, late))
-            write_job_state(play, number, step_at(play.scenario, seconds), self._ticks)
+        seconds = -1.0 if self._started is None else now - self._started
+        for scenario_run in self._running:
+            number = phase_number_at(scenario_run.scenario, seconds)
+            if number is not None and number != scenario_run.phase:
+                scenario_run.phase = number
+                phase = scenario_run.scenario.phases[number]
+                self._apply_phase(scenario_run, phase, step_at(scenario_run.scenario, seconds))
+                assert self._started is not None
+                late = now - self._started - phase.at_seconds
+                self._report(PhaseStarted(scenario_run.scenario.name, number, now, late))
+            write_job_state(scenario_run, number, step_at(scenario_run.scenario, seconds), self._ticks)
 
-    def _begin_phase(self, play: RunningScenario, phase: ScenarioPhase, step: int) -> None:
-        """The effects that happen once."""
-        scenario = play.scenario
+    def _apply_phase(self, scenario_run: RunningScenario, phase: ScenarioPhase, step: int) -> None:
+        """Apply the effects that happen once, when the phase starts."""
+        scenario = scenario_run.scenario
         if phase.save_seconds is not None:
-            play.job.begin_save(step, phase.save_seconds)
+            scenario_run.job.begin_save(step, phase.save_seconds)
         if phase.kill_rank is not None:
-            place, board = divmod(phase.kill_rank, scenario.gpus_per_node)
-            play.killed.add(phase.kill_rank)
+            place, gpu = divmod(phase.kill_rank, scenario.gpus_per_node)
+            scenario_run.killed.add(phase.kill_rank)
             if phase.killed_by == "oom":
-                play.nodes[place].log_out_of_memory(play.nodes[place].pids[board])
+                scenario_run.nodes[place].log_out_of_memory(scenario_run.nodes[place].pids[gpu])
         if phase.lose_gpu is not None:
-            number, board = phase.lose_gpu
-            play.lost.add((number - 1, board))
-            play.nodes[number - 1].log_lost_gpu(board)
+            number, gpu = phase.lose_gpu
+            scenario_run.lost.add((number - 1, gpu))
+            scenario_run.nodes[number - 1].log_lost_gpu(gpu)
         if phase.freeze_node is not None:
-            play.frozen.add(phase.freeze_node - 1)
-            self._freeze(play.nodes[phase.freeze_node - 1].name)
+            scenario_run.frozen.add(phase.freeze_node - 1)
+            self._freeze(scenario_run.nodes[phase.freeze_node - 1].name)
         if phase.hang_driver_node is not None:
-            node = play.nodes[phase.hang_driver_node - 1]
+            node = scenario_run.nodes[phase.hang_driver_node - 1]
             node.nvml = node.smi = "hang"
 
 
-def write_job_state(play: RunningScenario, number: int | None, step: int, tick: int) -> None:
-    """One picture of the whole job."""
-    scenario = play.scenario
+def write_job_state(scenario_run: RunningScenario, number: int | None, step: int, tick: int) -> None:
+    """Write the state of the whole job at one moment."""
+    scenario = scenario_run.scenario
     activities = [activity_of_rank(scenario, number, rank) for rank in range(scenario.world)]
-    speaks = [
-        None if rank in play.killed or rank // scenario.gpus_per_node in play.frozen else activity
+    speaking = [
+        None if rank in scenario_run.killed or rank // scenario.gpus_per_node in scenario_run.frozen else activity
         for rank, activity in enumerate(activities)
     ]
-    pace = next((activity.tokens_per_second for activity in activities if activity.tokens_per_second), None)
-    # Progress first: who reads both must not meet a board at rest beside a heartbeat that still says "train".
-    play.job.show(step, speaks, pace)
-    for place, node in enumerate(play.nodes):
+    tokens_per_second = next(
+        (activity.tokens_per_second for activity in activities if activity.tokens_per_second), None
+    )
+    # Progress first: a reader must not find an idle GPU together with a heartbeat that still says "train".
+    scenario_run.job.show(step, speaking, tokens_per_second)
+    for place, node in enumerate(scenario_run.nodes):
         first = place * scenario.gpus_per_node
-        moments = [
+        gpus = [
             SimulatedGpu(
-                activity=activities[first + board],
-                alive=first + board not in play.killed and activities[first + board].phase != "done",
-                lost=(place, board) in play.lost,
+                activity=activities[first + gpu],
+                alive=first + gpu not in scenario_run.killed and activities[first + gpu].phase != "done",
+                lost=(place, gpu) in scenario_run.lost,
             )
-            for board in range(scenario.gpus_per_node)
+            for gpu in range(scenario.gpus_per_node)
         ]
-        node.show(moments, tick)
+        node.show(gpus, tick)
 
 
 def set_up_scenarios(
     scenarios: Sequence[Scenario], directory: Path, tools: Path, clock: Clock, preload_pynvml: bool = True
 ) -> tuple[tuple[RunningScenario, ...], Mapping[str, NodeDirectory]]:
-    """Lay out all files below `directory` and the nodes' programs in `tools`; the nodes by name."""
+    """Create all files below `directory` and the nodes' programs in `tools`. Returns the scenarios and the nodes by
+    name."""
     write_tools(tools)
     nodes = {
         name: NodeDirectory(directory / "nodes" / name, name, scenario.gpus_per_node, clock, tools, preload_pynvml)
         for scenario in scenarios
         for name in scenario.node_names
     }
-    plays = tuple(
+    running = tuple(
         RunningScenario(
             scenario=scenario,
             job=JobDirectory(directory / "jobs" / scenario.name, scenario, clock),
@@ -177,4 +185,4 @@ def set_up_scenarios(
         )
         for scenario in scenarios
     )
-    return plays, nodes
+    return running, nodes

@@ -1,7 +1,6 @@
-"""The files of one simulated job: heartbeats of the run directory, or a foreign log; checkpoints. Shared by its nodes.
+"""The files of one simulated job, shared by its nodes: heartbeats or a log of another trainer, and checkpoints.
 
-The run directory is that of the trainer (collectors read it by the same description); the log is torchtitan's. Times
-of change are the scenario's.
+The run directory has the layout of our trainer, the log that of torchtitan. Modification times are the scenario's.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from wattwatch.collectors.simulated.node_directory import FIRST_PID, replace_byt
 from wattwatch.collectors.simulated.scenario import TOKENS_PER_STEP, Scenario, SimulatedActivity
 
 SHARDS: Final = 13
-SHARD_BYTES: Final = 62 * 10**9 // SHARDS  # about 62 GB in all
+SHARD_BYTES: Final = 62 * 10**9 // SHARDS  # about 62 GB in total
 LOG_EVERY_STEPS: Final = 2
 
 
 class JobDirectory:
-    """Writes one job's progress and checkpoints as time goes by. `show` may be called as often as one likes."""
+    """Writes one job's progress and checkpoints over time. `show` may be called at any rate."""
 
     def __init__(self, directory: Path, scenario: Scenario, clock: Clock) -> None:
         self.directory = directory
@@ -35,7 +34,7 @@ class JobDirectory:
         self._clock = clock
         self._shown: list[tuple[int, str] | None] = [None] * scenario.world
         self._logged_step = scenario.first_step
-        self._saving: tuple[Path, int, float, float] | None = None  # staged, step, began, seconds
+        self._saving: tuple[Path, int, float, float] | None = None  # staged, step, started, seconds
         for folder in ("heartbeat", "checkpoints", "logs"):
             (directory / folder).mkdir(parents=True)
         if scenario.progress == "heartbeats":
@@ -59,11 +58,11 @@ class JobDirectory:
         }
         replace_bytes(self.directory / "run.json", orjson.dumps(run))
 
-    def show(self, step: int, activities: Sequence[SimulatedActivity | None], pace_tokens: float | None) -> None:
-        """Progress of each rank; None: this rank says nothing more (its process or its node is gone)."""
+    def show(self, step: int, activities: Sequence[SimulatedActivity | None], tokens_per_second: float | None) -> None:
+        """Write the progress of each rank. None: no more heartbeats (its process or its node is gone)."""
         now = self._clock.wall()
         if self.scenario.progress == "torchtitan":
-            self._show_log(step, pace_tokens)
+            self._show_log(step, tokens_per_second)
         else:
             for rank, activity in enumerate(activities):
                 if activity is None or not activity.phase or self._shown[rank] == (step, activity.phase):
@@ -74,7 +73,7 @@ class JobDirectory:
 
     def _write_heartbeat(self, rank: int, step: int, activity: SimulatedActivity, now: float) -> None:
         scenario = self.scenario
-        beat = {
+        heartbeat = {
             "v": 1,
             "run": scenario.name,
             "rank": rank,
@@ -93,14 +92,14 @@ class JobDirectory:
             "t_wall": now,
             "t_step": now,
         }
-        replace_bytes(self.directory / "heartbeat" / f"rank-{rank:05d}.json", orjson.dumps(beat), now)
+        replace_bytes(self.directory / "heartbeat" / f"rank-{rank:05d}.json", orjson.dumps(heartbeat), now)
 
-    def _show_log(self, step: int, pace_tokens: float | None) -> None:
-        if pace_tokens is None or step < self._logged_step + LOG_EVERY_STEPS:
+    def _show_log(self, step: int, tokens_per_second: float | None) -> None:
+        if tokens_per_second is None or step < self._logged_step + LOG_EVERY_STEPS:
             return
         self._logged_step = step - step % LOG_EVERY_STEPS
-        # torchtitan's figure is per GPU; the form of the line: its components/metrics.py
-        per_gpu = pace_tokens / self.scenario.world
+        # torchtitan prints it per GPU; format of the line: torchtitan/components/metrics.py
+        per_gpu = tokens_per_second / self.scenario.world
         self._log(
             f"step: {self._logged_step:2}  loss: {loss_at(step):8.5f}  grad_norm: {0.75:7.4f}  "
             f"memory: 82.31GiB(30.75%)  tps: {per_gpu:,.0f}  tflops: 650.76  mfu: 28.92%"
@@ -114,7 +113,7 @@ class JobDirectory:
         os.utime(self.log, (now, now))
 
     def begin_save(self, step: int, seconds: float) -> None:
-        """A checkpoint grows beside its name for `seconds`, and is then marked and renamed."""
+        """Let a checkpoint grow under a temporary name for `seconds`; then it gets its marker and its name."""
         staged = self.checkpoints / f"step-{step:08d}.tmp-5eed"
         staged.mkdir()
         self._saving = (staged, step, self._clock.wall(), seconds)
@@ -135,7 +134,7 @@ class JobDirectory:
             self._publish(staged, step, now)
 
     def _write_checkpoint(self, step: int, changed_seconds: float) -> None:
-        """One that was complete before we came."""
+        """A checkpoint that was complete before the scenario."""
         staged = self.checkpoints / f"step-{step:08d}.tmp-5eed"
         staged.mkdir()
         for number in range(SHARDS):
@@ -143,7 +142,7 @@ class JobDirectory:
         self._publish(staged, step, changed_seconds)
 
     def _publish(self, staged: Path, step: int, changed_seconds: float) -> None:
-        """Marker last, then the name, then the pointer."""
+        """Write the marker, then rename, then update the pointer: the order of our trainer."""
         sizes = {path.name: path.stat().st_size for path in sorted(staged.iterdir())}
         index = {
             "metadata": {"total_size": sum(sizes.values())},
@@ -161,13 +160,13 @@ class JobDirectory:
 
 
 def write_shard(folder: Path, number: int, size: int, changed_seconds: float) -> None:
-    """A safetensors file with a true header and a hole for its tensors: 4.8 GB that take no room."""
+    """A safetensors file with a real header and a hole instead of tensors: 4.8 GB that use no disk space."""
     path = folder / f"model-{number + 1:05d}-of-{SHARDS:05d}.safetensors"
     if not path.exists():
         head = orjson.dumps({f"w{number}": {"dtype": "BF16", "shape": [1], "data_offsets": [0, SHARD_BYTES]}})
         head = head.ljust(-(-len(head) // 8) * 8)
-        room = SHARD_BYTES - 8 - len(head)
-        head = head.replace(str(SHARD_BYTES).encode(), str(room).encode().ljust(len(str(SHARD_BYTES))))
+        tensor_bytes = SHARD_BYTES - 8 - len(head)
+        head = head.replace(str(SHARD_BYTES).encode(), str(tensor_bytes).encode().ljust(len(str(SHARD_BYTES))))
         path.write_bytes(len(head).to_bytes(8, "little") + head)
     if size > path.stat().st_size:
         os.truncate(path, size)
@@ -175,5 +174,5 @@ def write_shard(folder: Path, number: int, size: int, changed_seconds: float) ->
 
 
 def loss_at(step: int) -> float:
-    """The paper's course: 1.60 at the start, 0.74, then 0.68."""
+    """Loss curve as in arXiv 2608.05944: 1.60 at the start, then 0.74, then 0.68."""
     return round(0.66 + 0.94 / (1 + step / 120), 4)

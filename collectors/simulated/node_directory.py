@@ -1,12 +1,12 @@
-"""One simulated node as files: /proc, the kernel log, its tools, and the state that NVML and nvidia-smi answer from.
+"""One simulated node as files: /proc, the kernel log, its tools, and the state from which NVML and nvidia-smi answer.
 
-    NODE/state.json      what the boards read now (on_node/fake_nvml.py, on_node/fake_nvidia_smi.py)
+    NODE/state.json      readings of the GPUs now (on_node/fake_nvml.py, on_node/fake_nvidia_smi.py)
     NODE/proc/...        PID/{stat,comm}, loadavg, pressure/, sys/kernel/hostname
     NODE/dev/kmsg        kernel log records, appended
     NODE/home/           where commands start
     TOOLS/               nvidia-smi and python3, first in every node's PATH
 
-Everything that is replaced is replaced by rename: a reader sees the old file or the new one, never half of one.
+Files are replaced by rename: a reader sees the old or the new content, never a part.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ DRIVER_VERSION: Final = "580.95.05"
 GPU_NAME: Final = "NVIDIA B300 SXM6 AC"
 GPU_LIMIT_MILLIWATTS: Final = 1_100_000
 GPU_MEMORY_BYTES: Final = 275_040 << 20
-HELD_MEMORY_BYTES: Final = 82 * 10**9  # the paper's footprint with activations
+HELD_MEMORY_BYTES: Final = 82 * 10**9  # memory in use with activations, arXiv 2608.05944
 BUS_IDS: Final = tuple(f"0000000{domain}:{bus}:00.0" for domain in (0, 1) for bus in ("1A", "69", "B5", "DB"))
 FIRST_PID: Final = 41_001
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 
-# The watcher starts Python with -I -S, so that no variable and no package of a node can break it. On this node a
-# variable is how time and NVML come in, so the probe (it reads its program from stdin) is started without the two.
-# The question before it, whether this Python will do, needs neither and is asked as it stands.
+# The watcher starts Python with -I -S, so that no variable or package of a node can break it. On a simulated node an
+# environment variable brings in the clock and NVML, so the probe (which reads its program from stdin) is started
+# without these options. The version check before it needs neither and is run unchanged.
 PYTHON: Final = """\
 #!/bin/sh
 case "$*" in *os.read*)
@@ -55,17 +55,17 @@ exec {python} -S -E {script} "$@"
 
 @dataclass(frozen=True, slots=True)
 class SimulatedGpu:
-    """One board and its process for a moment."""
+    """What one GPU and its process show at one gpu."""
 
     activity: SimulatedActivity
     alive: bool  # its process exists
-    lost: bool = False  # the board fell off the bus
-    pid: int | None = None  # of a true process on this machine; None: one of the node's own, which is but a file
+    lost: bool = False  # the GPU fell off the bus
+    pid: int | None = None  # of a real process on this machine; None: a simulated one, which exists only in /proc files
 
 
 @dataclass(slots=True)
 class EnergyCounter:
-    """A board's counter: millijoules up to a moment, and the power since."""
+    """A GPU's energy counter: millijoules at one gpu, and the power since then."""
 
     millijoules: float
     at_seconds: float
@@ -77,7 +77,7 @@ class EnergyCounter:
 
 
 class NodeDirectory:
-    """Writes the files of one node. Times are the scenario's clock; its zero of `monotonic` is the node's boot."""
+    """Writes the files of one node. Times are on the scenario's clock; the node booted at its monotonic zero."""
 
     def __init__(
         self, directory: Path, name: str, gpus: int, clock: Clock, tools: Path, preload_pynvml: bool = True
@@ -96,7 +96,7 @@ class NodeDirectory:
         self._kernel_records = 0
         self._shown_pids: tuple[int | None, ...] = ()
         now = clock.wall()
-        # As if the driver had been loaded for a while: no two boards have the same count.
+        # As if the driver had been loaded for a while: every GPU has a different count.
         self._energy = [EnergyCounter(4.0e9 + 7.7e7 * place, now) for place in range(gpus)]
         for folder in ("proc/pressure", "proc/sys/kernel", "proc/driver/nvidia", "dev", "home"):
             (directory / folder).mkdir(parents=True)
@@ -107,7 +107,7 @@ class NodeDirectory:
         self.log_kernel(6, "nvidia-nvlink: Nvlink Core is being initialized, major device number 511")
 
     def environment(self) -> dict[str, str]:
-        """What a command on this node starts with."""
+        """Environment of commands on this node."""
         pynvml = util.find_spec("pynvml")
         return {
             "PATH": f"{self._tools}:/usr/bin:/bin",
@@ -124,29 +124,29 @@ class NodeDirectory:
             "WATTWATCH_NODE_PYNVML": pynvml.origin or "" if pynvml and self._preload_pynvml else "",
         }
 
-    def show(self, moments: Sequence[SimulatedGpu], tick: int) -> None:
-        """Write what the boards read now, and the processes where their being there has changed."""
+    def show(self, gpus_now: Sequence[SimulatedGpu], tick: int) -> None:
+        """Write the readings of the GPUs now, and the processes if any started or ended."""
         now = self._clock.wall()
-        rows = [self._board(place, moment, tick, now) for place, moment in enumerate(moments)]
+        rows = [self._gpu_state(place, gpu, tick, now) for place, gpu in enumerate(gpus_now)]
         state = {"wall_seconds": now, "driver": DRIVER_VERSION, "nvml": self.nvml, "smi": self.smi, "gpus": rows}
-        pids = tuple(self._pid(place, moment) if moment.alive else None for place, moment in enumerate(moments))
+        pids = tuple(self._pid(place, gpu) if gpu.alive else None for place, gpu in enumerate(gpus_now))
         if pids != self._shown_pids or tick % 8 == 1:
-            self._write_processes(pids, moments)
+            self._write_processes(pids, gpus_now)
             self._shown_pids = pids
         if tick % 8 == 1:
             self._write_load(len(pids) - pids.count(None), tick)
         replace_bytes(self.directory / "state.json", orjson.dumps(state))
 
-    def _pid(self, place: int, moment: SimulatedGpu) -> int:
-        return self.pids[place] if moment.pid is None else moment.pid
+    def _pid(self, place: int, gpu: SimulatedGpu) -> int:
+        return self.pids[place] if gpu.pid is None else gpu.pid
 
-    def _board(self, place: int, moment: SimulatedGpu, tick: int, now: float) -> Mapping[str, Any]:
-        activity = moment.activity
+    def _gpu_state(self, place: int, gpu: SimulatedGpu, tick: int, now: float) -> Mapping[str, Any]:
+        activity = gpu.activity
         seed = f"{self.name}/{place}/{tick}/"
         milliwatts = int(1000 * seeded_uniform(activity.power_watts, seed + "power"))
         utilization = round(seeded_uniform(activity.utilization_percent, seed + "busy"))
         if activity.utilization_percent[1] - activity.utilization_percent[0] > 50:
-            # Scattered utilisation and power belong together: a board that waits for data draws less.
+            # Scattered utilization and power belong together: a GPU that waits for data draws less.
             low, high = activity.power_watts
             milliwatts = int(1000 * (low + (high - low) * utilization / 100))
         energy = self._energy[place]
@@ -162,37 +162,37 @@ class NodeDirectory:
             "energy_at": now,
             "util": utilization,
             "mem_util": round(seeded_uniform(activity.memory_utilization_percent, seed + "memory")),
-            "mem_used": HELD_MEMORY_BYTES if moment.alive and activity.memory == "held" else 0,
+            "mem_used": HELD_MEMORY_BYTES if gpu.alive and activity.memory == "held" else 0,
             "mem_total": GPU_MEMORY_BYTES,
             "temp": 28 + milliwatts // 30_000,
             "sm_clock": 1920 if utilization else 1110,
             "throttle": 0 if utilization else 1,  # gpu_idle
             "pstate": 0,
-            "lost": moment.lost,
-            "pids": [self._pid(place, moment)] if moment.alive and activity.memory == "held" else [],
+            "lost": gpu.lost,
+            "pids": [self._pid(place, gpu)] if gpu.alive and activity.memory == "held" else [],
         }
 
-    def _write_processes(self, pids: Sequence[int | None], moments: Sequence[SimulatedGpu]) -> None:
+    def _write_processes(self, pids: Sequence[int | None], gpus_now: Sequence[SimulatedGpu]) -> None:
         for pid in {*self._shown_pids, *self.pids} - {*pids, None}:
             folder = self.directory / "proc" / str(pid)
             for file in folder.glob("*"):
                 file.unlink()
             if folder.exists():
                 folder.rmdir()
-        for pid, moment in zip(pids, moments, strict=True):
+        for pid, gpu in zip(pids, gpus_now, strict=True):
             if pid is None:
                 continue
             folder = self.directory / "proc" / str(pid)
             folder.mkdir(exist_ok=True)
-            if moment.pid is None:
-                self._write_process(folder, pid, moment)
+            if gpu.pid is None:
+                self._write_process(folder, pid, gpu)
             else:
                 copy_process(pid, folder)
 
-    def _write_process(self, folder: Path, pid: int, moment: SimulatedGpu) -> None:
+    def _write_process(self, folder: Path, pid: int, gpu: SimulatedGpu) -> None:
         ran_ticks = int(self._clock.monotonic() * TICKS) - self._started_ticks
-        # Spinning or computing, a rank's main thread runs; only one whose board is lost sleeps in the driver.
-        state = "D" if moment.lost else "R"
+        # The main thread of a rank runs while it computes or spins; only with a lost GPU does it sleep in the driver.
+        state = "D" if gpu.lost else "R"
         fields = [1, pid, pid, 0, -1, 4194304, 9000, 0, 12, 0, ran_ticks, ran_ticks // 20, 0, 0, 20, 0, 212, 0]
         fields += [self._started_ticks, 311_000_000_000, 5_200_000, *[0] * 28]
         replace_text(folder / "stat", f"{pid} (python3) {state} {' '.join(map(str, fields))}\n")
@@ -233,14 +233,14 @@ class NodeDirectory:
 
 
 def copy_process(pid: int, folder: Path) -> None:
-    """A true process as the node's own; one that has just ended stays as it was last seen."""
+    """Copy a real process into the node's /proc; one that has just ended keeps its last state."""
     for name in ("stat", "comm"):
         with contextlib.suppress(OSError):
             replace_bytes(folder / name, Path(f"/proc/{pid}/{name}").read_bytes())
 
 
 def write_tools(directory: Path) -> None:
-    """The programs that every node has. Where these are, programs may run; where nodes are, they need not."""
+    """Write the programs of every node. Not in the nodes' own directory, which may be mounted noexec."""
     directory.mkdir(parents=True)
     python = shlex.quote(os.path.realpath(sys.executable))
     script = shlex.quote(str(resources.files(__package__) / "on_node" / "fake_nvidia_smi.py"))
@@ -251,10 +251,10 @@ def write_tools(directory: Path) -> None:
 
 
 def seeded_uniform(bounds: tuple[float, float], seed: str) -> float:
-    """A number between the two that depends on nothing but the seed: a run can be played again."""
+    """A number in `bounds` that depends only on the seed, so that a run can be repeated exactly."""
     low, high = bounds
     mixed = zlib.crc32(seed.encode())
-    # A checksum of near-equal texts is near-regular: MurmurHash3's finalizer (public domain) scatters it.
+    # Checksums of similar texts are similar; MurmurHash3's finalizer (public domain) scatters them.
     mixed = (mixed ^ mixed >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     mixed = (mixed ^ mixed >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
     return low + (high - low) * (mixed ^ mixed >> 16) / 0xFFFFFFFF
@@ -265,7 +265,7 @@ def replace_text(path: Path, text: str, changed_seconds: float | None = None) ->
 
 
 def replace_bytes(path: Path, data: bytes, changed_seconds: float | None = None) -> None:
-    """By rename, with the scenario's time as its time of change where that is given."""
+    """Replace by rename, with the given modification time."""
     staged = f"{path}.tmp"
     with open(staged, "wb") as file:
         file.write(data)

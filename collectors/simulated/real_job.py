@@ -1,7 +1,7 @@
-"""Boards that follow a real job: what each shows comes from the heartbeat of the true process that is its rank.
+"""Simulated GPUs that follow a real job: each shows what the heartbeat of its rank's real process implies.
 
-The job is real, its GPUs are not: a rank trains on CPU, and its simulated board draws the watts that the paper saw in
-the phase that the rank says it is in. A rank that says "train" and makes no step waits in a collective.
+The job is real, its GPUs are not: a rank trains on CPU, and its simulated GPU draws the watts measured for the phase in
+the rank's heartbeat (arXiv 2608.05944). A rank in phase "train" that makes no step is waiting in a collective.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from wattwatch.collectors.simulated.driver import TICK_OFFSET_SECONDS, TICK_SECO
 from wattwatch.collectors.simulated.node_directory import NodeDirectory, SimulatedGpu
 from wattwatch.collectors.simulated.scenario import ACTIVITIES
 
-# A heartbeat is written once a second; steps of the demo take less.
+# A heartbeat is written once per second; steps of the demo are shorter.
 NO_STEP_SECONDS: Final = 2.5
 NO_STEP_FACTOR: Final = 4.0  # times the slowest step so far
 IDLE_GPU: Final = ACTIVITIES["ended"]
-# phase of the heartbeat -> activity; "train" depends on whether steps are made
+# phase of the heartbeat -> activity; for "train" it depends on whether the step advances
 ACTIVITY_OF_PHASE: Final = {"load": "load", "eval": "compute", "barrier": "wait_in_barrier", "done": "ended"}
 
 
 @dataclass(frozen=True, slots=True)
 class FollowedJob:
-    """A real job on simulated nodes: ranks in order of nodes, as torchrun deals them."""
+    """A real job on simulated nodes: ranks in the order of the nodes, as torchrun assigns them."""
 
     name: str
     run_directory: str
@@ -40,7 +40,7 @@ class FollowedJob:
 
 @dataclass(slots=True)
 class RankView:
-    """One rank as its heartbeat shows it, and since when it shows the same."""
+    """One rank as its heartbeat shows it, and when that last changed."""
 
     rank: int
     path: Path
@@ -48,20 +48,20 @@ class RankView:
     phase: str = ""
     step: int = -1
     changed_seconds: float = 0.0
-    slowest_seconds: float = 0.0  # between two changes of the step
+    slowest_seconds: float = 0.0  # longest time between two steps so far
 
-    def look(self, now: float) -> SimulatedGpu:
-        """A rank without a heartbeat, or whose process has gone, leaves a bare board."""
-        beat = read_heartbeat_file(self.path)
-        if beat is None:
+    def update(self, now: float) -> SimulatedGpu:
+        """Read the heartbeat; the state of the GPU now. Without heartbeat or process the GPU is idle."""
+        heartbeat = read_heartbeat_file(self.path)
+        if heartbeat is None:
             return SimulatedGpu(IDLE_GPU, alive=False)
-        self._hear(beat, now)
+        self._apply(heartbeat, now)
         if self.phase == "done" or not process_is_alive(self.pid):
             return SimulatedGpu(IDLE_GPU, alive=False)
         return SimulatedGpu(ACTIVITIES[self._activity(now)], alive=True, pid=self.pid)
 
-    def _hear(self, beat: Mapping[str, Any], now: float) -> None:
-        pid, phase, step = beat.get("pid"), str(beat.get("phase")), beat.get("step")
+    def _apply(self, heartbeat: Mapping[str, Any], now: float) -> None:
+        pid, phase, step = heartbeat.get("pid"), str(heartbeat.get("phase")), heartbeat.get("step")
         if pid != self.pid:
             self.slowest_seconds = 0.0
         elif phase == self.phase == "train" and step != self.step and self.step > 0:
@@ -75,20 +75,20 @@ class RankView:
             return "save" if self.rank == 0 else "await_save"
         if self.phase != "train":
             return ACTIVITY_OF_PHASE.get(self.phase, "load")
-        stands = now - self.changed_seconds > max(NO_STEP_SECONDS, NO_STEP_FACTOR * self.slowest_seconds)
-        return "spin" if stands else "compute"
+        no_step = now - self.changed_seconds > max(NO_STEP_SECONDS, NO_STEP_FACTOR * self.slowest_seconds)
+        return "spin" if no_step else "compute"
 
 
 def read_heartbeat_file(path: Path) -> Mapping[str, Any] | None:
     try:
-        beat = orjson.loads(path.read_bytes())
+        heartbeat = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return None
-    return beat if isinstance(beat, dict) else None
+    return heartbeat if isinstance(heartbeat, dict) else None
 
 
 def process_is_alive(pid: int | None) -> bool:
-    """The process exists and is more than an exit code that nobody has fetched."""
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0] not in ("Z", "X")
     except (OSError, IndexError):
@@ -96,17 +96,17 @@ def process_is_alive(pid: int | None) -> bool:
 
 
 class Follower:
-    """One thread: looks at the ranks and writes their boards. Runs at the speed of life only: the job does."""
+    """One thread that reads the heartbeats and writes the GPUs. Only in real time, as the job is real."""
 
     def __init__(self, jobs: Sequence[FollowedJob], nodes: Mapping[str, NodeDirectory], clock: Clock) -> None:
         self.latest_seconds = 0.0
         self._clock = clock
         self._ticks = 0
         self._stop = threading.Event()
-        self._boards = [
+        self._ranks_of_node = [
             (
                 nodes[name],
-                [create_rank_view(job, place * job.gpus_per_node + board) for board in range(job.gpus_per_node)],
+                [create_rank_view(job, place * job.gpus_per_node + gpu) for gpu in range(job.gpus_per_node)],
             )
             for job in jobs
             for place, name in enumerate(job.node_names)
@@ -133,8 +133,8 @@ class Follower:
     def _tick(self) -> None:
         self._ticks += 1
         now = self._clock.wall()
-        for node, views in self._boards:
-            node.show([view.look(now) for view in views], self._ticks)
+        for node, views in self._ranks_of_node:
+            node.show([view.update(now) for view in views], self._ticks)
 
 
 def create_rank_view(job: FollowedJob, rank: int) -> RankView:
@@ -144,7 +144,7 @@ def create_rank_view(job: FollowedJob, rank: int) -> RankView:
 def set_up_nodes(
     jobs: Sequence[FollowedJob], directory: Path, tools: Path, clock: Clock, preload_pynvml: bool = True
 ) -> Mapping[str, NodeDirectory]:
-    """Lay out the nodes below `directory`; `tools`: see `write_tools`. The nodes by name."""
+    """Create the nodes below `directory`; `tools`: see `write_tools`. Returns them by name."""
     return {
         name: NodeDirectory(directory / "nodes" / name, name, job.gpus_per_node, clock, tools, preload_pynvml)
         for job in jobs

@@ -1,6 +1,6 @@
-"""What a simulated job does over time. Data first (scenarios.toml, activities.toml), then pure functions of time.
+"""What a simulated job does over time: data (scenarios.toml, activities.toml) and pure functions of time.
 
-Seconds count from the moment the cluster is told to begin; before it (negative) the job is loading.
+Seconds count from the start of the scenario (`SimulatedCluster.begin`); before it (negative) the job is loading.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Final
 
-TOTAL_STEPS: Final = 3857  # the epoch of the paper's case
+TOTAL_STEPS: Final = 3857  # length of the epoch in arXiv 2608.05944, section 5
 TOKENS_PER_STEP: Final = 262_144
 
 
 class UnknownScenario(Exception):
-    """No scenario has this name; the text names those that exist."""
+    """No scenario has this name; the text lists those that exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedActivity:
-    """What one rank is doing, as its board and its heartbeat show it. Pairs are the lowest and highest value."""
+    """What one rank is doing, as its GPU and its heartbeat show it. Pairs are the lowest and highest value."""
 
     name: str
     power_watts: tuple[float, float]
     utilization_percent: tuple[float, float]
     memory_utilization_percent: tuple[float, float]
-    phase: str  # of its heartbeat; "" says nothing more
-    step_seconds: float | None = None  # None: the step counter stands
+    phase: str  # in its heartbeat; "": it writes none any more
+    step_seconds: float | None = None  # None: the step does not advance
     data_wait_ms: float = 0.0
     memory: str = "held"
 
@@ -39,7 +39,7 @@ class SimulatedActivity:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioPhase:
-    """From `at_seconds` until the next phase. Effects happen once, when it begins; nodes count from 1."""
+    """From `at_seconds` until the next phase. Effects happen once, when it starts; nodes are numbered from 1."""
 
     at_seconds: float
     activity: str
@@ -48,14 +48,14 @@ class ScenarioPhase:
     save_seconds: float | None = None
     kill_rank: int | None = None
     killed_by: str = "oom"
-    lose_gpu: tuple[int, int] | None = None  # node, board
+    lose_gpu: tuple[int, int] | None = None  # node, GPU
     freeze_node: int | None = None
     hang_driver_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedAlert:
-    """One alert that must be said because of phase number `phase`, and what it must name."""
+    """One alert that phase number `phase` must cause, and what it must mention."""
 
     alert: str
     phase: int
@@ -78,9 +78,9 @@ class Scenario:
     phases: tuple[ScenarioPhase, ...]
     expected: tuple[ExpectedAlert, ...] = ()
     states: tuple[str, ...] = ()
-    progress: str = "heartbeats"  # or "torchtitan": a foreign job, known by its log only
+    progress: str = "heartbeats"  # or "torchtitan": a job of another trainer, known by its log only
     total_steps: int = TOTAL_STEPS
-    by_name: bool = False  # played only where it is asked for
+    by_name: bool = False  # run only when requested by name
 
     @property
     def world(self) -> int:
@@ -95,7 +95,7 @@ class Scenario:
 
 
 def phase_number_at(scenario: Scenario, seconds: float) -> int | None:
-    """Which phase it is; None while the job is loading."""
+    """Index of the current phase; None while the job is loading."""
     begun = [number for number, phase in enumerate(scenario.phases) if phase.at_seconds <= seconds]
     return begun[-1] if begun else None
 
@@ -108,7 +108,7 @@ def activity_of_rank(scenario: Scenario, number: int | None, rank: int) -> Simul
 
 
 def step_at(scenario: Scenario, seconds: float) -> int:
-    """Steps that are complete: those before the first, plus the time spent in each phase over its pace."""
+    """Number of completed steps: `first_step` plus, for each phase, its duration divided by its step time."""
     steps = 0.0
     ends = [phase.at_seconds for phase in scenario.phases[1:]] + [float("inf")]
     for phase, end in zip(scenario.phases, ends, strict=True):

@@ -1,4 +1,9 @@
-"""Ed25519 keys for the simulated cluster: made for one run, in the formats of OpenSSH."""
+"""A real SSH server on loopback for one node (paramiko's server side), and Ed25519 keys made for one run.
+
+An exec request starts `/bin/sh -c command` with the node's environment, as sshd would, and connects its pipes to the
+channel. When the channel closes, the command's stdin closes and nothing else is done to it: the probe must then exit by
+itself, which is what the tests verify. Commands that have not exited are known by pid.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +54,11 @@ def write_private_key(path: Path, text: str) -> None:
     path.write_text(text, "utf-8")
 
 
-# A real SSH server on loopback for one node: paramiko's server side, a public key, and commands that really run.
-#
-# An exec request starts `/bin/sh -c command` with the node's environment, as sshd would, and bridges its pipes to the
-# channel. When the channel closes, the command's stdin closes and nothing else is done to it: that a watcher's probe
-# then ends by itself is the watcher's promise, and is tested here. What has not ended is known by pid.
-
 BLOCK_BYTES: Final = 32_768
 
 
 class SshServerInterface(paramiko.ServerInterface):
-    """Who may come in, and what may be asked for: one key, sessions, exec."""
+    """What the server accepts: one public key, sessions, exec requests."""
 
     def __init__(self, server: NodeServer) -> None:
         self._server = server
@@ -75,7 +74,7 @@ class SshServerInterface(paramiko.ServerInterface):
         return OPEN_SUCCEEDED if kind == "session" else OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
 
     def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
-        # The reply must leave before the output: the command is started by a thread of its own.
+        # The reply must be sent before any output, so the command is started in another thread.
         threading.Thread(target=self._server.run, args=(channel, command), daemon=True).start()
         return True
 
@@ -104,21 +103,21 @@ class NodeServer:
         threading.Thread(target=self._accept, name=f"accept {self.name}", daemon=True).start()
 
     def freeze(self) -> None:
-        """Say nothing more: connections stay open and silent, new ones get no banner."""
+        """Go silent: connections stay open, new ones get no banner."""
         self._answers.clear()
 
     def thaw(self) -> None:
         self._answers.set()
 
     def drop(self) -> None:
-        """Close every connection, as a restart of sshd would not but a crash of the node does."""
+        """Close every connection, as a crash of the node does (a restart of sshd would not)."""
         with self._lock:
             transports, self._transports = self._transports, []
         for transport in transports:
             transport.close()
 
     def stop(self) -> None:
-        """No new connection, and the end of those that are open."""
+        """Accept no new connection and close the open ones."""
         self._stopping = True
         self._answers.set()
         with contextlib.suppress(OSError):
@@ -127,7 +126,7 @@ class NodeServer:
         self.drop()
 
     def running(self) -> list[subprocess.Popen[bytes]]:
-        """Commands that have not ended."""
+        """Commands that have not exited."""
         with self._lock:
             self._children = [child for child in self._children if child.poll() is None]
             return list(self._children)
@@ -152,7 +151,7 @@ class NodeServer:
             transport.close()
 
     def run(self, channel: paramiko.Channel, command: bytes) -> None:
-        """One command, from its start to its exit status."""
+        """Run one command, from its start to its exit status."""
         child = subprocess.Popen(
             ["/bin/sh", "-c", command],
             stdin=subprocess.PIPE,
@@ -168,36 +167,38 @@ class NodeServer:
         assert child.stderr is not None
         with self._lock:
             self._children.append(child)
-        inward = threading.Thread(target=self._feed, args=(channel, child.stdin.fileno(), child), daemon=True)
-        complaints = threading.Thread(
-            target=self._carry, args=(child.stderr.fileno(), channel.sendall_stderr), daemon=True
+        stdin_thread = threading.Thread(
+            target=self._copy_stdin, args=(channel, child.stdin.fileno(), child), daemon=True
         )
-        inward.start()
-        complaints.start()
-        self._carry(child.stdout.fileno(), channel.sendall)
+        stderr_thread = threading.Thread(
+            target=self._copy_output, args=(child.stderr.fileno(), channel.sendall_stderr), daemon=True
+        )
+        stdin_thread.start()
+        stderr_thread.start()
+        self._copy_output(child.stdout.fileno(), channel.sendall)
         child.stdout.close()
-        complaints.join()
+        stderr_thread.join()
         child.stderr.close()
         status = child.wait()
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
             channel.send_exit_status(status if status >= 0 else 128 - status)
         channel.close()
 
-    def _feed(self, channel: paramiko.Channel, stdin: int, child: subprocess.Popen[bytes]) -> None:
-        """Channel to stdin; its end, by the client or by the network, is the end of stdin."""
+    def _copy_stdin(self, channel: paramiko.Channel, stdin: int, child: subprocess.Popen[bytes]) -> None:
+        """Copy the channel to stdin; stdin closes when the channel ends, by the client or by the network."""
         try:
             while data := channel.recv(BLOCK_BYTES):
                 view = memoryview(data)
                 while view:
                     view = view[os.write(stdin, view) :]
         except OSError:
-            pass  # the command has ended, or does not read: either way there is no more to feed
+            pass  # the command has exited or does not read: nothing more to copy
         finally:
             assert child.stdin is not None
             child.stdin.close()
 
-    def _carry(self, descriptor: int, send: Callable[[bytes], object]) -> None:
-        """A pipe to the channel, silent while the node is frozen; ends with the pipe or with the channel."""
+    def _copy_output(self, descriptor: int, send: Callable[[bytes], object]) -> None:
+        """Copy a pipe to the channel, pausing while the node is frozen; ends with either of them."""
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
             while data := os.read(descriptor, BLOCK_BYTES):
                 self._answers.wait()

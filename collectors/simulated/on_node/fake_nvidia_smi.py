@@ -1,8 +1,8 @@
-"""The scripted `nvidia-smi` of a simulated node: the driver's answers in its own format, from the node's state file.
+"""A fake `nvidia-smi` for simulated nodes: prints the real tool's formats from the node's state file.
 
-Answers --query-gpu, --query-compute-apps (csv; noheader, nounits), -L, the default table and -l/-lms loops. It hangs,
-or fails with the driver's own words and exit code, when the state file says so. Runs with `python -S -E`: only the
-standard library, and a start of some ten milliseconds.
+Supports --query-gpu, --query-compute-apps (csv; noheader, nounits), -L, the default table and -l/-lms loops. It hangs,
+or fails with the driver's own message and exit code, when the state file says so. Runs with `python -S -E`: only the
+standard library, so that it starts within about ten milliseconds.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read_state() -> dict[str, Any]:
 
 
 def wait_while_hung() -> dict[str, Any]:
-    """Real ones sit in the kernel and heed no signal; this one at least ends with its node or its parent."""
+    """The real tool hangs in the kernel and ignores signals; this one at least ends with its node or its parent."""
     state = read_state()
     parent = os.getppid()
     while state.get("smi") == "hang":
@@ -83,7 +83,7 @@ def wait_while_hung() -> dict[str, Any]:
 
 
 def field_text(gpu: Gpu, state: dict[str, Any], field: str) -> str | None:
-    """The value without its unit; None for a field that this driver does not know."""
+    """The value without its unit; None for a field that the driver does not know."""
     if field.startswith(("clocks_event_reasons.", "clocks_throttle_reasons.")):
         reason = field.split(".", 1)[1]
         if reason == "active":
@@ -151,8 +151,8 @@ def processes_text(state: dict[str, Any], fields: list[str], options: list[str])
     for gpu in state["gpus"]:
         for pid in [] if gpu.get("lost") else gpu["pids"]:
             memory = f"{gpu['mem_used'] // MEBIBYTE}" + (" MiB" if units else "")
-            own = {"pid": str(pid), "process_name": "python3", "used_gpu_memory": memory, "used_memory": memory}
-            lines.append(", ".join(own.get(field) or cell(gpu, state, field, units) for field in fields))
+            known = {"pid": str(pid), "process_name": "python3", "used_gpu_memory": memory, "used_memory": memory}
+            lines.append(", ".join(known.get(field) or cell(gpu, state, field, units) for field in fields))
     return 0, "".join(line + "\n" for line in lines)
 
 

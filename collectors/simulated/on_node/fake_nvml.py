@@ -1,12 +1,12 @@
-"""What `ctypes.CDLL("libnvidia-ml.so.1")` is on a simulated node: NVML's C entry points over the node's state file.
+"""A fake libnvidia-ml.so.1 for simulated nodes: NVML's C entry points, answered from the node's state file.
 
-Each function below has the name, the arguments and the habits of the C function (nvml.h): it fills what it is handed
-a pointer to and returns a code. The real pynvml runs on top and cannot tell. Habits that cost others an outage:
+Each function has the name, arguments and behavior of the C function (nvml.h): it fills what the pointer refers to and
+returns a code. The real pynvml runs on top of it. Behavior that has caused outages elsewhere is reproduced:
 
 - the first, sizing call for the process list returns INSUFFICIENT_SIZE with the count;
-- nvmlDeviceGetFieldValues succeeds as a whole and says failure per field in `nvmlReturn`, with a value of 0;
+- nvmlDeviceGetFieldValues succeeds as a whole and reports failure per field in `nvmlReturn`, with a value of 0;
 - energy counts millijoules since the driver was loaded;
-- a lost GPU still answers its name, limit and identity, and returns GPU_IS_LOST for everything that moves;
+- a lost GPU still returns its name, limit and identity, and GPU_IS_LOST for every live reading;
 - a driver that hangs does not return at all.
 """
 
@@ -42,7 +42,7 @@ ENTRIES: dict[str, Entry] = {}
 
 
 class State:
-    """The node's state file as it is now; read again only after it was replaced."""
+    """The node's state file; read again only after it was replaced."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -51,7 +51,7 @@ class State:
         self._content: dict[str, Any] = {}
 
     def now(self) -> dict[str, Any]:
-        """Empty once the node is gone."""
+        """The current content; empty once the node is gone."""
         try:
             status = os.stat(self.path)
             stamp = (status.st_ino, status.st_mtime_ns)
@@ -72,7 +72,7 @@ def load_library(state_file: str) -> Library:
 
 
 class Library:
-    """The loaded library. An entry point that this driver does not have is an AttributeError, as with ctypes."""
+    """The loaded library. A missing entry point is an AttributeError, as with ctypes."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -84,7 +84,7 @@ class Library:
 
 
 def call_driver(entry: Entry, state: State, *arguments: Any) -> int:
-    """One call into the driver: it does not return while the driver hangs."""
+    """Call an entry point; does not return while the driver hangs."""
     content = state.now()
     while content.get("nvml") == "hang":
         time.sleep(POLL_SECONDS)
@@ -100,7 +100,7 @@ def entry(*names: str) -> Callable[[Entry], Entry]:
     return register
 
 
-def gpu_entry(*names: str, dies_with_gpu: bool = True) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def gpu_entry(*names: str, fails_if_lost: bool = True) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """An entry point whose first argument is a device handle."""
 
     def register(function: Callable[..., int]) -> Callable[..., int]:
@@ -110,7 +110,7 @@ def gpu_entry(*names: str, dies_with_gpu: bool = True) -> Callable[[Callable[...
             gpu = gpu_of(state, handle)
             if gpu is None:
                 return INVALID_ARGUMENT
-            if gpu.get("lost") and dies_with_gpu:
+            if gpu.get("lost") and fails_if_lost:
                 return GPU_IS_LOST
             return function(gpu, *arguments)
 
@@ -127,7 +127,7 @@ def gpu_of(state: State, handle: Any) -> Gpu | None:
 
 
 def pointee(argument: Any) -> Any:
-    """What `byref(x)` or `pointer(x)` points to."""
+    """The object to which `byref(x)` or `pointer(x)` points."""
     return argument._obj if hasattr(argument, "_obj") else argument.contents
 
 
@@ -150,7 +150,7 @@ def number_of(argument: Any) -> int:
     return int(getattr(argument, "value", argument))
 
 
-# The library and the machine
+# Library and host
 
 
 @entry("nvmlInit_v2", "nvmlInitWithFlags")
@@ -201,25 +201,25 @@ def handle_by(state: State, key: str, wanted: Any, handle: Any) -> int:
     return write_handle(handle, places[0]) if places else NOT_FOUND
 
 
-# What a lost GPU still answers
+# Readings that a lost GPU still returns
 
 
-@gpu_entry("nvmlDeviceGetName", dies_with_gpu=False)
+@gpu_entry("nvmlDeviceGetName", fails_if_lost=False)
 def nvml_name(gpu: Gpu, buffer: Any, _size: Any) -> int:
     return write_text(buffer, gpu["name"])
 
 
-@gpu_entry("nvmlDeviceGetUUID", dies_with_gpu=False)
+@gpu_entry("nvmlDeviceGetUUID", fails_if_lost=False)
 def nvml_uuid(gpu: Gpu, buffer: Any, _size: Any) -> int:
     return write_text(buffer, gpu["uuid"])
 
 
-@gpu_entry("nvmlDeviceGetIndex", "nvmlDeviceGetMinorNumber", dies_with_gpu=False)
+@gpu_entry("nvmlDeviceGetIndex", "nvmlDeviceGetMinorNumber", fails_if_lost=False)
 def nvml_index(gpu: Gpu, index: Any) -> int:
     return write(index, gpu["index"])
 
 
-@gpu_entry("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2", dies_with_gpu=False)
+@gpu_entry("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2", fails_if_lost=False)
 def nvml_pci_info(gpu: Gpu, argument: Any) -> int:
     info = pointee(argument)
     domain, bus, device = gpu["bus"].split(".")[0].split(":")
@@ -233,13 +233,13 @@ def nvml_pci_info(gpu: Gpu, argument: Any) -> int:
     "nvmlDeviceGetEnforcedPowerLimit",
     "nvmlDeviceGetPowerManagementLimit",
     "nvmlDeviceGetPowerManagementDefaultLimit",
-    dies_with_gpu=False,
+    fails_if_lost=False,
 )
 def nvml_power_limit(gpu: Gpu, milliwatts: Any) -> int:
     return write(milliwatts, gpu["limit_mw"])
 
 
-# What moves
+# Live readings
 
 
 @gpu_entry("nvmlDeviceGetPowerUsage")
@@ -253,7 +253,7 @@ def nvml_energy(gpu: Gpu, millijoules: Any) -> int:
 
 
 def energy_now(gpu: Gpu) -> int:
-    """The driver's counter moves between two writes of the state file too."""
+    """The counter also advances between two writes of the state file."""
     return int(gpu["energy_mj"] + gpu["power_mw"] * max(0.0, time.time() - gpu["energy_at"]))
 
 
@@ -312,9 +312,9 @@ def nvml_mig(_gpu: Gpu, current: Any, pending: Any) -> int:
 @gpu_entry("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
 def nvml_processes(gpu: Gpu, count: Any, rows: Any) -> int:
     pids: list[int] = gpu["pids"]
-    room = pointee(count).value
+    capacity = pointee(count).value
     pointee(count).value = len(pids)
-    if room < len(pids):
+    if capacity < len(pids):
         return INSUFFICIENT_SIZE
     for row, pid in zip(rows or (), pids, strict=False):
         row.pid, row.usedGpuMemory = pid, gpu["mem_used"] // max(1, len(pids))
@@ -327,7 +327,7 @@ def nvml_graphics_processes(_gpu: Gpu, count: Any, _rows: Any) -> int:
     return write(count, 0)
 
 
-@gpu_entry("nvmlDeviceGetFieldValues", dies_with_gpu=False)
+@gpu_entry("nvmlDeviceGetFieldValues", fails_if_lost=False)
 def nvml_field_values(gpu: Gpu, count: Any, argument: Any) -> int:
     for field in pointee(argument)[: number_of(count)]:
         field.timestamp = int(time.time() * 1e6)

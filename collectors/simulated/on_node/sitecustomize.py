@@ -1,11 +1,11 @@
-"""Loaded by every Python that starts on a simulated node: the node's clock, and its NVML library.
+"""Loaded by every Python that starts on a simulated node: installs the node's clock and its NVML library.
 
 Python imports a module of this name before the program (docs.python.org/3/library/site.html); the node's PYTHONPATH
-names this directory. What runs on the node needs no knowledge of it: the real probe asks `time` for the time, and the
-real pynvml asks `ctypes` for libnvidia-ml.so.1.
+contains this directory. Programs on the node need not know about it: the real probe uses `time`, and the real pynvml
+loads libnvidia-ml.so.1 through `ctypes`.
 
 The clock runs `WATTWATCH_NODE_SPEED` times as fast as the machine's, from an origin shared by all nodes and the
-watcher (collectors/clock.py does the same sum), so that ages agree everywhere.
+watcher (collectors/clock.py computes the same), so that ages agree everywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIBRARY = "libnvidia-ml.so.1"
 
 
 def set_host_name(name: str) -> None:
-    """A real rank on a simulated node: what it calls its host is what a watcher, or a gate, looks for there."""
+    """Set the host name that a real rank on a simulated node sees: its heartbeats must contain the node's name."""
     system, _, *others = os.uname()
     named = os.uname_result((system, name, *others))
     socket.gethostname = lambda: name
@@ -30,7 +30,7 @@ def set_host_name(name: str) -> None:
 
 
 def run_clock_faster(speed: float, monotonic_origin: float, wall_origin: float) -> None:
-    """Replace the clocks and the sleep of the module `time`. Real time-outs (selectors, locks) stay real."""
+    """Replace the clocks and `sleep` of the module `time`. Timeouts of selectors and locks stay in real time."""
     real_monotonic, real_time, real_sleep = time.monotonic, time.time, time.sleep
 
     def monotonic() -> float:
@@ -49,25 +49,25 @@ def run_clock_faster(speed: float, monotonic_origin: float, wall_origin: float) 
     time.time_ns = lambda: int(wall() * 1e9)
 
 
-def offer_nvml(state_file: str) -> None:
-    """From here on `ctypes.CDLL("libnvidia-ml.so.1")` is the stand-in that reads the node's state file."""
+def install_nvml(state_file: str) -> None:
+    """Make `ctypes.CDLL("libnvidia-ml.so.1")` return the fake library that reads the node's state file."""
     real_library = ctypes.CDLL
 
     def load(name: Any, *arguments: Any, **options: Any) -> Any:
         if name != LIBRARY:
             return real_library(name, *arguments, **options)
-        import fake_nvml  # type: ignore[import-not-found]  # stands beside this file, in the node's PYTHONPATH
+        import fake_nvml  # type: ignore[import-not-found]  # beside this file, in the node's PYTHONPATH
 
         return fake_nvml.load_library(state_file)
 
-    ctypes.CDLL = load  # type: ignore[assignment,misc]  # pynvml calls it like a function, which is all that it needs
+    ctypes.CDLL = load  # type: ignore[assignment,misc]  # pynvml only calls it
 
 
 def load_pynvml_from(path: str) -> None:
-    """The real pynvml, from its file and so from its compiled form. The probe uses a loaded one where there is one.
+    """Load the real pynvml from its file, and so from its compiled form. The probe uses it if it is already loaded.
 
-    The probe brings pynvml as text and compiles it: a third of a second, once, on a machine of its own. Twenty
-    simulated nodes share one machine, and would be late for their first minute.
+    The probe normally compiles the pynvml that was sent with it: a third of a second per node. Twenty simulated nodes
+    on one machine would be late for their first minute.
     """
     spec = importlib.util.spec_from_file_location("pynvml", path)
     if spec is not None and spec.loader is not None:
@@ -85,6 +85,6 @@ if "WATTWATCH_NODE_STATE" in os.environ:
             float(os.environ["WATTWATCH_NODE_MONOTONIC_ORIGIN"]),
             float(os.environ["WATTWATCH_NODE_WALL_ORIGIN"]),
         )
-    offer_nvml(os.environ["WATTWATCH_NODE_STATE"])
+    install_nvml(os.environ["WATTWATCH_NODE_STATE"])
     if os.environ.get("WATTWATCH_NODE_PYNVML"):
         load_pynvml_from(os.environ["WATTWATCH_NODE_PYNVML"])
