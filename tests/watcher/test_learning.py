@@ -93,7 +93,7 @@ def test_a_watcher_that_starts_again_knows_what_it_knew(tmp_path: Path) -> None:
     store = StateStore(tmp_path / "state.db")
     again = Watch(store, watch.time)
     again.play(5, working(260.0))
-    assert "floor 285 W learned on this host from 55 samples a board at start-up" in again.why
+    assert "power floor 285 W learned on this host from 55 samples per GPU at start-up" in again.why
     store.close()
 
 
@@ -107,9 +107,9 @@ def test_garbage_in_the_table_is_ignored_with_a_warning(tmp_path: Path, caplog: 
     with caplog.at_level(logging.WARNING):
         watch = Watch(store)
     assert len(caplog.records) == 6
-    assert "cannot be read and is learned anew" in caplog.text
+    assert "cannot be read and is learned again" in caplog.text
     watch.play(int(SAVE_LEARNED_EVERY_SECONDS) + 5, working())
-    assert "floor 235 W by profile b300" in watch.why
+    assert "floor 235 W from profile b300" in watch.why
     assert store.load_learned() == {}
     store.close()
 

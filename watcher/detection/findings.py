@@ -1,234 +1,391 @@
-"""From what was followed to findings in words: one function a kind. Numbers first, then who, then what to do."""
+"""Findings from what the trackers followed, in words: summary, evidence with numbers, suspects, next step.
+
+`PERSISTENT_RULES` are the alert kinds whose condition can be read from a single observation and must persist before it
+is reported. A new one needs a row in alerts.toml and a rule here. Hangs (hang.py), the end of a job (job_exit.py) and
+nodes (trackers/reachability.py) need more memory and make their own findings.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
-from wattwatch.watcher.detection.classifier.conclusion import ADVICE
 from wattwatch.watcher.detection.classifier.input_bottleneck import find_input_bottleneck
-from wattwatch.watcher.detection.model import AlertName, Finding, PowerState, Severity, Suspect
+from wattwatch.watcher.detection.model import (
+    MIN_DATA_WAIT_MS,
+    AlertName,
+    Finding,
+    PowerState,
+    Severity,
+    Suspect,
+    UtilizationPattern,
+)
 from wattwatch.watcher.detection.trackers.checkpoint_save import CheckpointSaveTracker
 from wattwatch.watcher.detection.trackers.gpu_health import FaultyGpu
 from wattwatch.watcher.detection.trackers.observation import Observation
 from wattwatch.watcher.detection.trackers.slowdown import SlowdownTracker
 from wattwatch.watcher.detection.trackers.step_rate import StepRateTracker
+from wattwatch.watcher.detection.trackers.step_timeout import is_evaluating
 
-# How long a condition must persist before it is worth a message: with a readable counter, and without.
-PERSISTENCE_SECONDS: Final = {
-    AlertName.JOB_STARVING: (30.0, 120.0),
-    AlertName.JOB_SLOW: (60.0, 60.0),
-    AlertName.STRAGGLER: (60.0, 120.0),
-    AlertName.GPU_THROTTLED: (60.0, 60.0),
-    AlertName.LOSS_NOT_FINITE: (0.0, 0.0),
-}
-# What makes starvation more than a picture where there is a counter: steps lost against the best pace, or data waits.
+# Steps lost against the best rate that make starvation more than a pattern of utilization. Chosen.
 STARVING_LOST_SHARE: Final = 0.1
-STARVING_WAIT_MS: Final = 100.0
-MIN_OBSERVATIONS: Final = 5  # at long intervals a few samples last as long as that
-ALERT_ADVICE: Final = {
-    AlertName.JOB_STARVING: ADVICE[PowerState.STARVATION],
-    AlertName.STRAGGLER: ADVICE[PowerState.STRAGGLER],
-    AlertName.GPU_THROTTLED: ADVICE[PowerState.THROTTLE],
-    AlertName.JOB_SLOW: "Compare with the job's usual pace: links, input pipeline, throttled boards, a neighbour.",
-    AlertName.LOSS_NOT_FINITE: "The run is likely lost from here: stop it, go back to a checkpoint before this step.",
-}
+# Smaller losses are not worth mentioning.
+MENTIONED_LOST_SHARE: Final = 0.05
+# A counter unchanged for two of its usual intervals proves no starvation; what lasts longer contains steps.
+MIN_STARVATION_STEPS: Final = 2.5
+MIN_OBSERVATIONS: Final = 5  # at long sampling intervals a few samples reach the required seconds alone
 
 
 @dataclass(slots=True)
 class Hysteresis:
-    """A condition that comes and goes: seconds for it add up, each look against it takes twice as many away. It is
-    told once it held for long enough, and until it has gone for about half as long as it had held."""
+    """A condition that comes and goes: time for it adds up, time against it is subtracted twice.
+
+    It is reported once it has held for long enough, and until it has been gone for about half as long as it had held:
+    starvation varies over time too, and one busy moment is no cure. Time that was not observed changes nothing.
+    """
 
     since: float | None = None
     seconds: float = 0.0
-    looks: int = 0
-    told: bool = False
-    proved: bool = False  # another witness than the picture was seen meanwhile
-    suspects: tuple[Suspect, ...] = ()  # of the last look on which it was true
+    observations: int = 0
+    is_reported: bool = False
+    is_proved: bool = False  # by more than power and utilization, at some time since it began
+    suspects: tuple[Suspect, ...] = ()  # of the last observation in which it was true
 
-    def update(self, true: bool, observation: Observation, enough_seconds: float) -> None:
-        if observation.gap and not self.told:
+    def update(self, condition: bool, observation: Observation, required_seconds: float) -> None:
+        if observation.gap and not self.is_reported:
             self.clear()
-        if self.told and (observation.gap or not any(node.fresh for node in observation.sample.nodes)):
-            return  # out of sight is no sign that it is over
-        if not true:
+        unobserved = observation.gap or not any(node.fresh for node in observation.sample.nodes)
+        if self.is_reported and unobserved:
+            return
+        if not condition:
             self.seconds -= 2 * observation.observed_seconds
             if self.seconds <= 0:
                 self.clear()
             return
-        self.since, self.suspects = observation.now if self.since is None else self.since, observation.verdict.suspects
-        # What held for hours need not be gone for hours to be over.
-        self.seconds = min(
-            self.seconds + observation.observed_seconds,
-            max(2 * enough_seconds, MIN_OBSERVATIONS * observation.observed_seconds),
-        )
-        self.looks += 1
-        self.told = self.told or (
-            self.seconds >= enough_seconds and (self.looks >= MIN_OBSERVATIONS or not enough_seconds)
-        )
+        self.since = observation.now if self.since is None else self.since
+        self.suspects = observation.verdict.suspects
+        # Bounded: a condition that held for hours need not be gone for hours.
+        bound = max(2 * required_seconds, MIN_OBSERVATIONS * observation.observed_seconds)
+        self.seconds = min(self.seconds + observation.observed_seconds, bound)
+        self.observations += 1
+        enough = self.observations >= MIN_OBSERVATIONS or not required_seconds
+        self.is_reported = self.is_reported or (self.seconds >= required_seconds and enough)
 
     def clear(self) -> None:
-        self.since, self.seconds, self.looks, self.told, self.proved = None, 0.0, 0, False, False
+        self.since, self.seconds, self.observations, self.is_reported, self.is_proved = None, 0.0, 0, False, False
         self.suspects = ()
 
 
-def persistence_seconds(alert: AlertName, readable: bool) -> float:
-    """How long `alert` must have held; longer where no step counter can contradict it."""
-    with_counter, without = PERSISTENCE_SECONDS[alert]
-    return with_counter if readable else without
+@dataclass(frozen=True, slots=True)
+class RuleInputs:
+    """What a rule decides on: the observation, and the trackers after it."""
+
+    observation: Observation
+    step_rate: StepRateTracker
+    saves: CheckpointSaveTracker
 
 
-def persistent_finding(
-    alert: AlertName, observation: Observation, held: Hysteresis, step_rate: StepRateTracker
-) -> Finding:
-    """A condition that held long enough."""
-    progress, lost_share = observation.sample.progress, step_rate.lost_share
-    boards = observation.sample.expected_gpus or len(observation.sample.gpus)
-    rate = progress.tokens_per_second
-    evidence = [observation.verdict.why]
-    confirmed = True
-    summary = {
-        AlertName.JOB_STARVING: f"{observation.spec.name} starves: its boards wait for data.",
-        AlertName.STRAGGLER: f"{observation.spec.name}: a few boards hold up the rest.",
-        AlertName.GPU_THROTTLED: f"{observation.spec.name}: boards are slowed down by heat or power.",
-        AlertName.JOB_SLOW: f"{observation.spec.name} is slow: {rate or 0:,.0f} tokens a second.",
-        AlertName.LOSS_NOT_FINITE: f"{observation.spec.name}: the loss is {progress.loss}.",
-    }[alert]
-    if alert is AlertName.JOB_SLOW:
-        evidence = [f"{rate or 0:,.0f} tokens/s, floor {observation.spec.floor_tokens_per_second:,.0f}", *evidence]
-    if alert is AlertName.LOSS_NOT_FINITE:
-        evidence = [f"loss {progress.loss} at step {progress.step}"]
-    if alert is AlertName.JOB_STARVING:
-        waits = data_waits_ms(observation)
-        if waits:
-            evidence.append(f"ranks wait up to {max(waits):,.0f} ms a step for data")
-        # A small model may never have looked otherwise: its counter must say that something is lost.
-        held.proved = (
-            held.proved or is_starving_by_progress(observation, step_rate) or not (progress.readable or step_rate.known)
-        )
-        confirmed = held.proved
-        if not confirmed:
-            summary = f"{observation.spec.name} may starve: its boards are fed unevenly."
-            evidence.append("its steps come no later than before: small models look the same")
-    advice = ALERT_ADVICE[alert]
-    if alert in (AlertName.JOB_STARVING, AlertName.JOB_SLOW):
-        advice = _with_bottleneck(alert, observation, evidence)
-    if lost_share >= 0.05 and alert in (AlertName.JOB_STARVING, AlertName.JOB_SLOW):
-        evidence.append(f"{lost_share:.0%} slower than the job's own best pace")
-    return Finding(
-        job=observation.spec.name,
-        alert=alert,
-        severity=ALERT_KINDS[alert].severity,
-        scope="",
-        summary=summary,
-        evidence=tuple(evidence),
-        advice=advice,
-        since_seconds=observation.now if held.since is None else held.since,
-        confirmed=confirmed,
-        suspects=held.suspects if alert in (AlertName.STRAGGLER, AlertName.GPU_THROTTLED) else (),
-        gpus_idle=round(boards * lost_share) if alert in (AlertName.JOB_STARVING, AlertName.JOB_SLOW) else 0,
+@dataclass(frozen=True, slots=True)
+class PersistentRule:
+    """One alert kind: when its condition holds in an observation, and the finding once it has persisted."""
+
+    alert: AlertName
+    holds: Callable[[RuleInputs], bool]
+    finding: Callable[[RuleInputs, Hysteresis], Finding]
+    at_least_seconds: Callable[[RuleInputs], float] | None = None  # in addition to the time in alerts.toml
+
+    def required_seconds(self, inputs: RuleInputs) -> float:
+        """How long the condition must hold; longer where no step counter can contradict it."""
+        kind = ALERT_KINDS[self.alert]
+        readable = inputs.observation.sample.progress.readable
+        required = kind.persistence_seconds if readable else kind.persistence_seconds_without_steps
+        return required if self.at_least_seconds is None else max(required, self.at_least_seconds(inputs))
+
+
+# Starvation.
+
+
+def _is_starving(inputs: RuleInputs) -> bool:
+    """The classifier says so, or steps are lost while utilization varies as it does both in starvation and at work."""
+    observation, step_rate = inputs.observation, inputs.step_rate
+    if inputs.saves.blocking is not None or step_rate.is_late or is_evaluating(observation):
+        return False
+    shown_by_progress = (
+        is_starving_by_progress(observation, step_rate) and observation.verdict.pattern is UtilizationPattern.SCATTER
     )
-
-
-def _with_bottleneck(alert: AlertName, observation: Observation, evidence: list[str]) -> str:
-    """Says in the evidence what lies upstream, where that is new there, and returns the next step. A slow job need not
-    starve: of it only what is named is told."""
-    upstream = find_input_bottleneck(observation.sample)
-    starves = alert is AlertName.JOB_STARVING
-    if not starves and not upstream.named:
-        return ALERT_ADVICE[alert]
-    if not any(upstream.words in words for words in evidence):
-        evidence.append(f"upstream: {upstream.words}")
-    return upstream.next_step if starves else f"{ALERT_ADVICE[alert]} {upstream.next_step}"
-
-
-def data_waits_ms(observation: Observation) -> list[float]:
-    """What each rank says that it waits for data in a step."""
-    return [s.data_wait_ms for s in observation.sample.progress.sources if s.data_wait_ms is not None]
+    return observation.verdict.state is PowerState.STARVATION or shown_by_progress
 
 
 def is_starving_by_progress(observation: Observation, step_rate: StepRateTracker) -> bool:
-    """Steps are lost against the job's best pace, or its ranks say that they wait for data."""
+    """Steps are lost against the job's best rate, or its ranks report that they wait for data."""
     return step_rate.lost_share >= STARVING_LOST_SHARE or is_waiting_for_data(observation)
 
 
+def data_waits_ms(observation: Observation) -> list[float]:
+    """What each rank reports as its wait for data, in milliseconds per step."""
+    return [s.data_wait_ms for s in observation.sample.progress.sources if s.data_wait_ms is not None]
+
+
 def is_waiting_for_data(observation: Observation) -> bool:
-    """A rank says so."""
-    return max(data_waits_ms(observation), default=0.0) >= STARVING_WAIT_MS
+    """A rank reports that it waits for data."""
+    return max(data_waits_ms(observation), default=0.0) >= MIN_DATA_WAIT_MS
 
 
-def slowdown_finding(observation: Observation, drift: SlowdownTracker) -> Finding:
-    """Steps take longer than this run's own usual ones: because of boards that stand out, or nobody visible."""
-    alert = AlertName.STRAGGLER if drift.suspects else AlertName.JOB_SLOW
-    boards = observation.sample.expected_gpus or len(observation.sample.gpus)
-    who = ", ".join(str(suspect) for suspect in drift.suspects)
-    evidence = [
-        f"a step takes {drift.seconds_per_step:.2f} s, usually {drift.usual_seconds_per_step:.2f} s in this run",
-        observation.verdict.why,
-    ]
-    if who:
-        evidence.append(f"clock or power of {who} differs from the other boards' on most looks")
-    advice = ALERT_ADVICE[alert] if who else _with_bottleneck(alert, observation, evidence)
-    return Finding(
-        job=observation.spec.name,
-        alert=alert,
-        severity=ALERT_KINDS[alert].severity,
-        scope="",
-        summary=f"{observation.spec.name} is {drift.lost_share:.0%} slower than it was"
-        + (f": {who} may hold up the rest." if who else "."),
-        evidence=tuple(evidence),
+def _starvation_seconds(inputs: RuleInputs) -> float:
+    """An evaluation looks the same, but no step is counted in it. Ranks that report data waits need no such proof."""
+    observation, step_rate = inputs.observation, inputs.step_rate
+    if is_waiting_for_data(observation):
+        return 0.0
+    return MIN_STARVATION_STEPS * (step_rate.usual_interval_seconds or 0.0)
+
+
+def _starvation_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
+    observation, step_rate = inputs.observation, inputs.step_rate
+    job, progress = observation.spec.name, observation.sample.progress
+    evidence = [observation.verdict.why]
+    waits = data_waits_ms(observation)
+    if waits:
+        evidence.append(f"ranks wait up to {max(waits):,.0f} ms per step for data")
+    # The GPUs of a small model may never have looked otherwise: progress must show that something is lost.
+    hysteresis.is_proved = (
+        hysteresis.is_proved
+        or is_starving_by_progress(observation, step_rate)
+        or not (progress.readable or step_rate.has_counter)
+    )
+    summary = f"{job} is waiting for data: its GPUs do not get input fast enough."
+    if not hysteresis.is_proved:
+        summary = f"{job} may be waiting for data: its GPUs are unevenly busy."
+        evidence.append("steps are no slower than before; healthy small models look the same")
+    advice = _add_bottleneck(AlertName.JOB_STARVING, observation, evidence)
+    _add_lost_share(step_rate, evidence)
+    return _persistent_finding(
+        AlertName.JOB_STARVING,
+        observation,
+        hysteresis,
+        summary,
+        evidence,
         advice=advice,
-        since_seconds=observation.now if drift.since is None else drift.since,
-        suspects=drift.suspects,
-        gpus_idle=round(boards * drift.lost_share),
+        confirmed=hysteresis.is_proved,
+        gpus_idle=round(observation.sample.gpu_count * step_rate.lost_share),
     )
 
 
-def gpu_fault_finding(observation: Observation, board: FaultyGpu) -> Finding:
-    """One broken board, with every witness of it."""
+# Below the configured throughput.
+
+
+def _is_below_throughput_floor(inputs: RuleInputs) -> bool:
+    observation = inputs.observation
+    floor, rate = observation.spec.floor_tokens_per_second, observation.sample.progress.tokens_per_second
+    return floor is not None and rate is not None and rate < floor
+
+
+def _low_throughput_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
+    observation, step_rate = inputs.observation, inputs.step_rate
+    rate = observation.sample.progress.tokens_per_second or 0
+    floor = observation.spec.floor_tokens_per_second
+    evidence = [f"{rate:,.0f} tokens/s; the configured minimum is {floor:,.0f}", observation.verdict.why]
+    advice = _add_bottleneck(AlertName.JOB_SLOW, observation, evidence)
+    _add_lost_share(step_rate, evidence)
+    return _persistent_finding(
+        AlertName.JOB_SLOW,
+        observation,
+        hysteresis,
+        f"{observation.spec.name} is slow: {rate:,.0f} tokens/s.",
+        evidence,
+        advice=advice,
+        gpus_idle=round(observation.sample.gpu_count * step_rate.lost_share),
+    )
+
+
+# Single GPUs.
+
+
+def _has_straggler(inputs: RuleInputs) -> bool:
+    observation = inputs.observation
+    return observation.verdict.state is PowerState.STRAGGLER
+
+
+def _straggler_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
+    observation = inputs.observation
+    return _persistent_finding(
+        AlertName.STRAGGLER,
+        observation,
+        hysteresis,
+        f"{observation.spec.name}: a few GPUs are holding up the others.",
+        [observation.verdict.why],
+        suspects=hysteresis.suspects,
+    )
+
+
+def _is_throttled(inputs: RuleInputs) -> bool:
+    observation = inputs.observation
+    return observation.verdict.state is PowerState.THROTTLE
+
+
+def _throttle_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
+    observation = inputs.observation
+    return _persistent_finding(
+        AlertName.GPU_THROTTLED,
+        observation,
+        hysteresis,
+        f"{observation.spec.name}: GPUs are throttled by heat or power supply.",
+        [observation.verdict.why],
+        suspects=hysteresis.suspects,
+    )
+
+
+# The loss.
+
+
+def _is_loss_not_finite(inputs: RuleInputs) -> bool:
+    observation = inputs.observation
+    loss = observation.sample.progress.loss
+    return loss is not None and not math.isfinite(loss)
+
+
+def _loss_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
+    observation = inputs.observation
+    progress = observation.sample.progress
+    return _persistent_finding(
+        AlertName.LOSS_NOT_FINITE,
+        observation,
+        hysteresis,
+        f"{observation.spec.name}: the loss is {progress.loss}.",
+        [f"loss {progress.loss} at step {progress.step}"],
+    )
+
+
+PERSISTENT_RULES: Final = (
+    PersistentRule(AlertName.JOB_STARVING, _is_starving, _starvation_finding, _starvation_seconds),
+    PersistentRule(AlertName.JOB_SLOW, _is_below_throughput_floor, _low_throughput_finding),
+    PersistentRule(AlertName.STRAGGLER, _has_straggler, _straggler_finding),
+    PersistentRule(AlertName.GPU_THROTTLED, _is_throttled, _throttle_finding),
+    PersistentRule(AlertName.LOSS_NOT_FINITE, _is_loss_not_finite, _loss_finding),
+)
+
+
+def _persistent_finding(
+    alert: AlertName,
+    observation: Observation,
+    hysteresis: Hysteresis,
+    summary: str,
+    evidence: Sequence[str],
+    *,
+    advice: str | None = None,
+    confirmed: bool = True,
+    suspects: tuple[Suspect, ...] = (),
+    gpus_idle: int = 0,
+) -> Finding:
+    kind = ALERT_KINDS[alert]
     return Finding(
         job=observation.spec.name,
-        alert=AlertName.GPU_FAULT,
-        severity=ALERT_KINDS[AlertName.GPU_FAULT].severity if board.grave else Severity.WARNING,
-        scope=f"{board.suspect.node}/{board.key}",
-        summary=f"{board.suspect} is broken." if board.grave else f"{board.suspect} wants a reset soon.",
-        evidence=board.evidence,
-        advice=ADVICE[PowerState.GPU_FAULT],
-        since_seconds=board.since_seconds,
-        suspects=(board.suspect,),
-        gpus_idle=int(board.grave),
+        alert=alert,
+        severity=kind.severity,
+        scope="",
+        summary=summary,
+        evidence=tuple(evidence),
+        advice=kind.advice if advice is None else advice,
+        since_seconds=observation.now if hysteresis.since is None else hysteresis.since,
+        confirmed=confirmed,
+        suspects=suspects,
+        gpus_idle=gpus_idle,
+    )
+
+
+def _add_bottleneck(alert: AlertName, observation: Observation, evidence: list[str]) -> str:
+    """Adds the input bottleneck to `evidence` unless it is there already, and returns the advice. A slow job need not
+    be starving, so there only an identified bottleneck is mentioned."""
+    bottleneck = find_input_bottleneck(observation.sample)
+    advice = ALERT_KINDS[alert].advice
+    starving = alert is AlertName.JOB_STARVING
+    if not starving and not bottleneck.is_named:
+        return advice
+    if not any(bottleneck.description in text for text in evidence):
+        evidence.append(f"input bottleneck: {bottleneck.description}")
+    return bottleneck.next_step if starving else f"{advice} {bottleneck.next_step}"
+
+
+def _add_lost_share(step_rate: StepRateTracker, evidence: list[str]) -> None:
+    if step_rate.lost_share >= MENTIONED_LOST_SHARE:
+        evidence.append(f"{step_rate.lost_share:.0%} slower than the job's own best step rate")
+
+
+# Findings whose trackers have already decided that they are due.
+
+
+def slowdown_finding(observation: Observation, slowdown: SlowdownTracker) -> Finding:
+    """Steps take longer than usual in this run: because of GPUs that stand out, or for no visible reason."""
+    kind = ALERT_KINDS[AlertName.STRAGGLER if slowdown.suspects else AlertName.JOB_SLOW]
+    who = ", ".join(str(suspect) for suspect in slowdown.suspects)
+    evidence = [
+        f"a step takes {slowdown.seconds_per_step:.2f} s; usually {slowdown.usual_seconds_per_step:.2f} s in this run",
+        observation.verdict.why,
+    ]
+    if who:
+        evidence.append(f"clock or power of {who} differed from the other GPUs in most samples")
+    return Finding(
+        job=observation.spec.name,
+        alert=kind.name,
+        severity=kind.severity,
+        scope="",
+        summary=f"{observation.spec.name} is {slowdown.lost_share:.0%} slower than before"
+        + (f": {who} may be holding up the others." if who else "."),
+        evidence=tuple(evidence),
+        advice=kind.advice if who else _add_bottleneck(kind.name, observation, evidence),
+        since_seconds=observation.now if slowdown.since is None else slowdown.since,
+        suspects=slowdown.suspects,
+        gpus_idle=round(observation.sample.gpu_count * slowdown.lost_share),
+    )
+
+
+def gpu_fault_finding(observation: Observation, gpu: FaultyGpu) -> Finding:
+    """One faulty GPU, with all evidence."""
+    kind = ALERT_KINDS[AlertName.GPU_FAULT]
+    return Finding(
+        job=observation.spec.name,
+        alert=kind.name,
+        severity=kind.severity if gpu.unusable else Severity.WARNING,
+        scope=f"{gpu.suspect.node}/{gpu.key}",
+        summary=f"{gpu.suspect} has failed." if gpu.unusable else f"{gpu.suspect} needs a reset soon.",
+        evidence=gpu.evidence,
+        advice=kind.advice,
+        since_seconds=gpu.since_seconds,
+        suspects=(gpu.suspect,),
+        gpus_idle=int(gpu.unusable),
     )
 
 
 def checkpoint_stalled_finding(observation: Observation, saves: CheckpointSaveTracker) -> Finding | None:
-    """A save that takes longer than its learned limit and whose files do not grow. While steps go on no board waits for
-    it: that is a warning."""
+    """A save that takes longer than its learned limit and whose files do not grow; None otherwise. While steps advance
+    no GPU waits for it, and it is a warning."""
     save = saves.save
     if save is None or saves.is_within_limit or not (save.by_heartbeat or save.entry is not None):
         return None
-    evidence = [f"a save is under way for {save.seconds:.0f} s; the limit is {saves.limit_seconds:.0f} s"]
+    limit = saves.save_limit_seconds
+    evidence = [f"the save has been running for {save.seconds:.0f} s; the limit is {limit:.0f} s"]
     if save.entry is not None:
-        evidence.append(
-            f"{save.entry.name}: {save.entry.bytes / 1e9:.1f} GB, no byte for {save.quiet_seconds or 0:.0f} s"
-        )
+        size, quiet = save.entry.bytes / 1e9, save.quiet_seconds or 0
+        evidence.append(f"{save.entry.name}: {size:.1f} GB, nothing written for {quiet:.0f} s")
     if save.background:
-        evidence.append("steps go on meanwhile")
+        evidence.append("steps advance meanwhile")
     evidence += [
-        f"{node.node}: {call.call} has not returned for {call.age_seconds:.0f} s"
+        f"{node.node}: `{call.call}` has not returned for {call.age_seconds:.0f} s"
         for node in observation.sample.nodes
         for call in node.hung_calls
     ]
+    kind = ALERT_KINDS[AlertName.CHECKPOINT_STALLED]
     return Finding(
         job=observation.spec.name,
-        alert=AlertName.CHECKPOINT_STALLED,
-        severity=Severity.WARNING if save.background else ALERT_KINDS[AlertName.CHECKPOINT_STALLED].severity,
+        alert=kind.name,
+        severity=Severity.WARNING if save.background else kind.severity,
         scope="",
-        summary=f"{observation.spec.name}: the checkpoint does not get finished.",
+        summary=f"{observation.spec.name}: the checkpoint save does not finish.",
         evidence=tuple(evidence),
-        advice="Look at the file system of the checkpoint directory: space, servers, processes in state D.",
+        advice=kind.advice,
         since_seconds=observation.now - save.seconds,
         confirmed=not save.background,
-        gpus_idle=0 if save.background else observation.sample.expected_gpus or len(observation.sample.gpus),
+        gpus_idle=0 if save.background else observation.sample.gpu_count,
     )

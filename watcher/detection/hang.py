@@ -1,9 +1,20 @@
-"""Does the job hang? The step counter decides; the picture suspects, within two rounds, and says who.
+"""Decides where and why a job is hung. The step counter decides; power and utilization only suspect, and name the rank.
 
-Two ways in. (1) The counter stands for longer than the job's own stall limit: confirmed. (2) The power and utilisation
-signature of a deadlock on two rounds, after the job was seen to work: said at once as a suspicion, confirmed when the
-counter agrees. Without a readable counter the signature must last: hang shapes other than rank 0 alone never lasted
-10 s in 13.9 h of healthy public logs.
+There are four ways to a JobHung finding, tried in this order by `HangDetector.update`:
+
+1. `_by_counter`: no step for longer than the job's own timeout (trackers/step_timeout.py). Confirmed, except while all
+   ranks are idle, which a save by all of them looks like too.
+2. `_by_signature`: the GPUs show the pattern of a deadlock (one rank idle, or none, while the rest spin at the power
+   floor) in two rounds of samples, after the job was seen to work. Suspected within seconds; the counter confirms or
+   withdraws it. Without a readable counter it must last 60 s to be suspected and 300 s to be confirmed.
+3. `_by_endless_save`: rank 0 alone idle for longer than any save, where neither counter nor files can be read.
+4. `_by_endless_idle`: another pattern at the power floor for 300 s, without a readable counter. Suspected only.
+
+The reason for these durations: in 13.9 h of public logs of healthy jobs, no pattern of a hang other than rank 0 alone
+idle lasted 10 s. A confirmed hang stays until something contradicts it (`_still_confirmed`). What a single sample
+looks like is decided by the classifier (classifier/), and by which rank (`Verdict.suspects`).
+
+Not detectable: a hang at the power of full work, or one that looks like a save, without a step counter.
 """
 
 from __future__ import annotations
@@ -12,7 +23,14 @@ import math
 from typing import Final
 
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
-from wattwatch.watcher.detection.model import AlertName, Finding, PowerState, Severity, Suspect, UtilizationPattern
+from wattwatch.watcher.detection.model import (
+    AlertName,
+    Finding,
+    PowerState,
+    Severity,
+    Suspect,
+    UtilizationPattern,
+)
 from wattwatch.watcher.detection.trackers.checkpoint_save import DEFAULT_SAVE_LIMIT_SECONDS, CheckpointSaveTracker
 from wattwatch.watcher.detection.trackers.observation import HangHistory, Observation, Streak, outlier_suspects
 from wattwatch.watcher.detection.trackers.step_rate import MIN_STALL_SECONDS, StepRateTracker
@@ -24,19 +42,19 @@ from wattwatch.watcher.detection.trackers.step_timeout import (
 )
 
 SUSPECT_ROUNDS: Final = 2
-# Without a readable counter.
+# Without a readable counter: at least six and thirty times as long as such a pattern ever lasted in a healthy job.
 NO_COUNTER_SUSPECT_SECONDS: Final = 60.0
 NO_COUNTER_CONFIRM_SECONDS: Final = 300.0
 NO_COUNTER_CONFIRM_FACTOR: Final = 3.0
-# Steps that end a signature refute it: the next one must last this many times as long before it is told.
+# A step that ends a signature disproves it. The next one must last this many times as long before it is suspected.
 FALSE_ALARM_FACTOR: Final = 3.0
-# How far above the floor the boards must have been for the job to count as one that worked.
+# Rounds above the power floor until the job counts as one that has worked.
 MIN_WORKING_ROUNDS: Final = 3
-# Steady work varies by a few per cent from one mean to the next.
+# Steady work varies by a few per cent between power averages; a drop to this share is more than that.
 POWER_DROP_SHARE: Final = 0.85
-# A picture of rank 0 alone low for a moment is no save.
+# Rank 0 alone idle for less than this is no save.
 MIN_SAVE_SECONDS: Final = 3.0
-# A signature that flickers off for one round is still there.
+# A signature that is missing for one round is still there.
 SIGNATURE_LOST_ROUNDS: Final = 2
 DEADLOCK_PATTERNS: Final = frozenset({UtilizationPattern.ALL_BUSY, UtilizationPattern.ONE_LOW_REST_BUSY})
 OTHER_STALL_PATTERNS: Final = frozenset(
@@ -46,47 +64,47 @@ EXCUSED_PHASES: Final = frozenset({"save", "load", "done"})
 
 
 class HangDetector:
-    """Follows one job's suspicion and its confirmation."""
+    """Follows one job from suspicion to confirmation."""
 
     def __init__(self) -> None:
         self._signature = Streak()
-        self._shape = UtilizationPattern.UNKNOWN  # of the signature
-        self._doubts = 0  # its looks on which the picture itself allows for light work or a save
-        self._demand_seconds: dict[
-            UtilizationPattern, float
-        ] = {}  # by shape: what healthy work of this job looked like
-        self._away = Streak()
-        self._at_rest = Streak()  # at the floor in another shape, where no counter can tell
-        self._rest_seconds = self._longest_rest_seconds = 0.0  # all ranks low since the last step; the most that ended
-        self._worked = 0
-        self._last_fraction: float | None = None
+        self._signature_pattern = UtilizationPattern.UNKNOWN
+        self._doubtful_rounds = 0  # observations of it that the classifier also reads as light work or a save
+        # By pattern: how long it must last to be suspected, because healthy work of this job once looked like it.
+        self._required_seconds: dict[UtilizationPattern, float] = {}
+        self._signature_absent = Streak()
+        self._other_pattern = Streak()  # at the power floor, where no counter can be read
+        self._idle_seconds = self._longest_idle_seconds = 0.0  # all ranks, since the last step; the most a step ended
+        self._working_rounds = 0
+        self._last_power_fraction: float | None = None
         self._suspects: tuple[Suspect, ...] = ()
-        self._picture = ""
-        self._told: Finding | None = None  # at the look before
-        self._since_pause_seconds = math.inf  # since the job saved, evaluated or loaded; inf: never seen to
+        self._signature_text = ""
+        self._last_finding: Finding | None = None
+        self._since_pause_seconds = math.inf  # since the job saved, evaluated or loaded; inf: never seen
         self._since_work_seconds = math.inf
-        self._works_before = False
+        self._was_working = False
         self._worked_since_save = True
 
     def clear(self) -> None:
+        """The job was restarted."""
         self._signature.clear()
-        self._demand_seconds.clear()
-        self._away.clear()
-        self._at_rest.clear()
-        self._rest_seconds = 0.0
-        self._worked = 0
+        self._required_seconds.clear()
+        self._signature_absent.clear()
+        self._other_pattern.clear()
+        self._idle_seconds = 0.0
+        self._working_rounds = 0
         self._suspects = ()
-        self._told = None
+        self._last_finding = None
         self._since_pause_seconds = self._since_work_seconds = math.inf
-        self._works_before, self._worked_since_save = False, True
+        self._was_working, self._worked_since_save = False, True
 
     def history(self) -> HangHistory:
-        return HangHistory(self._longest_rest_seconds, dict(self._demand_seconds), self._worked)
+        return HangHistory(self._longest_idle_seconds, dict(self._required_seconds), self._working_rounds)
 
     def restore_history(self, history: HangHistory) -> None:
-        """What was learned before the first look."""
-        self._longest_rest_seconds, self._worked = history.longest_rest_seconds, history.worked_rounds
-        self._demand_seconds.update(history.demand_seconds)
+        """Take over what was learned before the first observation."""
+        self._longest_idle_seconds, self._working_rounds = history.longest_rest_seconds, history.worked_rounds
+        self._required_seconds.update(history.demand_seconds)
 
     def update(
         self,
@@ -94,128 +112,124 @@ class HangDetector:
         step_rate: StepRateTracker,
         saves: CheckpointSaveTracker,
         *,
-        suppressed: bool,
+        process_missing: bool,
         few_processes_compute: bool = False,
     ) -> Finding | None:
-        """`suppressed`: a process is missing, so what the others do is its consequence. `few_compute`: few of the
-        job's processes use a core."""
-        works = observation.verdict.state in WORKING_STATES and not observation.verdict.at_floor
-        self._worked += works
-        self._follow_excuses(observation, step_rate, saves, works)
-        self._follow_signature(observation, step_rate, saves, suppressed)
-        self._follow_rest(observation, step_rate, saves, suppressed)
-        self._last_fraction = observation.verdict.power_fraction
+        """The hang finding now, or None. `process_missing`: a process has exited, so the others wait because of that
+        and nothing is reported here; `few_processes_compute`: few of the job's processes use a CPU core."""
+        verdict = observation.verdict
+        working = verdict.state in WORKING_STATES and not verdict.at_floor
+        self._working_rounds += working
+        self._follow_pauses(observation, step_rate, saves, working)
+        self._follow_signature(observation, step_rate, saves, process_missing)
+        self._follow_other_patterns(observation, step_rate, saves, process_missing)
+        self._last_power_fraction = verdict.power_fraction
         found = (
             self._by_counter(observation, step_rate, saves, few_processes_compute)
             or self._by_signature(observation, step_rate)
             or self._by_endless_save(observation, step_rate, saves)
-            or self._by_endless_rest(observation)
+            or self._by_endless_idle(observation)
         )
-        proof = self._proof(observation, step_rate, works)
-        if proof is not None and not (found and found.confirmed):
-            found = proof
-        self._told = None if suppressed else found
-        return self._told
+        kept = self._still_confirmed(observation, step_rate, working)
+        if kept is not None and not (found and found.confirmed):
+            found = kept
+        self._last_finding = None if process_missing else found
+        return self._last_finding
 
-    def _proof(self, observation: Observation, step_rate: StepRateTracker, works: bool) -> Finding | None:
-        """The confirmed hang of the look before, as long as nothing contradicts it: a picture that flickers moves no
-        counter, and a counter that is out of sight is no sign that it is over."""
-        if self._told is None or not self._told.confirmed or not step_rate.known:
+    def _still_confirmed(self, observation: Observation, step_rate: StepRateTracker, working: bool) -> Finding | None:
+        """The previous finding if it was confirmed and nothing contradicts it. A pattern that flickers moves no
+        counter, and a counter that becomes unreadable is no sign of recovery."""
+        last = self._last_finding
+        if last is None or not last.confirmed or not step_rate.has_counter:
             return None
         if step_rate.stalled_seconds is None:
-            return None if works else self._told
-        is_late = step_rate.stalled_seconds > 0 and not step_rate.pausing and observation.alive is not False
-        return self._told if is_late else None
+            return None if working else last
+        stalled = step_rate.stalled_seconds > 0 and not step_rate.pausing and observation.alive is not False
+        return last if stalled else None
 
-    def _follow_excuses(
-        self, observation: Observation, step_rate: StepRateTracker, saves: CheckpointSaveTracker, works: bool
+    def _follow_pauses(
+        self, observation: Observation, step_rate: StepRateTracker, saves: CheckpointSaveTracker, working: bool
     ) -> None:
-        """What takes its time is no stall, and the time it took is none afterwards either: a save of two minutes, an
-        evaluation at full power. After a save the picture proves nothing until the job was seen to work again."""
-        self._since_pause_seconds = (
-            0.0 if step_rate.pausing else self._since_pause_seconds + observation.observed_seconds
-        )
-        working = works and self._works_before
-        self._since_work_seconds = 0.0 if working else self._since_work_seconds + observation.observed_seconds
-        self._works_before = works
+        """Time spent in a save of two minutes, or in an evaluation, is no stall, not even after it has ended. And
+        after a save the pattern proves nothing until the job was seen to work again."""
+        elapsed = observation.observed_seconds
+        self._since_pause_seconds = 0.0 if step_rate.pausing else self._since_pause_seconds + elapsed
+        self._since_work_seconds = 0.0 if working and self._was_working else self._since_work_seconds + elapsed
+        self._was_working = working
         if saves.blocking is not None and saves.blocking.seconds >= MIN_SAVE_SECONDS:
             self._worked_since_save = False
-        elif works:
+        elif working:
             self._worked_since_save = True
 
     def _follow_signature(
-        self, observation: Observation, step_rate: StepRateTracker, saves: CheckpointSaveTracker, suppressed: bool
+        self, observation: Observation, step_rate: StepRateTracker, saves: CheckpointSaveTracker, process_missing: bool
     ) -> None:
-        # A step that was just counted outweighs the picture; one that was counted a while ago does not.
+        verdict = observation.verdict
+        # A step counted in this very observation outweighs the pattern; one counted a while ago does not.
         advanced = step_rate.stalled_seconds == 0.0
-        shaped = (
-            observation.verdict.pattern in DEADLOCK_PATTERNS
+        possible = (
+            verdict.pattern in DEADLOCK_PATTERNS
             and not advanced
             and observation.sample.complete
-            and self._worked >= MIN_WORKING_ROUNDS
+            and self._working_rounds >= MIN_WORKING_ROUNDS
             and saves.blocking is None
             and self._worked_since_save
             and not EXCUSED_PHASES & observation.phases
             and not is_evaluating(observation)
-            and not suppressed
+            and not process_missing
         )
-        if shaped and observation.verdict.at_floor:
-            self._away.clear()
-            self._doubts = 0 if self._signature.since is None else self._doubts
+        if possible and verdict.at_floor:
+            self._signature_absent.clear()
+            self._doubtful_rounds = 0 if self._signature.since is None else self._doubtful_rounds
             self._signature.update(True, observation)
-            self._doubts += observation.verdict.state is not PowerState.HANG
-            self._suspects, self._picture, self._shape = (
-                observation.verdict.suspects,
-                observation.verdict.why,
-                observation.verdict.pattern,
-            )
+            self._doubtful_rounds += verdict.state is not PowerState.HANG
+            self._suspects, self._signature_text = verdict.suspects, verdict.why
+            self._signature_pattern = verdict.pattern
             return
-        if shaped and self._falls(observation):
+        if possible and self._power_drops(observation):
             self._signature.clear()
             self._signature.update(True, observation)
             return
         if self._signature.since is None:
             return
         if not (observation.sample.complete or advanced or observation.gap):
-            return  # half a picture neither holds a suspicion nor withdraws it
-        self._away.update(True, observation)
-        if observation.gap or advanced or self._away.rounds >= SIGNATURE_LOST_ROUNDS:
-            if self._signature.rounds >= SUSPECT_ROUNDS and (advanced or self._works_before):
-                needed = FALSE_ALARM_FACTOR * self._signature.seconds
-                self._demand_seconds[self._shape] = max(needed, self._demand_seconds.get(self._shape, 0.0))
+            return  # an incomplete sample neither supports a suspicion nor withdraws it
+        self._signature_absent.update(True, observation)
+        if observation.gap or advanced or self._signature_absent.rounds >= SIGNATURE_LOST_ROUNDS:
+            disproved = advanced or self._was_working
+            if self._signature.rounds >= SUSPECT_ROUNDS and disproved:
+                required = FALSE_ALARM_FACTOR * self._signature.seconds
+                known = self._required_seconds.get(self._signature_pattern, 0.0)
+                self._required_seconds[self._signature_pattern] = max(required, known)
             self._signature.clear()
-            self._away.clear()
+            self._signature_absent.clear()
             self._suspects = ()
 
-    def _follow_rest(
-        self, observation: Observation, step_rate: StepRateTracker, saves: CheckpointSaveTracker, suppressed: bool
+    def _follow_other_patterns(
+        self, observation: Observation, step_rate: StepRateTracker, saves: CheckpointSaveTracker, process_missing: bool
     ) -> None:
-        """Pictures that are no signature. All ranks at rest is a pause of any length, where no counter can tell; two
-        groups, or one that waits for all others, are none."""
+        """Patterns that are no deadlock signature. All ranks idle is a pause of any length where no counter can be
+        read; two groups, or one rank that waits for all others, are none."""
+        verdict = observation.verdict
         if step_rate.stalled_seconds == 0.0:
-            self._longest_rest_seconds = max(self._longest_rest_seconds, self._rest_seconds)
-            self._rest_seconds = 0.0
-        elif observation.verdict.pattern is UtilizationPattern.ALL_LOW:
-            self._rest_seconds += observation.observed_seconds
-        blind = (
-            not step_rate.known
-            and self._worked >= MIN_WORKING_ROUNDS
+            self._longest_idle_seconds = max(self._longest_idle_seconds, self._idle_seconds)
+            self._idle_seconds = 0.0
+        elif verdict.pattern is UtilizationPattern.ALL_LOW:
+            self._idle_seconds += observation.observed_seconds
+        no_counter = (
+            not step_rate.has_counter
+            and self._working_rounds >= MIN_WORKING_ROUNDS
             and observation.sample.complete
             and observation.alive is not False
         )
-        other = (
-            observation.verdict.at_floor
-            and observation.verdict.pattern in OTHER_STALL_PATTERNS
-            and saves.blocking is None
-        )
-        self._at_rest.update(
-            blind and other and not suppressed and not observation.phases & EXCUSED_PHASES, observation
-        )
+        stalled = verdict.at_floor and verdict.pattern in OTHER_STALL_PATTERNS and saves.blocking is None
+        excused = process_missing or bool(observation.phases & EXCUSED_PHASES)
+        self._other_pattern.update(no_counter and stalled and not excused, observation)
 
-    def _falls(self, observation: Observation) -> bool:
-        """Power fell within this very round. Watts are means over an interval: the one in which a job stops reads
-        between the plateau and the floor, and is the first of the two samples that show it."""
-        before, now = self._last_fraction, observation.verdict.power_fraction
+    def _power_drops(self, observation: Observation) -> bool:
+        """Power fell within this round. Readings are averages over an interval, so the one in which a job stops reads
+        between full power and the floor, and is the first of the two samples that show the stop."""
+        before, now = self._last_power_fraction, observation.verdict.power_fraction
         return before is not None and now is not None and now <= POWER_DROP_SHARE * before
 
     def _by_counter(
@@ -225,44 +239,49 @@ class HangDetector:
         saves: CheckpointSaveTracker,
         few_processes_compute: bool,
     ) -> Finding | None:
-        """The counter stands too long, the processes live, and nothing that takes its time is going on."""
+        """No step for too long, the processes live, and nothing is going on that takes its time."""
         stalled = step_rate.stalled_seconds
         if stalled is None or observation.alive is False or (saves.blocking and saves.is_within_limit):
             return None
-        late = not step_rate.start_observed and observation.verdict.state is PowerState.HANG and observation.alive
-        # Not one step seen: the first may compile. Or the watcher came late, to a log of a run that has ended; late to
-        # a hang it is only where the picture says so.
-        first_step = step_rate.advances == 0 and not late
+        # No step was observed yet: the first one may compile, or the log is of a run that has ended. A watcher that
+        # starts during a hang is recognized by the classifier's verdict.
+        started_during_hang = (
+            not step_rate.start_observed and observation.verdict.state is PowerState.HANG and observation.alive
+        )
+        first_step = step_rate.advances == 0 and not started_during_hang
         if first_step and not observation.alive:
             return None
-        working = may_be_working(observation)
         if not step_rate.pausing:
             stalled = min(stalled, self._since_pause_seconds)
-        patience = step_timeout(
+        timeout = step_timeout(
             observation,
             step_rate,
             saves,
             first_step=first_step,
-            rest_seconds=self._longest_rest_seconds,
+            longest_rest_seconds=self._longest_idle_seconds,
             few_processes_compute=few_processes_compute,
         )
-        limit = patience.suspect_seconds
-        # Boards that worked a moment ago have not stopped for long; they may have worked on a step that never ended.
-        at_rest = min(MIN_STALL_SECONDS, limit) - (step_rate.usual_interval_seconds or 0.0)
-        if stalled <= limit or (not working and self._since_work_seconds < at_rest):
+        limit = timeout.suspect_seconds
+        usual = step_rate.usual_interval_seconds
+        # GPUs that worked a moment ago have not been stopped for long, though they may have worked on a step that never
+        # ended: less than the shortest stall limit at idle power proves nothing.
+        min_idle_seconds = min(MIN_STALL_SECONDS, limit) - (usual or 0.0)
+        if stalled <= limit or (not may_be_working(observation) and self._since_work_seconds < min_idle_seconds):
             return None
-        confirmed = stalled > patience.confirm_seconds
-        step = observation.sample.progress.step
-        usual = step_rate.usual_interval_seconds or observation.sample.progress.line_interval_seconds
-        pace_words = f"; a step usually shows every {usual:.1f} s" if usual is not None else ""
+        confirmed = stalled > timeout.confirm_seconds
+        usual = usual or observation.sample.progress.line_interval_seconds
+        exceeded = timeout.confirm_seconds if confirmed else limit
+        rate = f", and steps usually come every {usual:.1f} s" if usual is not None else ""
+        has_signature = bool(self._suspects) or self._signature.since is not None
         evidence = [
-            f"step {step:,} stands for {stalled:.0f} s, longer than the limit of "
-            f"{patience.confirm_seconds if confirmed else limit:.0f} s{pace_words}",
-            self._picture if self._suspects or self._signature.since is not None else observation.verdict.why,
+            f"no step for {stalled:.0f} s (last step {observation.sample.progress.step:,}); "
+            f"the limit is {exceeded:.0f} s{rate}",
+            self._signature_text if has_signature else observation.verdict.why,
         ]
         if not confirmed:
             evidence.append(
-                f"a save by all ranks or an evaluation may look the same: a hang after {patience.confirm_seconds:.0f} s"
+                "a save by all ranks or an evaluation can look the same; "
+                f"confirmed as a hang after {timeout.confirm_seconds:.0f} s"
             )
         suspects = self._suspects or outlier_suspects(observation)
         since = observation.now - stalled + (usual or 0.0)
@@ -272,52 +291,59 @@ class HangDetector:
         signature = self._signature
         if signature.since is None or signature.rounds < SUSPECT_ROUNDS:
             return None
-        if signature.seconds < self._demand_seconds.get(self._shape, 0.0):
+        if signature.seconds < self._required_seconds.get(self._signature_pattern, 0.0):
             return None
         if step_rate.stalled_seconds is None:
             if signature.seconds < NO_COUNTER_SUSPECT_SECONDS:
                 return None
-            evidence = (self._picture, f"for {signature.seconds:.0f} s; the job's progress cannot be read")
+            evidence = (
+                self._signature_text,
+                f"this has lasted for {signature.seconds:.0f} s; the job's progress cannot be read",
+            )
             limit = NO_COUNTER_CONFIRM_SECONDS
-            if 2 * self._doubts > signature.rounds:  # it may be a save, which ends, or a poor link, which need not
-                low = self._shape is UtilizationPattern.ONE_LOW_REST_BUSY
-                limit = NO_COUNTER_CONFIRM_FACTOR * DEFAULT_SAVE_LIMIT_SECONDS if low else math.inf
+            if 2 * self._doubtful_rounds > signature.rounds:
+                # It may be a save, which ends, or a slow network link, which may never.
+                maybe_save = self._signature_pattern is UtilizationPattern.ONE_LOW_REST_BUSY
+                limit = NO_COUNTER_CONFIRM_FACTOR * DEFAULT_SAVE_LIMIT_SECONDS if maybe_save else math.inf
             confirmed = signature.seconds >= limit
             return self._finding(observation, signature.since, evidence, self._suspects, confirmed=confirmed)
+        limit = step_rate.stall_limit_seconds(observation)
         evidence = (
-            self._picture,
-            f"on {signature.rounds} rounds of samples; not confirmed yet: the step counter stands for "
-            f"{step_rate.stalled_seconds:.0f} s, the limit is {step_rate.limit_seconds(observation):.0f} s",
+            self._signature_text,
+            f"seen in {signature.rounds} rounds of samples; not confirmed yet: no step for "
+            f"{step_rate.stalled_seconds:.0f} s, the limit is {limit:.0f} s",
         )
         return self._finding(observation, signature.since, evidence, self._suspects, confirmed=False)
 
     def _by_endless_save(
         self, observation: Observation, step_rate: StepRateTracker, saves: CheckpointSaveTracker
     ) -> Finding | None:
-        """Rank 0 alone low for longer than a save may take, where neither a counter nor files can tell."""
+        """Rank 0 alone idle for longer than a save may take, where neither a counter nor files can be read."""
         save = saves.blocking
-        limit = max(saves.limit_seconds, DEFAULT_SAVE_LIMIT_SECONDS)
+        limit = max(saves.save_limit_seconds, DEFAULT_SAVE_LIMIT_SECONDS)
         if save is None or save.by_heartbeat or save.entry is not None or save.seconds <= limit:
             return None
-        if step_rate.known or self._worked < MIN_WORKING_ROUNDS:
+        if step_rate.has_counter or self._working_rounds < MIN_WORKING_ROUNDS:
             return None
         evidence = (
             observation.verdict.why,
-            f"for {save.seconds:.0f} s, longer than the {limit:.0f} s that a save may take; neither the "
+            f"this has lasted for {save.seconds:.0f} s, longer than the {limit:.0f} s a save may take; neither the "
             "job's progress nor its checkpoints can be read",
         )
         confirmed = save.seconds > NO_COUNTER_CONFIRM_FACTOR * limit
-        return self._finding(
-            observation, observation.now - save.seconds, evidence, outlier_suspects(observation), confirmed=confirmed
-        )
+        since = observation.now - save.seconds
+        return self._finding(observation, since, evidence, outlier_suspects(observation), confirmed=confirmed)
 
-    def _by_endless_rest(self, observation: Observation) -> Finding | None:
-        """At the floor in a shape that is no signature for much longer than a pause, where no counter can tell."""
-        rest = self._at_rest
-        if rest.since is None or not rest.lasted(SUSPECT_ROUNDS, NO_COUNTER_CONFIRM_SECONDS):
+    def _by_endless_idle(self, observation: Observation) -> Finding | None:
+        """At the floor in another pattern for much longer than a pause, where no counter can be read."""
+        streak = self._other_pattern
+        if streak.since is None or not streak.lasted(SUSPECT_ROUNDS, NO_COUNTER_CONFIRM_SECONDS):
             return None
-        evidence = (observation.verdict.why, f"for {rest.seconds:.0f} s; the job's progress cannot be read")
-        return self._finding(observation, rest.since, evidence, outlier_suspects(observation), confirmed=False)
+        evidence = (
+            observation.verdict.why,
+            f"this has lasted for {streak.seconds:.0f} s; the job's progress cannot be read",
+        )
+        return self._finding(observation, streak.since, evidence, outlier_suspects(observation), confirmed=False)
 
     def _finding(
         self,
@@ -328,32 +354,28 @@ class HangDetector:
         *,
         confirmed: bool,
     ) -> Finding:
-        boards = observation.sample.expected_gpus or len(observation.sample.gpus)
-        who = ", ".join(str(suspect) for suspect in suspects) or "nobody stands out"
-        step, total = observation.sample.progress.step, observation.sample.progress.total_steps
-        where = "" if step is None else f" at step {step:,}" + _of_total(total)
+        who = ", ".join(str(suspect) for suspect in suspects)
+        progress = observation.sample.progress
+        step, total = progress.step, progress.total_steps
+        where = "" if step is None else f" at step {step:,}" + ("" if total is None else f" of {total:,}")
         if step is not None and total is not None and step >= total:
-            where = f" after its last step, {step:,}"
-            evidence = (*evidence, "all steps are done: the run may be complete, and its processes do not leave")
-        if not confirmed and step is None and observation.verdict.deciding_check is not None:
-            evidence = (*evidence, f"what would settle it: {observation.verdict.deciding_check}")
+            where = f" after its last step ({step:,})"
+            evidence = (*evidence, "all steps are done: the run may be complete, but its processes do not exit")
+        check = observation.verdict.deciding_check
+        if not confirmed and step is None and check is not None:
+            evidence = (*evidence, f"to confirm: {check[0].lower()}{check[1:]}")
+        kind = ALERT_KINDS[AlertName.JOB_HUNG]
         return Finding(
             job=observation.spec.name,
-            alert=AlertName.JOB_HUNG,
-            severity=ALERT_KINDS[AlertName.JOB_HUNG].severity if confirmed else Severity.WARNING,
+            alert=kind.name,
+            severity=kind.severity if confirmed else Severity.WARNING,
             scope="",
-            summary=f"{observation.spec.name} {'hangs' if confirmed else 'may hang'}{where}: {who}.",
+            summary=f"{observation.spec.name} {'is hung' if confirmed else 'may be hung'}{where}: "
+            + (f"suspect {who}." if who else "no single rank stands out."),
             evidence=evidence,
-            advice="Leave the job as it is for a moment: `wattwatch serve` collects its flight records and stacks by "
-            "itself, unless its configuration says `capture = false`; then collect them before the watchdog or anybody "
-            "ends the job. After that restart from the last checkpoint."
-            + (f" Look first at {who}." if suspects else ""),
+            advice=kind.advice + (f" Start with {who}." if who else ""),
             since_seconds=since,
             confirmed=confirmed,
             suspects=suspects,
-            gpus_idle=boards,
+            gpus_idle=observation.sample.gpu_count,
         )
-
-
-def _of_total(total: int | None) -> str:
-    return "" if total is None else f" of {total:,}"

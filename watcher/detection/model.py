@@ -35,6 +35,8 @@ BUSY_PERCENT: Final = 90.0
 IDLE_PERCENT: Final = 10.0
 # A CUDA context takes some hundred MiB. The driver alone shows 0 to 20 MiB, a display or a daemon a little more.
 CONTEXT_BYTES: Final = 300 * 1024**2
+# A rank that reports a shorter wait per step gets its data in time. Chosen, not measured.
+MIN_DATA_WAIT_MS: Final = 100.0
 # Two observations further apart than this have a gap between them: nothing is known about the time in between.
 MAX_GAP_INTERVALS: Final = 3.5
 

@@ -1,4 +1,4 @@
-"""A job's history, thinned with age: every point of the last ten minutes, then one a minute for a day."""
+"""A job's recent history for page, API and reports: every point of the last ten minutes, one per minute for a day."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from wattwatch.watcher.detection.model import JobSample, JobState
 RECENT_SECONDS: Final = 600.0
 COARSE_STEP_SECONDS: Final = 60.0
 RETENTION_SECONDS: Final = 86_400.0
+MAX_RECENT_POINTS: Final = 1200  # bounds memory where samples come faster than one per second
 
 
 @dataclass(frozen=True, slots=True)
 class TimelinePoint:
-    """One moment of a job's history; None where it was not known."""
+    """One moment of a job's history; None where it was not known. Power in watts over the job's GPUs."""
 
     wall_seconds: float
     state: JobState
@@ -30,9 +31,9 @@ class TimelinePoint:
 
 
 def timeline_point(sample: JobSample, state: JobState) -> TimelinePoint:
-    """The job at one moment in eight numbers."""
+    """The sample reduced to eight numbers."""
     watts = [r.gpu.power_watts for r in sample.gpus if r.gpu.power_watts is not None]
-    busy = [r.gpu.utilization_percent for r in sample.gpus if r.gpu.utilization_percent is not None]
+    utilization = [r.gpu.utilization_percent for r in sample.gpus if r.gpu.utilization_percent is not None]
     return TimelinePoint(
         wall_seconds=sample.wall_seconds,
         state=state,
@@ -41,23 +42,23 @@ def timeline_point(sample: JobSample, state: JobState) -> TimelinePoint:
         power_watts_median=statistics.median(watts) if watts else None,
         power_watts_low=min(watts, default=None),
         power_watts_high=max(watts, default=None),
-        utilization_percent_mean=statistics.fmean(busy) if busy else None,
+        utilization_percent_mean=statistics.fmean(utilization) if utilization else None,
     )
 
 
 def continuous_segments(points: Sequence[TimelinePoint]) -> list[list[TimelinePoint]]:
-    """Stretches with readings: a gap in the data is a gap in the picture."""
-    stretches: list[list[TimelinePoint]] = [[]]
+    """Runs of points with power readings, to be drawn as separate lines: a gap in the data is a gap in the chart."""
+    segments: list[list[TimelinePoint]] = [[]]
     for point in points:
         if point.power_watts_median is None:
-            stretches.append([])
+            segments.append([])
         else:
-            stretches[-1].append(point)
-    return [stretch for stretch in stretches if len(stretch) > 1]
+            segments[-1].append(point)
+    return [segment for segment in segments if len(segment) > 1]
 
 
 def state_changes(points: Sequence[TimelinePoint]) -> list[tuple[float, JobState]]:
-    """When each stretch of moments in one state began, wall seconds; each lasts until the next begins."""
+    """Unix time at which each state began; each lasts until the next begins."""
     changes: list[tuple[float, JobState]] = []
     for point in points:
         if not changes or changes[-1][1] is not point.state:
@@ -66,21 +67,21 @@ def state_changes(points: Sequence[TimelinePoint]) -> list[tuple[float, JobState
 
 
 class Timeline:
-    """Bounded in memory: at most about 600 recent and 1,440 older points at one sample a second."""
+    """Bounded in memory: about 600 recent and 1,440 older points at one sample per second."""
 
     def __init__(self) -> None:
-        self._recent: deque[TimelinePoint] = deque(maxlen=1200)
+        self._recent: deque[TimelinePoint] = deque(maxlen=MAX_RECENT_POINTS)
         self._older: deque[TimelinePoint] = deque()
 
     def add(self, point: TimelinePoint) -> None:
         self._recent.append(point)
         while self._recent[0].wall_seconds < point.wall_seconds - RECENT_SECONDS:
-            self._retire(self._recent.popleft())
+            self._thin_out(self._recent.popleft())
         while self._older and self._older[0].wall_seconds < point.wall_seconds - RETENTION_SECONDS:
             self._older.popleft()
 
-    def _retire(self, point: TimelinePoint) -> None:
-        """Keep one a minute, and each change of state: changes are what people ask for."""
+    def _thin_out(self, point: TimelinePoint) -> None:
+        """Keep one point per minute, and every change of state: state changes are what people look for."""
         last = self._older[-1] if self._older else None
         if (
             last is None
@@ -90,4 +91,5 @@ class Timeline:
             self._older.append(point)
 
     def points(self) -> tuple[TimelinePoint, ...]:
+        """Oldest first."""
         return (*self._older, *self._recent)

@@ -1,7 +1,7 @@
-"""What trouble costs: time of boards that did no useful work, and what they drew meanwhile, by the alert that says why.
+"""What problems cost: GPU time without useful work and the energy used meanwhile, by the alert that explains it.
 
-Pure. Only time that was seen counts: a gap between two looks costs nothing, as nobody knows what was drawn in it. The
-watts of a board that was not read are not guessed, so energy is a lower bound.
+Only observed time counts: a gap costs nothing, since nobody knows what happened in it. The power of a GPU that was not
+read is not guessed, so energy is a lower bound.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ JOULES_PER_KWH: Final = 3.6e6
 
 @dataclass(slots=True)
 class WastedTime:
-    """Of one job since the watcher began. A board that two findings idle at once is counted once: for the wider one."""
+    """Of one job since the watcher started. A GPU made idle by two findings counts once, for the wider one."""
 
     gpu_seconds: dict[str, float] = field(default_factory=dict)  # by the name of the alert
     joules: dict[str, float] = field(default_factory=dict)
 
     def update(self, sample: JobSample, findings: Sequence[Finding], observed_seconds: float) -> tuple[Finding, ...]:
-        """The findings in their order, each with what its boards drew. `seen_seconds`: since the look before."""
-        left = job_gpu_count(sample)
+        """The findings in their order, each with the energy its idle GPUs used. `observed_seconds`: since the previous
+        observation."""
+        remaining = job_gpu_count(sample)
         costly = sorted((each for each in findings if each.gpus_idle), key=lambda each: -each.gpus_idle)
-        drawn: dict[tuple[str, str, str], float] = {}
+        used: dict[tuple[str, str, str], float] = {}
         for finding in costly:
-            idle = min(finding.gpus_idle, left)
-            left -= idle
+            idle = min(finding.gpus_idle, remaining)
+            remaining -= idle
             name = finding.alert.value
-            drawn[finding.key] = idle_power_watts(sample, finding, idle) * observed_seconds
+            used[finding.key] = idle_power_watts(sample, finding, idle) * observed_seconds
             self.gpu_seconds[name] = self.gpu_seconds.get(name, 0.0) + idle * observed_seconds
-            self.joules[name] = self.joules.get(name, 0.0) + drawn[finding.key]
-        return tuple(replace(each, idle_joules=drawn[each.key]) if drawn.get(each.key) else each for each in findings)
+            self.joules[name] = self.joules.get(name, 0.0) + used[finding.key]
+        return tuple(replace(each, idle_joules=used[each.key]) if used.get(each.key) else each for each in findings)
 
 
 def job_gpu_count(sample: JobSample) -> int:
-    """All that the job has, whether they were read or not."""
+    """All GPUs of the job, whether they were read or not."""
     return max(sample.expected_gpus or 0, len(sample.gpus))
 
 
 def idle_power_watts(sample: JobSample, finding: Finding, idle: int) -> float:
-    """What `idle` of the job's boards draw: a broken board's own reading, else their share of what all draw."""
+    """Power of `idle` of the job's GPUs: a faulty GPU's own reading, otherwise their share of the total."""
     if finding.alert is AlertName.GPU_FAULT:
         suspects = {(each.node, each.gpu) for each in finding.suspects}
         own = [each.gpu.power_watts for each in sample.gpus if (each.node, each.gpu.index) in suspects]
@@ -53,5 +54,5 @@ def idle_power_watts(sample: JobSample, finding: Finding, idle: int) -> float:
 
 
 def total_kilowatt_hours(joules: Mapping[str, float]) -> float:
-    """Of all causes together."""
+    """Of all alerts together."""
     return sum(joules.values()) / JOULES_PER_KWH

@@ -259,7 +259,7 @@ class Engine:
         except StateStoreError as error:
             log.warning("learned GPU baselines are not saved: %s", error)
             return
-        self._baselines.kept(changed)
+        self._baselines.mark_saved(changed)
 
     def _user_profile(self, sample: JobSample) -> PowerProfile | None:
         """The user's own profile for these GPUs, if one matches; None lets the classifier choose a shipped one."""

@@ -17,14 +17,18 @@ from wattwatch.collectors.samples import GpuSample, HostStatus, NodeSample
 from wattwatch.collectors.ssh.fleet import Fleet
 from wattwatch.collectors.ssh.model import SshSettings
 from wattwatch.watcher.detection.assembler import JobAssembler
-from wattwatch.watcher.detection.baselines.baseline import Baseline, BaselineKind, BaselineTable, GpuId, LearningPhase
-from wattwatch.watcher.detection.baselines.learner import JobLearner, unsteady_reason
-from wattwatch.watcher.detection.baselines.plausibility import (
+from wattwatch.watcher.detection.baselines.baseline import (
     PLATEAU_LOWER_END,
+    Baseline,
+    BaselineKind,
+    BaselineTable,
+    GpuId,
+    LearningPhase,
     expected_floor_watts,
     implausible_reason,
     is_same_limit,
 )
+from wattwatch.watcher.detection.baselines.learner import JobLearner, unsteady_reason
 from wattwatch.watcher.detection.baselines.profiles import PowerProfile, profile_for
 from wattwatch.watcher.detection.classifier.classifier import classify
 from wattwatch.watcher.detection.classifier.features import StepProgress
@@ -79,7 +83,7 @@ def calibrate_source(name: str, source: GpuLog | Recording, progress: StepProgre
     if not boards:
         problem = source.detail if isinstance(source, GpuLog) and source.detail else "it has no readable GPU"
         return Calibration(name, {}, (), (problem,))
-    refused = {key: why for _, _, learner in jobs for key, why in learner.refused.items()}
+    refused = {key: why for _, _, learner in jobs for key, why in learner.rejected.items()}
     return Calibration(name, boards, knowledge.values(), tuple(_refusals(boards, knowledge, refused, counted=counted)))
 
 

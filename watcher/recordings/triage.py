@@ -18,7 +18,7 @@ from wattwatch.collectors.ssh.model import NodeLink, SshSettings
 from wattwatch.watcher.detection.assembler import JobAssembler
 from wattwatch.watcher.detection.baselines.profiles import PowerProfile, UserProfile, user_profile_for
 from wattwatch.watcher.detection.classifier.classifier import classify
-from wattwatch.watcher.detection.classifier.conclusion import ADVICE
+from wattwatch.watcher.detection.classifier.conclusion import ADVICE, PROVIDE_PROGRESS
 from wattwatch.watcher.detection.classifier.features import StepProgress
 from wattwatch.watcher.detection.model import JobSample, JobSpec, NodeState, PowerState, Suspect, Verdict
 from wattwatch.watcher.recordings.format import Recording

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.watcher.command_shell import Shell
-from tests.watcher.diagnosis.hung_job_evidence import WORLD, record, records, live
+from tests.watcher.diagnosis.hung_job_evidence import WORLD, live, record, records
 from wattwatch.watcher.cli.diagnose import diagnosis_exit_code, headline
 from wattwatch.watcher.diagnosis.diagnose import diagnose
 from wattwatch.watcher.diagnosis.model import Evidence

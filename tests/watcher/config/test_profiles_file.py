@@ -54,7 +54,7 @@ def test_numbers_as_shipped_are_the_shipped_profile() -> None:
     for name in (B300, H100, "Tesla T4", "a board of tomorrow"):
         shipped = profile_for(name, 700.0)
         own = UserProfile("own", "x", 700.0, shipped.idle_watts, shipped.floor_watts, shipped.compute_watts)
-        of_board = own.of_board(name)
+        of_board = own.profile_for_gpu(name)
         for part in ("floor_watts", "compute_watts", "certain", "bands_certain"):
             assert getattr(of_board, part) == pytest.approx(getattr(shipped, part))
         assert (of_board.bands_from, len(of_board.light)) == (shipped.bands_from, len(shipped.light))
@@ -68,13 +68,13 @@ def test_numbers_as_shipped_are_the_shipped_profile() -> None:
 
 def test_bands_move_with_the_boards_own_floor_and_plateau() -> None:
     shipped = profile_for(B300, 1100.0)
-    lower = UserProfile("own", "B300", 1100.0, 100.0, 180.0).of_board(B300)
+    lower = UserProfile("own", "B300", 1100.0, 100.0, 180.0).profile_for_gpu(B300)
     assert shipped.communication is not None
     assert lower.communication is not None
     assert 180 < lower.communication.low_watts < shipped.communication.low_watts
     assert 180 < lower.compute_watts < shipped.compute_watts
     # Its own compute lies where others communicate: that is no band of this board.
-    assert UserProfile("own", "B300", 1100.0, 100.0, 180.0, 500.0).of_board(B300).communication is None
+    assert UserProfile("own", "B300", 1100.0, 100.0, 180.0, 500.0).profile_for_gpu(B300).communication is None
 
 
 def test_a_file_holds_for_the_boards_that_it_matches(shell: Shell, tmp_path: Path) -> None:

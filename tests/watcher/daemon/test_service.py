@@ -329,7 +329,7 @@ def test_settings_reach_the_components_that_need_them(tmp_path: Path) -> None:
     assert settings.identity_files == (Path("~/k").expanduser(),)
     own = to_user_profile(config.profiles[0])
     assert own.matches("NVIDIA B9")
-    profile = own.of_board("NVIDIA B9")
+    profile = own.profile_for_gpu("NVIDIA B9")
     assert profile.communication is not None
     assert 600.0 in profile.communication
     assert profile.floor_watts < profile.compute_watts <= 1000.0

@@ -35,7 +35,7 @@ def test_starvation_that_persists_is_told_with_the_pace_that_is_lost() -> None:
     finding = job.finding(AlertName.JOB_STARVING)
     assert job.alerts == {"JobStarving"}
     assert job.state is JobState.STARVING
-    assert any("slower than the job's own best pace" in line for line in finding.evidence)
+    assert any("slower than the job's own best step rate" in line for line in finding.evidence)
     assert job.detector.wasted_gpu_seconds["JobStarving"] > 0
 
 

@@ -76,7 +76,7 @@ def test_all_ranks_hang_at_full_utilisation_and_nobody_is_named() -> None:
     hang = job.finding(HUNG)
     assert hang.confirmed
     assert hang.suspects == ()
-    assert "nobody stands out" in hang.summary
+    assert "no single rank stands out" in hang.summary
 
 
 def test_rank_0_alone_at_zero_for_two_minutes_is_a_checkpoint() -> None:

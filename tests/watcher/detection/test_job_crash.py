@@ -36,7 +36,7 @@ def test_a_process_missing_on_two_samples_is_a_crash_that_names_the_rank_and_the
 def test_a_crash_without_a_word_of_the_kernel_says_so() -> None:
     job = warmed_up()
     job.play(3, SPIN, {5: KILLED})
-    assert any("says nothing" in line for line in job.finding(CRASHED).evidence)
+    assert any("nothing about its end in the kernel log" in line for line in job.finding(CRASHED).evidence)
 
 
 def test_all_processes_gone_in_the_middle_of_the_run_is_a_crash() -> None:
@@ -49,7 +49,7 @@ def test_ranks_that_end_between_two_samples_name_nobody_as_the_first() -> None:
     job = warmed_up(nodes=1, gpus=2)
     job.play(5, KILLED)
     crash = job.finding(CRASHED)
-    assert crash.summary == "pretrain crashed: ranks 0, 1 ended together; the first is not known from outside."
+    assert crash.summary == "pretrain crashed: ranks 0, 1 exited between two samples; which was first is unknown."
     assert crash.suspects == ()
 
 
@@ -68,7 +68,7 @@ def test_a_sample_looked_at_again_does_not_make_a_node_the_later_one() -> None:
     job.play(5, KILLED)
     crash = job.finding(CRASHED)
     assert crash.suspects == ()
-    assert "ranks 0, 1 ended together" in crash.summary
+    assert "ranks 0, 1 exited between two samples" in crash.summary
 
 
 def test_all_ranks_of_one_node_point_to_the_node() -> None:
@@ -77,13 +77,13 @@ def test_all_ranks_of_one_node_point_to_the_node() -> None:
     job.play(60, KILLED)
     crash = job.finding(CRASHED)
     assert [str(s) for s in crash.suspects] == ["node-2"]
-    assert "ranks 4, 5, 6, 7 on node-2 ended together" in crash.summary
+    assert "ranks 4, 5, 6, 7 on node-2 exited between two samples" in crash.summary
 
 
 def test_processes_without_ranks_that_end_together_are_named_by_their_boards() -> None:
     job = warmed_up(nodes=1, gpus=2, progress="log")
     job.play(5, KILLED)
-    assert "node-1 GPU 0, node-1 GPU 1 ended together" in job.finding(CRASHED).summary
+    assert "node-1 GPU 0, node-1 GPU 1 exited between two samples" in job.finding(CRASHED).summary
 
 
 def test_the_kernel_names_one_of_those_that_ended_together() -> None:

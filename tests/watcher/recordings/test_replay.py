@@ -151,8 +151,8 @@ def test_each_change_of_an_alert_is_shown_with_its_text_at_that_time(shell: Shel
     assert resolved["change"] == "resolved"
     assert alert["opened_seconds"] == opened["at_seconds"] < escalated["at_seconds"] < resolved["at_seconds"]
     assert alert["closed_seconds"] == resolved["at_seconds"]
-    assert "may hang" in opened["summary"]
-    assert "may hang" not in escalated["summary"]
+    assert "may be hung" in opened["summary"]
+    assert "may be hung" not in escalated["summary"]
     told = [line.split(maxsplit=1) for line in shell.run("replay", path).out.splitlines() if "JobHung" in line]
     assert [words.split(" hangs.csv")[0] for _, words in told] == [
         "WARNING JobHung (not confirmed)", "CRITICAL JobHung (escalated)", "resolved JobHung",

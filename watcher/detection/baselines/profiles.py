@@ -1,4 +1,8 @@
-"""What a board draws when it idles, waits and works: shipped profiles (profiles.toml), or a user's own."""
+"""Power of a GPU model when it idles, waits and works: shipped profiles (profiles.toml), or the user's own.
+
+`profile_for` finds the profile of a model at its power limit; `user_profile_for` the user's [[profiles]] table, which
+comes first where it matches.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,17 @@ from functools import cache
 from importlib import resources
 from typing import Any, Final
 
-# What memory and clocks cost does not shrink with the limit: on small boards resting with a context takes up to 0.6 of
-# it (T4 0.59, K80 0.57, A10 0.44, L4 0.4), and leaves no room for watts to tell waiting from work.
+# Power of memory and clocks does not shrink with the limit: on small GPUs idling with a context takes up to 0.6 of it
+# (T4
+# 0.59, K80 0.57, A10 0.44, L4 0.4), which leaves no gap between waiting and work.
 SMALL_LIMIT_WATTS: Final = 150.0
 SMALL_FLOOR_SHARE: Final = 0.6
 SMALL_COMPUTE_SHARE: Final = 0.72
 SMALL_CONFIDENCE: Final = 0.3
+# The user states the middle of the range of communication; the published measurement spreads about this much around it.
+COMMUNICATION_SPREAD: Final = 0.1
+# compute_watts is the lower end of compute power: the plateau itself is higher by this ratio.
+PLATEAU_LOWER_SHARE: Final = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,34 +38,34 @@ class PowerBand:
 
 @dataclass(frozen=True, slots=True)
 class PowerProfile:
-    """One board at one limit. `scaled` gives the same board at another."""
+    """One GPU model at one power limit. `scaled` gives the same model at another limit."""
 
     name: str
-    match: str  # regex on the board's name
+    match: str  # regular expression on the GPU's name
     limit_watts: float
     idle_watts: float  # no process
-    floor_watts: float  # at most this when spinning in a collective or waiting with a context
-    compute_watts: float  # lower end of plain compute
+    floor_watts: float  # the most when spinning in a collective or idle with a context
+    compute_watts: float  # lower end of compute power
     communication: PowerBand | None
     starvation: PowerBand | None
-    light: tuple[PowerBand, ...]  # where healthy training of this board was seen below its compute plateau
-    certain: float  # 0..1: how far a verdict may rest on these numbers alone
+    light: tuple[PowerBand, ...]  # where healthy training on this model was seen below compute power
+    certain: float  # 0..1: how far a verdict may rest on these figures alone
     source: str
-    bands_from: str = ""  # the bands are those of this board, scaled; "": its own, or none
+    bands_from: str = ""  # model whose bands were scaled to this one; "": its own, or none
     bands_certain: float = 1.0  # 0..1: how far a verdict may rest on the bands
 
     def matches(self, name: str) -> bool:
         return re.search(self.match, name) is not None
 
     def scaled(self, limit_watts: float | None) -> PowerProfile:
-        """For a board with another power limit. Idle and floor are silicon and stay; what is above them moves with
-        the room between floor and limit."""
+        """The profile at another power limit. Idle power and floor are properties of the silicon and stay; what is
+        above them moves with the range between floor and limit."""
         if limit_watts is None or limit_watts == self.limit_watts or limit_watts <= self.floor_watts:
             return self
-        room = (limit_watts - self.floor_watts) / (self.limit_watts - self.floor_watts)
+        ratio = (limit_watts - self.floor_watts) / (self.limit_watts - self.floor_watts)
 
         def move(watts: float) -> float:
-            return self.floor_watts + (watts - self.floor_watts) * room
+            return self.floor_watts + (watts - self.floor_watts) * ratio
 
         def band(old: PowerBand | None) -> PowerBand | None:
             return None if old is None else PowerBand(move(old.low_watts), move(old.high_watts))
@@ -73,10 +82,10 @@ class PowerProfile:
 
 @cache
 def shipped_profiles() -> tuple[PowerProfile, ...]:
-    """The table of profiles.toml, in order; the last one matches every board. Boards whose bands nobody has measured
-    get those of `bands_from`, scaled."""
+    """The rows of profiles.toml in order; the last one matches every GPU. Models whose bands were never measured get
+    those of `bands_from`, scaled."""
     table = tomllib.loads(resources.files(__package__).joinpath("profiles.toml").read_text("utf-8"))
-    rows = _rows(table["profile"])
+    rows = _read_rows(table["profile"])
     scaled = table["scaled"]
     measured = next(row for row in rows if row.name == scaled["bands_from"])
     measured = replace(measured, communication=PowerBand(*scaled["communication_watts"]))
@@ -85,26 +94,26 @@ def shipped_profiles() -> tuple[PowerProfile, ...]:
     )
 
 
-def with_scaled_bands(measured: PowerProfile, board: PowerProfile, certain: float) -> PowerProfile:
-    """`board` with the bands of `measured`: each lies at the same share of the way from floor to limit."""
+def with_scaled_bands(measured: PowerProfile, model: PowerProfile, certain: float) -> PowerProfile:
+    """`model` with the bands of `measured`, each at the same fraction of the way from floor to limit."""
 
     def move(watts: float) -> float:
         share = (watts - measured.floor_watts) / (measured.limit_watts - measured.floor_watts)
-        return board.floor_watts + share * (board.limit_watts - board.floor_watts)
+        return model.floor_watts + share * (model.limit_watts - model.floor_watts)
 
     def band(old: PowerBand | None) -> PowerBand | None:
         return None if old is None else PowerBand(move(old.low_watts), move(old.high_watts))
 
     return replace(
-        board,
+        model,
         communication=band(measured.communication),
-        starvation=board.starvation or band(measured.starvation),
+        starvation=model.starvation or band(measured.starvation),
         bands_from=measured.name,
         bands_certain=certain,
     )
 
 
-def _rows(rows: list[dict[str, Any]]) -> tuple[PowerProfile, ...]:
+def _read_rows(rows: list[dict[str, Any]]) -> tuple[PowerProfile, ...]:
     return tuple(
         PowerProfile(
             name=row["name"],
@@ -124,13 +133,13 @@ def _rows(rows: list[dict[str, Any]]) -> tuple[PowerProfile, ...]:
 
 
 def generic_profile() -> PowerProfile:
-    """The row that matches every board: shares of the limit, to be scaled."""
+    """The row that matches every GPU: fractions of the limit, to be scaled."""
     return shipped_profiles()[-1]
 
 
 @cache
 def profile_for(name: str | None, limit_watts: float | None) -> PowerProfile:
-    """The shipped profile of a board, at its limit. An unknown board gets the generic one, scaled as a whole."""
+    """The shipped profile of a GPU model at its limit. An unknown model gets the generic one, scaled as a whole."""
     for profile in shipped_profiles()[:-1]:
         if name is not None and profile.matches(name):
             return profile.scaled(limit_watts)
@@ -162,39 +171,31 @@ def profile_for(name: str | None, limit_watts: float | None) -> PowerProfile:
     )
 
 
-# The user's own numbers for a board, in place of the shipped ones: what they do not say stays as it is shipped.
-
-# A user names the middle of the communication band; the paper's own reading spreads about this much around it.
-COMMUNICATION_SPREAD: Final = 0.1
-# compute_watts is the lower end of a plateau: the plateau itself lies this much of it higher.
-PLATEAU_LOWER_SHARE: Final = 0.85
-
-
 @dataclass(frozen=True, slots=True)
 class UserProfile:
-    """What a [[profiles]] table says. Watts at `limit_watts`; None is as shipped."""
+    """A [[profiles]] table of the user. Watts at `limit_watts`; None is taken from the shipped profile."""
 
     name: str
-    match: str  # regex on the board's name
+    match: str  # regular expression on the GPU's name
     limit_watts: float
     idle_watts: float
     floor_watts: float
     compute_watts: float | None = None
     communication_watts: float | None = None
 
-    def matches(self, board: str) -> bool:
-        return re.search(self.match, board) is not None
+    def matches(self, gpu_name: str) -> bool:
+        return re.search(self.match, gpu_name) is not None
 
-    def of_board(self, board: str | None) -> PowerProfile:
-        """The profile at `limit_watts`: bands and certainty of the shipped profile for a board of this name, each
-        watt at the same share of the way from floor to limit. None, and a name that nothing is shipped for: of the
-        generic one."""
-        return _of_board(self, board)
+    def profile_for_gpu(self, gpu_name: str | None) -> PowerProfile:
+        """The profile at `limit_watts`: bands and certainty of the shipped profile for a GPU of this name, each figure
+        at the same fraction of the way from floor to limit. None, and a name without a shipped profile: of the generic
+        one."""
+        return _merge_with_shipped(self, gpu_name)
 
 
 @cache
-def _of_board(own: UserProfile, board: str | None) -> PowerProfile:
-    shipped = profile_for(board, own.limit_watts)
+def _merge_with_shipped(own: UserProfile, gpu_name: str | None) -> PowerProfile:
+    shipped = profile_for(gpu_name, own.limit_watts)
 
     def move(watts: float) -> float:
         share = (watts - shipped.floor_watts) / (shipped.limit_watts - shipped.floor_watts)
@@ -226,14 +227,14 @@ def _of_board(own: UserProfile, board: str | None) -> PowerProfile:
 
 
 def _is_compute(own: UserProfile, shipped: PowerProfile, band: PowerBand) -> bool:
-    """The user's own plateau lies in a band that was measured on other work, or below it."""
+    """The user's compute power is inside a shipped band, or below it: the band was measured on other work."""
     if own.compute_watts is None or abs(own.compute_watts - shipped.compute_watts) < 1.0:
         return False
     return own.compute_watts / PLATEAU_LOWER_SHARE <= band.high_watts
 
 
-def user_profile_for(profiles: Sequence[UserProfile], board: str | None) -> PowerProfile | None:
-    """The first that matches this board; None: none does, and the shipped one holds."""
-    if board is None:
+def user_profile_for(profiles: Sequence[UserProfile], gpu_name: str | None) -> PowerProfile | None:
+    """The first of the user's profiles that matches this GPU; None: use the shipped one."""
+    if gpu_name is None:
         return None
-    return next((own.of_board(board) for own in profiles if own.matches(board)), None)
+    return next((own.profile_for_gpu(gpu_name) for own in profiles if own.matches(gpu_name)), None)

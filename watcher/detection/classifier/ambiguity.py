@@ -1,7 +1,7 @@
-"""The one observation that would decide between a verdict and its alternative, from the pairs of settle.toml.
+"""The one check that tells a verdict and its alternative apart, from the pairs of ambiguity.toml.
 
-Specific to what this picture lacks: a witness that is in sight is named with what it says now, another with where to
-get it, and one that the asker has told already is passed over.
+It fits what the sample contains: a source that can be read is quoted with what it shows now, another with how to get
+it, and what the user has already answered is skipped.
 """
 
 from __future__ import annotations
@@ -17,85 +17,85 @@ from wattwatch.collectors.samples import ReadingStatus
 from wattwatch.watcher.detection.model import JobSample, PowerState, Verdict
 
 StatePair = frozenset[PowerState]
-STEPS_SOURCE: Final = "steps"  # the only witness whose word a person can pass
+STEPS_SOURCE: Final = "steps"  # the only source that the user can answer for, with --progress
 
 
 @dataclass(frozen=True, slots=True)
 class DecidingCheck:
-    words: str
-    sees: str | None  # witness: a key of `source`; None: a person looks
+    text: str
+    source: str | None  # a key of `AmbiguityTable.sources`; None: a person has to look
 
 
 @dataclass(frozen=True, slots=True)
 class AmbiguityTable:
-    """settle.toml, typed."""
+    """ambiguity.toml, typed."""
 
     pairs: Mapping[StatePair, tuple[DecidingCheck, ...]]
-    otherwise: tuple[DecidingCheck, ...]  # of a pair without its own
-    source: Mapping[str, str]  # witness -> where it comes from
-    lack: Mapping[str, str]
+    otherwise: tuple[DecidingCheck, ...]  # for pairs that are not listed
+    sources: Mapping[str, str]  # source -> how to get its answer
+    missing: Mapping[str, str]
     alone: Mapping[PowerState, str]
 
 
 @cache
 def ambiguity_table() -> AmbiguityTable:
-    table = tomllib.loads(resources.files(__package__).joinpath("settle.toml").read_text("utf-8"))
+    table = tomllib.loads(resources.files(__package__).joinpath("ambiguity.toml").read_text("utf-8"))
     return AmbiguityTable(
-        pairs={frozenset(map(PowerState, pair["between"])): _deciding_checks(pair) for pair in table["pair"]},
-        otherwise=_deciding_checks(table["otherwise"]),
-        source=table["source"],
-        lack=table["lack"],
-        alone={PowerState(state): words for state, words in table["alone"].items()},
+        pairs={frozenset(map(PowerState, pair["between"])): _read_checks(pair) for pair in table["pair"]},
+        otherwise=_read_checks(table["otherwise"]),
+        sources=table["source"],
+        missing=table["missing"],
+        alone={PowerState(state): text for state, text in table["alone"].items()},
     )
 
 
-def _deciding_checks(pair: Mapping[str, Any]) -> tuple[DecidingCheck, ...]:
-    return tuple(DecidingCheck(each["words"], each.get("sees")) for each in pair["observe"])
+def _read_checks(row: Mapping[str, Any]) -> tuple[DecidingCheck, ...]:
+    return tuple(DecidingCheck(each["text"], each.get("source")) for each in row["checks"])
 
 
-def with_deciding_check(verdict: Verdict, sample: JobSample, *, told: bool) -> Verdict:
-    """The verdict with what would settle it. `told`: the asker has given a word on the steps."""
-    words = deciding_check(verdict, sample, told=told)
-    return verdict if words is None else replace(verdict, deciding_check=words)
+def with_deciding_check(verdict: Verdict, sample: JobSample, *, steps_reported: bool) -> Verdict:
+    """The verdict with its deciding check. `steps_reported`: the user has said whether steps advance."""
+    text = deciding_check(verdict, sample, steps_reported=steps_reported)
+    return verdict if text is None else replace(verdict, deciding_check=text)
 
 
-def deciding_check(verdict: Verdict, sample: JobSample, *, told: bool = False) -> str | None:
-    """One sentence without a full stop; None where no other reading stands and something is known."""
+def deciding_check(verdict: Verdict, sample: JobSample, *, steps_reported: bool = False) -> str | None:
+    """One sentence without a full stop; None where there is no alternative and the state is known."""
     state, other = verdict.state, verdict.alternative
     if other is None:
         return ambiguity_table().alone.get(state)
-    observations = ambiguity_table().pairs.get(frozenset((state, other.state)), ambiguity_table().otherwise)
-    untold = [o for o in observations if not (told and o.sees == STEPS_SOURCE)]
-    words = _check_text(untold[0] if untold else observations[-1], sample)
-    lack = _missing_reading(sample) if state is PowerState.UNKNOWN else None
-    return words if lack is None else f"{words}; {lack}"
+    checks = ambiguity_table().pairs.get(frozenset((state, other.state)), ambiguity_table().otherwise)
+    unanswered = [check for check in checks if not (steps_reported and check.source == STEPS_SOURCE)]
+    text = _check_text(unanswered[0] if unanswered else checks[-1], sample)
+    missing = _missing_reading(sample) if state is PowerState.UNKNOWN else None
+    return text if missing is None else f"{text}; {missing}"
 
 
-def _check_text(observation: DecidingCheck, sample: JobSample) -> str:
-    if observation.sees is None:
-        return observation.words
-    seen = _current_reading(observation.sees, sample)
-    if seen is not None:
-        return f"{observation.words} ({seen})"
-    return f"{observation.words}: {ambiguity_table().source[observation.sees]}"
+def _check_text(check: DecidingCheck, sample: JobSample) -> str:
+    if check.source is None:
+        return check.text
+    reading = _current_reading(check.source, sample)
+    if reading is not None:
+        return f"{check.text} ({reading})"
+    return f"{check.text}: {ambiguity_table().sources[check.source]}"
 
 
-def _current_reading(witness: str, sample: JobSample) -> str | None:
-    """What the witness says in this picture; None where it is out of sight."""
-    if witness == "steps":
+def _current_reading(source: str, sample: JobSample) -> str | None:
+    """What the source shows in this sample; None where it cannot be read."""
+    if source == STEPS_SOURCE:
         progress = sample.progress
         if progress.step is None:
             return None
-        since = "" if progress.age_seconds is None else f", for {progress.age_seconds:.0f} s"
-        return f"it stands at {progress.step:,}{since}"
-    if witness == "files":
+        since = "" if progress.age_seconds is None else f", last changed {progress.age_seconds:.0f} s ago"
+        return f"now at step {progress.step:,}{since}"
+    if source == "files":
         return _checkpoint_reading(sample)
-    if witness == "data_wait":
+    if source == "data_wait":
         waits = [s.data_wait_ms for s in sample.progress.sources if s.data_wait_ms is not None]
-        return f"they say up to {max(waits):,.0f} ms a step" if waits else None
+        return f"they report up to {max(waits):,.0f} ms per step" if waits else None
     listed = [node.processes for node in sample.nodes]
     known = [len(processes) for processes in listed if processes is not None]
-    return f"{sum(known)} listed on {len(known)} of {len(listed)} nodes" if known else None
+    return f"{sum(known)} found on {len(known)} of {len(listed)} nodes" if known else None
 
 
 def _checkpoint_reading(sample: JobSample) -> str | None:
@@ -106,20 +106,21 @@ def _checkpoint_reading(sample: JobSample) -> str | None:
         return f"{listing.directory}: {listing.error}"
     aged = [entry for entry in listing.entries if entry.age_seconds is not None]
     if not aged:
-        return f"{listing.directory} holds none yet"
+        return f"{listing.directory} contains none yet"
     newest = min(aged, key=lambda entry: entry.age_seconds or 0.0)
     return f"{newest.name}: {newest.bytes / 1e9:.1f} GB, last change {newest.age_seconds:.0f} s ago"
 
 
 def _missing_reading(sample: JobSample) -> str | None:
-    """Why watts and utilisation leave it open."""
-    boards = [ranked.gpu for ranked in sample.gpus]
-    if any(b.mig or b.reasons.get("utilization_percent") is ReadingStatus.MIG for b in boards):
-        return ambiguity_table().lack["mig"]
-    if 2 * sum(not b.power_watts for b in boards) > len(boards):
-        return ambiguity_table().lack["power"]
-    if 2 * sum(b.utilization_percent is None for b in boards) > len(boards):
-        return ambiguity_table().lack["utilization"]
-    if not any(b.name or b.power_limit_watts for b in boards):
-        return ambiguity_table().lack["floor"]
+    """Why power and utilization cannot decide."""
+    gpus = [ranked.gpu for ranked in sample.gpus]
+    missing = ambiguity_table().missing
+    if any(g.mig or g.reasons.get("utilization_percent") is ReadingStatus.MIG for g in gpus):
+        return missing["mig"]
+    if 2 * sum(not g.power_watts for g in gpus) > len(gpus):
+        return missing["power"]
+    if 2 * sum(g.utilization_percent is None for g in gpus) > len(gpus):
+        return missing["utilization"]
+    if not any(g.name or g.power_limit_watts for g in gpus):
+        return missing["floor"]
     return None

@@ -1,12 +1,13 @@
-"""One picture of a job -> one verdict. Pure: no clock, no memory, no disk.
+"""One job sample -> one verdict: what the GPUs are doing, how sure that is, and why. No clock, memory or disk.
 
-Order of the questions: can it be read at all; is a board broken; is anybody at home; does one board hold up the rest;
-then power (at the floor: at_rest.py, above it: at_work.py) names the kind and shape says who. Watts alone decide
-nothing: bare idle, a checkpoint and a deadlock draw the same (arXiv 2608.05944 s3; B300 idle 135-184 W in public
-tables). Where the picture allows two readings the nearer one is said with a low confidence and the other is named.
+`classify` asks in this order: can the GPUs be read; is one broken; does any hold a context; do steps stall (then it is
+a hang, whatever the power); does one rank keep the rest waiting; is a GPU throttled. Only then do power and
+utilization decide: idle_power.py where all GPUs are at the power floor, active_power.py above it. Power alone decides
+nothing, since bare idle, a checkpoint and a deadlock draw the same (arXiv 2608.05944, section 3). Where a sample
+allows two readings, the more likely one is returned with low confidence and the other as its alternative.
 
-A confidence is a share of times: what it stands on is said where it is set, and `wattwatch backtest` counts, over
-labelled public cases, how often verdicts of that confidence are right.
+A confidence is a fraction of cases: what it rests on is said where it is set, and `wattwatch backtest` counts over
+labeled public cases how often verdicts of that confidence are right.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from wattwatch.watcher.detection.baselines.baseline import JobBaseline
 from wattwatch.watcher.detection.baselines.profiles import PowerProfile
 from wattwatch.watcher.detection.classifier.active_power import classify_active_power
 from wattwatch.watcher.detection.classifier.ambiguity import with_deciding_check
-from wattwatch.watcher.detection.classifier.conclusion import ADVICE, is_floor_known, make_verdict
+from wattwatch.watcher.detection.classifier.conclusion import ADVICE, PROVIDE_PROGRESS, make_verdict
 from wattwatch.watcher.detection.classifier.features import (
     PowerFeatures,
     StepProgress,
@@ -49,10 +50,12 @@ from wattwatch.watcher.detection.model import (
     valid_power_watts,
 )
 
+# Chosen: GPUs of one model that do the same work differ by a few per cent only.
 STRAGGLER_POWER_RATIO: Final = 2.0
 SLOWDOWN_REASONS: Final = frozenset(
     {"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown"}
 )
+MAX_LISTED: Final = 6  # nodes or GPUs named in one sentence
 
 
 def classify(
@@ -61,13 +64,15 @@ def classify(
     progress: StepProgress | None = None,
     learned: JobBaseline | None = None,
 ) -> Verdict:
-    """What this picture says. `profile` overrides the board's own, `learned` both; `progress` is what is known of the
-    steps."""
+    """The verdict on one sample. `profile` replaces the GPU model's own, `learned` both; `progress` is what the user
+    knows of the job's steps."""
     verdict = _classify(sample, profile, progress, learned)
     if verdict.state is PowerState.STARVATION:
-        upstream = find_input_bottleneck(sample)
-        verdict = replace(verdict, why=f"{verdict.why} Upstream: {upstream.words}.", advice=upstream.next_step)
-    return with_deciding_check(verdict, sample, told=progress is not None)
+        bottleneck = find_input_bottleneck(sample)
+        verdict = replace(
+            verdict, why=f"{verdict.why} Input bottleneck: {bottleneck.description}.", advice=bottleneck.next_step
+        )
+    return with_deciding_check(verdict, sample, steps_reported=progress is not None)
 
 
 def _classify(
@@ -75,61 +80,62 @@ def _classify(
 ) -> Verdict:
     if not sample.gpus and not any(node.missing_gpus for node in sample.nodes):
         return _no_readable_gpu(sample)
-    broken = _faulty_gpu(sample)
-    if broken is not None:
-        return broken
-    sighted = tuple(
+    faulty = _faulty_gpu(sample)
+    if faulty is not None:
+        return faulty
+    readable = tuple(
         g for g in sample.gpus if valid_power_watts(g.gpu) is not None and g.gpu.utilization_percent is not None
     )
-    if len(sighted) < max(1, (len(sample.gpus) + 1) // 2):
+    if len(readable) < max(1, (len(sample.gpus) + 1) // 2):
         return _readings_missing(sample, progress)
-    scene = extract_features(sample, sighted, profile, progress, learned)
-    if scene.held is False and not any(node.processes for node in sample.nodes):
-        return no_context_verdict(scene, sample.nodes)
+    features = extract_features(sample, readable, profile, progress, learned)
+    if features.has_contexts is False and not any(node.processes for node in sample.nodes):
+        return no_context_verdict(features, sample.nodes)
     return (
-        stalled_verdict(scene)
-        or _straggler(scene)
-        or _throttled(scene)
-        or classify_idle_power(scene)
-        or classify_active_power(scene)
+        stalled_verdict(features)
+        or _straggler(features)
+        or _throttled(features)
+        or classify_idle_power(features)
+        or classify_active_power(features)
     )
 
 
 def _no_readable_gpu(sample: JobSample) -> Verdict:
-    told = [f"{node.node}: {node.unreadable_reason_in_full}" for node in sample.nodes]
-    lost = any(node.status in (HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES) for node in sample.nodes)
+    reasons = [f"{node.node}: {node.unreadable_reason_in_full}" for node in sample.nodes]
+    driver_lost = any(node.status in (HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES) for node in sample.nodes)
     return Verdict(
         state=PowerState.UNKNOWN,
-        confidence=0.9 if lost else 0.5,
+        confidence=0.9 if driver_lost else 0.5,
         pattern=UtilizationPattern.UNKNOWN,
-        why="No board could be read. " + "; ".join(told[:4]),
-        advice="The job may be well: look at the node itself." + (" A driver was replaced or lost." if lost else ""),
+        why="No GPU could be read. " + "; ".join(reasons[:4]),
+        advice="The job itself may be fine. Log in to the node and run nvidia-smi there."
+        + (" The NVIDIA driver was replaced or has failed." if driver_lost else ""),
     )
 
 
 def _faulty_gpu(sample: JobSample) -> Verdict | None:
-    """A board that is lost, wants a reset, or does not say what it should: that comes before any other reading."""
-    told: list[str] = []
+    """A GPU that is lost, needs a reset, or returns errors comes before any other reading of the sample."""
+    faults: list[str] = []
     suspects: list[Suspect] = []
     for node in sample.nodes:
         for missing in node.missing_gpus:
-            told.append(f"{node.node}: {missing.text}")
+            faults.append(f"{node.node}: {missing.text}")
             suspects.append(Suspect(node.node, missing.index))
     for ranked in sample.gpus:
         fault = ranked.gpu.fault
         if fault is not None:
             fields = sorted(name for name, reason in ranked.gpu.reasons.items() if reason is fault)
-            told.append(
+            faults.append(
                 f"{ranked.node} GPU {ranked.gpu.key}: {fault.value.replace('_', ' ')} ({', '.join(fields[:4])})"
             )
             suspects.append(Suspect(ranked.node, ranked.gpu.index, ranked.rank))
-    if not told:
+    if not faults:
         return None
     return Verdict(
         state=PowerState.GPU_FAULT,
         confidence=0.9,
         pattern=match_pattern(sample.gpus).pattern,
-        why="; ".join(told[:6]),
+        why="; ".join(faults[:MAX_LISTED]),
         advice=ADVICE[PowerState.GPU_FAULT],
         suspects=tuple(suspects),
         power_fraction=median_power_fraction(sample.gpus),
@@ -137,45 +143,49 @@ def _faulty_gpu(sample: JobSample) -> Verdict | None:
 
 
 def _readings_missing(sample: JobSample, progress: StepProgress | None) -> Verdict:
-    """Boards answer, but power or utilisation is missing: no band, no shape."""
+    """The GPUs answer, but without power or utilization neither floor nor pattern can be told."""
+    pattern, fraction = match_pattern(sample.gpus).pattern, median_power_fraction(sample.gpus)
+
+    def verdict(
+        state: PowerState, confidence: float, why: str, advice: str, alternative: Alternative | None
+    ) -> Verdict:
+        return Verdict(state, confidence, pattern, why, advice, power_fraction=fraction, alternative=alternative)
+
     if progress is StepProgress.STALLED:
-        why = "Steps stand; power or utilisation cannot be read on most boards."
-        return Verdict(
-            PowerState.HANG, 0.7, match_pattern(sample.gpus).pattern, why, ADVICE[PowerState.HANG],
-            power_fraction=median_power_fraction(sample.gpus), alternative=Alternative(PowerState.WAITING, 0.2),
-        )  # fmt: skip
+        why = "Steps have stopped. Power or utilization cannot be read on most GPUs."
+        other = Alternative(PowerState.WAITING, 0.2)
+        return verdict(PowerState.HANG, 0.7, why, ADVICE[PowerState.HANG], other)
     gpus = [g.gpu for g in sample.gpus]
     mig = any(g.mig or g.reasons.get("utilization_percent") is ReadingStatus.MIG for g in gpus)
-    free = all(g.memory_used_bytes is not None and g.memory_used_bytes < CONTEXT_BYTES for g in gpus)
-    quiet = all(g.utilization_percent is not None and g.utilization_percent <= IDLE_PERCENT for g in gpus)
-    no_watts = sum(valid_power_watts(g) is None for g in gpus)
-    no_busy = sum(g.utilization_percent is None for g in gpus)
-    picture = match_pattern(sample.gpus)
-    if free and quiet and not mig:
-        empty = no_process_listed(sample.nodes)
-        return Verdict(
-            PowerState.IDLE, NO_PROCESS_CONFIDENCE if empty else NO_CONTEXT_CONFIDENCE, picture.pattern,
-            "0 % and no memory held on any board; power cannot be read.", ADVICE[PowerState.IDLE],
-            power_fraction=median_power_fraction(sample.gpus), alternative=None if empty else Alternative(PowerState.HANG, 0.3),
-        )  # fmt: skip
+    no_memory = all(g.memory_used_bytes is not None and g.memory_used_bytes < CONTEXT_BYTES for g in gpus)
+    idle = all(g.utilization_percent is not None and g.utilization_percent <= IDLE_PERCENT for g in gpus)
+    if no_memory and idle and not mig:
+        no_process = no_process_listed(sample.nodes)
+        return verdict(
+            PowerState.IDLE,
+            NO_PROCESS_CONFIDENCE if no_process else NO_CONTEXT_CONFIDENCE,
+            "0 % utilization and no memory in use on any GPU; power cannot be read.",
+            ADVICE[PowerState.IDLE],
+            None if no_process else Alternative(PowerState.HANG, 0.3),
+        )
+    no_power = sum(valid_power_watts(g) is None for g in gpus)
+    no_utilization = sum(g.utilization_percent is None for g in gpus)
     if mig:
-        why = "MIG is on: utilisation has no value for the whole board, and its power is shared by all slices."
+        why = "MIG is enabled: utilization has no value for the whole GPU, and its power is shared by all slices."
     else:
-        why = f"Power is missing on {no_watts} of {len(gpus)} boards, utilisation on {no_busy}."
-    return Verdict(
-        PowerState.UNKNOWN, 0.3, picture.pattern, why,
-        "Give the job's progress (a log or a run directory): without power and utilisation only steps can tell.",
-        power_fraction=median_power_fraction(sample.gpus), alternative=Alternative(PowerState.HANG, 0.3),
-    )  # fmt: skip
+        why = f"Power is missing on {no_power} of {len(gpus)} GPUs, utilization on {no_utilization}."
+    advice = f"{PROVIDE_PROGRESS}: without power and utilization only steps can decide."
+    return verdict(PowerState.UNKNOWN, 0.3, why, advice, Alternative(PowerState.HANG, 0.3))
 
 
-def _straggler(scene: PowerFeatures) -> Verdict | None:
-    """All busy, but a few draw twice what the others do: those compute, the others spin and wait for them."""
-    if scene.picture.pattern is not UtilizationPattern.ALL_BUSY or len(scene.gpus) < 2 or not is_floor_known(scene):
+def _straggler(features: PowerFeatures) -> Verdict | None:
+    """All GPUs are busy, but a few draw twice the power of the others: those compute, the others spin and wait."""
+    gpus = features.gpus
+    if features.match.pattern is not UtilizationPattern.ALL_BUSY or len(gpus) < 2 or not features.floor_known:
         return None
-    floor = scene.profile.floor_watts
-    working = [g for g in scene.gpus if (valid_power_watts(g.gpu) or 0.0) > floor]
-    waiting = [g for g in scene.gpus if (valid_power_watts(g.gpu) or 0.0) <= floor]
+    floor = features.profile.floor_watts
+    working = [g for g in gpus if (valid_power_watts(g.gpu) or 0.0) > floor]
+    waiting = [g for g in gpus if (valid_power_watts(g.gpu) or 0.0) <= floor]
     if not working or not waiting or len(working) > len(waiting):
         return None
     ratio = min(valid_power_watts(g.gpu) or 0.0 for g in working) / max(
@@ -183,24 +193,22 @@ def _straggler(scene: PowerFeatures) -> Verdict | None:
     )
     if ratio < STRAGGLER_POWER_RATIO:
         return None
-    why = (
-        f"{len(working)} of {len(scene.gpus)} busy boards work, at {ratio:.1f} times the power of the others, who wait"
-    )
-    return make_verdict(scene, PowerState.STRAGGLER, 0.6 * scene.certain, why, (PowerState.HANG, 0.3), working)
+    why = f"{len(working)} of {len(gpus)} busy GPUs compute, at {ratio:.1f} times the power of the others, which wait"
+    confidence = 0.6 * features.floor_confidence
+    return make_verdict(features, PowerState.STRAGGLER, confidence, why, (PowerState.HANG, 0.3), working)
 
 
-def _throttled(scene: PowerFeatures) -> Verdict | None:
-    """The board itself says that heat or power supply holds it back, while it is busy."""
+def _throttled(features: PowerFeatures) -> Verdict | None:
+    """A busy GPU reports that heat or power supply slows it down."""
     slowed = [
         g
-        for g in scene.gpus
+        for g in features.gpus
         if g.gpu.throttle_reasons
         and g.gpu.throttle_reasons & SLOWDOWN_REASONS
         and (g.gpu.utilization_percent or 0.0) >= BUSY_PERCENT
     ]
-    if not slowed or scene.at_floor:
+    if not slowed or features.at_floor:
         return None
     reasons = sorted(set().union(*(g.gpu.throttle_reasons or frozenset() for g in slowed)) & SLOWDOWN_REASONS)
-    return make_verdict(
-        scene, PowerState.THROTTLE, 0.8, f"{len(slowed)} boards report {', '.join(reasons)}", None, slowed
-    )
+    why = f"{len(slowed)} GPU{'s' if len(slowed) > 1 else ''} report{'' if len(slowed) > 1 else 's'} throttling: "
+    return make_verdict(features, PowerState.THROTTLE, 0.8, why + ", ".join(reasons), None, slowed)

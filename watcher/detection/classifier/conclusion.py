@@ -1,62 +1,55 @@
-"""What to do next, one sentence a state. The person who reads it was asleep a minute ago."""
+"""Features and a conclusion -> a `Verdict` that carries its numbers and the next step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-from wattwatch.watcher.detection.classifier.features import MIN_FLOOR_CONFIDENCE, SINGLE_OUTLIER_PATTERNS, PowerFeatures
-from wattwatch.watcher.detection.model import Alternative, PowerState, RankGpu, Suspect, Verdict
+from wattwatch.watcher.detection.alerts import ALERT_KINDS
+from wattwatch.watcher.detection.classifier.features import PowerFeatures
+from wattwatch.watcher.detection.model import AlertName, Alternative, PowerState, RankGpu, Suspect, Verdict
 
+# Live, the step counter can be read. `wattwatch triage` replaces this by its own option.
+PROVIDE_PROGRESS: Final = "Provide the job's progress (a log or a run directory)"
+
+MAX_CONFIDENCE: Final = 0.99  # one sample is never proof
+
+# The next step, by state. Its reader was asleep a minute ago.
 ADVICE: Final[dict[PowerState, str]] = {
-    PowerState.COMPUTE: "Nothing to do.",
-    PowerState.COMMUNICATION: "If tokens per second fell, look at the links; else nothing to do.",
-    PowerState.STARVATION: "Look upstream: data loading, tokenising, the file system, host CPU.",
-    PowerState.CHECKPOINT: "Wait for the save; look at the checkpoint directory if its files do not grow.",
-    PowerState.HANG: "Look at the step counter. If it stands: before the watchdog or anybody ends the job, have its "
-    "flight records and stacks (`wattwatch serve` collects them by itself where capture is on); then restart from the "
-    "last checkpoint.",
-    PowerState.IDLE: "Nothing runs here. If a job should, look for why it ended.",
-    PowerState.GPU_FAULT: "Read the kernel log for Xid lines, drain the node, reset or replace the board.",
-    PowerState.STRAGGLER: "Compare clocks, temperature and throttle reasons of the boards that work with the others.",
-    PowerState.THROTTLE: "Look at cooling and power supply of the named boards.",
-    PowerState.WAITING: "Look at the step counter: start-up and evaluation look like this, and so does a job that lost "
-    "its feed.",
-    PowerState.UNKNOWN: "Give the job's progress (a log or a run directory) to settle it.",
+    PowerState.COMPUTE: "No action needed.",
+    PowerState.COMMUNICATION: "No action needed unless tokens per second have dropped; then check the network links.",
+    PowerState.STARVATION: ALERT_KINDS[AlertName.JOB_STARVING].advice,
+    PowerState.CHECKPOINT: "Wait for the save to finish. If no file in the checkpoint directory grows, check its file "
+    "system.",
+    PowerState.HANG: "Check whether the job's step counter is moving. If it is not, collect flight recorder dumps and "
+    "stacks before the NCCL watchdog or anyone ends the job (`wattwatch serve` does so by itself where capture is on), "
+    "then restart from the last checkpoint.",
+    PowerState.IDLE: "Nothing is running on these GPUs. If a job should be, find out why it ended.",
+    PowerState.GPU_FAULT: ALERT_KINDS[AlertName.GPU_FAULT].advice,
+    PowerState.STRAGGLER: ALERT_KINDS[AlertName.STRAGGLER].advice,
+    PowerState.THROTTLE: ALERT_KINDS[AlertName.GPU_THROTTLED].advice,
+    PowerState.WAITING: "Check the job's step counter: start-up and evaluation look the same as a job without input.",
+    PowerState.UNKNOWN: f"{PROVIDE_PROGRESS} so that it can be decided.",
 }
 
 
-# A scene and what was concluded of it -> a `Verdict` that carries the numbers.
-
-MAX_CONFIDENCE: Final = 0.99  # no picture is proof
-
-
 def make_verdict(
-    scene: PowerFeatures,
+    features: PowerFeatures,
     state: PowerState,
     confidence: float,
     why: str,
     alternative: tuple[PowerState, float] | None = None,
     suspects: Sequence[RankGpu] = (),
 ) -> Verdict:
+    """The verdict `state`, with the numbers of `features` behind `why` (a clause without a full stop)."""
     return Verdict(
         state=state,
         confidence=round(min(MAX_CONFIDENCE, confidence), 2),
-        pattern=scene.picture.pattern,
-        why=f"{why} ({scene.words}).",
+        pattern=features.match.pattern,
+        why=f"{why} ({features.description}).",
         advice=ADVICE[state],
         suspects=tuple(Suspect(g.node, g.gpu.index, g.rank) for g in suspects),
-        power_fraction=scene.fraction,
+        power_fraction=features.power_fraction,
         alternative=None if alternative is None else Alternative(alternative[0], round(alternative[1], 2)),
-        at_floor=scene.at_floor,
+        at_floor=features.at_floor,
     )
-
-
-def single_outlier(scene: PowerFeatures) -> tuple[RankGpu, ...]:
-    """The one rank that stands out, where it is one."""
-    return scene.picture.outliers if scene.picture.pattern in SINGLE_OUTLIER_PATTERNS else ()
-
-
-def is_floor_known(scene: PowerFeatures) -> bool:
-    """The profile is of this board, or scaled by its limit, and leaves room between rest and work."""
-    return scene.known and scene.profile.certain >= MIN_FLOOR_CONFIDENCE

@@ -1,4 +1,16 @@
-"""How utilisation lies over the ranks, and who stands out. Averages hide the one rank that matters; this keeps it."""
+"""The numbers of one job sample that the classifier decides on: pattern of utilization, power, power floor, memory.
+
+A GPU at its power floor does no work, whatever its utilization says: it is idle with a CUDA context, or its NCCL kernel
+spins while it waits for another rank. The floor is taken from the nearest of three sources:
+
+1. the sample itself: on every model with both figures known, a spinning GPU draws what an idle one with a context
+draws,
+   and at most 35 W more; so a GPU that is idle while others are busy shows the floor of all;
+2. what was learned about these very GPUs (baselines/);
+3. the profile of their model (baselines/profiles.toml).
+
+A GPU of which neither model nor power limit is known has no floor, and its power says nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +21,13 @@ from enum import StrEnum
 from typing import Final
 
 from wattwatch.collectors.samples import GpuSample
-from wattwatch.watcher.detection.baselines.baseline import JobBaseline
+from wattwatch.watcher.detection.baselines.baseline import (
+    HIGHEST_FLOOR_FRACTION,
+    HIGHEST_FLOOR_WATTS,
+    OBSERVED_FLOOR_CONFIDENCE,
+    JobBaseline,
+    max_spin_watts,
+)
 from wattwatch.watcher.detection.baselines.profiles import PowerProfile, generic_profile, profile_for
 from wattwatch.watcher.detection.model import (
     BUSY_PERCENT,
@@ -21,7 +39,23 @@ from wattwatch.watcher.detection.model import (
     valid_power_watts,
 )
 
-# Shapes in which one rank stands out.
+# A context with the buffers of NCCL takes 0.4 to 1.5 GB. With no more than that, no model is loaded: nothing can be
+# saved.
+MAX_BARE_CONTEXT_BYTES: Final = 1.5 * 1024**3
+# Floors are learned, or shipped, from a few GPUs; single ones draw a little more.
+FLOOR_TOLERANCE: Final = 1.15
+MEDIAN_FLOOR_TOLERANCE: Final = 1.03
+# With a floor above this share of the limit (a power cap), work draws no more than spinning does.
+MAX_FLOOR_SHARE_OF_LIMIT: Final = 0.75
+# A profile whose floor is less certain than this is not used: on such models idle and work draw nearly the same.
+MIN_FLOOR_CONFIDENCE: Final = 0.5
+# A spinning kernel polls a few words of memory. GPUs whose memory controllers do more are working, at whatever power.
+MEMORY_BUSY_PERCENT: Final = 5.0
+# Steps that changed within this many of their usual intervals count as advancing. Chosen; the detector decides on
+# stalls.
+ADVANCING_INTERVALS: Final = 3
+
+# Patterns in which exactly one rank stands out.
 SINGLE_OUTLIER_PATTERNS: Final = frozenset(
     {UtilizationPattern.ONE_LOW_REST_BUSY, UtilizationPattern.RANK0_LOW_REST_BUSY, UtilizationPattern.ONE_BUSY_REST_LOW}
 )
@@ -29,14 +63,18 @@ SINGLE_OUTLIER_PATTERNS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PatternMatch:
-    """The shape with those who make it: the low among busy, or the busy among low."""
+    """The utilization pattern with the GPUs that make it: the low ones among busy ones, or the busy ones among low
+    ones."""
 
     pattern: UtilizationPattern
     outliers: tuple[RankGpu, ...] = ()
 
 
 def match_pattern(gpus: Sequence[RankGpu]) -> PatternMatch:
-    """Shape of all boards with a utilisation reading; UNKNOWN where there is none."""
+    """Pattern of all GPUs with a utilization reading; UNKNOWN where there is none.
+
+    An average over ranks hides the one rank that matters, so none is taken.
+    """
     read = [g for g in gpus if g.gpu.utilization_percent is not None]
     if not read:
         return PatternMatch(UtilizationPattern.UNKNOWN)
@@ -48,50 +86,19 @@ def match_pattern(gpus: Sequence[RankGpu]) -> PatternMatch:
         return PatternMatch(UtilizationPattern.ALL_LOW)
     if len(low) + len(busy) < len(read):
         return PatternMatch(UtilizationPattern.SCATTER)
-    if len(read) == 2:
-        # One of two: the low one stands out, whichever it is.
-        return PatternMatch(
-            UtilizationPattern.RANK0_LOW_REST_BUSY if low[0].rank == 0 else UtilizationPattern.ONE_LOW_REST_BUSY, low
-        )
+    # Of two GPUs, the low one is the outlier, never the busy one.
     if len(low) == 1:
+        rank_0 = low[0].rank == 0
         return PatternMatch(
-            UtilizationPattern.RANK0_LOW_REST_BUSY if low[0].rank == 0 else UtilizationPattern.ONE_LOW_REST_BUSY, low
+            UtilizationPattern.RANK0_LOW_REST_BUSY if rank_0 else UtilizationPattern.ONE_LOW_REST_BUSY, low
         )
     if len(busy) == 1:
         return PatternMatch(UtilizationPattern.ONE_BUSY_REST_LOW, busy)
     return PatternMatch(UtilizationPattern.TWO_GROUPS, min(low, busy, key=len))
 
 
-# The numbers of one picture, worked out once: whose boards count, where their floor lies, who is at it.
-#
-# Three sources tell the floor, nearest first. A board that is low while others spin shows it in the picture itself: on
-# every board with both figures a spinning rank draws what an idle one with a context draws, and at most 35 W more. Else
-# what was learned of these very boards, else their profile. A board of which neither name nor limit is known has none:
-# then watts say nothing here.
-
-# A bare context with the buffers of a collective library takes 0.4 to 1.5 GB: no model is loaded, nothing can be saved.
-MAX_BARE_CONTEXT_BYTES: Final = 1.5 * 1024**3
-# A floor is learned or shipped from a few boards; single ones lie a little above it.
-FLOOR_TOLERANCE: Final = 1.15
-MEDIAN_FLOOR_TOLERANCE: Final = 1.03
-MAX_FLOOR_SHARE_OF_LIMIT: Final = 0.75
-# Spinning against idling with a context in one picture; the share matters on small boards, where 35 W is all there is.
-MAX_SPIN_ABOVE_IDLE_WATTS: Final = 35.0
-MAX_SPIN_TO_IDLE_RATIO: Final = 1.35
-# A low rank above this is between two kernels, not idle: no context of any board seen draws more.
-HIGHEST_FLOOR_WATTS: Final = 290.0
-HIGHEST_FLOOR_FRACTION: Final = 0.35
-# Below this the profile's floor is no witness: there is no room between it and work.
-MIN_FLOOR_CONFIDENCE: Final = 0.5
-# A kernel that spins polls a few words. Where the memory controllers of busy boards do more, they work, at whatever
-# power.
-MEMORY_BUSY_PERCENT: Final = 5.0
-# How sure a floor is that the picture itself shows: the nearest witness of all.
-OBSERVED_FLOOR_CONFIDENCE: Final = 0.9
-
-
 class StepProgress(StrEnum):
-    """What is known of the job's steps, from its own counter or from the person who asks."""
+    """What is known of the job's steps, from its own counter or from the user (`--progress`)."""
 
     ADVANCING = "advancing"
     STALLED = "stalled"
@@ -99,30 +106,40 @@ class StepProgress(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PowerFeatures:
-    """The picture with its numbers; `gpus` are those with watts and utilisation that are part of the job."""
+    """What the classifier decides on. `gpus` are the job's GPUs with both power and utilization."""
 
     gpus: tuple[RankGpu, ...]
     profile: PowerProfile
-    known: bool  # the profile is of this board, or scaled by its limit; else its watts mean nothing
-    picture: PatternMatch
-    watts: float  # median
-    fraction: float | None  # of the limit
-    at_floor: bool  # every board draws no more than idle with a context or spinning does, and none moves memory
-    certain: float  # 0..1: how far a verdict may rest on the floor
-    held: bool | None  # memory of a context on most boards; None: memory cannot be read
-    words: str  # the numbers, for `why`
-    progress: StepProgress | None  # the asker's word, else what the counter says
-    told: bool  # it is the asker's word
+    profile_known: bool  # the profile is of this model, or scaled to its limit; otherwise its watts mean nothing
+    match: PatternMatch
+    median_watts: float
+    power_fraction: float | None  # median of power / power limit
+    at_floor: bool  # every GPU draws at most what idling with a context or spinning draws, and none moves memory
+    floor_confidence: float  # 0..1: how far a verdict may rest on the floor
+    has_contexts: bool | None  # most GPUs hold the memory of a context; None: memory cannot be read
+    description: str  # the numbers, for `Verdict.why`
+    progress: StepProgress | None  # as the user reports it, else as the step counter shows it
+    progress_is_reported: bool  # the user reports it
+
+    @property
+    def single_outlier(self) -> tuple[RankGpu, ...]:
+        """The one GPU that stands out; empty where none or several do."""
+        return self.match.outliers if self.match.pattern in SINGLE_OUTLIER_PATTERNS else ()
+
+    @property
+    def floor_known(self) -> bool:
+        """The profile fits this model or limit, and leaves a gap between waiting and work."""
+        return self.profile_known and self.profile.certain >= MIN_FLOOR_CONFIDENCE
 
 
 def median_power_fraction(gpus: Sequence[RankGpu]) -> float | None:
-    """Median of power / limit over the boards that tell both."""
-    shares = [
-        w / g.gpu.power_limit_watts
+    """Median of power / power limit; None where no GPU has both."""
+    fractions = [
+        watts / g.gpu.power_limit_watts
         for g in gpus
-        if (w := valid_power_watts(g.gpu)) is not None and g.gpu.power_limit_watts
+        if (watts := valid_power_watts(g.gpu)) is not None and g.gpu.power_limit_watts
     ]
-    return round(statistics.median(shares), 3) if shares else None
+    return round(statistics.median(fractions), 3) if fractions else None
 
 
 def extract_features(
@@ -132,75 +149,78 @@ def extract_features(
     progress: StepProgress | None,
     learned: JobBaseline | None = None,
 ) -> PowerFeatures:
-    """`gpus`: those of the sample with watts and utilisation; at least one."""
+    """Features of `sample`. `gpus`: its GPUs with power and utilization, at least one. `profile` replaces the model's
+    own profile, `learned` replaces both."""
     members = job_gpus(gpus)
     name = next((g.gpu.name for g in members if g.gpu.name), None)
     limits = [g.gpu.power_limit_watts for g in members if g.gpu.power_limit_watts]
     limit = statistics.median(limits) if limits else None
-    board = profile.scaled(limit) if profile is not None else profile_for(name, limit)
-    known = profile is not None or limit is not None or board.name != generic_profile().name
+    used = profile.scaled(limit) if profile is not None else profile_for(name, limit)
+    known = profile is not None or limit is not None or used.name != generic_profile().name
     if learned is not None:
-        board, known = learned.profile, known or bool(learned.floor_words)
+        used, known = learned.profile, known or bool(learned.floor_source)
     watts = [w for g in members if (w := valid_power_watts(g.gpu)) is not None]
     median = statistics.median(watts)
     fraction = median_power_fraction(members)
-    shown = observed_floor_watts(members, board.floor_watts if known else None)
-    by_profile = (
+    observed_floor = observed_floor_watts(members, used.floor_watts if known else None)
+    below_profile_floor = (
         known
-        and board.certain >= MIN_FLOOR_CONFIDENCE
-        # A cap that leaves no room above the floor: work draws no more than spinning there.
-        and (limit is None or board.floor_watts <= MAX_FLOOR_SHARE_OF_LIMIT * limit)
-        and _near_floor(members, board, watts, median, learned)
+        and used.certain >= MIN_FLOOR_CONFIDENCE
+        and (limit is None or used.floor_watts <= MAX_FLOOR_SHARE_OF_LIMIT * limit)
+        and _is_near_floor(members, used, watts, median, learned)
     )
-    by_picture = shown is not None and max(watts) <= shown
-    certain = (
-        max(board.certain, OBSERVED_FLOOR_CONFIDENCE)
-        if by_picture and by_profile
-        else OBSERVED_FLOOR_CONFIDENCE
-        if by_picture
-        else board.certain
-    )
+    below_observed_floor = observed_floor is not None and max(watts) <= observed_floor
+    confidence = used.certain
+    if below_observed_floor:
+        confidence = OBSERVED_FLOOR_CONFIDENCE
+        if below_profile_floor:
+            confidence = max(used.certain, OBSERVED_FLOOR_CONFIDENCE)
     memory = [g.gpu.memory_used_bytes for g in members if g.gpu.memory_used_bytes is not None]
     return PowerFeatures(
         gpus=members,
-        profile=board,
-        known=known,
-        picture=match_pattern(members),
-        watts=median,
-        fraction=fraction,
-        at_floor=(by_profile or by_picture) and not is_memory_busy(members),
-        certain=certain,
-        held=None if not memory else sum(m >= CONTEXT_BYTES for m in memory) > len(memory) / 2,
-        words=_describe(members, len(gpus) - len(members), _describe_floor(board, known, learned), shown, fraction),
+        profile=used,
+        profile_known=known,
+        match=match_pattern(members),
+        median_watts=median,
+        power_fraction=fraction,
+        at_floor=(below_profile_floor or below_observed_floor) and not is_memory_busy(members),
+        floor_confidence=confidence,
+        has_contexts=None if not memory else sum(m >= CONTEXT_BYTES for m in memory) > len(memory) / 2,
+        description=_describe(
+            members, len(gpus) - len(members), _describe_floor(used, known, learned), observed_floor, fraction
+        ),
         progress=progress or _progress_from_counter(sample),
-        told=progress is not None,
+        progress_is_reported=progress is not None,
     )
 
 
-def _near_floor(
-    members: Sequence[RankGpu], board: PowerProfile, watts: Sequence[float], median: float, learned: JobBaseline | None
+def _is_near_floor(
+    members: Sequence[RankGpu],
+    profile: PowerProfile,
+    watts: Sequence[float],
+    median: float,
+    learned: JobBaseline | None,
 ) -> bool:
-    """Every board draws about its floor at most: its own where that was learned, else the profile's."""
+    """No GPU draws much more than its floor: its own where that was learned, the profile's otherwise."""
     if learned is None or not learned.floors:
-        return (
-            median <= MEDIAN_FLOOR_TOLERANCE * board.floor_watts and max(watts) <= FLOOR_TOLERANCE * board.floor_watts
+        return median <= MEDIAN_FLOOR_TOLERANCE * profile.floor_watts and max(watts) <= (
+            FLOOR_TOLERANCE * profile.floor_watts
         )
-    floors = learned.floors
-    shares = [
-        w / floors.get((g.node, g.gpu.key), board.floor_watts)
+    ratios = [
+        w / learned.floors.get((g.node, g.gpu.key), profile.floor_watts)
         for g in members
         if (w := valid_power_watts(g.gpu)) is not None
     ]
-    return statistics.median(shares) <= MEDIAN_FLOOR_TOLERANCE and max(shares) <= FLOOR_TOLERANCE
+    return statistics.median(ratios) <= MEDIAN_FLOOR_TOLERANCE and max(ratios) <= FLOOR_TOLERANCE
 
 
 def job_gpus(gpus: tuple[RankGpu, ...]) -> tuple[RankGpu, ...]:
-    """Without the boards that hold no context while others do: they are no ranks of the job, and would look like the
-    one rank that is low. Where most boards hold none and the rest is low, the node is as good as empty: all count."""
-    held = tuple(g for g in gpus if _has_context(g.gpu) is not False)
-    if not held or (2 * len(held) < len(gpus) and not any(_busy(g.gpu) for g in held)):
+    """Without the GPUs that hold no context while others do: they belong to no rank, and would look like the one rank
+    that is idle. Where most hold none and the others are idle, the node is practically empty and all count."""
+    with_context = tuple(g for g in gpus if _has_context(g.gpu) is not False)
+    if not with_context or (2 * len(with_context) < len(gpus) and not any(_is_active(g.gpu) for g in with_context)):
         return gpus
-    return held
+    return with_context
 
 
 def _has_context(gpu: GpuSample) -> bool | None:
@@ -208,70 +228,75 @@ def _has_context(gpu: GpuSample) -> bool | None:
 
 
 def no_model_loaded(gpus: Sequence[RankGpu]) -> bool:
-    """Whether no board holds more than a context: memory is known on all of them, and no model is loaded."""
-    held = [g.gpu.memory_used_bytes for g in gpus]
-    return all(each is not None and each <= MAX_BARE_CONTEXT_BYTES for each in held)
+    """No GPU holds more than a bare context. False where the memory of any cannot be read."""
+    used = [g.gpu.memory_used_bytes for g in gpus]
+    return all(each is not None and each <= MAX_BARE_CONTEXT_BYTES for each in used)
 
 
-def _busy(gpu: GpuSample) -> bool:
+def _is_active(gpu: GpuSample) -> bool:
     return (gpu.utilization_percent or 0.0) > IDLE_PERCENT
 
 
 def is_memory_busy(gpus: Sequence[RankGpu]) -> bool:
-    """Whether most busy boards read and write memory; False where none tells."""
-    told = [g.gpu.memory_utilization_percent for g in gpus if _busy(g.gpu)]
-    return 2 * sum(each is not None and each >= MEMORY_BUSY_PERCENT for each in told) > len(told)
+    """Most active GPUs read and write memory. False where no reading exists."""
+    readings = [g.gpu.memory_utilization_percent for g in gpus if _is_active(g.gpu)]
+    return 2 * sum(each is not None and each >= MEMORY_BUSY_PERCENT for each in readings) > len(readings)
 
 
 def observed_floor_watts(gpus: Sequence[RankGpu], floor_watts: float | None = None) -> float | None:
-    """The most that a spinning board may draw, by what the low boards of the same picture draw; None without any.
+    """The most a spinning GPU may draw, judged by the idle GPUs of the same sample; None without idle and busy ones.
 
-    `floor_watts`: of the profile. Where resting draws a large share of the limit (T4, K80), a low board that draws no
-    more than it is at rest all the same; but then only a busy board that draws hardly more spins.
+    `floor_watts`: of the profile. On models whose idle power is a large share of the limit (T4, K80) an idle GPU may
+    draw more than any other model's floor; then only a busy GPU that draws hardly more than it counts as spinning.
     """
-    low: list[float] = []
-    spinning = high = False
+    idle: list[float] = []
+    any_busy = high_floor = False
     for each in gpus:
         watts, percent, limit = valid_power_watts(each.gpu), each.gpu.utilization_percent, each.gpu.power_limit_watts
         if watts is None or percent is None:
             continue
-        spinning = spinning or percent >= BUSY_PERCENT
+        any_busy = any_busy or percent >= BUSY_PERCENT
         if percent <= IDLE_PERCENT and watts > 0:
             if watts > (HIGHEST_FLOOR_WATTS if limit is None else HIGHEST_FLOOR_FRACTION * limit):
                 if floor_watts is None or watts > MEDIAN_FLOOR_TOLERANCE * floor_watts:
-                    return None
-                high = True
-            low.append(watts)
-    if not low or not spinning:
+                    return None  # low utilization, but between two kernels rather than idle
+                high_floor = True
+            idle.append(watts)
+    if not idle or not any_busy:
         return None
-    idle = statistics.median(low)
-    return FLOOR_TOLERANCE * idle if high else min(idle + MAX_SPIN_ABOVE_IDLE_WATTS, MAX_SPIN_TO_IDLE_RATIO * idle)
+    median = statistics.median(idle)
+    return FLOOR_TOLERANCE * median if high_floor else max_spin_watts(median)
 
 
-def _describe_floor(board: PowerProfile, known: bool, learned: JobBaseline | None) -> list[str]:
+def _describe_floor(profile: PowerProfile, known: bool, learned: JobBaseline | None) -> list[str]:
     if not known:
         return []
-    words = [f"floor {board.floor_watts:.0f} W by profile {board.name}"]
-    if learned is not None and learned.floor_words:
-        words = [learned.floor_words]
+    parts = [f"power floor {profile.floor_watts:.0f} W from profile {profile.name}"]
+    if learned is not None and learned.floor_source:
+        parts = [learned.floor_source]
     if learned is not None and learned.plateau_watts is not None:
-        words.append(f"plateau {learned.plateau_watts:.0f} W learned from its steps")
-    return words
+        parts.append(f"compute power {learned.plateau_watts:.0f} W learned while steps advanced")
+    return parts
 
 
 def _describe(
-    gpus: Sequence[RankGpu], left_out: int, floors: list[str], shown: float | None, fraction: float | None
+    gpus: Sequence[RankGpu],
+    left_out: int,
+    floors: list[str],
+    observed_floor: float | None,
+    fraction: float | None,
 ) -> str:
     watts = [w for g in gpus if (w := valid_power_watts(g.gpu)) is not None]
-    busy = [g.gpu.utilization_percent for g in gpus if g.gpu.utilization_percent is not None]
+    utilization = [g.gpu.utilization_percent for g in gpus if g.gpu.utilization_percent is not None]
     share = "" if fraction is None else f", {fraction:.2f} of the limit"
-    if shown is not None:
-        floors = [*floors, f"{shown:.0f} W by the low boards here"]
-    words = (
-        f"{len(gpus)} board{'s' if len(gpus) > 1 else ''} at {_range(watts)} W (median {statistics.median(watts):.0f} W"
-        f"{share}; {', '.join(floors) or 'no floor known: neither name nor limit'}), utilisation {_range(busy)} %"
+    if observed_floor is not None:
+        floors = [*floors, f"{observed_floor:.0f} W judging by the idle GPUs in this sample"]
+    text = (
+        f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''} at {_range(watts)} W (median {statistics.median(watts):.0f} W"
+        f"{share}; {', '.join(floors) or 'power floor unknown: neither GPU model nor power limit'}), "
+        f"utilization {_range(utilization)} %"
     )
-    return words if not left_out else f"{words}; {left_out} without a context left out"
+    return text if not left_out else f"{text}; {left_out} without a CUDA context ignored"
 
 
 def _range(values: Sequence[float]) -> str:
@@ -280,8 +305,9 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _progress_from_counter(sample: JobSample) -> StepProgress | None:
-    """Steps that moved within three of their usual intervals are advancing; how long is too long is the detector's."""
+    """ADVANCING where the step changed recently, None otherwise: how long is too long is the detector's decision."""
     progress = sample.progress
     if progress.step is None or progress.age_seconds is None or progress.line_interval_seconds is None:
         return None
-    return StepProgress.ADVANCING if progress.age_seconds <= 3 * progress.line_interval_seconds else None
+    recent = progress.age_seconds <= ADVANCING_INTERVALS * progress.line_interval_seconds
+    return StepProgress.ADVANCING if recent else None

@@ -1,8 +1,13 @@
-"""Boards that draw no more than idling with a context or spinning does, and boards that hold no context at all.
+"""GPUs at the power floor, where no GPU draws more than one that idles with a context or spins; and GPUs without a
+context.
 
-Idle with a context, a checkpoint and a deadlock draw the same here. Shape separates them, and what the low rank does:
-a rank that saves copies its tensors off the board, which shows as a few per cent (3 to 7 % in all public windows of a
-rank-0 save on H100), while one that is not in the collective shows 0 (all public hangs of that shape).
+Idle with a context, a checkpoint and a deadlock draw the same here. The utilization pattern tells them apart, and what
+the one idle rank does: a rank that writes a checkpoint copies tensors off its GPU and reads 3 to 7 % utilization (all
+public samples of a rank 0 save on H100), while a rank that is missing from a collective reads 0 % (all public hangs
+with one idle rank).
+
+Out of reach: a hang that looks like a save, and all GPUs idle, which start-up, a pause and a dead job share. Only the
+step counter decides those.
 """
 
 from __future__ import annotations
@@ -11,167 +16,189 @@ from collections.abc import Iterable
 from typing import Final
 
 from wattwatch.watcher.detection.baselines.profiles import generic_profile
-from wattwatch.watcher.detection.classifier.conclusion import make_verdict, single_outlier
+from wattwatch.watcher.detection.classifier.conclusion import make_verdict
 from wattwatch.watcher.detection.classifier.features import PowerFeatures, StepProgress, no_model_loaded
 from wattwatch.watcher.detection.model import NodeState, PowerState, UtilizationPattern, Verdict
 
-# Nothing on the boards, and the host's processes were listed and are none of the job's.
+# No context on any GPU, and the host's process list shows none of the job's processes.
 NO_PROCESS_CONFIDENCE: Final = 0.95
-# Nothing on the boards, and nobody says what runs on the host: a launch that stands before it reaches the boards looks
-# the same. Of ten such public pictures two were that.
+# No context on any GPU, and the host's processes are unknown: a launch that hangs before CUDA is initialized looks the
+# same (2 of 10 such public samples). Chosen below 0.6, so that the alternative "hang" is not overlooked.
 NO_CONTEXT_CONFIDENCE: Final = 0.58
-# Memory held at 0 %: start-up, a server without requests, or a job that is dead. In public pictures half and half.
+# Memory in use at 0 %: start-up, a server without requests, or a dead job. Half of the public samples were hangs.
 IDLE_WITH_MEMORY_CONFIDENCE: Final = 0.55
-# A rank that stays out of a collective can only be told from rank 0's part in a save if there are others to see.
+# With fewer GPUs, a rank missing from a collective cannot be told from rank 0 writing a checkpoint.
 MIN_GPUS_TO_COMPARE: Final = 3
-# A rank that writes copies its tensors off the board: 3 to 7 % in all public windows of a save. Less is also noise.
+# Copying off a GPU reads 3 to 7 % in all public samples of a save; below that it may be noise.
 COPYING_PERCENT: Final = 3.0
-# A kernel that spins never leaves the board: it reads the whole window, on one rank at least.
+# A spinning kernel never ends, so it fills the whole sampling window on at least one rank.
 SPINNING_PERCENT: Final = 100.0
-# What such kernels draw comes on top of spinning: the upper end of what the floor allows.
+# Short kernels draw their power on top of spinning: at least this share of the floor.
 SHORT_KERNELS_FLOOR_SHARE: Final = 0.9
 
 
 def no_process_listed(nodes: Iterable[NodeState]) -> bool:
-    """Processes were listed on every node, and there is none."""
+    """Processes were listed on every node, and the job has none."""
     listed = [node.processes for node in nodes]
     return bool(listed) and all(each is not None and not each for each in listed)
 
 
-def no_context_verdict(scene: PowerFeatures, nodes: Iterable[NodeState]) -> Verdict:
-    """No memory held: nothing runs, whatever utilisation says. An idle board that is woken by the query itself reads
-    100 % with 0 MiB (persistence off), and so does one left behind by a kill."""
-    if scene.progress is StepProgress.STALLED:
-        why = "Steps stand and no board holds a context: the job stands before it reaches the boards, or has left them"
-        return make_verdict(scene, PowerState.HANG, 0.55, why, (PowerState.IDLE, 0.4))
-    empty = no_process_listed(nodes)
-    if scene.picture.pattern is not UtilizationPattern.ALL_LOW:
-        why = "No board holds a context; utilisation without memory or process is a ghost"
-        return make_verdict(scene, PowerState.IDLE, 0.8 if empty else 0.75, why)
-    if empty:
-        return make_verdict(
-            scene, PowerState.IDLE, NO_PROCESS_CONFIDENCE, "No board holds a context and no process runs"
+def no_context_verdict(features: PowerFeatures, nodes: Iterable[NodeState]) -> Verdict:
+    """No memory in use: nothing runs, whatever utilization says.
+
+    An idle GPU that the query itself wakes up (persistence mode off) reads 100 % with 0 MiB, and so does one after its
+    process was killed.
+    """
+    if features.progress is StepProgress.STALLED:
+        why = (
+            "Steps have stopped and no GPU holds a CUDA context: the job hangs before CUDA starts, or has left the GPUs"
         )
-    why = "No board holds a context; a job that stands before it reaches the boards looks the same"
-    return make_verdict(scene, PowerState.IDLE, NO_CONTEXT_CONFIDENCE, why, (PowerState.HANG, 0.3))
+        return make_verdict(features, PowerState.HANG, 0.55, why, (PowerState.IDLE, 0.4))
+    no_process = no_process_listed(nodes)
+    if features.match.pattern is not UtilizationPattern.ALL_LOW:
+        why = "No GPU holds a CUDA context; utilization without memory or process is a known false reading"
+        return make_verdict(features, PowerState.IDLE, 0.8 if no_process else 0.75, why)
+    if no_process:
+        why = "No GPU holds a CUDA context and no process of the job is running"
+        return make_verdict(features, PowerState.IDLE, NO_PROCESS_CONFIDENCE, why)
+    why = "No GPU holds a CUDA context; a job that hangs before CUDA starts looks the same"
+    return make_verdict(features, PowerState.IDLE, NO_CONTEXT_CONFIDENCE, why, (PowerState.HANG, 0.3))
 
 
-def stalled_verdict(scene: PowerFeatures) -> Verdict | None:
-    """The steps stand: that decides. Power and shape only say how sure, and who."""
-    if scene.progress is not StepProgress.STALLED:
+def stalled_verdict(features: PowerFeatures) -> Verdict | None:
+    """Steps have stopped, and that decides: a hang. Power and pattern only say how sure, and which rank."""
+    if features.progress is not StepProgress.STALLED:
         return None
-    who = single_outlier(scene)
-    if scene.picture.pattern is UtilizationPattern.RANK0_LOW_REST_BUSY and scene.at_floor:
-        why = "Steps stand and rank 0 alone is low at the power floor: a save that does not end, or a deadlock in it"
-        return make_verdict(scene, PowerState.HANG, 0.75, why, (PowerState.CHECKPOINT, 0.25), who)
-    confidence = 0.95 if scene.at_floor else 0.8
-    why = "Steps stand at the power floor" if scene.at_floor else "Steps stand although power is above the floor"
-    return make_verdict(scene, PowerState.HANG, confidence, why, (PowerState.WAITING, 0.1), who)
-
-
-def classify_idle_power(scene: PowerFeatures) -> Verdict | None:
-    if not scene.at_floor:
-        return None
-    shape, sure = scene.picture.pattern, scene.certain
-    # A step counted some seconds ago does not outweigh what is seen now; somebody who says that they advance does.
-    told = scene.told and scene.progress is StepProgress.ADVANCING
-    nothing_to_save = no_model_loaded(scene.gpus)
-    if shape is UtilizationPattern.ONE_LOW_REST_BUSY and (told or _is_copying(scene)) and not nothing_to_save:
-        return _other_rank_saving(scene, told=told)
-    if told and (shape is not UtilizationPattern.RANK0_LOW_REST_BUSY or nothing_to_save):
-        return _advancing_at_idle_power(scene)
-    if shape is UtilizationPattern.RANK0_LOW_REST_BUSY:
-        return _rank_0_idle(scene)
-    if shape is UtilizationPattern.ONE_LOW_REST_BUSY:
-        if len(scene.gpus) < MIN_GPUS_TO_COMPARE:
-            why = "One of two boards is low and the other spins at the power floor"
-            return make_verdict(
-                scene, PowerState.HANG, 0.5 * sure, why, (PowerState.CHECKPOINT, 0.4), single_outlier(scene)
-            )
-        why = "One rank is low and all others spin at the power floor: it is not in the collective that they wait in"
-        return make_verdict(
-            scene, PowerState.HANG, 0.85 * sure, why, (PowerState.CHECKPOINT, 0.15), single_outlier(scene)
+    suspects = features.single_outlier
+    if features.match.pattern is UtilizationPattern.RANK0_LOW_REST_BUSY and features.at_floor:
+        why = (
+            "Steps have stopped, and only rank 0 is idle while the others spin at the power floor: a save that does "
+            "not finish, or a deadlock in it"
         )
-    if shape is UtilizationPattern.ALL_BUSY:
-        return _all_spinning(scene)
-    if shape is UtilizationPattern.ALL_LOW:
-        held = "memory is held" if scene.held else "memory is unknown"
-        why = f"No board works and {held}: start-up, a pause between phases, or processes that no longer feed them"
-        return make_verdict(scene, PowerState.IDLE, IDLE_WITH_MEMORY_CONFIDENCE, why, (PowerState.HANG, 0.35))
-    # Shapes other than rank 0 alone never lasted 10 s in 13.9 h of healthy public logs.
-    if shape is UtilizationPattern.ONE_BUSY_REST_LOW:
-        why = "One board spins at the power floor, the rest is low: it waits in a collective that the others are not in"
-        return make_verdict(scene, PowerState.HANG, 0.8 * sure, why, (PowerState.WAITING, 0.15), single_outlier(scene))
-    if shape is UtilizationPattern.TWO_GROUPS:
-        why = "Two groups at the power floor: some ranks spin in a collective that the others are not in"
-        return make_verdict(scene, PowerState.HANG, 0.8 * sure, why, (PowerState.WAITING, 0.15), scene.picture.outliers)
-    if no_model_loaded(scene.gpus):
-        why = "No model is loaded on the boards, and few kernels run: a desktop, or a context that waits"
-        return make_verdict(scene, PowerState.IDLE, 0.5, why, (PowerState.HANG, 0.3))
-    why = "Utilisation scatters near the power floor: boards are fed now and then"
-    return make_verdict(scene, PowerState.STARVATION, 0.45, why, (PowerState.HANG, 0.3))
+        return make_verdict(features, PowerState.HANG, 0.75, why, (PowerState.CHECKPOINT, 0.25), suspects)
+    confidence = 0.95 if features.at_floor else 0.8
+    why = (
+        "Steps have stopped and all GPUs are at the power floor"
+        if features.at_floor
+        else "Steps have stopped although GPUs draw more than the power floor"
+    )
+    return make_verdict(features, PowerState.HANG, confidence, why, (PowerState.WAITING, 0.1), suspects)
 
 
-def _is_copying(scene: PowerFeatures) -> bool:
-    """The one low rank moves something: one that is not in the collective runs nothing at all."""
-    low = scene.picture.outliers[0].gpu
-    return (low.utilization_percent or 0.0) >= COPYING_PERCENT or (low.memory_utilization_percent or 0.0) > 0
+def classify_idle_power(features: PowerFeatures) -> Verdict | None:
+    """The verdict on GPUs at the power floor; None where any GPU is above it."""
+    if not features.at_floor:
+        return None
+    pattern, certainty = features.match.pattern, features.floor_confidence
+    # The user's word outweighs the sample. A step counted some seconds ago does not: the job may have stopped since.
+    advancing = features.progress_is_reported and features.progress is StepProgress.ADVANCING
+    bare_contexts = no_model_loaded(features.gpus)
+    one_low = pattern is UtilizationPattern.ONE_LOW_REST_BUSY
+    if one_low and (advancing or _is_copying(features)) and not bare_contexts:
+        return _other_rank_saving(features, advancing=advancing)
+    if advancing and (pattern is not UtilizationPattern.RANK0_LOW_REST_BUSY or bare_contexts):
+        return _advancing_at_idle_power(features)
+    if pattern is UtilizationPattern.RANK0_LOW_REST_BUSY:
+        return _rank_0_idle(features)
+    suspects = features.single_outlier
+    if one_low:
+        if len(features.gpus) < MIN_GPUS_TO_COMPARE:
+            why = "One of two GPUs is idle and the other spins at the power floor"
+            confidence, other = 0.5 * certainty, (PowerState.CHECKPOINT, 0.4)
+            return make_verdict(features, PowerState.HANG, confidence, why, other, suspects)
+        why = "One rank is idle and all others spin at the power floor: it is missing from the collective they wait for"
+        return make_verdict(features, PowerState.HANG, 0.85 * certainty, why, (PowerState.CHECKPOINT, 0.15), suspects)
+    if pattern is UtilizationPattern.ALL_BUSY:
+        return _all_spinning(features)
+    if pattern is UtilizationPattern.ALL_LOW:
+        memory = "memory is in use" if features.has_contexts else "memory use is unknown"
+        why = (
+            f"No GPU is working and {memory}: start-up, a pause between phases, or processes that no longer launch work"
+        )
+        return make_verdict(features, PowerState.IDLE, IDLE_WITH_MEMORY_CONFIDENCE, why, (PowerState.HANG, 0.35))
+    # Patterns other than rank 0 alone idle never lasted 10 s in 13.9 h of public logs of healthy jobs.
+    if pattern is UtilizationPattern.ONE_BUSY_REST_LOW:
+        why = (
+            "One GPU spins at the power floor and all others are idle: it waits in a collective that they did not enter"
+        )
+        return make_verdict(features, PowerState.HANG, 0.8 * certainty, why, (PowerState.WAITING, 0.15), suspects)
+    if pattern is UtilizationPattern.TWO_GROUPS:
+        why = "Two groups at the power floor: some ranks spin in a collective that the others did not enter"
+        outliers = features.match.outliers
+        return make_verdict(features, PowerState.HANG, 0.8 * certainty, why, (PowerState.WAITING, 0.15), outliers)
+    if bare_contexts:
+        why = "No model is loaded on the GPUs and few kernels run: a desktop, or an idle context"
+        return make_verdict(features, PowerState.IDLE, 0.5, why, (PowerState.HANG, 0.3))
+    why = "Utilization varies widely over the ranks near the power floor: GPUs get work only now and then"
+    return make_verdict(features, PowerState.STARVATION, 0.45, why, (PowerState.HANG, 0.3))
 
 
-def _other_rank_saving(scene: PowerFeatures, *, told: bool) -> Verdict:
-    """Which board rank 0 has is guessed from their order; and others write too, as the last stage of a pipeline."""
-    if told:
-        why = "Steps advance; one rank is low and the rest waits for it at the power floor: it gathers and writes"
-        return make_verdict(scene, PowerState.CHECKPOINT, 0.7, why, (PowerState.STARVATION, 0.2), single_outlier(scene))
-    why = "One rank is low and moves a little, the rest spins at the power floor: it gathers and writes"
-    return make_verdict(scene, PowerState.CHECKPOINT, 0.6, why, (PowerState.HANG, 0.35), single_outlier(scene))
+def _is_copying(features: PowerFeatures) -> bool:
+    """The one idle rank moves memory: one that is missing from a collective runs nothing at all."""
+    idle = features.match.outliers[0].gpu
+    return (idle.utilization_percent or 0.0) >= COPYING_PERCENT or (idle.memory_utilization_percent or 0.0) > 0
 
 
-def _rank_0_idle(scene: PowerFeatures) -> Verdict:
-    """Rank 0 gathers and writes, or prepares something alone, or is not in the collective."""
-    sure = scene.certain
-    if no_model_loaded(scene.gpus):
-        why = "Rank 0 alone is low and the rest spins, with bare contexts on the boards: no model is there to be saved"
-        return make_verdict(scene, PowerState.HANG, 0.5 * sure, why, (PowerState.WAITING, 0.4), single_outlier(scene))
-    few = len(scene.gpus) < MIN_GPUS_TO_COMPARE
-    if _is_copying(scene):
-        why = "Rank 0 alone is low and moves a little, the rest spins at the power floor: rank 0 gathers and writes"
+def _other_rank_saving(features: PowerFeatures, *, advancing: bool) -> Verdict:
+    """A rank other than 0 may write: which GPU rank 0 has is inferred from their order, and pipelines save from their
+    last stage."""
+    suspects = features.single_outlier
+    if advancing:
+        why = (
+            "Steps advance; one rank is idle while the rest waits for it at the power floor: it is saving a checkpoint"
+        )
+        return make_verdict(features, PowerState.CHECKPOINT, 0.7, why, (PowerState.STARVATION, 0.2), suspects)
+    why = "One rank copies a little memory while the rest spins at the power floor: it is probably saving a checkpoint"
+    return make_verdict(features, PowerState.CHECKPOINT, 0.6, why, (PowerState.HANG, 0.35), suspects)
+
+
+def _rank_0_idle(features: PowerFeatures) -> Verdict:
+    """Rank 0 gathers and writes a checkpoint, prepares something alone, or is missing from the collective."""
+    certainty = features.floor_confidence
+    if no_model_loaded(features.gpus):
+        why = "Only rank 0 is idle and the rest spins, but no model is loaded on the GPUs, so there is nothing to save"
+        suspects = features.single_outlier
+        return make_verdict(features, PowerState.HANG, 0.5 * certainty, why, (PowerState.WAITING, 0.4), suspects)
+    few = len(features.gpus) < MIN_GPUS_TO_COMPARE
+    if _is_copying(features):
+        why = "Only rank 0 copies memory while the rest spins at the power floor: rank 0 is saving a checkpoint"
         confidence, other = (0.6, 0.3) if few else (0.97, 0.1)
     else:
-        why = "Rank 0 alone is low and the rest spins at the power floor: rank 0 gathers and writes"
+        why = "Only rank 0 is idle while the rest spins at the power floor: rank 0 is probably saving a checkpoint"
         confidence, other = (0.5, 0.4) if few else (0.6, 0.35)
-    return make_verdict(scene, PowerState.CHECKPOINT, confidence * sure, why, (PowerState.HANG, other))
+    return make_verdict(features, PowerState.CHECKPOINT, confidence * certainty, why, (PowerState.HANG, other))
 
 
-def _all_spinning(scene: PowerFeatures) -> Verdict:
-    """Light kernels read 100 % near the floor too; ranks that wait for each other are the commoner cause."""
-    if _kernels_are_short(scene):
-        why = "All boards read busy near what spinning draws, but their kernels end: light work, or a poor link"
-        return make_verdict(scene, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.4))
-    if len(scene.gpus) > 1:
-        why = "All boards read busy and none draws more than spinning does"
-        return make_verdict(scene, PowerState.HANG, 0.8 * scene.certain, why, (PowerState.WAITING, 0.15))
-    if scene.profile.name == generic_profile().name or not scene.held:
-        # A small kernel in a loop on a single board (60 of 260 W in a public burn test) has nobody to wait for, and
-        # where memory cannot be read nobody knows whether a job is on it.
-        why = "One board reads busy near what spinning draws; its floor or its memory is unknown: light work, or a wait"
-        return make_verdict(scene, PowerState.UNKNOWN, 0.35, why, (PowerState.HANG, 0.35))
-    why = "The board reads busy and draws no more than spinning does; the ranks that it may wait for are not in sight"
-    return make_verdict(scene, PowerState.HANG, 0.55 * scene.certain, why, (PowerState.WAITING, 0.3))
+def _all_spinning(features: PowerFeatures) -> Verdict:
+    """Light kernels read 100 % near the floor as well; ranks that wait for each other are the more common cause."""
+    if _kernels_are_short(features):
+        why = "All GPUs are busy at little more than the power floor, but their kernels end: light work, or a slow link"
+        return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.4))
+    if len(features.gpus) > 1:
+        why = "All GPUs read busy, but none draws more than a spinning one does: they wait for each other"
+        confidence = 0.8 * features.floor_confidence
+        return make_verdict(features, PowerState.HANG, confidence, why, (PowerState.WAITING, 0.15))
+    if features.profile.name == generic_profile().name or not features.has_contexts:
+        # A small kernel in a loop on a single GPU (60 of 260 W in a public burn test) waits for nobody, and without a
+        # memory reading it is not even known whether a job is on it.
+        why = "One GPU reads busy near the power floor, but its floor or memory use is unknown: light work, or waiting"
+        return make_verdict(features, PowerState.UNKNOWN, 0.35, why, (PowerState.HANG, 0.35))
+    why = "The GPU reads busy but draws no more than a spinning one; the ranks it may wait for are not in this sample"
+    return make_verdict(features, PowerState.HANG, 0.55 * features.floor_confidence, why, (PowerState.WAITING, 0.3))
 
 
-def _kernels_are_short(scene: PowerFeatures) -> bool:
-    """Jobs that move over a poor link read 97 to 99 % on all boards and draw a little more than spinning does; of ranks
-    that spin most read all of the window."""
-    if scene.watts < SHORT_KERNELS_FLOOR_SHARE * scene.profile.floor_watts:
+def _kernels_are_short(features: PowerFeatures) -> bool:
+    """Jobs that make progress over a slow link read 97 to 99 % on all GPUs and draw a little more than spinning does.
+    Of ranks that spin, most read 100 %."""
+    if features.median_watts < SHORT_KERNELS_FLOOR_SHARE * features.profile.floor_watts:
         return False
-    return all((g.gpu.utilization_percent or 0.0) < SPINNING_PERCENT for g in scene.gpus)
+    return all((g.gpu.utilization_percent or 0.0) < SPINNING_PERCENT for g in features.gpus)
 
 
-def _advancing_at_idle_power(scene: PowerFeatures) -> Verdict:
-    """Steps advance at the floor: busy boards wait for each other, boards that rest wait for data."""
-    if scene.picture.pattern in (UtilizationPattern.ALL_LOW, UtilizationPattern.SCATTER):
-        why = "Steps advance while the boards rest most of the time near the power floor: they wait for data"
-        return make_verdict(scene, PowerState.STARVATION, 0.6, why, (PowerState.COMMUNICATION, 0.2))
-    why = "Steps advance although power is near the floor: light work, or a poor link"
-    return make_verdict(scene, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.3))
+def _advancing_at_idle_power(features: PowerFeatures) -> Verdict:
+    """Steps advance at the floor: busy GPUs wait for each other, idle ones for data."""
+    if features.match.pattern in (UtilizationPattern.ALL_LOW, UtilizationPattern.SCATTER):
+        why = "Steps advance while the GPUs are mostly idle near the power floor: they wait for data"
+        return make_verdict(features, PowerState.STARVATION, 0.6, why, (PowerState.COMMUNICATION, 0.2))
+    why = "Steps advance although GPUs draw little more than the power floor: light work, or a slow link"
+    return make_verdict(features, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.3))

@@ -1,8 +1,8 @@
-"""Checkpoints: is one being written, do its files grow, for how long may that go on.
+"""Checkpoint saves: is one running, do its files grow, how long may it take, and is the next one overdue.
 
-The limit is learned: three times the slowest save that ended well, and not under ten minutes before three were seen
-(healthy saves of 394 s and over 400 s are reported). One that grows is a slow save, never a hang. One under which
-steps go on is written in the background: it excuses nothing, and no board waits for it.
+The limit is learned: three times the slowest save that ended well, and at least ten minutes until three were seen
+(healthy saves of 394 s and of more than 400 s are published). A save whose files grow is slow, never a hang. A save
+during which steps advance runs in the background: it excuses no hang, and no GPU waits for it.
 """
 
 from __future__ import annotations
@@ -12,45 +12,50 @@ from dataclasses import dataclass
 from typing import Final
 
 from wattwatch.collectors.samples import CheckpointEntry
-from wattwatch.watcher.detection.model import PowerState, UtilizationPattern
+from wattwatch.watcher.detection.alerts import ALERT_KINDS
+from wattwatch.watcher.detection.model import AlertName, Finding, PowerState, UtilizationPattern
 from wattwatch.watcher.detection.trackers.observation import CheckpointSaveHistory, Observation
+from wattwatch.watcher.detection.trackers.step_rate import StepRateTracker
 
 DEFAULT_SAVE_LIMIT_SECONDS: Final = 600.0
 SAVE_LIMIT_FACTOR: Final = 3.0
 MIN_SAVE_LIMIT_SECONDS: Final = 120.0
 MAX_SAVE_LIMIT_SECONDS: Final = 3600.0
-# Bytes that arrived this recently are growth: writers flush in bursts, NFS shows sizes late.
+# Growth within this time counts as growing now: writers flush in bursts, and NFS shows sizes late.
 GROWING_SECONDS: Final = 30.0
-# An upload in the background comes in bursts that are further apart.
+# A background upload comes in bursts that are further apart.
 BACKGROUND_QUIET_SECONDS: Final = 120.0
 MAX_QUIET_SECONDS: Final = 600.0
-# A checkpoint whose files last changed this long ago is a leftover of an earlier run, not a save under way.
+# An incomplete checkpoint whose files last changed this long ago was left over by an earlier run.
 LEFTOVER_SECONDS: Final = 1800.0
-# Shorter ones teach nothing: a flicker of the picture, a save that was skipped.
+# Shorter saves are not learned from: a brief change of utilization, or a save that was skipped.
 MIN_LEARNED_SECONDS: Final = 10.0
 LEARNED_SAVES: Final = 3
-# So often the counter must move under a save for the job not to wait for it; it may move once as a save starts.
+# Steps that must advance during a save until it counts as background. One may still be counted as a save begins.
 BACKGROUND_STEPS: Final = 2
-# A directory is listed each other second: what the run before wrote may be listed after the restart was seen.
+# Directories are listed every two seconds, so files of the previous run may be listed after the restart was seen.
 LISTING_SECONDS: Final = 10.0
 SAVE_PHASE: Final = "save"
 LOAD_PHASE: Final = "load"
+# A checkpoint is overdue after this many configured intervals without a complete one.
+OVERDUE_INTERVALS: Final = 2.0
+WORKING_STATES: Final = frozenset({PowerState.COMPUTE, PowerState.COMMUNICATION})
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSave:
-    """A save that is under way: for how long, and since when no byte has come; None where no file is seen."""
+    """A running save: for how long, and for how long no byte was written (None where no file is visible)."""
 
     seconds: float
     quiet_seconds: float | None
     entry: CheckpointEntry | None
     by_heartbeat: bool
-    background: bool = False  # steps go on under it
-    longest_quiet_seconds: float = 0.0  # between two bytes of it
+    background: bool = False  # steps advance meanwhile
+    longest_quiet_seconds: float = 0.0  # between two writes of this save
 
     @property
-    def grows(self) -> bool:
-        """Bytes came as recently as this writer's pauses let expect."""
+    def is_growing(self) -> bool:
+        """A byte was written as recently as the pauses of this writer suggest."""
         least = BACKGROUND_QUIET_SECONDS if self.background else GROWING_SECONDS
         limit = min(MAX_QUIET_SECONDS, max(least, SAVE_LIMIT_FACTOR * self.longest_quiet_seconds))
         return self.quiet_seconds is not None and self.quiet_seconds < limit
@@ -64,85 +69,85 @@ class CheckpointSaveTracker:
         self._quiet_seconds: float | None = None
         self._longest_quiet_seconds = 0.0
         self._bytes: int | None = None
-        self._open: dict[str, int] = {}  # name -> bytes of those that lack their mark
-        self._torn: dict[str, int] = {}  # of the run before
+        self._incomplete: dict[str, int] = {}  # name -> bytes
+        self._left_over: dict[str, int] = {}  # incomplete ones of the previous run
         self._since_start_seconds = math.inf
         self._step: int | None = None
-        self._steps = 0  # times the counter moved under the save
-        self._ended: tuple[float, str, bool] | None = None  # seconds, entry, and whether more than a picture told it
+        self._steps = 0  # times the counter advanced during the save
+        self._ended: tuple[float, str, bool] | None = None  # seconds, entry, whether files or heartbeats showed it
         self._slowest_seconds: float | None = None
-        self._learned = 0
+        self._learned_saves = 0
         self.save: CheckpointSave | None = None
         self.newest_complete: CheckpointEntry | None = None
 
     def clear(self) -> None:
-        """The job was started again: nobody writes any more what was open then, and a save that was cut short teaches
-        nothing."""
+        """The job was restarted: nobody continues the saves of the previous run, and aborted saves teach nothing."""
         self._reset()
-        self._torn, self._since_start_seconds = dict(self._open), 0.0
+        self._left_over, self._since_start_seconds = dict(self._incomplete), 0.0
         self._ended, self._step = None, None
 
     def update(self, observation: Observation) -> None:
-        """Take note of what is being written now."""
+        """Take in one observation: which save is running now."""
         entries = [entry for listing in observation.sample.checkpoints for entry in listing.entries]
         complete = [entry for entry in entries if entry.complete]
         self.newest_complete = max(complete, key=_newness, default=None)
-        moved = self._moved(observation)
-        self._learn(moved, {entry.name for entry in complete})
-        entry = self._under_way(entries, observation)
+        advanced = self._job_advanced(observation)
+        self._learn(advanced, {entry.name for entry in complete})
+        entry = self._entry_being_written(entries, observation)
         if self.save is not None and self.save.entry and entry and self.save.entry.name != entry.name:
             self._end()
-        growing = entry is not None and self._grows(entry, observation)
+        growing = entry is not None and self._update_growth(entry, observation)
         by_heartbeat = SAVE_PHASE in observation.phases
-        # All ranks at rest right after work is said to be a save too, but is no picture of one to count time by.
-        # While ranks load, rank 0 alone at rest reads and tokenises for the others.
-        pictured = (
+        # All ranks idle right after work is classified as a save too, but is too weak a sign to count time by. And
+        # while ranks load, an idle rank 0 reads and tokenizes for the others.
+        by_pattern = (
             observation.verdict.state is PowerState.CHECKPOINT
             and observation.verdict.pattern is UtilizationPattern.RANK0_LOW_REST_BUSY
             and LOAD_PHASE not in observation.phases
         )
-        if not (by_heartbeat or growing or pictured or (self.save is not None and self.save.entry and entry)):
-            if self.save is not None and not self.is_within_limit and not observation.sample.complete and not moved:
-                return  # a save that does not end has not ended because nobody can see it
+        if not (by_heartbeat or growing or by_pattern or (self.save is not None and self.save.entry and entry)):
+            unobserved = not observation.sample.complete and not advanced
+            if self.save is not None and not self.is_within_limit and unobserved:
+                return  # a stalled save is not over because its nodes went silent
             self._end()
             return
         self._seconds += observation.observed_seconds
-        self._steps += moved
+        self._steps += advanced
         if entry is None and self._quiet_seconds is not None:
-            # Its files are complete and the ranks still wait: the mark is written, directories are synchronised.
+            # Its files are complete and ranks still wait: the completion mark is written, directories are synced.
             self._quiet_seconds += observation.observed_seconds
         self.save = CheckpointSave(
             self._seconds,
             self._quiet_seconds,
             entry,
             by_heartbeat,
-            background=self._steps >= BACKGROUND_STEPS and not by_heartbeat and not pictured,
+            background=self._steps >= BACKGROUND_STEPS and not by_heartbeat and not by_pattern,
             longest_quiet_seconds=self._longest_quiet_seconds,
         )
 
-    def _moved(self, observation: Observation) -> bool:
-        """The job goes on: its counter moved; or its boards work, where there is no counter."""
+    def _job_advanced(self, observation: Observation) -> bool:
+        """The job makes progress: its counter advanced or, without a counter, its GPUs compute."""
         step, before = observation.sample.progress.step, self._step
         if step is None:
-            return (
-                before is None and observation.verdict.state is PowerState.COMPUTE and not observation.verdict.at_floor
-            )
+            computing = observation.verdict.state is PowerState.COMPUTE and not observation.verdict.at_floor
+            return before is None and computing
         self._step = step
         return before is not None and step > before
 
-    def _under_way(self, entries: list[CheckpointEntry], observation: Observation) -> CheckpointEntry | None:
-        """The newest one that lacks its mark of completion and is no leftover. Where a layout has no such mark, one
+    def _entry_being_written(self, entries: list[CheckpointEntry], observation: Observation) -> CheckpointEntry | None:
+        """The newest checkpoint that lacks its completion mark and is not left over; where the layout has no mark, one
         whose files change."""
         if observation.sample.checkpoints:
-            self._open = {e.name: e.bytes for e in entries if not e.complete}
+            self._incomplete = {e.name: e.bytes for e in entries if not e.complete}
         self._since_start_seconds += observation.observed_seconds
         if self._since_start_seconds < LISTING_SECONDS:
-            self._torn |= self._open
-        self._torn = {name: size for name, size in self._torn.items() if self._open.get(name) == size}
-        open_entries = [e for e in entries if e.name not in self._torn and _is_written(e)]
-        return open_entries[-1] if open_entries else None
+            self._left_over |= self._incomplete
+        # One that grows after all belongs to this run.
+        self._left_over = {name: size for name, size in self._left_over.items() if self._incomplete.get(name) == size}
+        written = [e for e in entries if e.name not in self._left_over and _is_being_written(e)]
+        return written[-1] if written else None
 
-    def _grows(self, entry: CheckpointEntry, observation: Observation) -> bool:
+    def _update_growth(self, entry: CheckpointEntry, observation: Observation) -> bool:
         if self._bytes is None or entry.bytes != self._bytes:
             first = self._bytes is None
             self._bytes = entry.bytes
@@ -163,47 +168,117 @@ class CheckpointSaveTracker:
         self._seconds, self._quiet_seconds, self._bytes, self.save = 0.0, None, None, None
         self._longest_quiet_seconds, self._steps = 0.0, 0
 
-    def _learn(self, moved: bool, complete: set[str]) -> None:
-        """Only from a save after which the job went on, or that is complete: a hang in a save is no slow save."""
+    def _learn(self, advanced: bool, complete: set[str]) -> None:
+        """Learn from the last save once the job advanced after it, or it is complete: a hang in a save is no slow
+        save."""
         if self._ended is None or self.save is not None:
             return
-        seconds, name, witnessed = self._ended
-        if moved or name in complete:
+        seconds, name, shown = self._ended
+        if advanced or name in complete:
             self._slowest_seconds = max(seconds, self._slowest_seconds or 0.0)
-            self._learned += witnessed
+            self._learned_saves += shown
             self._ended = None
 
     def history(self) -> CheckpointSaveHistory:
-        return CheckpointSaveHistory(self._slowest_seconds, self._learned)
+        return CheckpointSaveHistory(self._slowest_seconds, self._learned_saves)
 
     def restore_history(self, history: CheckpointSaveHistory) -> None:
-        """What was learned before the first look."""
-        self._slowest_seconds, self._learned = history.slowest_seconds, history.saves
+        """Take over what was learned before the first observation."""
+        self._slowest_seconds, self._learned_saves = history.slowest_seconds, history.saves
 
     @property
     def blocking(self) -> CheckpointSave | None:
-        """The save that the job waits for."""
+        """The save that the job waits for; None for a background save."""
         return None if self.save is None or self.save.background else self.save
 
     @property
-    def limit_seconds(self) -> float:
+    def save_limit_seconds(self) -> float:
         """How long a save may take before it counts as stalled."""
-        floor = MIN_SAVE_LIMIT_SECONDS if self._learned >= LEARNED_SAVES else DEFAULT_SAVE_LIMIT_SECONDS
+        floor = MIN_SAVE_LIMIT_SECONDS if self._learned_saves >= LEARNED_SAVES else DEFAULT_SAVE_LIMIT_SECONDS
         return min(MAX_SAVE_LIMIT_SECONDS, max(floor, SAVE_LIMIT_FACTOR * (self._slowest_seconds or 0.0)))
 
     @property
     def is_within_limit(self) -> bool:
-        """A save is under way that may still be one: young enough, or its files grow."""
-        return self.save is not None and (self.save.grows or self.save.seconds <= self.limit_seconds)
+        """A save is running, and it is recent enough or its files grow."""
+        return self.save is not None and (self.save.is_growing or self.save.seconds <= self.save_limit_seconds)
 
 
-def _is_written(entry: CheckpointEntry) -> bool:
+def _is_being_written(entry: CheckpointEntry) -> bool:
     if entry.complete is None:
         return entry.age_seconds is not None and entry.age_seconds < GROWING_SECONDS
     return not entry.complete and (entry.age_seconds is None or entry.age_seconds < LEFTOVER_SECONDS)
 
 
 def _newness(entry: CheckpointEntry) -> tuple[float, int]:
-    """By age: names may tell no step, and the run before may have come further."""
+    """Sort key by age first: names may lack a step, and the previous run may have been further."""
     age = math.inf if entry.age_seconds is None else entry.age_seconds
     return (-age, -1 if entry.step is None else entry.step)
+
+
+class OverdueCheckpointTracker:
+    """Whether the next complete checkpoint is overdue, counted from the newest one or from the start of the run.
+
+    A run that is already working when the watcher starts is expected to save from then on.
+    """
+
+    def __init__(self) -> None:
+        self._started: float | None = None  # None: before the watcher started
+        self._working_since: float | None = None
+        self._restarted = False
+
+    def clear(self) -> None:
+        """The job was restarted: the checkpoints in the directory belong to the previous run."""
+        self._restarted, self._working_since = True, None
+
+    def update(
+        self, observation: Observation, step_rate: StepRateTracker, saves: CheckpointSaveTracker
+    ) -> Finding | None:
+        """The finding where a working job has had no complete checkpoint for twice the configured interval."""
+        every, now = observation.spec.checkpoint_every_seconds, observation.now
+        if every is None:
+            return None
+        counted = observation.spec.has_progress_source
+        waiting_for_counter = counted and not step_rate.has_counter
+        if self._restarted or LOAD_PHASE in observation.phases or observation.alive is False or waiting_for_counter:
+            self._started, self._restarted = now, False
+        working = step_rate.advances > 0 if counted else observation.verdict.state in WORKING_STATES
+        if working and self._working_since is None:
+            self._working_since = now
+        if self._working_since is None or (counted and not _is_advancing(observation, step_rate)):
+            return None
+        newest = saves.newest_complete
+        if newest is None and all(listing.error is not None for listing in observation.sample.checkpoints):
+            return None  # the directory cannot be read, so there may be one
+        if newest is not None and newest.age_seconds is None:
+            return None
+        since = self._working_since if newest is None else now - (newest.age_seconds or 0.0)
+        age = now - max(since, -math.inf if self._started is None else self._started)
+        if age <= OVERDUE_INTERVALS * every:
+            return None
+        return _overdue_finding(observation, newest, age, every)
+
+
+def _is_advancing(observation: Observation, step_rate: StepRateTracker) -> bool:
+    """A stalled job saves nothing, and its stall is reported by another alert."""
+    return step_rate.stalled_seconds is not None and step_rate.stalled_seconds <= step_rate.stall_limit_seconds(
+        observation
+    )
+
+
+def _overdue_finding(
+    observation: Observation, newest: CheckpointEntry | None, age_seconds: float, every_seconds: float
+) -> Finding:
+    text = "no complete checkpoint of this run was seen"
+    if newest is not None and newest.age_seconds is not None:
+        text = f"the newest complete one, {newest.name}, is {newest.age_seconds / 60:.0f} min old"
+    kind = ALERT_KINDS[AlertName.CHECKPOINT_OVERDUE]
+    return Finding(
+        job=observation.spec.name,
+        alert=kind.name,
+        severity=kind.severity,
+        scope="",
+        summary=f"{observation.spec.name}: no complete checkpoint for {age_seconds / 60:.0f} min.",
+        evidence=(f"{text}; the configuration expects one every {every_seconds / 60:.0f} min",),
+        advice=kind.advice,
+        since_seconds=observation.now - (age_seconds - every_seconds),
+    )

@@ -1,4 +1,4 @@
-"""Broken boards: lost, wanting a reset, vanished from the list, or named by a fatal Xid in the kernel log."""
+"""Faulty GPUs: lost, in need of a reset, missing from the list, or named by a fatal Xid in the kernel log."""
 
 from __future__ import annotations
 
@@ -13,98 +13,101 @@ from wattwatch.collectors.samples import KernelEvent, ReadingStatus
 from wattwatch.watcher.detection.model import NodeState, Suspect, normalized_pci_id
 from wattwatch.watcher.detection.trackers.observation import Observation, Streak
 
-# A reading may fail once; a board that fails on two rounds is broken. Lost and reset are said by the driver: at once.
+# One reading may fail by itself; a GPU whose readings fail in two rounds is faulty. "Lost" and "reset required" are the
+# driver's own words and count at once.
 UNREADABLE_ROUNDS: Final = 2
-# The kernel says a thing once: it is remembered this long, or until the board is seen healthy after a restart.
+# The kernel logs an Xid once. It counts for this long, or until the GPU is healthy after a restart of the node.
 XID_SECONDS: Final = 900.0
-# Lines are sent again after a reconnect; an old one is history.
+# After a reconnect the probe sends old lines again: an Xid older than this is history.
 RECENT_LINE_SECONDS: Final = 120.0
-# The same words once more: sent again if written at that time, a new event if written later than this.
+# The same text with a time stamp later than this is a new event, otherwise the same line sent again.
 SAME_LINE_SECONDS: Final = 60.0
 KEPT_LINES: Final = 1000
+
+GpuPlace = tuple[str, str]  # node and key of a GPU
 
 
 @cache
 def fatal_xids() -> Mapping[int, str]:
-    """Code -> what it means, from xid.toml."""
+    """Xid code -> meaning, from xid.toml: the GPU, its memory, its link or its firmware failed."""
     table = tomllib.loads(resources.files(__package__).joinpath("xid.toml").read_text("utf-8"))
     return {int(code): meaning for code, meaning in table["faults"].items()}
 
 
 @cache
 def degrading_xids() -> Mapping[int, str]:
-    """Code -> what it means, from xid.toml: the board works on, and wants a reset at the next occasion."""
+    """Xid code -> meaning, from xid.toml: the GPU works on, and needs a reset at the next opportunity."""
     table = tomllib.loads(resources.files(__package__).joinpath("xid.toml").read_text("utf-8"))
     return {int(code): meaning for code, meaning in table["wear"].items()}
 
 
 @dataclass(frozen=True, slots=True)
 class FaultyGpu:
-    """One board and everything that says it is broken."""
+    """One GPU with all evidence of its fault."""
 
     suspect: Suspect
-    key: str  # UUID, PCI id or index: what the episode is about
+    key: str  # PCI id, UUID or index: scope of the alert
     evidence: tuple[str, ...]
-    since_seconds: float  # when it was first told
-    grave: bool = True  # False: only the kernel log says so, and the board can go on
+    since_seconds: float  # when the fault was first seen
+    unusable: bool = True  # False: only the kernel log reports it, and the GPU works on
 
 
 class GpuHealthTracker:
-    """Follows the boards of one job."""
+    """Follows the GPUs of one job."""
 
     def __init__(self) -> None:
-        self._unreadable: dict[tuple[str, str], Streak] = {}
-        self._xids: dict[tuple[str, str], tuple[float, KernelEvent]] = {}
-        self._known_lines: dict[tuple[str, str], float] = {}  # (node, text) -> when it was written, on our clock
-        self._since: dict[tuple[str, str], float] = {}
-        self._last: dict[tuple[str, str], FaultyGpu] = {}
-        self._places: dict[tuple[str, str], Suspect] = {}  # (node, PCI id) -> index and rank when it last answered
+        self._unreadable: dict[GpuPlace, Streak] = {}
+        self._xids: dict[GpuPlace, tuple[float, KernelEvent]] = {}
+        self._known_lines: dict[tuple[str, str], float] = {}  # (node, text) -> time of the line, on our clock
+        self._since: dict[GpuPlace, float] = {}
+        self._last: dict[GpuPlace, FaultyGpu] = {}
+        self._places: dict[GpuPlace, Suspect] = {}  # (node, PCI id) -> index and rank when the GPU last answered
 
     def update(self, observation: Observation) -> tuple[FaultyGpu, ...]:
-        """All boards that are broken now, one entry a board, with every witness of it."""
+        """All GPUs that are faulty now, each once with all evidence."""
         for node in observation.sample.nodes:
-            self._read_kernel(node, observation.now)
+            self._read_kernel_log(node, observation.now)
         for ranked in observation.sample.gpus:
             if ranked.gpu.pci_bus_id is not None:
                 place = (ranked.node, normalized_pci_id(ranked.gpu.pci_bus_id))
                 self._places[place] = Suspect(ranked.node, ranked.gpu.index, ranked.rank)
-        found: dict[tuple[str, str], tuple[Suspect, list[str]]] = {}
-        grave: set[tuple[str, str]] = set()
-        told = [(*each, True) for each in self._told(observation)]
-        for suspect, key, words, is_grave in (*told, *self._named_by_kernel(observation)):
-            entry = found.setdefault((suspect.node, key), (suspect, []))
-            if words not in entry[1]:
-                entry[1].append(words)
-            if is_grave:
-                grave.add((suspect.node, key))
-        # A node whose boards are out of sight takes nothing back: a lost board is lost until the node shows it again.
-        seen = {node.node for node in observation.sample.nodes if node.fresh}
-        held = {place: board for place, board in self._last.items() if place[0] not in seen and place not in found}
-        self._since = {place: self._since.get(place, observation.now) for place in (*found, *held)}
-        self._last = held | {
-            place: FaultyGpu(suspect, place[1], tuple(words), self._since[place], place in grave)
-            for place, (suspect, words) in found.items()
+        found: dict[GpuPlace, tuple[Suspect, list[str]]] = {}
+        unusable: set[GpuPlace] = set()
+        reported = [(*each, True) for each in self._reported_by_gpus(observation)]
+        for suspect, key, text, is_fatal in (*reported, *self._reported_by_kernel(observation)):
+            _, evidence = found.setdefault((suspect.node, key), (suspect, []))
+            if text not in evidence:
+                evidence.append(text)
+            if is_fatal:
+                unusable.add((suspect.node, key))
+        # A node whose GPUs cannot be read withdraws nothing: a lost GPU is lost until the node shows it again.
+        readable = {node.node for node in observation.sample.nodes if node.fresh}
+        kept = {place: gpu for place, gpu in self._last.items() if place[0] not in readable and place not in found}
+        self._since = {place: self._since.get(place, observation.now) for place in (*found, *kept)}
+        self._last = kept | {
+            place: FaultyGpu(suspect, place[1], tuple(evidence), self._since[place], place in unusable)
+            for place, (suspect, evidence) in found.items()
         }
         return tuple(self._last.values())
 
-    def _read_kernel(self, node: NodeState, now: float) -> None:
+    def _read_kernel_log(self, node: NodeState, now: float) -> None:
         for event in node.kernel_events:
             if event.xid not in fatal_xids() and event.xid not in degrading_xids():
                 continue
             line, written = (node.node, event.text), now - (event.age_seconds or 0.0)
             before = self._known_lines.pop(line, None)
             # A line without an age cannot be told from the one that was read before.
-            again = before is not None and (event.age_seconds is None or written - before <= SAME_LINE_SECONDS)
-            self._known_lines[line] = before if again and before is not None else written
+            repeated = before is not None and (event.age_seconds is None or written - before <= SAME_LINE_SECONDS)
+            self._known_lines[line] = before if repeated and before is not None else written
             if len(self._known_lines) > KEPT_LINES:
                 del self._known_lines[next(iter(self._known_lines))]
-            if again:
+            if repeated:
                 continue
             if event.age_seconds is None or event.age_seconds <= RECENT_LINE_SECONDS:
                 self._xids[(node.node, (event.pci_bus_id or "?").lower())] = (now, event)
 
-    def _told(self, observation: Observation) -> Iterator[tuple[Suspect, str, str]]:
-        """What the boards themselves, or their absence, say."""
+    def _reported_by_gpus(self, observation: Observation) -> Iterator[tuple[Suspect, str, str]]:
+        """(suspect, key, evidence) of GPUs that are missing, or whose readings report a fault."""
         for node in observation.sample.nodes:
             for missing in node.missing_gpus:
                 suspect = Suspect(node.node, missing.index)
@@ -116,30 +119,33 @@ class GpuHealthTracker:
                 continue
             place = (ranked.node, ranked.gpu.key)
             faulty.add(place)
-            held = self._unreadable.setdefault(place, Streak())
-            held.update(True, observation, ranked.node)
-            if fault is ReadingStatus.UNREADABLE and held.rounds < UNREADABLE_ROUNDS:
+            streak = self._unreadable.setdefault(place, Streak())
+            streak.update(True, observation, ranked.node)
+            if fault is ReadingStatus.UNREADABLE and streak.rounds < UNREADABLE_ROUNDS:
                 continue
             fields = ", ".join(sorted(name for name, reason in ranked.gpu.reasons.items() if reason is fault)[:4])
-            words = f"GPU {ranked.gpu.index} {fault.value.replace('_', ' ')}: {fields}"
+            text = f"GPU {ranked.gpu.index} {fault.value.replace('_', ' ')}: {fields}"
             key = self._key(ranked.node, ranked.gpu.index, ranked.gpu.pci_bus_id)
-            yield Suspect(ranked.node, ranked.gpu.index, ranked.rank), key, words
+            yield Suspect(ranked.node, ranked.gpu.index, ranked.rank), key, text
         for place in [place for place in self._unreadable if place not in faulty]:
             del self._unreadable[place]
 
-    def _named_by_kernel(self, observation: Observation) -> Iterator[tuple[Suspect, str, str, bool]]:
-        for (node, pci), (since, event) in list(self._xids.items()):
+    def _reported_by_kernel(self, observation: Observation) -> Iterator[tuple[Suspect, str, str, bool]]:
+        """(suspect, key, evidence, whether fatal) of GPUs with a recent Xid. Evidence begins with "Xid CODE": alerting
+        keeps such episodes for as long as the Xid counts, even if the GPU answers."""
+        for (node, pci_id), (since, event) in list(self._xids.items()):
             if observation.now - since > XID_SECONDS:
-                del self._xids[(node, pci)]
+                del self._xids[(node, pci_id)]
                 continue
-            suspect = self._places.get((node, normalized_pci_id(pci)), Suspect(node))
+            key = normalized_pci_id(pci_id)
             code = event.xid or 0
             meaning = fatal_xids().get(code) or degrading_xids()[code]
-            yield suspect, normalized_pci_id(pci), f"Xid {code} ({meaning}): {event.text}", code in fatal_xids()
+            suspect = self._places.get((node, key), Suspect(node))
+            yield suspect, key, f"Xid {code} ({meaning}): {event.text}", code in fatal_xids()
 
-    def _key(self, node: str, index: int | None, pci: str | None) -> str:
-        """One name for a board however a witness names it: its PCI id where any sample told it, else its index."""
-        if pci is not None:
-            return normalized_pci_id(pci)
-        told = (known for (at, known), suspect in self._places.items() if at == node and suspect.gpu == index)
-        return next(told, "?" if index is None else str(index))
+    def _key(self, node: str, index: int | None, pci_id: str | None) -> str:
+        """One key per GPU however a source names it: its PCI id where any sample had it, else its index."""
+        if pci_id is not None:
+            return normalized_pci_id(pci_id)
+        known = (known for (at, known), suspect in self._places.items() if at == node and suspect.gpu == index)
+        return next(known, "?" if index is None else str(index))

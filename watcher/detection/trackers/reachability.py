@@ -28,7 +28,7 @@ ALL_SILENT_SECONDS: Final = 60.0
 
 UNREADABLE_ADVICE: Final = {
     HostStatus.SAMPLER_TIMEOUT: "The job itself may be fine. Check the kernel log for Xid 119 (GSP firmware error). "
-    "Do not SIGKILL the hung nvidia-smi: that can leave the driver unusable until a reboot.",
+    "Do not end the hung nvidia-smi with SIGKILL.",
     HostStatus.DRIVER_DOWN: "The job itself may be fine. The driver was upgraded or unloaded while the job runs, or "
     "the container lost its GPU devices.",
     HostStatus.PARSE_ERROR: "Check what the node's login shell prints: it may be mixed into the output.",

@@ -1,7 +1,8 @@
-"""The job's own pace: how long its counter usually stands, and from when on it stands too long.
+"""The job's step counter over time: how often it usually changes, how long it has not changed, and its best rate.
 
-A stall limit comes from the job's own steps and log interval: torchtitan is silent for 50 s by design. Six times the
-slowest recent interval, not under 30 s, not over 15 min (PortOS#1381 uses the same factor and ceiling).
+The stall limit comes from the job's own steps and log interval, because jobs differ: torchtitan logs nothing for 50 s
+by default. It is six times the slowest recent interval, at least 30 s and at most 15 min; PortOS#1381 uses the same
+factor and ceiling.
 """
 
 from __future__ import annotations
@@ -17,74 +18,74 @@ MIN_STALL_SECONDS: Final = 30.0
 MAX_STALL_SECONDS: Final = 900.0
 MIN_INTERVALS: Final = 2
 KEPT_INTERVALS: Final = 20
+# A source below the furthest step must move this often to be another run: one that is read late may move once.
 RESTART_MOVES: Final = 2
-# Pace is measured over this many looks: one change is seen up to a look late.
+# Rate is measured over this many observations, since one change is seen up to one observation late.
 RATE_OBSERVATIONS: Final = 30.0
+LATE_FACTOR: Final = 2  # intervals without a step after which the next one is late
 
 
 class StepRateTracker:
-    """Learns from looks; forgets at a restart."""
+    """Learns the job's step rate, and starts over when the job is restarted."""
 
     def __init__(self) -> None:
         self._step: int | None = None
-        self._stood_seconds = 0.0
+        self._unchanged_seconds = 0.0
         self._sources: dict[tuple[str, int | None], tuple[int | None, int | None]] = {}
         self._intervals: deque[float] = deque(maxlen=KEPT_INTERVALS)  # seconds between changes of the counter
         self._measured_seconds, self._measured_steps = 0.0, 0
         self._best_seconds_per_step: float | None = None
         self._last_seconds_per_step: float | None = None
-        self._out_of_sight = False  # at the look before
-        self.stalled_seconds: float | None = None  # how long the counter has been seen to stand; None: no counter
-        self.advances = 0  # changes seen
-        self.restarted = False  # in this very look
-        self.learned: tuple[float, int] | None = None  # in this look: seconds between two changes, and steps
-        self.start_observed = False  # the run was started under our eyes, so what stands is its start
-        self.pausing = False  # in this look
+        self._was_unreadable = False  # at the previous observation
+        self.stalled_seconds: float | None = None  # observed time without a change; None: the counter cannot be read
+        self.advances = 0  # observed changes
+        self.restarted = False  # in this observation
+        self.new_interval: tuple[float, int] | None = (
+            None  # in this observation: seconds between two changes, and steps
+        )
+        self.start_observed = False  # the run started while watched, so time without a step is its start-up
+        self.pausing = False  # in this observation
         self._disturbed = False
-        self._below: int | None = None  # a step behind the furthest one, and how often that one has moved
-        self._moves = 0
+        self._step_below: int | None = None  # step of a source behind the furthest one
+        self._moves_below = 0
 
     def update(self, observation: Observation, pausing: bool) -> None:
-        """`pausing`: the job saves, evaluates or loads; such an interval teaches nothing about its steps."""
+        """`pausing`: the job saves, evaluates or loads, so this interval says nothing about its step time."""
         progress = observation.sample.progress
-        self.restarted, self.learned = False, None
+        self.restarted, self.new_interval = False, None
         self.pausing = pausing
         if progress.step is None:
-            # Out of sight: how long it stands is not known, and what lies between teaches nothing.
-            self.stalled_seconds, self._disturbed, self._out_of_sight = None, True, True
+            # Unreadable: for how long it has not changed is unknown, and an interval that spans this teaches nothing.
+            self.stalled_seconds, self._disturbed, self._was_unreadable = None, True, True
             return
-        unseen, self._out_of_sight = self._out_of_sight or observation.gap, False
-        self.restarted = self._is_restart(observation)
+        unobserved, self._was_unreadable = self._was_unreadable or observation.gap, False
+        self.restarted = self._is_restart(observation) or self._another_run_advances(progress.step)
         if self.restarted:
-            self._forget()
-        elif self._moves_below(progress.step):
-            self.restarted = True
-            self._forget()
+            self._reset()
         step = progress.step if self._step is None else max(self._step, progress.step)
         if self._step is None:
-            self._stood_seconds = progress.age_seconds or 0.0
+            self._unchanged_seconds = progress.age_seconds or 0.0
         elif step != self._step:
-            self._learn(step - self._step, observation)
-            self._stood_seconds = 0.0
+            self._add_interval(step - self._step, observation)
+            self._unchanged_seconds = 0.0
         else:
-            self._stood_seconds += observation.observed_seconds
-        self.stalled_seconds = self._stood_seconds
-        # A change that nobody saw happen begins an interval of unknown length.
-        self._disturbed = (self._disturbed or pausing or observation.gap) if step == self._step else unseen
+            self._unchanged_seconds += observation.observed_seconds
+        self.stalled_seconds = self._unchanged_seconds
+        # A change that happened unobserved begins an interval of unknown length.
+        self._disturbed = (self._disturbed or pausing or observation.gap) if step == self._step else unobserved
         self._step = step
 
-    def _moves_below(self, step: int) -> bool:
-        """Steps are counted below the furthest one: another run, in a file of its own. Twice, since one that is read
-        late may move once."""
+    def _another_run_advances(self, step: int) -> bool:
+        """Steps are counted below the furthest one: another run, which writes a log file of its own."""
         if self._step is None or step >= self._step:
-            self._below, self._moves = None, 0
+            self._step_below, self._moves_below = None, 0
             return False
-        self._moves += self._below is not None and step > self._below
-        self._below = step
-        return self._moves >= RESTART_MOVES
+        self._moves_below += self._step_below is not None and step > self._step_below
+        self._step_below = step
+        return self._moves_below >= RESTART_MOVES
 
     def _is_restart(self, observation: Observation) -> bool:
-        """A source counts backwards, or its restart counter changed. That a source is lost is no restart."""
+        """A source counts backwards, or its restart counter changed. A source that disappears is no restart."""
         now = {(s.source, s.rank): (s.step, s.restart) for s in observation.sample.progress.sources}
         before, self._sources = self._sources, now
         return any(
@@ -94,13 +95,13 @@ class StepRateTracker:
             for earlier_step, earlier_restart in [before.get(key, (None, None))]
         )
 
-    def _learn(self, steps: int, observation: Observation) -> None:
-        interval = self._stood_seconds + observation.observed_seconds
+    def _add_interval(self, steps: int, observation: Observation) -> None:
+        interval = self._unchanged_seconds + observation.observed_seconds
         self.advances += 1
-        # The first change seen began before we looked.
+        # The first observed change ends an interval that began before the watcher did.
         if self._disturbed or self.pausing or observation.gap or self.advances == 1 or interval <= 0:
             return
-        self.learned = (interval, steps)
+        self.new_interval = (interval, steps)
         self._intervals.append(interval)
         self._measured_seconds += interval
         self._measured_steps += steps
@@ -110,21 +111,21 @@ class StepRateTracker:
             self._measured_seconds, self._measured_steps = 0.0, 0
 
     def begin_new_run(self, observation: Observation) -> None:
-        """New processes run: what the counter still shows is the last step of the run before."""
-        self._forget()
-        self._step, self._stood_seconds = observation.sample.progress.step, 0.0
+        """New processes run; the step that sources still show is the last one of the previous run."""
+        self._reset()
+        self._step, self._unchanged_seconds = observation.sample.progress.step, 0.0
         self.stalled_seconds = None if self._step is None else 0.0
 
     def forget_best_rate(self) -> None:
-        """What the job could do is no measure any more; how long its counter stands still is."""
+        """The best rate is no longer comparable, for example after a change of the power limit. The stall limit is."""
         self._best_seconds_per_step = self._last_seconds_per_step = None
         self._measured_seconds, self._measured_steps = 0.0, 0
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._step, self._best_seconds_per_step, self._last_seconds_per_step = None, None, None
         self._intervals.clear()
         self._measured_seconds, self._measured_steps = 0.0, 0
-        self._below, self._moves = None, 0
+        self._step_below, self._moves_below = None, 0
         self.advances = 0
         self.stalled_seconds = None
         self._disturbed = False
@@ -135,44 +136,42 @@ class StepRateTracker:
         return StepRateHistory(tuple(self._intervals), best, last, self.advances)
 
     def restore_history(self, history: StepRateHistory) -> None:
-        """What was learned before the first look."""
+        """Take over what was learned before the first observation."""
         self._intervals.extend(history.intervals)
-        self._best_seconds_per_step, self._last_seconds_per_step = (
-            history.best_seconds_per_step,
-            history.last_seconds_per_step,
-        )
+        self._best_seconds_per_step = history.best_seconds_per_step
+        self._last_seconds_per_step = history.last_seconds_per_step
         self.advances = history.advances
 
     @property
-    def known(self) -> bool:
-        """A counter was seen, if not in this look."""
+    def has_counter(self) -> bool:
+        """A step counter was seen in this run, if not in this observation."""
         return self._step is not None
 
     @property
     def usual_interval_seconds(self) -> float | None:
-        """The slowest recent interval between two changes of the counter."""
+        """The slowest recent interval between two changes of the counter; None before two were observed."""
         return max(self._intervals) if len(self._intervals) >= MIN_INTERVALS else None
 
     @property
     def is_late(self) -> bool:
-        """Longer than it usually does, if not yet for longer than it may."""
+        """The next step is late, though not yet beyond the stall limit."""
         usual = self.usual_interval_seconds
-        return usual is not None and self.stalled_seconds is not None and self.stalled_seconds > 2 * usual
+        return usual is not None and self.stalled_seconds is not None and self.stalled_seconds > LATE_FACTOR * usual
 
-    def limit_seconds(self, observation: Observation) -> float:
-        """How long the counter may stand before the job counts as hung."""
+    def stall_limit_seconds(self, observation: Observation) -> float:
+        """How long the counter may stay unchanged before the job counts as hung; `stall_limit` of the configuration if
+        set."""
         if observation.spec.stall_limit_seconds is not None:
             return observation.spec.stall_limit_seconds
-        seen = [
-            s for s in (self.usual_interval_seconds, observation.sample.progress.line_interval_seconds) if s is not None
-        ]
+        line_interval = observation.sample.progress.line_interval_seconds
+        seen = [s for s in (self.usual_interval_seconds, line_interval) if s is not None]
         if not seen:
             return MAX_STALL_SECONDS
         return min(MAX_STALL_SECONDS, max(MIN_STALL_SECONDS, STALL_FACTOR * max(seen)))
 
     @property
     def lost_share(self) -> float:
-        """Share of the boards' time that is lost against the job's own best pace, 0 while nothing is learned."""
+        """Share (0..1) of GPU time lost against the job's own best rate; 0 while nothing is learned."""
         if not self._best_seconds_per_step or not self._last_seconds_per_step:
             return 0.0
         return max(0.0, 1.0 - self._best_seconds_per_step / self._last_seconds_per_step)

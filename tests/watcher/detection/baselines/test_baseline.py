@@ -15,9 +15,10 @@ from wattwatch.watcher.detection.baselines.baseline import (
     BaselineKind,
     BaselineTable,
     LearningPhase,
+    find_job_baseline,
+    implausible_reason,
     load_baselines,
 )
-from wattwatch.watcher.detection.baselines.plausibility import find_job_baseline, implausible_reason
 from wattwatch.watcher.detection.baselines.profiles import profile_for
 from wattwatch.watcher.detection.classifier.classifier import classify
 from wattwatch.watcher.detection.model import JobSample, PowerState
@@ -63,13 +64,13 @@ def test_why_says_where_the_floor_was_learned() -> None:
     job.play(5, SPIN)
     verdict = job.told[-1].verdict
     assert verdict.state is PowerState.HANG
-    assert "floor 221 W learned on this host from 55 samples a board at start-up" in verdict.why
-    assert "plateau 985 W learned from its steps" in verdict.why
+    assert "power floor 221 W learned on this host from 55 samples per GPU at start-up" in verdict.why
+    assert "compute power 985 W learned while steps advanced" in verdict.why
     assert "by profile" not in verdict.why
 
 
 def test_nothing_learned_is_the_profile() -> None:
-    assert "floor 235 W by profile b300" in judged(picture([191] * 8, [100] * 8), [])[1]
+    assert "power floor 235 W from profile b300" in judged(picture([191] * 8, [100] * 8), [])[1]
 
 
 def test_a_host_that_draws_more_at_rest_has_its_own_floor() -> None:
@@ -102,7 +103,7 @@ def test_what_the_job_always_draws_is_compute() -> None:
     assert judged(light, [])[0] is PowerState.COMMUNICATION
     state, why, _ = judged(light, of_all(BaselineKind.PLATEAU, 505))
     assert state is PowerState.COMPUTE
-    assert "plateau 505 W" in why
+    assert "compute power 505 W" in why
 
 
 def test_half_of_what_the_job_always_draws_is_no_plain_compute() -> None:
@@ -123,7 +124,7 @@ def test_a_few_boards_do_not_speak_for_all() -> None:
     few = of_all(BaselineKind.CONTEXT, 250, 3) + of_all(BaselineKind.PLATEAU, 505, 3)
     state, why, _ = judged(picture([500] * 8, [99] * 8), few)
     assert state is PowerState.COMMUNICATION
-    assert "by profile b300" in why
+    assert "from profile b300" in why
 
 
 def test_a_floor_that_was_read_at_low_clocks_lowers_the_profile_a_little_at_most() -> None:
@@ -161,19 +162,19 @@ def test_a_job_that_rests_is_idle_by_the_learned_floor_too() -> None:
 @pytest.mark.parametrize(
     ("one", "others", "words"),
     [
-        (value(BaselineKind.CONTEXT, 700), [], "no context floor"),
+        (value(BaselineKind.CONTEXT, 700), [], "implausible as idle power with a context"),
         (value(BaselineKind.CONTEXT, 100), [value(BaselineKind.IDLE, 139)], "expected 111 to"),
-        (value(BaselineKind.CONTEXT, 186), [value(BaselineKind.PLATEAU, 250)], "no room below the plateau"),
-        (value(BaselineKind.CONTEXT, 0), [], "no watts"),
-        (value(BaselineKind.IDLE, 20), [], "no idle floor"),
-        (value(BaselineKind.IDLE, 400), [], "no idle floor"),
-        (value(BaselineKind.PLATEAU, 240), [], "no plateau: the floor of this board is 235 W"),
-        (value(BaselineKind.PLATEAU, 270), [value(BaselineKind.CONTEXT, 245)], "the floor of this board is 280 W"),
-        (value(BaselineKind.PLATEAU, 1500), [], "above the limit of 1100 W"),
+        (value(BaselineKind.CONTEXT, 186), [value(BaselineKind.PLATEAU, 250)], "too close to the compute power"),
+        (value(BaselineKind.CONTEXT, 0), [], "no power was read"),
+        (value(BaselineKind.IDLE, 20), [], "implausible as idle power of"),
+        (value(BaselineKind.IDLE, 400), [], "implausible as idle power of"),
+        (value(BaselineKind.PLATEAU, 240), [], "too low for compute: the power floor of this GPU is 235 W"),
+        (value(BaselineKind.PLATEAU, 270), [value(BaselineKind.CONTEXT, 245)], "the power floor of this GPU is 280 W"),
+        (value(BaselineKind.PLATEAU, 1500), [], "above the power limit of 1100 W"),
         (value(BaselineKind.CONTEXT, 60, limit=130, name=ADA), [], "expected 0 to 46 W"),
     ],
 )
-def test_nonsense_is_refused(one: Baseline, others: list[Baseline], words: str) -> None:
+def test_implausible_values_are_rejected(one: Baseline, others: list[Baseline], words: str) -> None:
     why = implausible_reason(one, profile_for(one.name, one.limit_watts), BaselineTable(others))
     assert why is not None
     assert words in why
@@ -207,7 +208,7 @@ def test_what_is_kept_is_what_is_read() -> None:
     assert again.unsaved() == {}
 
 
-def test_garbage_in_the_table_is_left_out_with_a_word_each_and_goes() -> None:
+def test_unusable_rows_are_left_out_with_a_warning_each_and_deleted() -> None:
     good = value(BaselineKind.IDLE, 139)
     content = BaselineTable()
     content.put(good)
@@ -230,7 +231,7 @@ def test_garbage_in_the_table_is_left_out_with_a_word_each_and_goes() -> None:
     knowledge, warnings = load_baselines(rows, 1.7e9)
     assert knowledge.values() == (good,)
     assert len(warnings) == 10
-    assert all("learned anew" in warning for warning in warnings)
+    assert all("learned again" in warning for warning in warnings)
     assert knowledge.unsaved() == dict.fromkeys("abcdefghij")
 
 

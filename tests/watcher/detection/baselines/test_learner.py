@@ -184,7 +184,7 @@ def test_power_that_scatters_is_no_floor() -> None:
         job.play(1, replace(START_UP, watts=186 + 40.0 * (second % 2)))
     job.play(10, FIRST_KERNEL)
     assert job.watts(BaselineKind.CONTEXT) is None
-    assert "not steady" in job.learner.refused[("node-1", "GPU-0-0"), BaselineKind.CONTEXT]
+    assert "not steady" in job.learner.rejected[("node-1", "GPU-0-0"), BaselineKind.CONTEXT]
 
 
 def test_nonsense_is_refused_with_its_reason() -> None:
@@ -197,15 +197,15 @@ def test_nonsense_is_refused_with_its_reason() -> None:
         None,
         985,
     )
-    assert "no idle floor" in hot.learner.refused[("node-1", "GPU-0-0"), BaselineKind.IDLE]
+    assert "implausible as idle power" in hot.learner.rejected[("node-1", "GPU-0-0"), BaselineKind.IDLE]
     light = LearningJob(step=0)
     light.play(300, replace(COMPUTE, watts=270))
     assert light.watts(BaselineKind.PLATEAU) is None
-    assert "no plateau" in light.learner.refused[("node-1", "GPU-0-0"), BaselineKind.PLATEAU]
+    assert "too low for compute" in light.learner.rejected[("node-1", "GPU-0-0"), BaselineKind.PLATEAU]
 
 
 def test_boards_at_low_clocks_do_not_show_what_spinning_draws() -> None:
-    assert LearningJob().learner.refused == {}
+    assert LearningJob().learner.rejected == {}
     job = LearningJob(step=0)
     job.play(90, EMPTY)
     job.play(60, replace(START_UP, watts=40.0))

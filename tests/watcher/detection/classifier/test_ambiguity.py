@@ -1,4 +1,4 @@
-"""What would settle it: every verdict with another reading names one observation, fit to what the picture lacks."""
+"""Every verdict with an alternative names one check that decides, fit to what the sample lacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOW, ALL = [0.0] * 8, [100.0] * 8
 RANK_0_LOW = [0.0] + [100.0] * 7
 
 
-def has_its_settle(verdict: Verdict) -> None:
+def has_its_deciding_check(verdict: Verdict) -> None:
     if verdict.alternative is not None:
         assert verdict.alternative.state is not verdict.state
     if verdict.alternative is not None or verdict.state is PowerState.UNKNOWN:
@@ -42,18 +42,18 @@ def has_its_settle(verdict: Verdict) -> None:
 
 @pytest.mark.parametrize("word", [None, *StepProgress])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["id"]))
-def test_every_public_case_names_what_would_settle_it(case: dict[str, Any], word: StepProgress | None) -> None:
+def test_every_public_case_names_the_check_that_would_decide(case: dict[str, Any], word: StepProgress | None) -> None:
     # Not every reporter told a reading.
     with contextlib.suppress(InputError):
         source = read_input(case["id"], json.dumps(case).encode())
         for triage in triage_source(case["id"], source, word, None):
-            has_its_settle(triage.verdict)
+            has_its_deciding_check(triage.verdict)
 
 
 @pytest.mark.parametrize("word", [None, *StepProgress])
 @pytest.mark.parametrize("row", PAPER.values(), ids=PAPER)
-def test_every_published_picture_names_it(row: dict[str, Any], word: StepProgress | None) -> None:
-    has_its_settle(classify(picture(row["watts"], row["utilization"], nodes=2), progress=word))
+def test_every_published_sample_names_it(row: dict[str, Any], word: StepProgress | None) -> None:
+    has_its_deciding_check(classify(picture(row["watts"], row["utilization"], nodes=2), progress=word))
 
 
 READINGS = st.tuples(st.none() | st.floats(0, 1100), st.none() | st.floats(0, 100))
@@ -67,7 +67,7 @@ READINGS = st.tuples(st.none() | st.floats(0, 1100), st.none() | st.floats(0, 10
     st.none() | st.sampled_from(StepProgress),
     st.booleans(),
 )
-def test_any_picture_names_it(
+def test_any_sample_names_it(
     readings: list[tuple[float | None, float | None]],
     name: str | None,
     limit: float | None,
@@ -76,17 +76,16 @@ def test_any_picture_names_it(
     mig: bool,
 ) -> None:
     watts, busy = zip(*readings, strict=True)
-    has_its_settle(
+    has_its_deciding_check(
         classify(picture(watts, busy, name=name, limit_watts=limit, held_bytes=held, mig=mig), progress=word)
     )
 
 
-def test_every_pair_has_words_and_only_known_witnesses() -> None:
-    witnesses = {o.sees for pair in (*ambiguity_table().pairs.values(), ambiguity_table().otherwise) for o in pair} - {
-        None
-    }
-    assert witnesses == set(ambiguity_table().source)
-    assert all(len(pair) == 2 for pair in ambiguity_table().pairs)
+def test_every_pair_has_checks_and_only_known_sources() -> None:
+    table = ambiguity_table()
+    sources = {check.source for pair in (*table.pairs.values(), table.otherwise) for check in pair} - {None}
+    assert sources == set(table.sources)
+    assert all(len(pair) == 2 for pair in table.pairs)
 
 
 def told(sample: JobSample, progress: StepProgress | None = None) -> str:
@@ -100,56 +99,59 @@ def at_step(step: int, age_seconds: float, data_wait_ms: float | None = None) ->
 
 def test_a_hang_without_a_counter_asks_for_one() -> None:
     said = told(picture([190.0] * 8, ALL))
-    assert said == "whether the step counter moves: give --progress stalled or advancing, a log or a run directory"
+    assert said == (
+        "Check whether the step counter is moving: "
+        "pass --progress stalled or --progress advancing, or provide a log or a run directory"
+    )
 
 
-def test_a_hang_with_a_counter_says_where_it_stands() -> None:
-    assert "it stands at 1,204, for 40 s" in told(picture([190.0] * 8, ALL, progress=at_step(1204, 40.0)))
+def test_a_hang_with_a_counter_says_at_which_step_it_is() -> None:
+    assert "(now at step 1,204, last changed 40 s ago)" in told(picture([190.0] * 8, ALL, progress=at_step(1204, 40.0)))
 
 
-def test_steps_that_the_asker_told_of_are_not_asked_for_again() -> None:
+def test_steps_that_the_user_reported_are_not_asked_for_again() -> None:
     said = told(picture([190.0] * 8, ALL), StepProgress.STALLED)
     assert "counter" not in said
     assert "stacks" in said
 
 
-def test_a_save_is_settled_by_its_files() -> None:
+def test_a_save_is_decided_by_its_files() -> None:
     sample = picture([190.0] * 8, RANK_0_LOW)
-    assert told(sample).startswith("whether files in the checkpoint directory grow: give")
+    assert told(sample).startswith("Check whether files in the checkpoint directory grow: provide")
     entry = CheckpointEntry("step-100", 100, None, int(3e9), 12.0, "")
     seen = replace(sample, checkpoints=(CheckpointSample("/ckpt/a", (entry,), 1.0),))
-    assert told(seen) == "whether files in the checkpoint directory grow (step-100: 3.0 GB, last change 12 s ago)"
+    assert told(seen) == "Check whether files in the checkpoint directory grow (step-100: 3.0 GB, last change 12 s ago)"
 
 
-def test_starvation_is_settled_by_the_waits_for_data() -> None:
+def test_starvation_is_decided_by_the_waits_for_data() -> None:
     row = PAPER["starvation"]
     sample = picture(row["watts"], row["utilization"], nodes=2)
-    assert told(sample).startswith("whether ranks wait for data")
+    assert told(sample).startswith("Check whether ranks wait for data")
     waits = replace(sample, progress=at_step(5, 2.0, data_wait_ms=1300.0))
-    assert "they say up to 1,300 ms a step" in told(waits)
+    assert "they report up to 1,300 ms per step" in told(waits)
 
 
-def test_light_work_is_settled_by_power_over_a_minute_where_steps_are_known() -> None:
+def test_light_work_is_decided_by_power_over_a_minute_where_steps_are_known() -> None:
     sample = picture([640.0] * 8, ALL)
     assert classify(sample).state is PowerState.COMMUNICATION
-    assert "power over a minute" in told(sample, StepProgress.ADVANCING)
+    assert "Watch power for a minute" in told(sample, StepProgress.ADVANCING)
 
 
-def test_mig_says_why_watts_do_not_settle_it() -> None:
+def test_mig_says_why_power_does_not_decide() -> None:
     sliced = picture([400.0] * 8, [None] * 8, mig=True, reasons={"utilization_percent": ReadingStatus.MIG})
     assert classify(sliced).state is PowerState.UNKNOWN
     assert "--progress" in told(sliced)
-    assert "power is of the whole board" in told(sliced)
+    assert "power is that of the whole GPU" in told(sliced)
 
 
-def test_an_unknown_without_boards_says_where_to_look() -> None:
+def test_an_unknown_state_without_gpus_says_what_to_check() -> None:
     assert "nvidia-smi" in told(picture([], []))
 
 
-def test_a_suspected_hang_without_a_counter_says_what_would_settle_it() -> None:
+def test_a_suspected_hang_without_a_counter_says_what_would_confirm_it() -> None:
     job = Job(progress=None)
     job.play(60, replace(SPIN_ROUGHLY, watts=900, utilization=99))
     job.play(120, SPIN_ROUGHLY)
     hung = [f for look in job.told for f in look.findings if f.alert is AlertName.JOB_HUNG]
     assert not hung[0].confirmed
-    assert any(words.startswith("what would settle it: whether the step counter") for words in hung[0].evidence)
+    assert any(text.startswith("to confirm: check whether the step counter") for text in hung[0].evidence)

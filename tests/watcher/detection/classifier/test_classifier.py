@@ -54,16 +54,16 @@ def test_all_boards_at_zero_with_memory_held_is_never_a_hang_by_itself() -> None
     assert verdict.alternative.state is PowerState.HANG
 
 
-def test_full_utilisation_without_memory_or_process_is_a_ghost() -> None:
+def test_full_utilisation_without_memory_or_process_is_a_false_reading() -> None:
     verdict = classify(picture([139] * 8, [100] * 8, held_bytes=0))
     assert verdict.state is PowerState.IDLE
-    assert "ghost" in verdict.why
+    assert "known false reading" in verdict.why
 
 
 def test_zero_watts_beside_high_utilisation_is_not_readable() -> None:
     verdict = classify(picture([0] * 8, [100] * 8))
     assert verdict.state is PowerState.UNKNOWN
-    assert "Power is missing on 8 of 8 boards" in verdict.why
+    assert "Power is missing on 8 of 8 GPUs" in verdict.why
 
 
 def test_mig_has_no_utilisation_of_the_whole_board() -> None:

@@ -1,4 +1,4 @@
-"""Which upstream starves the boards: as far as the hosts' evidence names it, with its numbers, else that none does."""
+"""Which bottleneck keeps GPUs waiting, as far as the hosts show it, with numbers; or that none is found."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ NFS = FilesystemSample("/runs/a", 1, 2, None, "nfs4")
 LOCAL = FilesystemSample("/ckpt/a", 1, 2, None, "xfs")
 K = BottleneckKind
 TABLE = {
-    "nothing told": Given(K.UNNAMED, ("does not tell its load",), HostLoad()),
+    "no reading": Given(K.UNNAMED, ("does not report its load",), HostLoad()),
     "nothing stands out": Given(K.UNNAMED, ("load 3.0 on 64 cores", "IO pressure 0 %")),
-    "a listing hangs": Given(K.STUCK_CALL, ("list /ckpt/a has not returned for 14 s (xfs)",),
+    "a listing hangs": Given(K.STUCK_CALL, ("`list /ckpt/a` has not returned for 14 s (xfs)",),
                              calls=(HungCall("list /ckpt/a", 14.0),), filesystems=(NFS, LOCAL)),
     "statvfs hangs on nfs": Given(K.STUCK_CALL, ("statvfs /runs/a", "21 s (nfs4)"),
                                   calls=(HungCall("statvfs /runs/a", 21.0),), filesystems=(NFS,)),
@@ -76,7 +76,7 @@ TABLE = {
     "swapping in": Given(K.MEMORY, ("do_swap_page",), workers=(worker(1, 3.0, "D", "do_swap_page"),)),
     "memory pressure": Given(K.MEMORY, ("memory pressure 34 %", "12 of 2000 GB", "40.0 GB in swap"),
                              HostLoad(9.0, 64, 1.0, 9.0, 34.0, int(12e9), int(2000e9), int(40e9))),
-    "memory full, no pressure told": Given(K.MEMORY, ("20 of 2000 GB",),
+    "memory full, no pressure reading": Given(K.MEMORY, ("20 of 2000 GB",),
                                            HostLoad(9.0, 64, None, None, None, int(20e9), int(2000e9), None)),
     "old swap alone": Given(K.UNNAMED, (), replace(QUIET, swap_used_bytes=int(8e9))),
     "io pressure": Given(K.STORAGE, ("44 % of the time",), replace(QUIET, io_pressure_percent=44.0),
@@ -85,18 +85,18 @@ TABLE = {
                                      replace(QUIET, io_pressure_percent=44.0), filesystems=(NFS,)),
     "cpu pressure": Given(K.CPU, ("CPU pressure 71 %", "load 180.0 on 64 cores"),
                           HostLoad(180.0, 64, 71.0, 0.0, 0.0)),
-    "a high load, no pressure told": Given(K.CPU, ("load 64.5 on 64 cores",), HostLoad(64.5, 64)),
-    "a high load that nobody waits in": Given(K.UNNAMED, (), replace(QUIET, load_1m=70.0)),
-    "workers use a core each": Given(K.LOADER, ("3 of 4 loader workers", "97 to 100 %", "load 3.0 on 64"),
+    "a high load, no pressure reading": Given(K.CPU, ("load 64.5 on 64 cores",), HostLoad(64.5, 64)),
+    "a high load without pressure": Given(K.UNNAMED, (), replace(QUIET, load_1m=70.0)),
+    "workers use a core each": Given(K.LOADER, ("3 of 4 data loader workers", "97 to 100 %", "load 3.0 on 64"),
                                      workers=tuple(worker(i, s) for i, s in enumerate((100.0, 97.0, 98.0, 30.0)))),
     "one of many workers": Given(K.UNNAMED, (), workers=tuple(worker(i, s) for i, s in enumerate((99.0, 5.0, 5.0)))),
     "workers of unknown share": Given(K.UNNAMED, (), workers=(worker(1, None),)),
-    "a rank tokenises": Given(K.LOADER, ("rank 3 waits 1,300 ms", "99 % of one core"), processes=(rank(3, cpu=99.0),),
+    "a rank tokenizes": Given(K.LOADER, ("rank 3 waits 1,300 ms", "99 % of one core"), processes=(rank(3, cpu=99.0),),
                               data_wait_ms=1300.0),
     "a rank spins": Given(K.UNNAMED, (), processes=(rank(3, cpu=99.0),)),
-    "ranks wait and the host rests": Given(K.OUTSIDE, ("up to 1,300 ms", "load 3.0 on 64"),
+    "ranks wait and the host is idle": Given(K.OUTSIDE, ("up to 1,300 ms", "load 3.0 on 64"),
                                            processes=(rank(3, cpu=5.0),), data_wait_ms=1300.0),
-    "ranks wait, no pressure told": Given(K.UNNAMED, (), HostLoad(3.0, 64), data_wait_ms=1300.0),
+    "ranks wait, no pressure reading": Given(K.UNNAMED, (), HostLoad(3.0, 64), data_wait_ms=1300.0),
     "ranks are fed": Given(K.UNNAMED, (), data_wait_ms=2.0),
 }  # fmt: skip
 
@@ -112,32 +112,32 @@ def sample_of(given: Given) -> JobSample:
 
 
 @pytest.mark.parametrize("given", TABLE.values(), ids=TABLE)
-def test_the_nearest_witness_is_named_with_its_numbers(given: Given) -> None:
-    upstream = find_input_bottleneck(sample_of(given))
-    assert upstream.kind is given.kind, upstream.words
-    assert [words for words in given.says if words not in upstream.words] == []
-    assert upstream.next_step == bottleneck_table()["look"][given.kind.value]
+def test_the_strongest_evidence_is_named_with_its_numbers(given: Given) -> None:
+    bottleneck = find_input_bottleneck(sample_of(given))
+    assert bottleneck.kind is given.kind, bottleneck.description
+    assert [words for words in given.says if words not in bottleneck.description] == []
+    assert bottleneck.next_step == bottleneck_table()["next_step"][given.kind.value]
 
 
 def test_any_node_may_be_the_one() -> None:
     quiet = sample_of(TABLE["nothing stands out"])
     other = replace(sample_of(TABLE["cpu pressure"]).nodes[0], node="node-2")
-    upstream = find_input_bottleneck(replace(quiet, nodes=(quiet.nodes[0], other)))
-    assert upstream.kind is K.CPU
-    assert upstream.words.startswith("node-2: ")
+    bottleneck = find_input_bottleneck(replace(quiet, nodes=(quiet.nodes[0], other)))
+    assert bottleneck.kind is K.CPU
+    assert bottleneck.description.startswith("node-2: ")
 
 
 @pytest.mark.parametrize("name", ["io pressure", "nothing stands out"])
 def test_the_verdict_of_starvation_says_it(name: str) -> None:
     verdict = classify(sample_of(TABLE[name]))
-    upstream = find_input_bottleneck(sample_of(TABLE[name]))
+    bottleneck = find_input_bottleneck(sample_of(TABLE[name]))
     assert verdict.state is PowerState.STARVATION
-    assert f"Upstream: {upstream.words}." in verdict.why
-    assert verdict.advice == upstream.next_step
+    assert f"Input bottleneck: {bottleneck.description}." in verdict.why
+    assert verdict.advice == bottleneck.next_step
 
 
 def test_every_kind_has_its_next_step() -> None:
-    assert set(bottleneck_table()["look"]) == set(BottleneckKind)
+    assert set(bottleneck_table()["next_step"]) == set(BottleneckKind)
 
 
 def test_the_finding_says_it_once_and_advises_on_it() -> None:
@@ -146,5 +146,5 @@ def test_the_finding_says_it_once_and_advises_on_it() -> None:
     job.play(90, Activity(575, 40, steps=True), starving)
     told = [f for look in job.told for f in look.findings if f.alert is AlertName.JOB_STARVING]
     assert told
-    assert sum(words.count("nothing on the hosts names") for words in told[0].evidence) == 1
-    assert told[0].advice == bottleneck_table()["look"]["unnamed"]
+    assert sum(words.count("not identified from the hosts") for words in told[0].evidence) == 1
+    assert told[0].advice == bottleneck_table()["next_step"]["unnamed"]

@@ -44,7 +44,7 @@ def test_files_that_stand_are_stalled_after_ten_minutes_where_no_save_was_seen_b
     save(job, 30, grows=False)
     # The same seconds were played twice over, so the age in the listing starts again; the save does not.
     stalled = job.finding(STALLED)
-    assert any("no byte for" in line for line in stalled.evidence)
+    assert any("nothing written for" in line for line in stalled.evidence)
     assert "JobHung" not in {f.alert.value for f in job.findings}
 
 
@@ -145,7 +145,9 @@ def test_a_checkpoint_is_overdue_also_where_there_never_was_one() -> None:
     job.play(1100, COMPUTE)
     assert job.alerts == set()
     job.play(200, COMPUTE)
-    assert job.finding(AlertName.CHECKPOINT_OVERDUE).evidence[0].startswith("none was seen")
+    assert (
+        job.finding(AlertName.CHECKPOINT_OVERDUE).evidence[0].startswith("no complete checkpoint of this run was seen")
+    )
 
 
 def test_a_job_that_hangs_owes_no_checkpoint() -> None:

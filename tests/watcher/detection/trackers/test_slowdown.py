@@ -25,8 +25,8 @@ def test_steps_that_take_half_as_long_again_are_told_after_five_minutes() -> Non
     assert 300 <= first - injected <= 420
     said = job.finding(SLOW)
     assert said.severity is Severity.WARNING
-    assert said.summary == "pretrain is 33% slower than it was."
-    assert said.evidence[0] == "a step takes 6.00 s, usually 4.00 s in this run"
+    assert said.summary == "pretrain is 33% slower than before."
+    assert said.evidence[0] == "a step takes 6.00 s; usually 4.00 s in this run"
     assert said.suspects == ()
 
 
