@@ -17,7 +17,6 @@ from typing import Any, Final, Self
 
 import orjson
 
-import wattwatch
 from wattwatch.watcher.diagnosis.flight_recorder.sandbox_worker import ANSWER_HEADER, REQUEST_HEADER
 
 # The three limits were chosen, not measured: generous for real records, of which 16 ranks take about half a second.
@@ -25,7 +24,10 @@ MEMORY_BYTES: Final = 2**30  # address space of one worker
 CPU_SECONDS: Final = 2  # per file, plus more for a large one; without a limit, 1,000 hostile files could take hours
 WALL_SECONDS: Final = 60.0  # per file: also covers a worker that gets hardly any CPU time on a busy machine
 
-IMPORT_ROOT: Final = Path(wattwatch.__file__).parents[1]  # the directory that contains the package `wattwatch`
+# The directory that contains the package `wattwatch`: the checkout, or site-packages.
+IMPORT_ROOT: Final = Path(__file__).parents[__name__.count(".")]
+# The worker sees no installed packages, so everything on the way to it, `wattwatch/__init__.py` included, may only
+# import the standard library.
 WORKER_PROGRAM: Final = (
     "import sys; sys.path.append(sys.argv.pop()); "
     "from wattwatch.watcher.diagnosis.flight_recorder.sandbox_worker import main; main()"
