@@ -87,7 +87,7 @@ def compose_message(
     subject = f"{finding.alert.value} {message_subject(finding.job, finding.scope)}".rstrip()
     return AlertMessage(
         notice=notice,
-        title=f"{headline(notice, reason, severity)} {subject}",
+        title=f"{title_prefix(notice, reason, severity)} {subject}",
         summary=finding.summary if episode.confirmed or is_closed else f"{finding.summary} (unconfirmed)",
         evidence=finding.evidence,
         suspects=episode.notified.suspects,
@@ -111,7 +111,7 @@ def compose_message(
     )
 
 
-def headline(notice: NoticeKind, reason: NotifyReason, severity: Severity) -> str:
+def title_prefix(notice: NoticeKind, reason: NotifyReason, severity: Severity) -> str:
     """The first words of the title."""
     level = severity.value.upper()
     if notice is NoticeKind.CLOSED:

@@ -30,10 +30,10 @@ async function redraw() {
   }
   fetching = true;
   try {
-    const answer = await fetch("/live", { signal: AbortSignal.timeout(10000) });
-    if (answer.ok) {
+    const response = await fetch("/live", { signal: AbortSignal.timeout(10000) });
+    if (response.ok) {
       const open = [...live.querySelectorAll("details[open]")].map((d) => d.id);
-      live.innerHTML = await answer.text(); // escaped by the server, and scripts in it would not run
+      live.innerHTML = await response.text(); // escaped by the server, and scripts in it would not run
       for (const details of live.querySelectorAll("details")) details.open = open.includes(details.id);
       drawnAt = performance.now();
       lost.hidden = true;
@@ -50,15 +50,16 @@ async function redraw() {
 
 function updateAges() {
   const since = (performance.now() - drawnAt) / 1000;
+  // The page reloads its part at every tick; after 8 s without one the connection is lost.
   if (since > 8) {
     lostAge.textContent = formatDuration(since);
     lost.hidden = false;
     redraw();
   }
-  if (since < 1.5) return;
+  if (since < 1.5) return; // the server has just written the ages
   for (const age of live.querySelectorAll("[data-age]")) {
-    const then = parseFloat(age.dataset.age);
-    if (!Number.isNaN(then)) age.textContent = formatDuration(then + since);
+    const ageWhenDrawn = parseFloat(age.dataset.age);
+    if (!Number.isNaN(ageWhenDrawn)) age.textContent = formatDuration(ageWhenDrawn + since);
   }
 }
 
