@@ -56,7 +56,7 @@ KERNEL_FAULT = re.compile(r"NVRM: Xid|[Oo]ut of memory|oom-kill|oom_reaper|segfa
 CHILDREN: set[int] = set()  # process groups to terminate when we exit
 
 
-def valid_utf8(text: str) -> str:
+def encodable_text(text: str) -> str:
     """The text without lone surrogates: a file name with invalid UTF-8 would make the whole line unreadable."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
@@ -119,7 +119,7 @@ class CollectorThread(threading.Thread):
                 self.call(self)
                 self.error = ""
             except Exception as error:  # noqa: BLE001 - whatever the node holds: report it and go on
-                self.error = valid_utf8(f"{self.doing}: {type(error).__name__}: {error}")
+                self.error = encodable_text(f"{self.doing}: {type(error).__name__}: {error}")
             self.took_seconds = time.monotonic() - started
             # A slow file system is asked less often: periodic calls take at most a twentieth of the time.
             self.due = started + max(self.every_seconds, 20 * self.took_seconds) if self.every_seconds else 0.0
@@ -411,7 +411,7 @@ def read_process(pid: int, ticks: float) -> list[Any] | None:
         opened, closed = text.index("("), text.rindex(")")
         rest = text[closed + 2 :].split()
         cpu = (int(rest[11]) + int(rest[12])) / ticks
-        return [pid, round(int(rest[19]) / ticks, 2), rest[0], valid_utf8(text[opened + 1 : closed]), round(cpu, 2)]
+        return [pid, round(int(rest[19]) / ticks, 2), rest[0], encodable_text(text[opened + 1 : closed]), round(cpu, 2)]
     except (OSError, ValueError, IndexError):
         return None
 
@@ -422,7 +422,7 @@ def read_wait_channel(pid: int, state: str) -> str | None:
     if state != "D":
         return None
     try:
-        name = valid_utf8(read_text(f"{ROOT}/proc/{pid}/wchan", 64).strip("\0\n "))
+        name = encodable_text(read_text(f"{ROOT}/proc/{pid}/wchan", 64).strip("\0\n "))
     except OSError:
         return None
     return None if name in ("", "0") else name
@@ -598,7 +598,7 @@ class HeartbeatCollector:
         for name in set(self.sent) - set(self.mine):
             del self.sent[name]
             self.pid_of.pop(name, None)
-            self.outbox.put("beat", [valid_utf8(os.path.join(self.directory, name)), 0, None])
+            self.outbox.put("beat", [encodable_text(os.path.join(self.directory, name)), 0, None])
 
     def read(self, name: str) -> None:
         path = os.path.join(self.directory, name)
@@ -612,7 +612,7 @@ class HeartbeatCollector:
         if self.sent.get(name) == text:
             return
         self.sent[name] = text
-        self.outbox.put("beat", [valid_utf8(path), round(changed, 3), text])
+        self.outbox.put("beat", [encodable_text(path), round(changed, 3), text])
         try:
             heartbeat = json.loads(text)
             if str(heartbeat["host"]).split(".")[0] == self.host:
@@ -659,7 +659,7 @@ class LogCollector:
         for path in set(self.seen) - set(self.paths):
             del self.seen[path]
             self.last.pop(path, None)
-            self.outbox.put("log", [self.source, valid_utf8(path), None, 0, 0, ""])
+            self.outbox.put("log", [self.source, encodable_text(path), None, 0, 0, ""])
 
     def read(self, path: str) -> None:
         status = os.stat(path)
@@ -682,7 +682,7 @@ class LogCollector:
         self.seen[path] = (now[0], start + len(data), now[2])
         self.last[path] = (self.last.get(path, b"") + data if appended else data)[-32:]
         text = data.decode("utf-8", "replace")
-        self.outbox.put("log", [self.source, valid_utf8(path), start, start + len(data), round(now[2], 3), text])
+        self.outbox.put("log", [self.source, encodable_text(path), start, start + len(data), round(now[2], 3), text])
 
 
 # Checkpoints --------------------------------------------------------------------------------------------------------
@@ -719,7 +719,7 @@ def index_files(path: str) -> list[str]:
     """Names of the files that a model.safetensors.index.json refers to."""
     with open(path, "rb") as file:
         return sorted(
-            {valid_utf8(str(name)) for name in json.loads(file.read(2 * MAX_HEADER_BYTES))["weight_map"].values()}
+            {encodable_text(str(name)) for name in json.loads(file.read(2 * MAX_HEADER_BYTES))["weight_map"].values()}
         )
 
 
@@ -737,7 +737,7 @@ def scan_entry(path: str) -> dict[str, Any]:
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)
                 newest = max(newest, status.st_mtime)
-                name = prefix + valid_utf8(entry.name)
+                name = prefix + encodable_text(entry.name)
                 if entry.is_dir(follow_symlinks=False):
                     if depth < 3:
                         left.append((entry.path, name + "/", depth + 1))
@@ -776,9 +776,9 @@ def list_checkpoints(directory: str, previous: dict[str, Any] | None = None) -> 
             for entry in entries:
                 try:
                     status = entry.stat(follow_symlinks=False)
-                    name = valid_utf8(entry.name)
+                    name = encodable_text(entry.name)
                     if entry.is_symlink():
-                        root[name] = ["link", 0, round(status.st_mtime, 3), valid_utf8(os.readlink(entry.path))]
+                        root[name] = ["link", 0, round(status.st_mtime, 3), encodable_text(os.readlink(entry.path))]
                     elif entry.is_dir(follow_symlinks=False):
                         folders.append((status.st_mtime, entry.name))
                     elif len(root) < MAX_FILES and stat.S_ISREG(status.st_mode):  # opening a FIFO would block for ever
@@ -791,7 +791,7 @@ def list_checkpoints(directory: str, previous: dict[str, Any] | None = None) -> 
     known = (previous or {}).get("entries", {})
     facts: dict[str, Any] = {}
     for age, (_, folder) in enumerate(sorted(folders, reverse=True)[:MAX_CHECKPOINTS]):
-        name = valid_utf8(folder)
+        name = encodable_text(folder)
         if age >= 3 and name in known:
             facts[name] = known[name]
             continue
@@ -826,7 +826,7 @@ class CheckpointCollector:
         old = {} if before is None else before["entries"]
         changed = {name: facts for name, facts in listing["entries"].items() if old.get(name) != facts}
         news = {
-            "dir": valid_utf8(self.directory),
+            "dir": encodable_text(self.directory),
             "t": round(now, 3),
             "w": round(time.time(), 3),
             "error": listing["error"],
@@ -854,7 +854,7 @@ def filesystem_kind(path: str) -> str | None:
             continue
         point = words[1].replace("\\040", " ").rstrip("/")
         if (path == point or path.startswith(point + "/")) and len(point) >= len(best):
-            best, kind = point, valid_utf8(words[2])
+            best, kind = point, encodable_text(words[2])
     return kind
 
 
@@ -871,9 +871,9 @@ class FilesystemCollector:
         try:
             facts = os.statvfs(self.path)
             size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
-            row: list[Any] = [valid_utf8(self.path), free, size, None, kind]
+            row: list[Any] = [encodable_text(self.path), free, size, None, kind]
         except OSError as error:
-            row = [valid_utf8(self.path), None, None, os.strerror(error.errno or 0), kind]
+            row = [encodable_text(self.path), None, None, os.strerror(error.errno or 0), kind]
         if row != self.sent:
             self.sent = row
             self.outbox.put("fs", row)
@@ -1052,10 +1052,12 @@ def main(request: dict[str, Any], nvml_readings: list[Any], nvml_source: str = "
         now = time.monotonic()
         line = {"v": 1, "seq": sequence, "t": round(now, 4), "w": round(time.time(), 4), **outbox.take()}
         busy = [(thread, thread.busy_since) for thread in threads]
-        waiting = [[valid_utf8(thread.doing), round(now - since, 2)] for thread, since in busy if since is not None]
+        waiting = [[encodable_text(thread.doing), round(now - since, 2)] for thread, since in busy if since is not None]
         if waiting:
             line["busy"] = waiting
-        listed = [[valid_utf8(one.directory), round(one.listed_at, 3)] for one in listings if one.listed_at is not None]
+        listed = [
+            [encodable_text(one.directory), round(one.listed_at, 3)] for one in listings if one.listed_at is not None
+        ]
         if listed:
             line["listed"] = listed
         failed = [thread.error for thread in threads if thread.error]

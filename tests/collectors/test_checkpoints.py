@@ -73,7 +73,7 @@ def test_a_finished_checkpoint_is_complete(layout: dict[str, Any], tmp_path: Pat
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)
-def test_one_that_is_still_written_is_not(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_one_that_is_still_being_written_is_not_complete(layout: dict[str, Any], tmp_path: Path) -> None:
     (entry,) = entries(lay_out(layout, tmp_path, complete=False))
     if layout["framework"] in QUIET:
         assert entry.complete is None
@@ -97,18 +97,18 @@ def ours(root: Path, written: int) -> Path:
     return root
 
 
-def test_a_safetensors_file_cut_short_is_seen_by_its_own_header(tmp_path: Path) -> None:
+def test_a_truncated_safetensors_file_is_detected_by_its_header(tmp_path: Path) -> None:
     (entry,) = entries(ours(tmp_path, written=400))
     assert entry.complete is False
     assert "truncated or still being written" in entry.why
 
 
-def test_the_same_file_whole_is_complete(tmp_path: Path) -> None:
+def test_the_same_file_untruncated_is_complete(tmp_path: Path) -> None:
     (entry,) = entries(ours(tmp_path, written=1000))
     assert (entry.complete, entry.step) == (True, 500)
 
 
-def test_a_file_that_the_index_names_must_be_there(tmp_path: Path) -> None:
+def test_a_file_listed_in_the_index_must_exist(tmp_path: Path) -> None:
     ours(tmp_path, written=1000)
     (tmp_path / "step-00000500" / "model-00001-of-00001.safetensors").unlink()
     (entry,) = entries(tmp_path)

@@ -1,4 +1,4 @@
-"""Lines that say that a job was stopped from outside, and those that only look like it."""
+"""Log lines that report that a job was stopped from outside, and those that only resemble them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_stop_from_outside_is_read_with_its_line(text: str, says: str) -> None
         "jobs in this partition may be preempted\n",
     ],
 )
-def test_what_follows_from_a_crash_is_no_stop(text: str) -> None:
+def test_the_consequence_of_a_crash_is_not_an_external_stop(text: str) -> None:
     assert find_external_stop(STEPS + text) is None
 
 
@@ -65,9 +65,9 @@ def stopped_after(*texts: str) -> str | None:
     return source.stopped
 
 
-def test_a_log_carries_its_stop() -> None:
+def test_a_log_sample_includes_its_external_stop() -> None:
     assert (stopped_after(STEPS, f"{SLURM} DUE TO PREEMPTION ***\n") or "").startswith("preempted")
 
 
-def test_steps_behind_the_line_are_of_the_run_after_it() -> None:
+def test_steps_after_the_stop_line_belong_to_the_next_run() -> None:
     assert stopped_after(STEPS, f"{SLURM} DUE TO JOB REQUEUE ***\n", STEPS) is None

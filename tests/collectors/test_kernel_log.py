@@ -1,4 +1,4 @@
-"""Lines of the kernel log that name a fault, and all the others."""
+"""Lines of the kernel log that report a fault, and all the others."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from wattwatch.collectors.probe_reader import full_bus_id, parse_kernel_line
 DATA = Path(__file__).parent.parent / "data" / "kernel_log"
 
 
-def test_one_xid_among_what_surrounds_it() -> None:
+def test_an_xid_is_found_among_other_kernel_lines() -> None:
     lines = (DATA / "dmesg-with-xid-119.log").read_text().splitlines()
     (event,) = filter(None, map(parse_kernel_line, lines))
     assert (event.kind, event.xid, event.pci_bus_id) == ("xid", 119, "00000000:9B:00.0")
     assert (event.pid, event.process) == (2024380, "nvidia-smi")
 
 
-def test_segmentation_faults_name_process_and_pid() -> None:
+def test_segmentation_faults_include_process_and_pid() -> None:
     events = [parse_kernel_line(line, 3.0) for line in (DATA / "dmesg.decode.iso.log").read_text().splitlines()]
     assert [(e.kind, e.process, e.pid, e.age_seconds) for e in events if e] == [
         ("segfault", "pt_main_thread", 2536443, 3.0)
     ] * 2
 
 
-def test_a_quiet_log_names_nothing() -> None:
+def test_a_log_without_faults_gives_no_event() -> None:
     assert not any(map(parse_kernel_line, (DATA / "kmsg.log").read_text().splitlines()))
 
 
@@ -47,7 +47,7 @@ def test_a_quiet_log_names_nothing() -> None:
         ("NVRM: Xid (PCI:0000:18:00): 31, Ch 00000003", "xid", None, None),
     ],
 )
-def test_words_of_several_kernels_and_drivers(text: str, kind: str, process: str | None, pid: int | None) -> None:
+def test_wordings_of_several_kernels_and_drivers(text: str, kind: str, process: str | None, pid: int | None) -> None:
     event = parse_kernel_line(text)
     assert event is not None
     assert (event.kind, event.process, event.pid) == (kind, process, pid)

@@ -1,4 +1,4 @@
-"""What NVML's numbers and return codes say of a board."""
+"""NVML's numbers and return codes -> a GPU's readings and status."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def row(**changes: object) -> list[object]:
     return [{**SOUND, **changes}[column] for column in UNNAMED_COLUMNS]
 
 
-def test_a_sound_board() -> None:
+def test_a_healthy_gpu() -> None:
     gpu = gpu_from_nvml(row(), None, None, 100.0)
     assert (gpu.index, gpu.pci_bus_id, gpu.performance_state, gpu.mig) == (3, "00000001:1A:00.0", "P0", False)
     assert (gpu.power_watts, gpu.power_source, gpu.power_limit_watts) == (951.25, PowerSource.DRAW, 1100.0)
@@ -68,12 +68,12 @@ def test_power_is_the_energy_counters_mean_over_the_interval() -> None:
         ("the gap is so long that a mean would tell of before it", (-900.0, 4_000_000.0)),
     ],
 )
-def test_the_instant_draw_stands_in_where_the_counter_measures_nothing(why: str, previous: tuple[float, float]) -> None:
+def test_the_instant_draw_is_used_where_the_counter_measures_nothing(why: str, previous: tuple[float, float]) -> None:
     gpu = gpu_from_nvml(row(), None, previous, 100.0)
     assert (gpu.power_watts, gpu.power_source) == (951.25, PowerSource.DRAW), why
 
 
-def test_a_lost_board_that_still_answers_0_w_name_limit_and_clocks_is_lost() -> None:
+def test_a_lost_gpu_that_still_answers_0_w_name_limit_and_clocks_is_lost() -> None:
     gpu = gpu_from_nvml(row(power_mw=0, util=None), {"power_mw": 15, "util": 15}, (99.0, 4_999_000.0), 100.0)
     assert gpu.fault is ReadingStatus.LOST
     assert [getattr(gpu, name) for name in LIVE_FIELDS] == [None] * len(LIVE_FIELDS)
@@ -81,12 +81,12 @@ def test_a_lost_board_that_still_answers_0_w_name_limit_and_clocks_is_lost() -> 
     assert (gpu.name, gpu.power_limit_watts, gpu.uuid) == (SOUND["name"], 1100.0, SOUND["uuid"])
 
 
-def test_one_call_that_says_lost_takes_the_old_numbers_of_the_others_with_it() -> None:
+def test_one_lost_reading_discards_the_stale_values_of_the_others() -> None:
     gpu = gpu_from_nvml(row(), {"temp": 15}, None, 100.0)
     assert gpu.reading("power_watts").reason is ReadingStatus.LOST
 
 
-def test_a_board_that_needs_a_reset_keeps_what_it_can_still_say() -> None:
+def test_a_gpu_that_needs_a_reset_keeps_its_readings() -> None:
     gpu = gpu_from_nvml(row(util=None), {"util": 16}, None, 100.0)
     assert gpu.fault is ReadingStatus.RESET_REQUIRED
     assert gpu.memory_used_bytes == 82_000 * 2**20
@@ -102,12 +102,12 @@ def test_absent_and_unreadable_do_not_merge() -> None:
     assert failed.fault is ReadingStatus.UNREADABLE
 
 
-def test_0_w_beside_a_busy_board_was_not_read() -> None:
+def test_0_w_on_a_busy_gpu_is_a_failed_reading() -> None:
     assert gpu_from_nvml(row(power_mw=0), None, None, 1.0).reading("power_watts").reason is ReadingStatus.UNREADABLE
     assert gpu_from_nvml(row(power_mw=0, util=0), None, None, 1.0).power_watts == 0.0
 
 
-def test_a_sliced_board_has_power_and_no_utilisation() -> None:
+def test_a_mig_gpu_has_power_and_no_utilization() -> None:
     gpu = gpu_from_nvml(row(mig=1, util=None, mem_util=None), {"util": 3, "mem_util": 3}, None, 1.0)
     assert gpu.mig is True
     assert gpu.reading("utilization_percent").reason is ReadingStatus.MIG
@@ -115,7 +115,7 @@ def test_a_sliced_board_has_power_and_no_utilisation() -> None:
     assert gpu.fault is None
 
 
-def test_the_sentinels_of_old_drivers_are_absence() -> None:
+def test_sentinel_values_of_old_drivers_are_absence() -> None:
     gpu = gpu_from_nvml(row(mem_used=0xFFFFFFFFFFFFFFFF, power_limit_mw=0xFFFFFFFF), None, None, 1.0)
     assert gpu.reading("memory_used_bytes").reason is ReadingStatus.UNSUPPORTED
     assert gpu.reading("power_limit_watts").reason is ReadingStatus.UNSUPPORTED
@@ -127,7 +127,7 @@ def test_throttle_bits_have_names_and_unknown_bits_are_kept() -> None:
     assert throttle_names(0x201) == {"gpu_idle", "bit_0x200"}
 
 
-def test_a_board_without_a_handle_is_missing() -> None:
+def test_a_gpu_without_a_handle_is_missing() -> None:
     nothing = [5, *[None] * (len(UNNAMED_COLUMNS) - 1)]
     missing = missing_from_nvml(nothing, {HANDLE_ERROR: 15})
     assert missing is not None
@@ -150,13 +150,13 @@ def test_a_board_without_a_handle_is_missing() -> None:
         (12345, HostStatus.DRIVER_DOWN, "12345"),
     ],
 )
-def test_what_a_failed_start_of_nvml_says_of_the_host(code: int, status: HostStatus, words: str) -> None:
+def test_the_return_code_of_nvml_init_gives_the_hosts_status(code: int, status: HostStatus, words: str) -> None:
     said, detail = host_status_of(code)
     assert said is status
     assert words in detail
 
 
-def test_a_code_that_nobody_knows_is_unreadable() -> None:
+def test_an_unknown_code_is_unreadable() -> None:
     assert status_of_code(0) is ReadingStatus.OK
     assert status_of_code(777) is ReadingStatus.UNREADABLE
 

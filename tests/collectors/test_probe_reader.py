@@ -1,4 +1,4 @@
-"""Lines of a probe -> samples: deltas, caches, ages, and everything that is no line of ours."""
+"""Lines of a probe -> samples: deltas, caches, ages, and everything that is not a line of the probe."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_mean_power_is_the_energy_between_two_lines() -> None:
     assert (second.node, second.sequence, second.received_seconds) == ("gpu-01", 2, 7.0)
 
 
-def test_a_lost_board_has_no_power_and_says_why() -> None:
+def test_a_lost_gpu_has_no_power_and_says_why() -> None:
     lost = [row(3, None, None), {"power_mw": 15, "util": 15, "energy_mj": 15}]
     sample = read(reader(), line(gpu=nvml(100.0, [row(0)], lost)))
     board = (sample.gpus or ())[1]
@@ -61,13 +61,13 @@ def test_a_lost_board_has_no_power_and_says_why() -> None:
     assert board.reasons["power_watts"] is ReadingStatus.LOST
 
 
-def test_a_board_without_a_handle_is_missing_and_not_a_row() -> None:
+def test_a_gpu_without_a_handle_is_missing_and_not_a_row() -> None:
     sample = read(reader(), line(gpu=nvml(100.0, [row(0)], [[1] + [None] * 15, {"handle": 15}])))
     assert len(sample.gpus or ()) == 1
     assert [gone.index for gone in sample.missing_gpus] == [1]
 
 
-def test_no_board_at_all_is_never_ok_and_never_an_empty_tuple() -> None:
+def test_without_any_gpu_the_status_is_never_ok() -> None:
     for gpu in (nvml(1.0), nvml(1.0, [[0] + [None] * 15, {"handle": 15}])):
         sample = read(reader(), line(gpu=gpu))
         assert sample.gpus is None
@@ -75,7 +75,7 @@ def test_no_board_at_all_is_never_ok_and_never_an_empty_tuple() -> None:
         assert sample.detail
 
 
-def test_what_nvidia_smi_said_reaches_the_detail() -> None:
+def test_the_message_of_nvidia_smi_reaches_the_detail() -> None:
     gpu = {"src": "nvidia-smi", "t": 1.0, "rc": 9, "nvml": 9, "out": "NVIDIA-SMI has failed because it couldn't "
            "communicate with the NVIDIA driver."}  # fmt: skip
     sample = read(reader(), line(gpu=gpu))
@@ -83,7 +83,7 @@ def test_what_nvidia_smi_said_reaches_the_detail() -> None:
     assert "driver" in sample.detail
 
 
-def test_an_answer_stands_in_the_lines_until_the_next_with_its_age() -> None:
+def test_an_answer_is_repeated_with_its_age_until_the_next_one() -> None:
     one = reader()
     read(one, line(1, 100.0, gpu=nvml(100.0, [row(0)])))
     later = read(one, line(2, 101.5, busy=[["nvidia-smi", 1.5]]))
@@ -92,7 +92,7 @@ def test_an_answer_stands_in_the_lines_until_the_next_with_its_age() -> None:
     assert later.hung_calls == ()
 
 
-def test_a_gpu_call_is_hung_after_five_intervals_and_its_old_answer_goes() -> None:
+def test_a_gpu_call_is_hung_after_five_intervals_and_its_old_answer_is_dropped() -> None:
     one = reader()
     read(one, line(1, 100.0, gpu=nvml(100.0, [row(0)])))
     sample = read(one, line(2, 112.0, busy=[["nvidia-smi", 12.0], ["list /mnt/ckpt", 40.0]]))
@@ -105,7 +105,7 @@ def test_a_gpu_call_is_hung_after_five_intervals_and_its_old_answer_goes() -> No
     ]
 
 
-def test_a_hung_file_system_does_not_hide_the_boards() -> None:
+def test_a_hung_file_system_does_not_hide_the_gpus() -> None:
     one = reader()
     read(one, line(1, 100.0, gpu=nvml(100.0, [row(0)])))
     sample = read(one, line(2, 130.0, gpu=nvml(130.0, [row(0)]), busy=[["list /mnt/ckpt", 30.0]]))
@@ -113,7 +113,7 @@ def test_a_hung_file_system_does_not_hide_the_boards() -> None:
     assert sample.hung_calls[0].call == "list /mnt/ckpt"
 
 
-def test_before_the_first_answer_the_detail_says_who_is_awaited() -> None:
+def test_before_the_first_answer_the_detail_says_which_call_is_pending() -> None:
     sample = read(reader(), line(busy=[["nvml", 2.0]]))
     assert (sample.status, sample.gpus) == (HostStatus.SAMPLER_TIMEOUT, None)
     assert sample.detail == "nvml has not answered yet, after 2.0 s"
@@ -126,7 +126,7 @@ def beat(rank: int, host: str, step: int) -> str:
     return json.dumps({"v": 1, "rank": rank, "world": 16, "host": host, "pid": 4100 + rank, "step": step})
 
 
-def test_processes_take_boards_by_uuid_and_rank_by_pid_and_host() -> None:
+def test_processes_are_matched_to_gpus_by_uuid_and_to_ranks_by_pid_and_host() -> None:
     one = reader()
     rows = [[4103, 12.0, "R", "python3", 1.0, [f"{BOARD}1"]], [4104, 12.0, "D", "python3", None, [0]]]
     beats = [["/run/rank-3", 1.7e9, beat(3, "gpu-01.x", 5)], ["/run/rank-4", 1.7e9, beat(4, "gpu-02", 5)]]
@@ -137,7 +137,7 @@ def test_processes_take_boards_by_uuid_and_rank_by_pid_and_host() -> None:
     assert (second.rank, second.gpu_indexes, second.state, second.cpu_seconds) == (None, (0,), "D", None)
 
 
-def test_a_process_list_stands_for_ten_seconds_and_no_longer() -> None:
+def test_a_process_list_is_used_for_at_most_ten_seconds() -> None:
     one = reader()
     read(one, line(1, 100.0, proc=[[1, 1.0, "R", "x", 1.0, []]]))
     assert read(one, line(2, 109.0)).processes
@@ -145,7 +145,7 @@ def test_a_process_list_stands_for_ten_seconds_and_no_longer() -> None:
     assert read(one, line(4, 112.0, proc=[])).processes == ()
 
 
-def test_a_heartbeat_that_is_not_shipped_again_grows_old() -> None:
+def test_a_heartbeat_that_is_not_sent_again_ages() -> None:
     one = reader()
     first = read(one, line(1, 100.0, beat=[["/r/rank-0", 1.7e9 + 97.0, beat(0, "gpu-01", 5)]]))
     assert first.progress[0].age_seconds == pytest.approx(3.0)  # by the file's own stamp, at first sight
@@ -156,7 +156,7 @@ def test_a_heartbeat_that_is_not_shipped_again_grows_old() -> None:
     assert read(one, line(4, 112.0, beat=[["/r/rank-0", 0, None]])).progress == ()
 
 
-def test_a_log_is_put_together_from_what_was_appended() -> None:
+def test_a_log_is_assembled_from_what_was_appended() -> None:
     one = reader(logs=(LogSource("/l/*"),))
     read(one, line(1, 100.0, log=[[0, "/l/a", 0, 10, 1.7e9, "step=1 loss"]]))
     sample = read(one, line(2, 101.0, log=[[0, "/l/a", 10, 20, 1.7e9, "=0.5 tok_s=1\n"]]))
@@ -185,7 +185,7 @@ def listing(t: float, **fields: Any) -> dict[str, Any]:
     return {"dir": "/ck", "t": t, "w": 1.7e9 + t, "error": None, **fields}
 
 
-def test_a_checkpoint_without_a_mark_is_complete_once_it_has_been_quiet() -> None:
+def test_a_checkpoint_without_a_marker_is_complete_once_it_has_been_unchanged() -> None:
     one = reader()
     names = ["checkpoint_5"]
     read(one, line(1, 100.0, ckpt=[listing(100.0, names=[], root={})]))
@@ -198,7 +198,7 @@ def test_a_checkpoint_without_a_mark_is_complete_once_it_has_been_quiet() -> Non
     assert quiet.entries[0].complete is True
 
 
-def test_a_listing_that_hangs_grows_old() -> None:
+def test_a_listing_that_hangs_ages() -> None:
     one = reader()
     read(one, line(1, 100.0, ckpt=[listing(100.0, names=[], root={})]))
     sample = read(one, line(2, 160.0, listed=[["/ck", 100.0]], busy=[["list /ck", 58.0]]))
@@ -206,14 +206,14 @@ def test_a_listing_that_hangs_grows_old() -> None:
     assert sample.hung_calls[0].call == "list /ck"
 
 
-def test_a_checkpoint_that_is_deleted_goes() -> None:
+def test_a_deleted_checkpoint_disappears() -> None:
     one = reader()
     news = [listing(100.0, names=["checkpoint_5"], root={}), {**listing(100.0), "entries": {"checkpoint_5": facts(10)}}]
     assert len(read(one, line(1, 100.0, ckpt=news)).checkpoints[0].entries) == 1
     assert read(one, line(2, 101.0, ckpt=[listing(101.0, names=[])])).checkpoints[0].entries == ()
 
 
-def test_kernel_faults_and_refusals() -> None:
+def test_kernel_faults_and_an_unreadable_kernel_log() -> None:
     one = reader()
     text = "Out of memory: Killed process 4101 (python3) total-vm:3kB"
     sample = read(one, line(kmsg=[[2.5, text], [0.0, "nothing of interest"]], kmsg_error="kernel log unreadable: x"))
@@ -224,7 +224,7 @@ def test_kernel_faults_and_refusals() -> None:
     assert again.warnings == ("kernel log unreadable: x",)
 
 
-def test_file_systems_and_load_stay_until_they_change() -> None:
+def test_file_systems_and_load_are_kept_until_they_change() -> None:
     one = reader()
     read(
         one, line(1, fs=[["/ck", 5, 10, None], ["/gone", None, None, "Stale file handle"]], load=[1.5, 8, 0.1, None, 0])
@@ -291,7 +291,7 @@ def test_an_empty_line_is_nothing() -> None:
         {"hello": 3},
     ],
 )
-def test_a_value_of_the_wrong_kind_is_a_parse_error_with_a_reason(fields: dict[str, Any]) -> None:
+def test_a_value_of_the_wrong_type_is_a_parse_error_with_a_reason(fields: dict[str, Any]) -> None:
     one = reader(logs=(LogSource("/a"),))
     whole = {"v": 1, "seq": 1, "t": 1.0, "w": 1.0, **fields}
     sample = read(one, json.dumps(whole, separators=(",", ":")).encode())
@@ -315,7 +315,7 @@ JSON = st.recursive(
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(KEYS, JSON, max_size=4))
-def test_no_line_of_ours_raises_or_spoils_the_next(fields: dict[str, Any]) -> None:
+def test_no_line_of_the_probe_raises_or_affects_the_next(fields: dict[str, Any]) -> None:
     one = reader(logs=(LogSource("/a"),))
     for sequence in (1, 2):
         assert isinstance(one.read(line(sequence, **fields), 0.0), NodeSample)

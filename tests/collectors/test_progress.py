@@ -1,4 +1,4 @@
-"""Logs of trainers, whole, torn, interleaved: the last step, its total, its loss and the pace, or why there is none."""
+"""Logs of trainers, complete, cut off, interleaved: last step, total, loss and line interval, or why there is none."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_log_of_the_data_is_expected() -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_last_state_is_read(name: str) -> None:
+def test_the_last_progress_is_read(name: str) -> None:
     sample = read_progress((LOGS / name).read_text("utf-8"), name, world=16)
     kind, step, total, loss, tokens_per_second, interval = EXPECTED[name]
     assert (sample.format, sample.step, sample.total_steps, sample.loss) == (kind, step, total, loss)
@@ -73,13 +73,13 @@ def test_a_log_torn_at_any_byte_never_shows_a_step_that_it_did_not_print(name: s
         assert torn.total_steps in totals
 
 
-def test_a_tail_that_begins_within_a_line_is_read_from_the_next() -> None:
+def test_a_tail_that_begins_within_a_line_starts_at_the_next_line() -> None:
     text = "0/ 3854 | lm loss: 1.0 |\n iteration 501/ 3854 | lm loss: 8.0E-01 |\n"
     assert read_progress(text, cut=True).step == 501
     assert read_progress("ep=7 loss=1\nstep=8 loss=2\n", cut=True).step == 8
 
 
-def test_megatron_without_time_stamps_has_no_pace() -> None:
+def test_megatron_without_timestamps_has_no_line_interval() -> None:
     lines = [f" iteration {n:8}/    3854 | elapsed time per iteration (ms): 4949.0 | lm loss: 1E0 |" for n in (1, 2, 3)]
     sample = read_progress("\n".join(lines) + "\n")
     assert (sample.format, sample.step, sample.line_interval_seconds) == ("megatron_lm", 3, None)
@@ -100,20 +100,20 @@ def test_the_evaluation_bar_is_not_taken_for_the_training_bar() -> None:
     assert (sample.step, sample.total_steps, sample.loss) == (10, 3854, 1.5)
 
 
-def test_torchtitans_validation_line_is_no_step() -> None:
+def test_torchtitans_validation_line_is_not_a_step() -> None:
     text = "step: 10  loss:  1.5  tps: 100\nvalidate step: 99  loss:  7.0  tps: 9\n"
     sample = read_progress(text, world=8)
     assert (sample.step, sample.loss, sample.tokens_per_second) == (10, 1.5, 800)
 
 
 @pytest.mark.parametrize(("word", "kind"), [("nan", math.isnan), ("inf", math.isinf), ("-inf", math.isinf)])
-def test_a_loss_that_is_no_number_is_kept(word: str, kind: object) -> None:
+def test_a_loss_of_nan_is_kept(word: str, kind: object) -> None:
     loss = read_progress(f"step: 10  loss:  {word}  memory: 1\n").loss
     assert loss is not None
     assert not math.isfinite(loss)
 
 
-def test_throughput_per_gpu_is_not_passed_off_as_the_jobs() -> None:
+def test_throughput_per_gpu_is_not_reported_as_the_jobs() -> None:
     sample = read_progress((LOGS / "torchtitan_color.log").read_text("utf-8"))
     assert sample.tokens_per_second is None
     assert "3311 tokens/s per GPU" in sample.why
@@ -123,7 +123,7 @@ def test_a_restart_in_the_same_log_steps_back() -> None:
     assert read_progress("step=900 loss=1 \nstep=500 loss=2 \n").step == 500
 
 
-def test_a_rank_in_a_structured_log_tells_where_it_is() -> None:
+def test_a_rank_in_a_structured_log_reports_its_phase() -> None:
     ranks = sorted(LOGS.glob("torchtitan_structured*"))
     samples = [read_progress(path.read_text("utf-8")) for path in ranks]
     assert [(s.rank, s.phase) for s in samples] == [(0, "train"), (3, "save")]
@@ -150,7 +150,7 @@ def test_a_useless_pattern_says_what_is_wrong(pattern: str, word: str) -> None:
     assert word in read_progress("step 1\n", pattern=pattern).why
 
 
-def test_a_pattern_that_takes_too_long_is_given_up() -> None:
+def test_a_pattern_that_takes_too_long_is_dropped() -> None:
     slow = r"a.*a.*a(?P<step>\d+)"
     for text in (("a" * 2000 + "\n") * 400, "aaa7\n"):
         sample = read_progress(text, pattern=slow)
@@ -190,7 +190,7 @@ def test_a_heartbeat_with_a_loss_of_nan_is_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"step": "7"}', '{"step": true}', '{"step": null}'])
-def test_a_heartbeat_that_says_nothing_has_no_step(text: str) -> None:
+def test_an_empty_heartbeat_has_no_step(text: str) -> None:
     beat = read_heartbeat(text, "x")
     assert beat.step is None
     assert beat.why
@@ -233,7 +233,7 @@ def test_the_command_takes_the_newest_log_of_a_run_directory(tmp_path: Path) -> 
     assert str(Path("logs") / "attempt-10" / "rank-00000.log") in result.stdout
 
 
-def test_the_command_takes_heartbeats_where_the_newest_log_tells_no_step(tmp_path: Path) -> None:
+def test_the_command_uses_heartbeats_if_the_newest_log_has_no_step(tmp_path: Path) -> None:
     (tmp_path / "logs" / "attempt-01").mkdir(parents=True)
     (tmp_path / "heartbeat").mkdir()
     (tmp_path / "logs" / "attempt-01" / "rank-00000.log").write_text("starting\n")

@@ -1,4 +1,4 @@
-"""What makes a board broken, and what is only a reading that failed."""
+"""Which failed readings mean a broken GPU, and which are only a failed reading."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ from wattwatch.collectors.samples import GpuSample, ReadingStatus
         ),
     ],
 )
-def test_one_failed_reading_is_no_broken_board(reasons: dict[str, ReadingStatus], fault: ReadingStatus | None) -> None:
+def test_one_failed_reading_is_not_a_broken_gpu(reasons: dict[str, ReadingStatus], fault: ReadingStatus | None) -> None:
     assert GpuSample(0, reasons=reasons).fault is fault

@@ -1,4 +1,4 @@
-"""A probe started as sshd starts it: `sh -c <command>`, the payload on stdin, stdin left open as the lifeline."""
+"""A probe started as sshd starts it: `sh -c <command>`, the payload on stdin, stdin left open for the lease."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_the_probe_is_python_3_8() -> None:
     ast.parse(source, feature_version=(3, 8))
 
 
-def test_the_command_passes_any_login_shell_and_any_limit() -> None:
+def test_the_command_works_in_any_login_shell_and_length_limit() -> None:
     command = probe_command(REQUEST)
     assert len(command) < 4096
     head, script, tail = command.split("'")
@@ -54,7 +54,7 @@ def test_nvidia_smi_is_read_where_there_is_no_nvml(node: Node) -> None:
         assert probe.reader.garbage_bytes == 0
 
 
-def test_a_field_that_an_old_driver_does_not_know_is_asked_no_more(node: Node) -> None:
+def test_a_field_that_an_old_driver_does_not_know_is_dropped_from_the_query(node: Node) -> None:
     node.with_python()
     answer = "0, GPU-aaaaaaaa-0000-0000-0000-000000000000, 00000000:19:00.0, Tesla T4, 27.00, 70.00, 0, 0, 1, 15360, 40"
     node.script(
@@ -110,14 +110,14 @@ def test_nothing_is_left_when_stdin_closes_within_the_payload(node: Node) -> Non
         probe.is_gone()
 
 
-def test_the_lease_ends_a_probe_that_nobody_renews(node: Node) -> None:
+def test_the_probe_exits_when_its_lease_is_not_renewed(node: Node) -> None:
     node.with_fast_python(60.0)
     with running_probe(node, ProbeRequest(interval_seconds=5.0)) as probe:
         probe.is_gone()
         assert probe.samples[-1].node_seconds - probe.samples[0].node_seconds >= 50.0
 
 
-def test_the_lease_ends_a_probe_whose_peer_is_frozen(node: Node) -> None:
+def test_the_probe_exits_when_its_peer_is_frozen(node: Node) -> None:
     node.with_fast_python(60.0)
     with running_probe(node, ProbeRequest(interval_seconds=1.0), read_stdout=False) as probe:
         assert probe.process.stdout is not None
@@ -183,7 +183,7 @@ def test_a_log_is_followed_through_growth_rotation_and_truncation(node: Node, tm
         step(4)
 
 
-def test_a_growing_checkpoint_is_shipped_as_it_grows_and_judged(node: Node, tmp_path: Path) -> None:
+def test_a_growing_checkpoint_is_sent_as_it_grows_and_classified(node: Node, tmp_path: Path) -> None:
     node.with_fast_python(5.0)
     save = tmp_path / "ckpt" / "step-500"
     save.mkdir(parents=True)
@@ -226,7 +226,7 @@ def test_load_and_pressure_come_with_each_line(node: Node) -> None:
         assert (load.load_1m, load.io_pressure_percent, load.cpu_pressure_percent) == (12.5, 44.0, None)
 
 
-def test_workers_of_ranks_come_with_what_they_sleep_in(node: Node) -> None:
+def test_workers_of_ranks_are_reported_with_their_wait_channel(node: Node) -> None:
     node.with_python()
     node.process(4100, "train")
     node.process(4200, "pt_data_worker", "D")
@@ -248,7 +248,7 @@ def test_workers_of_ranks_come_with_what_they_sleep_in(node: Node) -> None:
         assert sizes == (500 * 1024, 2000 * 1024, 40 * 1024)
 
 
-def test_the_loaded_driver_is_named(node: Node) -> None:
+def test_the_loaded_drivers_version_is_reported(node: Node) -> None:
     node.with_python()
     node.with_nvidia_smi()
     (node.root / "proc/driver/nvidia").mkdir(parents=True)
@@ -260,7 +260,7 @@ def test_the_loaded_driver_is_named(node: Node) -> None:
         assert probe.sample(lambda s: s.gpus is not None).driver_version == "550.54.15"
 
 
-def test_a_path_says_what_its_mount_is(node: Node, tmp_path: Path) -> None:
+def test_the_type_of_a_paths_mount_is_reported(node: Node, tmp_path: Path) -> None:
     node.with_python()
     with running_probe(node, ProbeRequest(0.2, run_directories=(str(tmp_path),))) as probe:
         (known,) = probe.sample(lambda s: bool(s.filesystems)).filesystems
@@ -289,7 +289,7 @@ def test_a_renewed_lease_keeps_the_probe(node: Node) -> None:
         assert probe.process.poll() is None
 
 
-def test_the_pynvml_that_travels_is_loaded_where_there_is_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pynvml_that_was_sent_is_loaded_where_there_is_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     source = _pynvml_source()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())  # the library of the driver, which this host has not
     monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -305,7 +305,7 @@ def test_pynvml_is_not_even_compiled_where_there_is_no_driver(monkeypatch: pytes
     assert load_nvml("this is no Python") is None
 
 
-def test_a_read_that_hangs_is_named_and_stops_nothing_else(node: Node, tmp_path: Path) -> None:
+def test_a_read_that_hangs_is_reported_and_blocks_nothing_else(node: Node, tmp_path: Path) -> None:
     node.with_fast_python(10.0)
     node.with_nvidia_smi()
     (tmp_path / "run/heartbeat").mkdir(parents=True)

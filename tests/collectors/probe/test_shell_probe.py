@@ -34,7 +34,7 @@ def test_a_node_without_python_is_read_by_the_shell(node: Node) -> None:
         probe.is_gone()
 
 
-def test_an_old_driver_is_asked_for_less(node: Node) -> None:
+def test_an_old_driver_is_queried_for_fewer_fields(node: Node) -> None:
     answer = "0, GPU-aaaaaaaa-0000-0000-0000-000000000000, 00000000:19:00.0, Tesla T4, 27.00, 70.00, 0, 0, 1, 15360, 40"
     node.script(
         "nvidia-smi",
@@ -47,7 +47,7 @@ def test_an_old_driver_is_asked_for_less(node: Node) -> None:
         assert [(gpu.power_watts, gpu.performance_state) for gpu in sample.gpus or ()] == [(27.0, "P8")]
 
 
-def test_words_with_quotes_backslashes_and_control_characters_travel(node: Node) -> None:
+def test_text_with_quotes_backslashes_and_control_characters_is_transmitted(node: Node) -> None:
     node.script(
         "nvidia-smi", r"""printf 'Failed "to" \\ initialize NVML: \001Driver/library version mismatch\n'; exit 18"""
     )
@@ -68,7 +68,7 @@ def test_a_hanging_nvidia_smi_is_started_once_and_gone_at_the_end(node: Node) ->
         probe.is_gone()
 
 
-def test_the_lease_ends_a_shell_probe_that_nobody_renews(node: Node) -> None:
+def test_the_shell_probe_exits_when_its_lease_is_not_renewed(node: Node) -> None:
     node.with_nvidia_smi()
     real = (node.bin / "sleep").readlink()
     (node.bin / "sleep").unlink()

@@ -1,4 +1,4 @@
-"""The nodes behind real SSH: what a login may do, what the real probe says from there, and what is left after it."""
+"""Simulated nodes behind real SSH: what a login can do, what the real probe reports, and that nothing is left."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_ssh_config_known_hosts_and_key_are_all_that_a_client_needs(cluster: Sim
         assert out.channel.recv_exit_status() == 7
 
 
-def test_another_key_is_refused(cluster: SimulatedCluster) -> None:
+def test_another_key_is_rejected(cluster: SimulatedCluster) -> None:
     with pytest.raises(paramiko.AuthenticationException):
         login(cluster, "deadlock-1", key=read_key(new_private_key()))
 
@@ -148,7 +148,7 @@ def test_the_node_and_the_watcher_share_one_clock(cluster: SimulatedCluster) -> 
         assert cluster.clock.wall() - line["w"] < 5.0  # a clock of its own speed would be minutes away
 
 
-def test_pynvml_that_travels_with_the_probe_serves_as_well() -> None:
+def test_the_pynvml_sent_with_the_probe_works_as_well() -> None:
     with SimulatedCluster([get_scenario("healthy")], preload_pynvml=False) as cluster:
         request = request_of(cluster.jobs[0])
         with login(cluster, "steady-1") as client, launch(client, request) as channel:
@@ -189,7 +189,7 @@ def test_a_dropped_node_leaves_no_process_and_takes_new_logins(cluster: Simulate
         assert len(out.read().splitlines()) == 8
 
 
-def test_a_frozen_node_falls_silent_and_speaks_again_when_thawed(cluster: SimulatedCluster) -> None:
+def test_a_frozen_node_goes_silent_and_resumes_when_thawed(cluster: SimulatedCluster) -> None:
     with login(cluster, "deadlock-1") as client, launch(client, request_of(cluster.jobs[0])) as channel:
         next(lines_of(channel))
         cluster.freeze("deadlock-1")
@@ -210,7 +210,7 @@ def silent(channel: paramiko.Channel) -> bool:
     return False
 
 
-def test_the_cluster_ends_with_its_owner(cluster: SimulatedCluster) -> None:
+def test_the_cluster_ends_with_its_parent_process(cluster: SimulatedCluster) -> None:
     with login(cluster, "deadlock-1") as client, launch(client, request_of(cluster.jobs[0])) as channel:
         next(lines_of(channel))
         cluster.stop()

@@ -1,4 +1,4 @@
-"""The scripted nvidia-smi, run as the node runs it and read by the reader that reads real ones."""
+"""The fake nvidia-smi, run as a node runs it and parsed by the reader of the real one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def change(node: NodeDirectory, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["csv", "csv,noheader", "csv,nounits"])
-def test_the_probes_own_query_reads_as_eight_boards_with_one_low(node: NodeDirectory, form: str) -> None:
+def test_the_probes_own_query_reads_as_eight_gpus_with_one_low(node: NodeDirectory, form: str) -> None:
     fields = QUERY_FIELDS if form != "csv,noheader" else ("index", "power.draw", "utilization.gpu", "memory.used")
     answer = run(node, f"--query-gpu={','.join(fields)}", f"--format={form}")
     report = read_gpu_output(answer.stdout, answer.stderr, answer.returncode)
@@ -51,7 +51,7 @@ def test_the_probes_own_query_reads_as_eight_boards_with_one_low(node: NodeDirec
     assert all(gpu.power_watts is not None and 180 <= gpu.power_watts <= 200 for gpu in gpus)
 
 
-def test_the_table_reads_as_the_same_boards(node: NodeDirectory) -> None:
+def test_the_table_reads_as_the_same_gpus(node: NodeDirectory) -> None:
     answer = run(node)
     lines = answer.stdout.decode().splitlines()
     assert {len(line) for line in lines if line} == {91}  # as wide as the real one
@@ -62,7 +62,7 @@ def test_the_table_reads_as_the_same_boards(node: NodeDirectory) -> None:
     assert all(gpu.power_limit_watts == 1100 for gpu in gpus)
 
 
-def test_a_lost_board_is_lost_in_every_format(node: NodeDirectory) -> None:
+def test_a_lost_gpu_is_lost_in_every_format(node: NodeDirectory) -> None:
     gpus = json.loads((node.directory / "state.json").read_text())["gpus"]
     gpus[5]["lost"] = True
     change(node, gpus=gpus)
@@ -75,13 +75,13 @@ def test_a_lost_board_is_lost_in_every_format(node: NodeDirectory) -> None:
     assert b"GPU is lost" in table.stdout
 
 
-def test_the_process_list_and_the_board_list(node: NodeDirectory) -> None:
+def test_the_process_list_and_the_gpu_list(node: NodeDirectory) -> None:
     processes = run(node, "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader").stdout.decode().splitlines()
     assert [int(line.split(",")[0]) for line in processes] == list(node.pids)
     assert len(run(node, "-L").stdout.splitlines()) == 8
 
 
-def test_a_field_that_the_driver_does_not_know_is_refused_with_code_2(node: NodeDirectory) -> None:
+def test_a_field_that_the_driver_does_not_know_is_rejected_with_code_2(node: NodeDirectory) -> None:
     answer = run(node, "--query-gpu=index,power.psychic", "--format=csv")
     assert answer.returncode == 2
     assert b'Field "power.psychic" is not a valid field to query.' in answer.stdout
@@ -96,7 +96,7 @@ def test_a_field_that_the_driver_does_not_know_is_refused_with_code_2(node: Node
         ("no_devices", 6, HostStatus.NO_DEVICES),
     ],
 )
-def test_the_driver_fails_in_its_own_words(node: NodeDirectory, failure: str, code: int, status: HostStatus) -> None:
+def test_the_driver_fails_with_its_message(node: NodeDirectory, failure: str, code: int, status: HostStatus) -> None:
     change(node, smi=failure)
     answer = run(node, f"--query-gpu={','.join(QUERY_FIELDS)}", "--format=csv")
     assert answer.returncode == code

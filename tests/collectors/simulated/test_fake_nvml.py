@@ -1,4 +1,4 @@
-"""The real pynvml on top of the stand-in, with the habits of NVML that cost others an outage."""
+"""The real pynvml on the fake NVML, with the behavior of NVML that has caused outages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def handle(pynvml: ModuleType, index: int) -> Any:
     return pynvml.nvmlDeviceGetHandleByIndex(index)
 
 
-def test_a_board_answers_as_a_b300_does(pynvml: ModuleType) -> None:
+def test_a_gpu_answers_as_a_b300_does(pynvml: ModuleType) -> None:
     third = handle(pynvml, 3)
     assert pynvml.nvmlDeviceGetCount() == 8
     assert pynvml.nvmlDeviceGetName(third) == "NVIDIA B300 SXM6 AC"
@@ -85,7 +85,7 @@ def test_the_process_list_is_asked_twice_first_for_its_size(pynvml: ModuleType) 
     assert [(process.pid, process.usedGpuMemory) for process in processes] == [(41003, 82 * 10**9)]
 
 
-def test_a_board_without_processes_has_an_empty_list(pynvml: ModuleType, node: Path) -> None:
+def test_a_gpu_without_processes_has_an_empty_list(pynvml: ModuleType, node: Path) -> None:
     change(node, lambda state: state["gpus"][2].update(pids=[]))
     assert pynvml.nvmlDeviceGetComputeRunningProcesses(handle(pynvml, 2)) == []
 
@@ -98,7 +98,7 @@ def test_energy_counts_on_between_two_writes_of_the_state(pynvml: ModuleType, no
     assert gained >= 10 * 180_000  # millijoules of ten more seconds at the floor
 
 
-def test_a_lost_board_answers_who_it_is_and_nothing_that_moves(pynvml: ModuleType, node: Path) -> None:
+def test_a_lost_gpu_returns_its_identity_and_no_live_reading(pynvml: ModuleType, node: Path) -> None:
     board = handle(pynvml, 4)
     change(node, lambda state: state["gpus"][4].update(lost=True))
     assert pynvml.nvmlDeviceGetName(board) == "NVIDIA B300 SXM6 AC"
@@ -109,7 +109,7 @@ def test_a_lost_board_answers_who_it_is_and_nothing_that_moves(pynvml: ModuleTyp
     assert pynvml.nvmlDeviceGetPowerUsage(handle(pynvml, 3)) > 0
 
 
-def test_field_values_of_a_lost_board_fail_one_by_one_and_raise_nothing(pynvml: ModuleType, node: Path) -> None:
+def test_field_values_of_a_lost_gpu_fail_one_by_one_and_raise_nothing(pynvml: ModuleType, node: Path) -> None:
     board = handle(pynvml, 4)
     fields = [pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION]
     sound = pynvml.nvmlDeviceGetFieldValues(board, [*fields, 1])

@@ -1,4 +1,4 @@
-"""The tables say what they mean, and each scenario's files show it."""
+"""The tables are consistent, and each scenario's files show what it injects."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def heartbeats(play: RunningScenario) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS.keys())
-def test_a_scenario_begins_healthy_and_names_only_what_the_watcher_can_say(scenario: Scenario) -> None:
+def test_a_scenario_starts_healthy_and_expects_only_existing_alerts(scenario: Scenario) -> None:
     starts = [phase.at_seconds for phase in scenario.phases]
     assert starts == sorted(starts)
     assert starts[0] == 0
@@ -58,19 +58,19 @@ def test_a_scenario_begins_healthy_and_names_only_what_the_watcher_can_say(scena
     assert all(scenario.phases[expected.phase].injects for expected in scenario.expected)
 
 
-def test_all_scenarios_fit_one_cluster() -> None:
+def test_all_scenarios_fit_into_one_cluster() -> None:
     names = [name for scenario in SCENARIOS.values() for name in scenario.node_names]
     assert len(names) == len(set(names))
     usual = [name for scenario in SCENARIOS.values() if not scenario.by_name for name in scenario.node_names]
     assert len(usual) <= 20
 
 
-def test_an_unknown_scenario_is_answered_with_those_that_exist() -> None:
+def test_an_unknown_scenario_lists_those_that_exist() -> None:
     with pytest.raises(UnknownScenario, match="no scenario is named 'dedlock'; there are: healthy, deadlock"):
         get_scenario("dedlock")
 
 
-def test_the_job_loads_until_the_cluster_is_told_to_begin() -> None:
+def test_the_job_loads_until_the_cluster_begins() -> None:
     deadlock = get_scenario("deadlock")
     assert phase_number_at(deadlock, -1.0) is None
     assert step_at(deadlock, -100.0) == deadlock.first_step
@@ -121,7 +121,7 @@ def test_a_killed_rank_leaves_no_process_no_memory_and_a_kernel_line(tmp_path: P
     assert f"Out of memory: Killed process {crashed.pids[1]} (python3)" in (crashed.directory / "dev/kmsg").read_text()
 
 
-def test_a_lost_board_is_lost_in_the_state_and_in_the_kernel_log(tmp_path: Path) -> None:
+def test_a_lost_gpu_is_lost_in_the_state_and_in_the_kernel_log(tmp_path: Path) -> None:
     play = driven("gpu-lost", tmp_path, to_phase=1)
     assert [gpu["lost"] for gpu in boards(play)] == [False] * 5 + [True] + [False] * 2
     assert "NVRM: Xid (PCI:0001:69:00): 79" in (play.nodes[0].directory / "dev/kmsg").read_text()
@@ -133,7 +133,7 @@ def test_a_hung_driver_hangs_on_its_node_only(tmp_path: Path) -> None:
     assert [(state["nvml"], state["smi"]) for state in states] == [("ok", "ok"), ("hang", "hang")]
 
 
-def test_a_frozen_node_says_nothing_more(tmp_path: Path) -> None:
+def test_a_frozen_node_writes_nothing(tmp_path: Path) -> None:
     frozen: list[str] = []
     play = driven("node-loss", tmp_path, to_phase=1, frozen=frozen)
     assert frozen == ["lost-2"]
@@ -141,7 +141,7 @@ def test_a_frozen_node_says_nothing_more(tmp_path: Path) -> None:
     assert [beat["step"] == 9999 for beat in heartbeats(play)] == [True] * 4 + [False] * 4
 
 
-def test_a_checkpoint_grows_beside_its_name_and_is_published_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_grows_under_a_temporary_name_and_is_published_complete(tmp_path: Path) -> None:
     play = play_of("checkpoint", tmp_path)
     folder = play.job.checkpoints
     assert (folder / "latest").read_text().strip() == "step-00002500"
@@ -165,7 +165,7 @@ def test_a_shard_states_its_own_length(tmp_path: Path) -> None:
         assert 8 + head + end == path.stat().st_size
 
 
-def test_after_completion_the_boards_are_bare_and_the_ranks_are_done(tmp_path: Path) -> None:
+def test_after_completion_the_gpus_are_idle_and_the_ranks_are_done(tmp_path: Path) -> None:
     play = play_of("completion", tmp_path)
     write_job_state(play, 2, 3857, tick=1)
     assert all(gpu["pids"] == [] and gpu["mem_used"] == 0 and gpu["power_mw"] < 150_000 for gpu in boards(play))
@@ -173,7 +173,7 @@ def test_after_completion_the_boards_are_bare_and_the_ranks_are_done(tmp_path: P
     assert not list((play.nodes[0].directory / "proc").glob("4*"))
 
 
-def test_a_foreign_job_leaves_a_torchtitan_log_and_no_heartbeats(tmp_path: Path) -> None:
+def test_a_job_of_another_trainer_writes_a_torchtitan_log_and_no_heartbeats(tmp_path: Path) -> None:
     play = play_of("hang", tmp_path)
     write_job_state(play, 0, 815, tick=1)
     assert heartbeats(play) == []

@@ -1,4 +1,4 @@
-"""Whole outputs of real hosts: golden values, and the formats agree with each other on one board."""
+"""Complete outputs of real hosts: golden values, and all formats agree on the same GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_h100_under_load_all_239_columns() -> None:
     assert gpu.fault is None
 
 
-def test_h200_in_mig_mode_has_power_and_no_utilisation_in_csv_and_table() -> None:
+def test_h200_in_mig_mode_has_power_and_no_utilization_in_csv_and_table() -> None:
     for kind in ("csv", "table"):
         gpu = board(f"captures/h200_mig.load.{kind}.txt")
         assert gpu.mig is True
@@ -40,7 +40,7 @@ def test_h200_in_mig_mode_has_power_and_no_utilisation_in_csv_and_table() -> Non
 
 
 @pytest.mark.parametrize("host", ["h100.load", "h200_mig.load", "rtx2080_windows.load"])
-def test_csv_table_and_dmon_agree_on_one_board(host: str) -> None:
+def test_csv_table_and_dmon_agree_on_one_gpu(host: str) -> None:
     rows, table, dmon = (board(f"captures/{host}.{kind}.txt") for kind in ("csv", "table", "dmon"))
     assert rows.pci_bus_id == table.pci_bus_id
     assert rows.power_limit_watts == table.power_limit_watts
@@ -63,7 +63,7 @@ def test_xml_of_a_t4_has_only_an_instant_reading() -> None:
     assert gpu.fault is None
 
 
-def test_xml_of_a_lost_board_keeps_its_name_and_loses_every_live_reading() -> None:
+def test_xml_of_a_lost_gpu_keeps_its_name_and_loses_every_live_reading() -> None:
     report = read_gpu_output((DATA / "xml/qx-gb200-lost.xml").read_bytes())
     sound, lost = report.snapshots[0].gpus
     assert (sound.power_watts, sound.power_source, sound.fault) == (618.35, PowerSource.AVERAGE, None)
@@ -82,7 +82,7 @@ def test_xml_expands_no_entity() -> None:
     assert report.unreadable_rows == 1
 
 
-def test_xml_that_is_cut_keeps_its_whole_boards() -> None:
+def test_xml_that_is_cut_keeps_its_complete_gpus() -> None:
     text = (DATA / "xml/qx-gb200-lost.xml").read_bytes()
     report = read_gpu_output(text[: text.rindex(b"<uuid>")])
     assert [gpu.index for gpu in report.snapshots[0].gpus] == [0]
@@ -95,7 +95,7 @@ ROW = (
 )
 
 
-def test_the_probes_own_query_reads_the_same_by_the_quick_way_and_the_general_one() -> None:
+def test_the_probes_query_reads_the_same_by_the_fast_path_and_the_general_one() -> None:
     answer = "".join(ROW.format(i, i, i, 900 + i, 100) for i in range(8)).encode()
     quick = read_query_csv(answer)
     general = read_gpu_output(answer, columns=QUERY_FIELDS)
@@ -103,7 +103,7 @@ def test_the_probes_own_query_reads_the_same_by_the_quick_way_and_the_general_on
     assert len(quick.snapshots[0].gpus) == 8
 
 
-def test_the_quick_way_leaves_every_odd_answer_to_the_general_one() -> None:
+def test_the_fast_path_leaves_every_unusual_answer_to_the_general_one() -> None:
     sound = ROW.format(0, 0, 0, 900, 100)
     for odd in (
         ROW.format(1, 1, 1, "[N/A]", 100),
@@ -119,7 +119,7 @@ def test_the_quick_way_leaves_every_odd_answer_to_the_general_one() -> None:
         assert quick.missing_gpus == general.missing_gpus
 
 
-def test_an_unknown_field_asks_for_the_smaller_list_and_that_one_is_read() -> None:
+def test_an_unknown_field_leads_to_the_smaller_list_and_that_is_read() -> None:
     refused = read_query_csv(b'Field "clocks_event_reasons.active" is not a valid field to query.\n', b"", 2)
     assert refused.invalid_fields == ("clocks_event_reasons.active",)
     answer = b"0, GPU-0, 00000000:01:00.0, Tesla K80, 76.10, 149.00, 100, 3, 0, 11441, 56, 562, P0\n"

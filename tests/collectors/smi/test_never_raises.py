@@ -1,4 +1,4 @@
-"""Any bytes give a report: with boards, or with a sentence why not."""
+"""Any bytes give a report: with GPUs, or with a sentence why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every odd output that was reported, and what must be made of it: tests/data/smi/odd_outputs.toml."""
+"""Every unusual output from public reports, and how it must be read: tests/data/smi/odd_outputs.toml."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_odd_output_gets_its_handling(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
 @pytest.mark.parametrize("dress", ["crlf", "utf-16-le", "utf-16-be", "utf-8-sig", "colours", "blank lines"])
-def test_the_same_output_in_another_dress_says_the_same(case: dict[str, Any], dress: str) -> None:
+def test_the_same_output_in_another_encoding_gives_the_same(case: dict[str, Any], dress: str) -> None:
     text: str = case["text"].lstrip("\n")
     if dress == "crlf":
         data = text.replace("\n", "\r\n").encode()
@@ -90,7 +90,7 @@ CORPUS = Path(__file__).parents[4] / "shared" / "corpus"
 
 
 @pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus of public reports is not laid beside this checkout")
-def test_no_file_of_the_corpus_raises_or_goes_without_a_word() -> None:
+def test_no_file_of_the_corpus_raises_or_gives_no_reason() -> None:
     for path in sorted([*CORPUS.glob("smi_odd/*.*"), *CORPUS.glob("timeseries/*.csv")]):
         report = read_gpu_output(path.read_bytes())
         assert report.snapshots or report.detail, path.name

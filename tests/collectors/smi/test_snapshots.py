@@ -1,4 +1,4 @@
-"""What a log proves of boards that one of its rounds does not list: cut ends, lost lines, rows in any order."""
+"""GPUs that a round of a log does not list: cut ends, lost lines, rows in any order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def listed(report: SmiReport) -> list[list[int | None]]:
 @pytest.mark.parametrize("header", [HEADER, ""])
 @pytest.mark.parametrize("first", range(BOARDS))
 @pytest.mark.parametrize("last", range(BOARDS))
-def test_a_log_cut_at_the_ends_of_any_lines_lacks_no_board(first: int, last: int, header: str) -> None:
+def test_a_log_cut_at_any_line_lacks_no_gpu(first: int, last: int, header: str) -> None:
     lines = rounds(6)
     report = read(lines[first : len(lines) - last], header)
     assert {tuple(each) for each in listed(report)} == {tuple(range(BOARDS))}
@@ -40,31 +40,31 @@ def test_a_log_cut_at_the_ends_of_any_lines_lacks_no_board(first: int, last: int
 
 
 @pytest.mark.parametrize("count", range(BOARDS, 3 * BOARDS))
-def test_the_last_lines_of_a_log_lack_no_board(count: int) -> None:
+def test_the_last_lines_of_a_log_lack_no_gpu(count: int) -> None:
     for snapshot in listed(read(rounds(6)[-count:], "")):
         assert sorted(i for i in snapshot if i is not None) == list(range(BOARDS))
 
 
-def test_no_round_of_a_log_that_begins_within_one_holds_two_moments() -> None:
+def test_no_round_of_a_log_that_begins_within_a_round_mixes_two_moments() -> None:
     stamps = [snapshot.time_seconds or 0.0 for snapshot in read(rounds(6)[5:]).snapshots]
     assert [round(second % 1, 3) for second in stamps] == [0.0] * 5
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_line_that_was_lost_is_no_board_that_was(lost: int) -> None:
+def test_a_lost_line_is_not_a_lost_gpu(lost: int) -> None:
     lines = [*rounds(4), *rounds(lost, 4, frozenset({3})), *rounds(4, 4 + lost)]
     assert {tuple(each) for each in listed(read(lines))} == {tuple(range(BOARDS))}
 
 
 @pytest.mark.parametrize("returns", [False, True])
 @pytest.mark.parametrize("cut", [0, 3])
-def test_a_board_that_stays_away_for_several_rounds_is_gone(returns: bool, cut: int) -> None:
+def test_a_gpu_missing_from_several_rounds_is_gone(returns: bool, cut: int) -> None:
     lines = [*rounds(4), *rounds(5, 4, frozenset({3})), *(rounds(4, 9) if returns else [])]
     told = listed(read(lines[: len(lines) - cut]))
     assert [3 in each for each in told[:8]] == [True] * 4 + [False] * 4
 
 
-def test_boards_that_are_asked_one_by_one_come_in_any_order_and_are_all_there() -> None:
+def test_gpus_queried_one_by_one_come_in_any_order_and_are_all_present() -> None:
     """One `nvidia-smi -i N -l` a board, all into one file: each has its own pace."""
     chance = random.Random(1)
     at = sorted((n * (1 + board / 200) + chance.random() * 0.9, board) for board in range(BOARDS) for n in range(200))
@@ -74,7 +74,7 @@ def test_boards_that_are_asked_one_by_one_come_in_any_order_and_are_all_there() 
         assert all(set(each) == set(range(BOARDS)) for each in told[2:-2])
 
 
-def test_a_board_that_is_asked_more_seldom_is_there_in_between() -> None:
+def test_a_gpu_queried_less_often_is_present_in_between() -> None:
     at = sorted(
         (n * (5 if board == 7 else 1), board) for board in range(BOARDS) for n in range(20 if board == 7 else 100)
     )
@@ -99,7 +99,7 @@ def test_a_table_of_a_loop_that_was_cut_proves_no_absence() -> None:
     assert [len(snapshot.gpus) for snapshot in report.snapshots] == [4, 4]
 
 
-def test_a_document_that_was_cut_proves_no_absence_and_a_whole_one_does() -> None:
+def test_an_incomplete_document_proves_no_absence_and_a_complete_one_does() -> None:
     gpu = '<gpu id="00000000:0{}:00.0"><minor_number>{}</minor_number><uuid>GPU-{}</uuid></gpu>'
     gpus = [gpu.format(board, board, board) for board in range(4)]
     whole, shorter = (f"<nvidia_smi_log>{''.join(gpus[:n])}</nvidia_smi_log>\n" for n in (4, 3))

@@ -1,4 +1,4 @@
-"""A site of real OpenSSH servers, ended with its test."""
+"""Fixture: real OpenSSH servers that end with the test."""
 
 from __future__ import annotations
 

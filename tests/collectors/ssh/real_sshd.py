@@ -1,4 +1,4 @@
-"""A real OpenSSH server of our own on a loopback port: its keys, its configuration, its end."""
+"""Real OpenSSH servers on loopback ports: keys, configuration, start and stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet that runs for the length of a test, and waiting for what it should come to say."""
+"""A fleet that runs during a test, with helpers that wait for a state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other business on a connection that is held: it gets its answer or a sentence, and the probe notices nothing."""
+"""More channels on a connection: a result or a sentence, and no effect on the probe."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def watch(here: Site, node: RealSshd) -> Iterator[RunningFleet]:
         assert watch.link().logins == 1
 
 
-def test_a_command_gets_its_stdin_and_its_end(watch: RunningFleet) -> None:
+def test_a_command_gets_its_stdin_and_end_of_file(watch: RunningFleet) -> None:
     ran, output = run(watch, "wc -c; echo so >&2; exit 3", b"x" * MAX_STDIN_BYTES)
     assert output.split() == [str(MAX_STDIN_BYTES).encode()]
     assert ran == CommandResult(3, "so")
 
 
-def test_a_command_that_ends_before_it_took_its_input_tells_how_it_ended(watch: RunningFleet) -> None:
+def test_a_command_that_exits_before_reading_its_input_reports_its_exit_status(watch: RunningFleet) -> None:
     for _ in range(20):  # its channel may be closed before, between or after the writes
         assert run(watch, "exit 127", b"x" * MAX_STDIN_BYTES)[0] == CommandResult(127)
 
@@ -57,13 +57,13 @@ def test_a_command_that_floods_is_cut_off(watch: RunningFleet) -> None:
     assert ran.error == "it sent more than 300,000 bytes"
 
 
-def test_a_command_that_does_not_end_is_left_at_the_deadline_with_what_it_said(watch: RunningFleet) -> None:
+def test_a_command_that_does_not_end_is_stopped_at_the_deadline_and_its_output_kept(watch: RunningFleet) -> None:
     ran, output = run(watch, "echo first; exec sleep 60", seconds=1.0)
     assert output == b"first\n"
     assert ran.error == "not finished within 1 s"
 
 
-def test_many_at_once_have_a_channel_each(watch: RunningFleet) -> None:
+def test_many_concurrent_commands_have_a_channel_each(watch: RunningFleet) -> None:
     answers: list[bytes] = []
     threads = [threading.Thread(target=lambda: answers.append(run(watch, "cat", b"x" * 1000)[1])) for _ in range(8)]
     for thread in threads:
@@ -73,7 +73,7 @@ def test_many_at_once_have_a_channel_each(watch: RunningFleet) -> None:
     assert answers == [b"x" * 1000] * 8
 
 
-def test_a_port_of_the_node_is_reached_or_refused(watch: RunningFleet) -> None:
+def test_a_port_of_the_node_is_connected_or_refused(watch: RunningFleet) -> None:
     channels = watch.fleet.channels("node")
     with socket.create_server(("127.0.0.1", 0)) as server:
         channel = channels.connect(server.getsockname()[1], 10.0)
@@ -96,7 +96,7 @@ def test_a_port_of_the_node_is_reached_or_refused(watch: RunningFleet) -> None:
     ],
     ids=["MaxSessions", "AllowTcpForwarding"],
 )
-def test_what_a_node_does_not_allow_is_a_sentence(
+def test_what_a_node_does_not_allow_is_reported_in_a_sentence(
     here: Site, options: tuple[str, ...], action: Callable[[RunningFleet], str], words: str
 ) -> None:
     here.server("node", *options)
@@ -127,7 +127,7 @@ def test_the_key_in_deploy_may_run_commands_and_reach_the_port_of_nccl_alone(her
             watch.fleet.channels("node").connect(28028, 10.0)
 
 
-def test_a_connection_that_is_lost_leaves_what_had_come(here: Site) -> None:
+def test_a_lost_connection_keeps_the_output_so_far(here: Site) -> None:
     node = here.server()
     with running_fleet(here.settings()) as watch:
         watch.until_lines(1)
@@ -145,7 +145,7 @@ def test_a_connection_that_is_lost_leaves_what_had_come(here: Site) -> None:
         assert "connection" in ran.error
 
 
-def test_without_a_connection_the_link_says_why(here: Site) -> None:
+def test_without_a_connection_the_reason_is_returned(here: Site) -> None:
     node = here.server()
     node.stop()
     with running_fleet(here.settings()) as watch:
@@ -155,6 +155,6 @@ def test_without_a_connection_the_link_says_why(here: Site) -> None:
             watch.fleet.channels("node").connect(28028, 1.0)
 
 
-def test_more_stdin_than_may_wait_is_refused_before_it_is_sent(watch: RunningFleet) -> None:
+def test_too_much_stdin_is_rejected_before_it_is_sent(watch: RunningFleet) -> None:
     with pytest.raises(ValueError, match="at most 32,768"):
         run(watch, "cat", bytes(MAX_STDIN_BYTES + 1))

@@ -26,7 +26,7 @@ def tool(directory: Path, text: str) -> str:
     return f"SetEnv PATH={directory}/bin:/usr/local/bin:/usr/bin:/bin"
 
 
-def test_a_sound_node_passes_and_each_path_is_looked_at(here: Site) -> None:
+def test_a_healthy_node_passes_and_each_path_is_checked(here: Site) -> None:
     here.server("node", tool(here.directory, "printf 'NVIDIA B300\\nNVIDIA B300\\n'"))
     run, log = here.directory / "run dir", here.directory / "a $log.txt"
     run.mkdir()
@@ -47,7 +47,7 @@ def test_a_sound_node_passes_and_each_path_is_looked_at(here: Site) -> None:
     assert step(found, "path /absent/it's")[0] is None
 
 
-def test_what_a_capture_would_meet_is_a_note(here: Site) -> None:
+def test_what_a_capture_would_find_is_a_note(here: Site) -> None:
     here.server("node", tool(here.directory, "echo NVIDIA B300"))
     worker = here.directory / "run dir" / "worker"
     worker.mkdir(parents=True)
@@ -77,13 +77,13 @@ def test_what_a_capture_would_meet_is_a_note(here: Site) -> None:
     assert check_host("node", here.settings()).capture == ()
 
 
-def test_a_way_to_ras_that_is_closed_says_what_opens_it(here: Site) -> None:
+def test_forbidden_forwarding_to_ras_says_what_to_allow(here: Site) -> None:
     here.server("node", "AllowTcpForwarding no")
     ((_, words),) = check_host("node", here.settings(), targets=[CaptureTarget("train", None, 28028)]).capture
     assert 'it needs port-forwarding and permitopen="127.0.0.1:28028" in authorized_keys' in words
 
 
-def test_sockets_of_another_user_say_whom_to_log_in_as() -> None:
+def test_sockets_of_another_user_say_which_user_to_log_in_as() -> None:
     answer = "capture user\tyes\t1001 wattwatch\ncapture 0\tno\ttrainer 0\n"
     ((_, words),) = capture_notes(answer, [CaptureTarget("train", "/run", 1)], {})
     assert words.startswith(
@@ -91,7 +91,7 @@ def test_sockets_of_another_user_say_whom_to_log_in_as() -> None:
     )
 
 
-def test_a_driver_that_is_down_is_the_nodes_trouble(here: Site) -> None:
+def test_a_driver_that_is_down_is_reported(here: Site) -> None:
     here.server(
         "node", tool(here.directory, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
     )
@@ -100,7 +100,7 @@ def test_a_driver_that_is_down_is_the_nodes_trouble(here: Site) -> None:
     assert "Driver/library version mismatch" in step(found, "GPU tools")[1]
 
 
-def test_each_obstacle_on_the_way_is_one_sentence(here: Site) -> None:
+def test_each_obstacle_is_one_sentence(here: Site) -> None:
     node = here.server("node", "ForceCommand echo go away")
     found = check_host("node", here.settings())
     assert (found.status, found.ok) == (HostStatus.PARSE_ERROR, False)
@@ -116,7 +116,7 @@ def test_each_obstacle_on_the_way_is_one_sentence(here: Site) -> None:
     assert "connection refused" in step(found, "login")[1]
 
 
-def test_a_shell_that_never_answers_is_given_up(here: Site) -> None:
+def test_a_shell_that_never_answers_times_out(here: Site) -> None:
     here.server("node", tool(here.directory, "exec sleep 5"))
     found = check_host("node", here.settings(connect_timeout_seconds=1.0))
     assert found.status is HostStatus.UNREACHABLE

@@ -73,7 +73,7 @@ def test_hashed_names_are_found(tmp_path: Path, key: paramiko.PKey) -> None:
     assert accepts(route, key)
 
 
-def test_an_unknown_key_says_where_it_looked_and_what_to_run(tmp_path: Path, key: paramiko.PKey) -> None:
+def test_an_unknown_key_lists_the_files_searched_and_the_command_to_run(tmp_path: Path, key: paramiko.PKey) -> None:
     route = route_to(tmp_path, "")
     with pytest.raises(ConnectionFailure) as found:
         verify_host_key(route, key, known_host_keys(route))
@@ -94,12 +94,12 @@ def test_a_changed_key_shows_both_fingerprints_and_the_line(
     assert f"{key.fingerprint} ({route.known_hosts_files[0]}:3)" in found.value.detail
 
 
-def test_a_revoked_key_is_refused_also_where_another_line_has_it(tmp_path: Path, key: paramiko.PKey) -> None:
+def test_a_revoked_key_is_rejected_even_if_another_line_has_it(tmp_path: Path, key: paramiko.PKey) -> None:
     line = f"ssh-ed25519 {key.get_base64()}"
     assert not accepts(route_to(tmp_path, f"gpu-01 {line}\n@revoked * {line}\n"), key)
 
 
-def test_damaged_lines_are_passed_over(tmp_path: Path, key: paramiko.PKey) -> None:
+def test_damaged_lines_are_ignored(tmp_path: Path, key: paramiko.PKey) -> None:
     damaged = "gpu-01\ngpu-01 ssh-ed25519\n|1|x ssh-ed25519 y\ngpu-01 ssh-ed25519 %%%\n\xff\n@revoked\n"
     assert accepts(route_to(tmp_path, f"{damaged}gpu-01 ssh-ed25519 {key.get_base64()}\n"), key)
 
@@ -115,7 +115,7 @@ def test_damaged_lines_are_passed_over(tmp_path: Path, key: paramiko.PKey) -> No
     ],
     ids=["for this host", "for any host", "for another host", "user certificate", "expired"],
 )
-def test_a_host_certificate_vouches_for_a_host_that_no_line_names(
+def test_a_host_certificate_is_accepted_for_a_host_without_a_line(
     here: Site, options: list[str], accepted: bool
 ) -> None:
     authority = new_key(here.directory / "authority")
@@ -135,7 +135,7 @@ def test_a_host_certificate_vouches_for_a_host_that_no_line_names(
             assert "certificate" in watch.until_status(HostStatus.HOST_KEY_CHANGED).detail
 
 
-def test_a_certificate_of_an_authority_that_is_not_ours_is_refused(here: Site) -> None:
+def test_a_certificate_of_an_unknown_authority_is_rejected(here: Site) -> None:
     ours, theirs = new_key(here.directory / "ours"), new_key(here.directory / "theirs")
     node = here.server("node", f"HostCertificate {here.directory}/node_host_key-cert.pub")
     here.known_hosts.write_text(f"@cert-authority * {Path(f'{ours}.pub').read_text()}")

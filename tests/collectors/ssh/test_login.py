@@ -34,7 +34,7 @@ def test_keys_with_a_passphrase(here: Site, kind: str) -> None:
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside the key", "named"])
-def test_a_user_certificate_is_enough(here: Site, beside: bool) -> None:
+def test_a_user_certificate_is_sufficient(here: Site, beside: bool) -> None:
     authority, key = new_key(here.directory / "authority"), new_key(here.directory / "certified")
     node = here.server("node", f"TrustedUserCAKeys {authority}.pub")
     node.authorized_keys.write_text("")
@@ -68,7 +68,7 @@ def test_a_key_that_only_the_agent_has(here: Site, monkeypatch: pytest.MonkeyPat
         agent.wait(10)
 
 
-def test_missing_and_broken_keys_are_named(here: Site) -> None:
+def test_missing_and_broken_keys_are_listed(here: Site) -> None:
     here.server()
     broken = here.directory / "broken"
     broken.write_text("not a key\n")
@@ -98,7 +98,7 @@ def test_two_gateways_in_a_row_and_nodes_that_share_them(here: Site) -> None:
         until_nothing_is_left(node)
 
 
-def test_troubles_of_a_gateway_are_told_as_its_own(here: Site) -> None:
+def test_failures_at_a_gateway_are_attributed_to_the_gateway(here: Site) -> None:
     gate = here.server("gate", "AllowTcpForwarding no")
     here.server("node")
     text = here.config.read_text()
@@ -111,7 +111,7 @@ def test_troubles_of_a_gateway_are_told_as_its_own(here: Site) -> None:
     assert detail.startswith("gateway gate: ")
 
 
-def test_a_port_that_is_no_ssh_server_and_one_that_says_nothing_are_kept_apart(here: Site) -> None:
+def test_a_port_without_ssh_is_distinguished_from_a_silent_one(here: Site) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as web:
 
         def answer() -> None:
@@ -136,7 +136,7 @@ def test_a_port_that_is_no_ssh_server_and_one_that_says_nothing_are_kept_apart(h
         thread.join(5)
 
 
-def test_logins_are_bounded_and_every_node_gets_its_turn(here: Site) -> None:
+def test_logins_are_limited_and_every_node_gets_its_turn(here: Site) -> None:
     node = here.server("node", "MaxStartups 2:100:2")
     here.config.write_text(here.config.read_text().replace("Host node\n", "Host node*\n"))
     names = tuple(f"node{number}" for number in range(8))
@@ -168,7 +168,7 @@ class NeverStarts(paramiko.ServerInterface):
         return False
 
 
-def test_a_login_that_overruns_is_ended_by_its_socket(here: Site) -> None:
+def test_a_login_that_overruns_is_ended_through_its_socket(here: Site) -> None:
     """paramiko waits for the answer to exec without limit; the fleet shuts the socket and goes on."""
     host_key = paramiko.Ed25519Key(filename=str(new_key(here.directory / "host")))
     server = NeverStarts()

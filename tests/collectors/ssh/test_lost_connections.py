@@ -1,4 +1,4 @@
-"""A real sshd is killed, frozen, garbled and re-keyed under a watching fleet: right state, recovery, nothing left."""
+"""A real sshd is killed, frozen, garbled and re-keyed while a fleet watches: right status, recovery, nothing left."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_session_killed_mid_line_is_replaced_and_leaves_no_process(here: Site)
     until_nothing_is_left(node)
 
 
-def test_a_server_that_is_down_is_refused_in_words_and_found_again(here: Site) -> None:
+def test_a_server_that_is_down_is_reported_and_reconnected(here: Site) -> None:
     node = here.server()
     with running_fleet(here.settings(), clock=Clock(4)) as watch:
         watch.until_lines(1)
@@ -69,7 +69,7 @@ def test_a_frozen_sshd_is_unreachable_in_time_and_its_probe_ends_when_it_thaws(h
     until_nothing_is_left(node)
 
 
-def test_a_changed_host_key_is_its_own_state_and_ends_when_the_old_key_is_back(here: Site) -> None:
+def test_a_changed_host_key_has_its_own_status_until_the_old_key_is_back(here: Site) -> None:
     node = here.server()
     old = node.host_key
     with running_fleet(here.settings(connect_timeout_seconds=300.0), clock=Clock(30)) as watch:
@@ -90,7 +90,7 @@ def test_a_changed_host_key_is_its_own_state_and_ends_when_the_old_key_is_back(h
         watch.until(lambda: watch.link().logins == 2, "a second login")
 
 
-def test_refused_authentication_is_kept_apart_and_not_repeated_soon(here: Site) -> None:
+def test_rejected_authentication_has_its_own_status_and_is_not_retried_soon(here: Site) -> None:
     node = here.server()
     node.authorized_keys.write_text("")
     with running_fleet(here.settings()) as watch:
@@ -150,7 +150,7 @@ def test_one_session_per_connection_is_enough(here: Site) -> None:
         assert watch.link().failures == 0
 
 
-def test_no_session_at_all_is_said_in_words(here: Site) -> None:
+def test_a_refused_session_is_reported_in_a_sentence(here: Site) -> None:
     here.server("node", "MaxSessions 0")
     with running_fleet(here.settings()) as watch:
         watch.until(lambda: "refused a session" in watch.link().detail, "the reason")
@@ -173,7 +173,7 @@ def test_keys_exchanged_every_100_kilobytes_by_both_sides_lose_no_line(
         assert watch.link().garbage_bytes > 1_000_000
 
 
-def test_renewal_makes_before_it_breaks_and_neither_loses_nor_repeats_a_round(here: Site) -> None:
+def test_renewal_is_make_before_break_and_neither_loses_nor_repeats_a_sample(here: Site) -> None:
     node = here.server()
     with running_fleet(here.settings(renew_after_seconds=1.5), interval_seconds=0.5) as watch:
         watch.until(lambda: watch.link().logins >= 3, "two renewals")
@@ -226,7 +226,7 @@ def test_stopping_ends_every_probe_and_thread(here: Site) -> None:
         time.sleep(0.02)
 
 
-def test_transports_wake_once_in_seconds_not_ten_times_a_second(here: Site) -> None:
+def test_idle_transports_wake_every_few_seconds_not_ten_times_a_second(here: Site) -> None:
     """paramiko polls its socket each 0.1 s; a release that sets the timeout again would cost two thirds more CPU."""
     here.server()
     with running_fleet(here.settings()) as watch:
@@ -236,7 +236,7 @@ def test_transports_wake_once_in_seconds_not_ten_times_a_second(here: Site) -> N
         assert stream.connection.transport.sock.gettimeout() == 5.0
 
 
-def test_every_accepted_line_is_handed_on_as_it_came(here: Site) -> None:
+def test_every_accepted_line_is_passed_on_unchanged(here: Site) -> None:
     here.server()
     lines: list[tuple[str, bytes]] = []
     with running_fleet(here.settings(), on_line=lambda node, _, line: lines.append((node, line))) as watch:
@@ -245,7 +245,7 @@ def test_every_accepted_line_is_handed_on_as_it_came(here: Site) -> None:
         assert all(line.startswith(b'{"v":1,') for _, line in lines)
 
 
-def test_a_missing_name_is_kept_apart_from_a_silent_host(here: Site, tmp_path: Path) -> None:
+def test_an_unresolvable_name_is_distinguished_from_a_silent_host(here: Site, tmp_path: Path) -> None:
     here.config.write_text("Host *\n  IdentityFile none\n")
     with running_fleet(here.settings(), nodes=("no-such-host.invalid",)) as watch:
         watch.until(lambda: "cannot resolve the name" in watch.link("no-such-host.invalid").detail, "the reason")

@@ -1,4 +1,4 @@
-"""What ssh_config, the [ssh] table and the defaults make of a node's name."""
+"""How a node's name is resolved from ssh_config, the [ssh] table and the defaults."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_name_without_any_configuration_is_itself(tmp_path: Path) -> None:
     assert not found.identities_named
 
 
-def test_the_honoured_directives_are_honoured_with_their_tokens(tmp_path: Path) -> None:
+def test_supported_directives_and_their_tokens_are_applied(tmp_path: Path) -> None:
     found = route(
         tmp_path,
         """
@@ -67,7 +67,7 @@ def test_the_honoured_directives_are_honoured_with_their_tokens(tmp_path: Path) 
     assert found.host_key_name == "[gpu-01.cluster.example]:2222"
 
 
-def test_the_ssh_table_and_the_name_itself_come_before_ssh_config(tmp_path: Path) -> None:
+def test_the_ssh_table_and_the_name_itself_override_ssh_config(tmp_path: Path) -> None:
     text = "Host *\n User a\n Port 1\n IdentityFile /a\n UserKnownHostsFile /a\n"
     settings = SshSettings(user="b", port=2, identity_files=(Path("/b"),), known_hosts_file=Path("/b"))
     found = route(tmp_path, text, "gpu-01", settings)
@@ -120,7 +120,7 @@ def test_an_included_file_that_changes_is_read_again(tmp_path: Path) -> None:
     assert route(tmp_path, f"Include {included}\n").user == "after_"
 
 
-def test_what_is_not_honoured_is_said_once_and_never_applied_wrongly(tmp_path: Path) -> None:
+def test_unsupported_directives_are_noted_once_and_never_misapplied(tmp_path: Path) -> None:
     text = """
     Match exec "test -e /vpn"
         HostName wrong
@@ -154,12 +154,12 @@ def test_what_is_not_honoured_is_said_once_and_never_applied_wrongly(tmp_path: P
         ("Host 'open\n", "is not a valid ssh_config"),
     ],
 )
-def test_a_configuration_that_cannot_be_followed_is_one_clear_error(tmp_path: Path, text: str, says: str) -> None:
+def test_an_unsupported_configuration_is_one_clear_error(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConnectionFailure, match=says):
         route(tmp_path, text)
 
 
-def test_a_named_file_that_is_missing_is_an_error_and_the_usual_one_is_not(tmp_path: Path) -> None:
+def test_a_configured_file_that_is_missing_is_an_error_and_the_default_one_is_not(tmp_path: Path) -> None:
     with pytest.raises(ConnectionFailure, match="cannot be read: No such file"):
         resolve_host("gpu-01", SshSettings(config_file=tmp_path / "absent"))
     assert resolve_host("gpu-01", SshSettings()).route.name == "gpu-01"

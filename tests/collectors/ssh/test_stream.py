@@ -1,4 +1,4 @@
-"""Bytes become lines in bounded memory, wherever they are cut."""
+"""Bytes become lines in bounded memory, however they are chunked."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_a_line_of_ten_megabytes_is_skipped_and_the_next_one_is_read() -> None:
     assert splitter.skipped_bytes == 320 * len(block) + 4
 
 
-def test_a_line_just_over_the_limit_is_skipped_also_when_it_comes_whole() -> None:
+def test_a_line_just_over_the_limit_is_skipped_even_if_it_arrives_at_once() -> None:
     splitter = LineSplitter()
     assert splitter.feed(b"y" * (MAX_LINE_BYTES + 1) + b"\nok\n") == [b"ok"]
     assert splitter.feed(b"y" * MAX_LINE_BYTES + b"\n") == [b"y" * MAX_LINE_BYTES]
 
 
-def test_a_line_cut_in_the_middle_is_counted_and_is_none() -> None:
+def test_an_incomplete_line_is_counted_and_dropped() -> None:
     splitter = LineSplitter()
     assert splitter.feed(b'{"v":1,"seq"') == []
     splitter.cut()

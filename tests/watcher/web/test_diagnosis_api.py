@@ -55,7 +55,12 @@ def test_the_api_returns_who_where_why_and_how_certain(done: DiagnosisView) -> N
     assert (document["verdict"], document["conclusive"], document["culprits"]) == ("desync", True, [3])
     assert (document["alert"], document["stage"], document["cause"]) == ("JobHung", "done", "program")
     assert document["who"] == [
-        {"rank": 3, "node": "node-01", "gpu": 3, "doing": "in barrier at sequence number 41 (save_checkpoint, train.py:88)"}
+        {
+            "rank": 3,
+            "node": "node-01",
+            "gpu": 3,
+            "doing": "in barrier at sequence number 41 (save_checkpoint, train.py:88)",
+        }
     ]
     (group,) = document["groups"]
     assert [(row["place"], len(row["ranks"])) for row in group["members"]] == [("waiting", 15), ("behind", 1)]

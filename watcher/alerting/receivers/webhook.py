@@ -41,7 +41,7 @@ def webhook_payload(message: AlertMessage, receiver_name: str) -> bytes:
             "groupKey": "{}:{" + ", ".join(f"{name}={orjson.dumps(group[name]).decode()}" for name in group) + "}",
             "truncatedAlerts": 0,
             "status": status,
-            "receiver": replace_invalid_text(receiver_name),
+            "receiver": to_valid_utf8(receiver_name),
             "groupLabels": group,
             "commonLabels": labels,
             "commonAnnotations": annotations,
@@ -78,7 +78,7 @@ def alert_labels(message: AlertMessage) -> dict[str, str]:
         labels["node"] = suspect.node
         labels["gpu"] = gpu if suspect.gpu is None else str(suspect.gpu)
         labels["rank"] = "" if suspect.rank is None else str(suspect.rank)
-    return {name: replace_invalid_text(value) for name, value in labels.items() if value}
+    return {name: to_valid_utf8(value) for name, value in labels.items() if value}
 
 
 def alert_annotations(message: AlertMessage) -> dict[str, str]:
@@ -97,7 +97,7 @@ def alert_annotations(message: AlertMessage) -> dict[str, str]:
         "confirmed": "true" if message.confirmed else "false",
         "episode": message.episode_id,
     }
-    return {name: replace_invalid_text(value)[:MAX_ANNOTATION_CHARACTERS] for name, value in annotations.items() if value}
+    return {name: to_valid_utf8(value)[:MAX_ANNOTATION_CHARACTERS] for name, value in annotations.items() if value}
 
 
 def alert_fingerprint(message: AlertMessage) -> str:
@@ -110,6 +110,6 @@ def rfc3339(wall_seconds: float) -> str:
     return datetime.fromtimestamp(wall_seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def replace_invalid_text(text: str) -> str:
+def to_valid_utf8(text: str) -> str:
     """The text without what cannot be encoded: log lines of a node may contain arbitrary bytes."""
     return text.encode("utf-8", "replace").decode("utf-8")
