@@ -1,6 +1,6 @@
-"""What the watcher had learned of a recording's jobs before its first line, as records at its head.
+"""What the watcher had learned about a recording's jobs before its first line, stored as records at its head.
 
-Versioned apart from the recording: one that lacks it, or holds one of another version, is judged without.
+Versioned separately from the recording: one without prior state, or with another version of it, is replayed without.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MAX_VALUES_PER_RECORD: Final = 1000  # a line of a recording stays under a megab
 
 @dataclass(frozen=True, slots=True)
 class PriorState:
-    """Values of boards, and the habits of jobs by name."""
+    """Baselines of GPUs, and what was learned about jobs, by name. Field names are part of the recording format."""
 
     boards: tuple[Baseline, ...] = ()
     habits: Mapping[str, JobHistory] = field(default_factory=dict)
 
 
 def restrict_to_jobs(known: PriorState, specs: Sequence[JobSpec]) -> PriorState:
-    """What is of these jobs and of the boards of their nodes."""
+    """Only what concerns these jobs and the GPUs of their nodes."""
     nodes = {node for spec in specs for node in spec.nodes}
     jobs = {spec.name for spec in specs}
     boards = tuple(
@@ -46,7 +46,7 @@ HISTORIES_ADAPTER: Final = TypeAdapter(dict[str, JobHistory])
 
 
 def prior_state_to_records(known: PriorState) -> Iterator[dict[str, Any]]:
-    """One record, most often; of thousands of boards several."""
+    """Usually one record; several for thousands of GPUs."""
     habits: Any = orjson.loads(HISTORIES_ADAPTER.dump_json(dict(known.habits)))
     for part in _parts(known.boards):
         yield {
@@ -65,7 +65,7 @@ def _parts(values: tuple[Baseline, ...]) -> Iterator[tuple[Baseline, ...]]:
 
 
 def prior_state_from_records(records: Iterable[Mapping[str, Any]]) -> PriorState | None:
-    """None where there is none of this version. What makes no sense is left out: it is learned anew."""
+    """None where there is no prior state of this version. Invalid values are left out, and are learned again."""
     boards: list[Baseline] = []
     habits: dict[str, JobHistory] = {}
     found = False
