@@ -1,10 +1,10 @@
-"""What naming the culprit of a hung job from its flight records costs: seconds and memory, for 16 and 1,024 ranks.
+"""The cost of diagnosing a hung job from its flight records: seconds and memory, for 16 and 1,024 ranks.
 
     python -m tests.benchmarks.diagnose [--ranks 16 1024] [--entries 2000] [--frames 5]
 
-Records as torch 2.10 writes them: NCCL, pickle, each text written once and each stack line too. Each size is read in a
-new process, so that its peak of memory is its own; those of its readers are added. Making the files is not counted.
-Judged is the processor time of all of them together, which a busy machine does not spoil; the clock is shown.
+Records as torch 2.10 writes them: NCCL, pickle, each string and each stack line written once. Each size is read in a new
+process, so that peak memory is its own, and that of its readers is added. Creating the files is not counted. The result
+is judged by CPU time, which other load on the machine does not change much; elapsed time is shown as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Final
 from wattwatch.watcher.diagnosis.collectives.analysis import analyze_collectives
 from wattwatch.watcher.diagnosis.flight_recorder.loader import READER_PROCESSES, read_flight_records
 
-# Ranks -> seconds, MB of memory: what a watcher that runs beside other work may take.
+# Ranks -> CPU seconds and MB of memory that are acceptable for a watcher that runs beside other work. Chosen.
 TARGETS: Final = {16: (1.0, 200.0), 1024: (60.0, 2000.0)}
 CALLS: Final = ("_all_gather_base", "_reduce_scatter_base", "all_reduce", "all_gather")
 START_NS: Final = 1_750_000_000_000_000_000

@@ -71,6 +71,7 @@ def rank_readings(sample: JobSample) -> Iterator[RankReadings]:
     for rank in {*gpus, *sources, *node_of_rank}:
         rank_gpu, source = gpus.get(rank), sources.get(rank)
         node = rank_gpu.node if rank_gpu is not None else node_of_rank.get(rank, "")
+        # Only a node that lists its processes can show that a rank is gone.
         alive: bool | None = True if rank in node_of_rank else None
         if alive is None and source is not None and source.pid is not None and node in listed:
             alive = False  # its heartbeat names a process that the node does not list
@@ -115,6 +116,7 @@ def collect_node_faults(
     yield from throttled_gpus(sample)
     for reported in events:
         yield kernel_fault(reported.node, reported.event, reported.age_seconds)
+    # The kernel log lines of the sample are usually among the remembered ones.
     kept = {(reported.node, reported.event.text) for reported in events}
     for node in sample.nodes:
         for event in node.kernel_events:
@@ -131,6 +133,7 @@ def gpu_faults(sample: JobSample, findings: Sequence[Finding]) -> Iterator[NodeF
     reported: set[tuple[str, int | None]] = set()
     for finding in findings:
         if finding.alert is AlertName.GPU_FAULT:
+            # A finding without suspects still names the node in its scope, NODE/GPU.
             suspect = finding.suspects[0] if finding.suspects else Suspect(finding.scope.partition("/")[0])
             reported.add((suspect.node, suspect.gpu))
             words = "; ".join(finding.evidence) or finding.summary

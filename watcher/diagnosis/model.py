@@ -151,7 +151,7 @@ class Evidence:
     exit_reports: tuple[RankExitReport, ...] = ()
     node_of_rank: Mapping[int, str] = field(default_factory=dict)
     sources: tuple[str, ...] = ()  # names of the files that were read
-    missing: tuple[str, ...] = ()  # what was asked for and could not be had, one sentence each
+    missing: tuple[str, ...] = ()  # what was asked for and could not be collected, one sentence each
     logs: tuple[RankLog, ...] = ()  # of ranks that are gone or did not answer
 
     @property

@@ -73,10 +73,12 @@ def _choose_row(
         return "no_hang"
     first = culprits[0] if culprits else Culprit(-1)
     printed = next((log.failure for log in evidence.logs if log.rank == first.rank and log.failure is not None), None)
+    # The log of the rank names the error itself: better advice than the row of the cause.
     if printed is not None and cause.value == printed.cause and printed.kind in (UNCLASSIFIED_EXCEPTION, SIZE_MISMATCH):
         return printed.kind
     if cause is HangCause.RANK:
         return _choose_row_for_rank(first, evidence) if culprits else "gone"
+    # Different collectives because of the data means uneven shares; a rank that never arrived waits for its loader.
     if cause is HangCause.DATA and verdict is DiagnosisVerdict.NEVER_ARRIVED:
         return "loader"
     return cause.value if cause is not HangCause.UNKNOWN else _choose_row_for_unknown(evidence, collectives)
@@ -84,8 +86,10 @@ def _choose_row(
 
 def _choose_row_for_unknown(evidence: Evidence, collectives: CollectiveAnalysis | None) -> str:
     """Never asks for evidence that is already there."""
+    # Waits in two groups without a culprit: the ranks use the groups in opposite orders.
     if collectives is not None and len({wait.group for wait in collectives.waits}) > 1:
         return "opposite_order"
+    # All ranks have stacks already: only stacks taken later show which rank moves.
     if {each.rank for each in evidence.stacks} >= known_ranks(evidence) and evidence.stacks:
         return "stacks"
     return "unknown" if evidence.records else "unrecorded"
@@ -108,6 +112,7 @@ def command_targets(culprits: Sequence[Culprit], evidence: Evidence, ras: RasAna
     suspects: dict[int | None, RasSuspect] = {}
     if ras is not None:
         suspects = {ras_suspect_job_rank(each, ras, evidence): each for each in ras.suspects}
+    # With a single node, the culprit must be on it.
     only = nodes.pop() if len(nodes) == 1 else None
     targets = []
     for culprit in culprits:
@@ -137,6 +142,7 @@ def format_commands(run: str, bare: str, targets: Iterable[CommandTarget]) -> st
         if ("{gpu}" in run and target.gpu is None) or (needs_pid and target.pid is None):
             command = bare
         if target.node and SAFE_NODE_NAME.fullmatch(target.node) and not (needs_pid and target.pid is None):
+            # A dictionary keeps the order and drops repetitions: one command for each node is enough for `dmesg`.
             whole[f"`ssh {target.node} '{command}'`"] = None
         else:
             named = target.node if target.node and SAFE_NODE_NAME.fullmatch(target.node) else ""

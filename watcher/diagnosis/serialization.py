@@ -69,6 +69,7 @@ def member_row_key(member: GroupMember) -> tuple[str, str | None, str | None]:
 
 def wait_documents(waits: tuple[WaitEdge, ...]) -> list[dict[str, Any]]:
     """Who waits for whom, in which operation and why. Ranks that wait for the same ranks at one slot share a row."""
+    # First by what is waited in, then by which ranks are awaited: 15 ranks that wait for rank 3 become one row.
     awaited: dict[tuple[str, int, str, str], dict[int, list[int]]] = {}
     for wait in waits:
         key = (str(wait.group), wait.slot, describe_operation(wait.operation), wait.why)
@@ -106,6 +107,7 @@ def waits_at_shared_slot(diagnosis: Diagnosis, culprits: frozenset[int]) -> list
         if member.operation is not None and (member.rank in culprits or member.state is MemberState.WAITING):
             side = of_culprits if member.rank in culprits else others
             side.setdefault(describe_operation(member.operation), []).append(member.rank)
+    # Every pair of operations: the culprits may be in several, and so may the others.
     slot = str(group.group), group.slot
     return [
         _wait_document(ranks, awaited, *slot, operation, f"in {theirs} at the same slot")

@@ -133,6 +133,7 @@ def summarize(
     if not culprits:
         return _no_culprit_sentence(verdict, group, collectives, combined, signals) + at_step
     who, several = format_culprits(culprits), len(culprits) > 1
+    # What proves the verdict is the contrast between the culprits and the others.
     if group is not None and collectives is not None and verdict in MISMATCH_VERDICTS:
         contrast = _different_collectives_sentence(who, culprits, group)
         contrast = contrast or _opposite_order_sentence(who, culprits, collectives)
@@ -220,6 +221,7 @@ def _never_arrived_sentence(
         what = "its operation" if operation is None else describe_operation(operation)
         return f"{who} did not finish {what} at {where}, while {format_count(ahead, 'rank')} of the group did{detail}"
     ranks = {culprit.rank for culprit in culprits}
+    # The others may be in several operations; the most common one is named, the report lists all.
     waiting = [m for m in group.members if m.state is MemberState.WAITING and m.rank not in ranks]
     common = _most_common(_operation_names(waiting))
     if common is None:
@@ -256,6 +258,7 @@ def _no_culprit_sentence(
                 "blocks the operation"
             )
         return "all ranks launched the same collectives: the network, a GPU or its driver blocks them"
+    # Gone or stopped processes explain more than anything that the records show.
     processes = next((signal.text for signal in signals if signal.source == PROCESSES and signal.rank_text), "")
     first = next((signal.text for signal, _ in combined.agrees), collectives.why if collectives is not None else "")
     waits = collectives.why if collectives is not None and collectives.waits else ""

@@ -74,6 +74,7 @@ class Investigator:
         """Never raises: whatever fails is in the result and in the log."""
         try:
             return self._investigate(episode, view, live, directory)
+        # Without a result, the investigation would count as running forever.
         except Exception as error:
             log.error("the diagnosis of %s failed", view.name, exc_info=error)
             words = f"internal error ({type(error).__name__}: {str(error)[:200]}); see the watcher's log"
@@ -84,6 +85,7 @@ class Investigator:
     ) -> InvestigationResult:
         failure = ""
         try:
+            # Before the capture, so that it finds room on the disk.
             prune_captures(directory.parent)
             directory.mkdir(mode=0o700, parents=True)
             (directory / LIVE_EVIDENCE_NAME).write_bytes(orjson.dumps(live))
@@ -100,6 +102,7 @@ class Investigator:
         except DiagnosisError as error:
             words = f"{failure}; {error}" if failure else str(error)
             return InvestigationResult(directory, live, self.wall(), trouble=words)
+        # The diagnosis may be wrong for lack of evidence: say so beside it.
         if failure:
             diagnosis = replace(diagnosis, missing=(*diagnosis.missing, failure))
         with contextlib.suppress(OSError):  # a full disk must not keep the diagnosis from the alert
@@ -133,6 +136,7 @@ def prune_captures(directory: Path, kept: int = MAX_RECORDINGS, kept_bytes: int 
     """Removes the oldest captures to make room for one more within both limits."""
     left = kept_bytes
     for place, capture in enumerate(sorted(directory.glob(f"*{CAPTURE_SUFFIX}"), reverse=True), 1):
+        # Sizes are only needed until the limit is reached; a large capture has thousands of files.
         left -= sum(file.stat().st_size for file in capture.iterdir() if file.is_file()) if left > 0 else 0
         if place >= kept or left <= 0:
             shutil.rmtree(capture, ignore_errors=True)

@@ -60,7 +60,7 @@ class ProbeState:
 
     stamp: dict[str, Any] = field(default_factory=dict)  # seq, t, w of the newest line that was folded in
     hello: Any = None
-    beats: dict[str, Any] = field(default_factory=dict)  # by path
+    heartbeats: dict[str, Any] = field(default_factory=dict)  # by path
     logs: dict[str, Any] = field(default_factory=dict)  # by path
     directories: dict[str, dict[str, Any]] = field(default_factory=dict)  # checkpoint directories, by path
     listed: dict[str, Any] = field(default_factory=dict)
@@ -79,10 +79,10 @@ class ProbeState:
         self.stamp = {"seq": message["seq"], "t": message["t"], "w": message["w"]}
         if "hello" in message:  # a new connection: the probe sends everything again
             self.hello = message["hello"]
-            for outdated in (self.beats, self.logs, self.directories, self.listed, self.filesystems):
+            for outdated in (self.heartbeats, self.logs, self.directories, self.listed, self.filesystems):
                 outdated.clear()
         for row in message.get("beat", ()):
-            _put(self.beats, row[0], row, gone=row[2] is None)
+            _put(self.heartbeats, row[0], row, gone=row[2] is None)
         for row in message.get("log", ()):
             known = self.logs.get(row[1])
             _put(self.logs, row[1], row if known is None else _append_to_log(known, row), gone=row[2] is None)
@@ -98,7 +98,7 @@ class ProbeState:
     def lines(self) -> Iterable[bytes]:
         """The state as lines, as if the probe had just started and sent all of it."""
         parts: list[dict[str, Any]] = [{} if self.hello is None else {"hello": self.hello}]
-        parts += [{"beat": [row]} for row in self.beats.values()]
+        parts += [{"beat": [row]} for row in self.heartbeats.values()]
         parts += [{"log": [row]} for row in self.logs.values()]
         parts += [{"ckpt": [listing]} for listing in self.directories.values()]
         parts.append({"listed": list(self.listed.items()), "fs": list(self.filesystems.values())})
@@ -136,6 +136,7 @@ class NodeLineBuffer:
 
     def add(self, seconds: float, line: bytes) -> None:
         if self.lines and self._chunk_number(seconds) != self._chunk_number(self.lines[-1][0]):
+            # Level 1: lines of JSON compress well, and this runs on the thread that reads all nodes.
             packed = orjson.dumps([(t, text.decode("utf-8", "replace")) for t, text in self.lines])
             self.chunks.append((self.lines[-1][0], zlib.compress(packed, 1)))
             self.lines = []
@@ -256,6 +257,7 @@ class IncidentRecorder:
             for job, recording in list(self._open.items()):
                 own_links = {node: links[node] for node in recording.spec.nodes if node in links}
                 self._work.put(("links", (recording.writer, own_links, now)))
+                # A queue that grows means that the disk cannot keep up: end the recording rather than fill the memory.
                 too_long = now - recording.since > MAX_RECORDING_SECONDS or recording.bytes > MAX_RECORDING_BYTES
                 if now - recording.last_finding > AFTER_SECONDS or too_long or self._queued > MAX_QUEUED_BYTES:
                     self._close(job)
@@ -295,6 +297,7 @@ class IncidentRecorder:
 
     def _prune(self) -> None:
         """Removes the oldest recordings to make room for one more."""
+        # Names begin with the time: sorted by name is sorted by age.
         recordings = sorted(self._directory.glob(f"*{RECORDING_SUFFIX}"))
         for old in recordings[: max(0, len(recordings) - MAX_RECORDINGS + 1)]:
             with contextlib.suppress(OSError):
@@ -346,6 +349,7 @@ def write_buffered_lines(
         if received:
             lines += [(received[0][0], node, line) for line in state]
             lines += [(seconds, node, line) for seconds, line in received]
+    # Stable: lines of one node that share a time keep their order.
     lines.sort(key=lambda entry: entry[0])
     changes = deque(links)
     for seconds, node, line in lines:

@@ -97,6 +97,7 @@ def _plan_node(node: NodeState, sample: JobSample, ras: bool) -> NodeCapturePlan
     processes: list[tuple[int | None, int]] = []
     for process in node.processes or ():
         rank = process.rank
+        # A process without a heartbeat has the rank of the GPU that it uses, if it uses exactly one.
         if rank is None and len(process.gpu_indexes) == 1:
             rank = rank_of_gpu.get(process.gpu_indexes[0])
         processes.append((rank, process.pid))
@@ -202,6 +203,7 @@ def capture_evidence(plan: CapturePlan, channels: OpenChannels, directory: Path,
             captured.assign_rank(rank, node.node)
     stop = threading.Event()
     unserved: dict[str, list[int]] = defaultdict(list)  # by node, ranks whose sockets nothing serves there
+    # Two tasks for a node at most: the agent and RAS.
     pool = ThreadPoolExecutor(min(MAX_CONCURRENT_NODES, 2 * len(plan.nodes)) or 1, thread_name_prefix="capture")
     deadline = began + plan.deadline_seconds
     try:
@@ -224,6 +226,7 @@ def capture_evidence(plan: CapturePlan, channels: OpenChannels, directory: Path,
                 captured.add_missing(f"{what}: {type(error).__name__}: {error}")
     finally:
         stop.set()
+        # Threads that are still blocked are left behind; the sealed directory drops what they send.
         pool.shutdown(wait=False, cancel_futures=True)
     for sentence in _unserved_sockets(unserved, captured.node_of_rank):
         captured.add_missing(sentence)
@@ -284,6 +287,7 @@ def _failure_reason(result: CommandResult, reader: AgentFrameReader) -> str | No
     if result.error is not None:
         cut = f" (in the middle of a file, after {reader.cut_off_bytes:,} bytes)" if reader.cut_off_bytes else ""
         return f"{result.error}{cut}{stderr}"
+    # A forced command in authorized_keys ignores our command line and runs its own program.
     if reader.garbage:
         return f"unexpected output {reader.garbage!r}: does a forced command in authorized_keys run another program?"
     if result.exit_status == NO_PYTHON_EXIT_STATUS:
@@ -303,6 +307,7 @@ class _NodeOutput:
     def receive(self, frame: AgentFrame) -> None:
         header = frame.header
         if isinstance(header.get("missing"), str):
+            # A broken run directory of a thousand ranks may produce thousands of messages.
             self.messages += 1
             if self.messages <= MAX_MESSAGES_PER_NODE:
                 self.captured.add_missing(f"{self.node}: {_cleaned_text(header['missing'])}")

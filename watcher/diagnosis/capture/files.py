@@ -64,6 +64,7 @@ class CaptureDirectory:
                 )
                 return
             try:
+                # O_EXCL and O_NOFOLLOW: nothing that was placed in the directory before can redirect the write.
                 descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(data)
@@ -142,6 +143,7 @@ class AgentFrameReader:
             return
         self._pending += chunk
         while (frame := self._next()) is not None:
+            # Without this frame the connection was cut, however complete the files look.
             if "end" in frame.header:
                 self.ended = True
                 return
@@ -151,6 +153,7 @@ class AgentFrameReader:
         while not self.ended:
             line, newline, _ = self._pending.partition(b"\n")
             if not newline:
+                # A header that never ends: not our program.
                 if len(self._pending) > MAX_HEADER_BYTES:
                     self._give_up(bytes(self._pending))
                 return None
@@ -167,6 +170,7 @@ class AgentFrameReader:
                 return None
             data = bytes(self._pending[len(line) + 1 : end])
             del self._pending[:end]
+            # The first frame shows that what came before was only a greeting.
             if not self._began:
                 self._began, self.garbage = True, b""
             return AgentFrame(header, data)

@@ -123,6 +123,7 @@ class NodeAgent:
             thread.start()
         deadline = min(self.deadline, time.monotonic() + seconds)
         for rank, thread in zip(ranks, threads):  # noqa: B905 - Python 3.8
+            # One deadline for all of them: a hundred hung ranks must not take a hundred times as long as one.
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 self.report_missing(f"rank {rank}: {what} gave no result within {seconds:g} s")
@@ -131,9 +132,12 @@ class NodeAgent:
 
     def collect(self) -> None:
         run = self.request["run_directory"]
+        # Sockets before files: they need a live process. CPU use is measured while the sockets answer, so that it costs
+        # no extra time.
         self.sample_processes()
         if run is not None:
             self.run_within(FILES_SECONDS, run, lambda: self.read_heartbeats(run))
+            # Again, because heartbeats may name processes that the watcher does not know.
             self.sample_processes()
         began = time.monotonic()
         if run is not None:
@@ -155,6 +159,7 @@ class NodeAgent:
     # Which ranks and processes are on this host
 
     def read_heartbeats(self, run: str) -> None:
+        # The owner of the run directory may own the files in it.
         self.trusted_uids.add(os.stat(run).st_uid)
         host, directory = local_host_name(), os.path.join(run, "heartbeat")
         heartbeats = []
@@ -173,6 +178,7 @@ class NodeAgent:
                 heartbeats.append((int(match.group(1)), str(heartbeat["host"]), int(heartbeat["pid"]), heartbeat))
             except (Unavailable, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 self.report_missing(f"rank {int(match.group(1))}: heartbeat: {exception_text(error)}")
+        # Restarts are counted from 0, attempts in directory names from 1.
         attempts = [
             heartbeat["restart"] + 1 for *_, heartbeat in heartbeats if isinstance(heartbeat.get("restart"), int)
         ]
@@ -204,6 +210,7 @@ class NodeAgent:
             if first is not None and second is not None and second[0] > first[0]:
                 row["cpu_percent"] = round(100.0 * (second[2] - first[2]) / (second[0] - first[0]), 1)
             rows.append(row)
+            # The user of a process of the job may own files of the job, too.
             with contextlib.suppress(OSError):
                 self.trusted_uids.add(os.stat(f"{ROOT}/proc/{pid}").st_uid)
         if rows:
@@ -241,6 +248,7 @@ class NodeAgent:
         def ask(rank: int) -> None:
             self.ask_rank(rank, os.path.join(directory, found[rank]), unserved)
 
+        # Without any heartbeat of this host, every socket may be of a rank here, unless a heartbeat names another host.
         asked = sorted(set(found) & self.own_ranks if self.own_ranks else set(found) - self.other_ranks)
         self.for_each_rank(asked, ask, "its worker socket", FILES_SECONDS + RECORD_SECONDS + STACKS_SECONDS)
         if unserved:
@@ -312,6 +320,7 @@ class NodeAgent:
                 connection.settimeout(seconds_left)
                 part = connection.recv(65536)
                 answer += part
+                # 4096 bytes for the HTTP headers.
                 if len(answer) > self.request["rank_bytes"] + 4096:
                     raise Unavailable(f"its worker socket sends more than {self.request['rank_bytes']:,} bytes")
                 if not part:
@@ -384,6 +393,7 @@ class NodeAgent:
                         asked.add(rank)
                 finally:
                     os.close(descriptor)
+            # ENXIO: no process has the FIFO open for reading. O_NONBLOCK makes that an error instead of a wait.
             except (Unavailable, OSError) as error:
                 no_reader = isinstance(error, OSError) and error.errno == errno.ENXIO
                 self.report_missing(
@@ -433,6 +443,7 @@ class NodeAgent:
                 found = os.lstat(path)
                 grown = sizes.get(path) != (found.st_size, found.st_mtime)
                 sizes[path] = (found.st_size, found.st_mtime)
+                # A second of tolerance: the clock of a file server may differ from ours, and some store whole seconds.
                 if since and (grown or found.st_mtime < since - 1.0 or not found.st_size):
                     continue
                 done.add(rank)
@@ -464,6 +475,7 @@ class NodeAgent:
         tool = shutil.which("py-spy", path=TOOL_PATH)
         wanted = {rank: pid for pid, rank in self.pids.items() if rank is not None and rank not in self.with_stacks}
         wanted = {rank: pid for rank, pid in wanted.items() if read_process_stat(pid) is not None}
+        # On a simulated node (ROOT), the pids are not those of this machine.
         if tool is None or not wanted or ROOT:
             return
 
@@ -564,6 +576,7 @@ def read_owned_file(path: str, most: int, trusted_uids: set[int]) -> tuple[bytes
     """The whole file. Raises Unavailable, also if it is larger than `most` bytes, and OSError."""
     descriptor, found = open_owned_file(path, trusted_uids)
     with os.fdopen(descriptor, "rb") as file:
+        # One byte more than allowed shows that the file is larger, also if it grows while it is read.
         data = file.read(most + 1)
     if len(data) > most:
         raise Unavailable(f"{found.st_size:,} bytes: over the limit of {most:,} bytes")
@@ -600,6 +613,7 @@ def run_agent(request: dict[str, Any]) -> None:
         capture.run_guarded("capture", capture.collect)
         capture.out.put(None)
 
+    # The main thread only prints: it never touches a file or socket that could hang.
     threading.Thread(target=collect, daemon=True).start()
     stdout = sys.stdout.buffer
     while True:
@@ -613,6 +627,7 @@ def run_agent(request: dict[str, Any]) -> None:
             capture.out.put(None)
         if got is None:
             break
+        # Each frame is flushed: what was sent is safe if the connection or the node dies.
         stdout.write(json.dumps(got[0]).encode("ascii") + b"\n" + got[1])
         stdout.flush()
     stdout.write(b'{"end": 1, "bytes": 0}\n')

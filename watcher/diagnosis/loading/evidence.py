@@ -87,6 +87,7 @@ def load_run_evidence(directory: Path) -> RunEvidence:
     nodes = _nodes_from_run_record(record) | {each.rank: each.node for each in ranks if each.node}
     if not ranks:
         return RunEvidence(None, exit_reports, nodes, tuple(missing), logs)
+    # The slowest rank decides how far the job is.
     steps = [each.step for each in ranks if each.step is not None]
     wall_times = [wall for heartbeat in heartbeats if (wall := _as_finite_float(heartbeat.get("t_wall"))) is not None]
     name = str(record.get("run") or run.name)
@@ -142,6 +143,7 @@ def _readings_from_heartbeat(heartbeat: dict[str, Any], attempt: int) -> RankRea
 
 def _nodes_from_run_record(record: dict[str, Any]) -> dict[int, str]:
     nodes, world = record.get("nodes"), _as_int(record.get("world"))
+    # torchrun numbers the ranks node by node, with equally many on each.
     if not isinstance(nodes, list) or not nodes or not world or not 0 < world <= 1_000_000 or world % len(nodes):
         return {}
     return {rank: str(nodes[rank * len(nodes) // world]) for rank in range(world)}
@@ -184,6 +186,7 @@ def load_evidence(directory: Path) -> Evidence:
     kinds: dict[EvidenceKind, list[ListedFile]] = defaultdict(list)
     for file in listing.files:
         kinds[file.kind].append(file)
+    # Before anything is read: the answer is that the directory holds two hangs.
     _require_one_record_per_rank(directory, kinds[EvidenceKind.RECORD])
     manifest = read_json_object(directory / MANIFEST_NAME, missing)
     run = load_run_evidence(directory)
@@ -191,6 +194,7 @@ def load_evidence(directory: Path) -> Evidence:
     stacks = tuple(_load_stacks(kinds[EvidenceKind.STACKS], missing))
     processes = tuple(_load_processes(kinds[EvidenceKind.PROCESSES], missing))
     ras = tuple(_load_ras_polls(directory, kinds[EvidenceKind.RAS], missing))
+    # A capture knows more than heartbeats: power, faults and suspects.
     live = _load_live_evidence(directory / LIVE_EVIDENCE_NAME, missing) or run.live
     exit_reports = (*run.exit_reports, *_load_exit_reports(directory, kinds[EvidenceKind.EXIT_REPORT], missing))
     logs = (*run.logs, *_load_logs(kinds[EvidenceKind.LOG], manifest, missing))
@@ -328,6 +332,7 @@ def _load_logs(files: Iterable[ListedFile], manifest: dict[str, Any], missing: l
         data, rank = _data(file, missing), rank_from_file_name(file.name)
         log = None if data is None or rank is None else parse_rank_log(data, rank, file.name)
         if log is not None:
+            # Copying a capture changes modification times, so the age at the time of the capture is in its manifest.
             entry = listed.get(file.path.name) if isinstance(listed, dict) else None
             age = entry.get("age_seconds") if isinstance(entry, dict) else None
             yield replace(log, age_seconds=float(age) if isinstance(age, (int, float)) else None)
@@ -361,6 +366,7 @@ def _load_ras_polls(directory: Path, files: Sequence[ListedFile], missing: list[
     for key, group in sorted(series.items()):
         reports = [(file.name, data) for file in group if (data := _data(file, missing)) is not None]
         name = Path(key).name
+        # Captures note how far apart the two reports are; reports that people saved have no such file.
         meta = read_json_object(directory / f"{name}.ras.json", missing)
         interval_seconds, problem = meta.get("apart_seconds"), meta.get("trouble")
         node = name.removeprefix("node-") if name.startswith("node-") else ""

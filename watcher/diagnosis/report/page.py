@@ -55,6 +55,7 @@ from wattwatch.watcher.diagnosis.stacks.activity import group_by_activity, rank_
 from wattwatch.watcher.diagnosis.stacks.python_stacks import displayed_frames
 from wattwatch.watcher.diagnosis.stacks.user_code import is_library
 
+# The style is inlined and allowed by its hash, so that the policy can forbid everything else, inline scripts too.
 STYLE: Final = (resources.files("wattwatch.watcher.diagnosis.report") / "templates" / "report.css").read_text("utf-8")
 _HASH: Final = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 REPORT_SECURITY_POLICY: Final = f"default-src 'none'; style-src 'sha256-{_HASH}'; base-uri 'none'; form-action 'none'"
@@ -199,6 +200,7 @@ def highest_watts(incident: IncidentReport) -> float | None:
 
 def backticks_to_code(text: str) -> Markup:
     """Text between backticks as <code>; all of it escaped."""
+    # An odd number of backticks has no pairs: leave the text as it is.
     parts = text.split("`")
     if len(parts) % 2 == 0:
         return escape(text)
@@ -223,7 +225,9 @@ def templates() -> Environment:
     environment = Environment(
         loader=PackageLoader("wattwatch.watcher.diagnosis.report", "templates"),
         autoescape=True,
+        # A misspelled name in the template is an error, not an empty place in the report.
         undefined=StrictUndefined,
+        # Escaping leaves control and bidirectional characters alone, which could make a name look like another one.
         finalize=_without_control_characters,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -81,6 +81,7 @@ def draw_rank_chart(
     known = [value for value in values if value is not None]
     if not known:
         return None
+    # A reading above the given top raises the scale: no bar is ever cut off.
     ceiling = max(top or max(known) * 1.06, *known) or 1.0
     of_culprits = [v for rank, v in zip(ranks, values, strict=True) if v is not None and rank.rank in culprits]
     of_others = [v for rank, v in zip(ranks, values, strict=True) if v is not None and rank.rank not in culprits]
@@ -127,6 +128,7 @@ def draw_bars(
     ranks: Sequence[RankReadings], values: Sequence[float | None], culprits: frozenset[int], ceiling: float
 ) -> RankChart:
     """One bar for each rank; ranks of one node stand together."""
+    # Wider bars for fewer ranks, so that the charts have about the same width.
     pitch = 30.0 if len(ranks) <= 16 else 22.0 if len(ranks) <= 32 else 14.0
     layout = BarLayout(pitch - BAR_GAP, pitch, NODE_GAP, BAR_HEIGHT)
     paths = bar_paths([rank.node for rank in ranks], values, [rank.rank in culprits for rank in ranks], ceiling, layout)

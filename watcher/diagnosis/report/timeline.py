@@ -99,6 +99,7 @@ def draw_timeline(
     def x_at(seconds: float) -> float:
         return round(min(max((seconds - first) / span, 0.0), 1.0) * WIDTH, 1)
 
+    # `or 1.0`: without any power reading the scale must not be zero.
     top = max((p.power_watts_high for p in recent if p.power_watts_high is not None), default=0.0)
     top = top * POWER_HEADROOM or 1.0
     drawn = thin_points(recent, MAX_POINTS)
@@ -157,6 +158,7 @@ def place_event_marks(events: Sequence[tuple[float, str]]) -> tuple[EventMark, .
     placed: list[EventMark] = []
     for (x, words), end in zip(events, ends, strict=True):
         width = LETTER_WIDTH * len(words)
+        # Left of the line if there is no room on the right, unless there is none on the left either.
         before = end - x < width + MARK_GAP and x > width + MARK_GAP
         candidates = (EventMark(x, words, before, row) for row in range(len(events)))
         placed.append(next(mark for mark in candidates if not any(_overlap(mark, other) for other in placed)))

@@ -289,7 +289,7 @@ def ras_signal(ras: RasAnalysis, evidence: Evidence) -> Signal:
 
 
 def ras_suspect_job_rank(suspect: RasSuspect, ras: RasAnalysis, evidence: Evidence) -> int | None:
-    """The suspect's rank in the job; None: cannot be told.
+    """The suspect's rank in the job; None: unknown.
 
     RAS numbers ranks within a communicator. The rank in the job follows from the process id, from the GPU, or from a
     communicator that spans the whole job.

@@ -76,11 +76,13 @@ def rank_activity(stacks: RankStacks) -> RankActivity | None:
     if thread is None:
         return None
     own = innermost_user_frame(thread.frames)
+    # Innermost first: the frames before `depth` were called from the innermost line of the job's own code.
     depth = thread.frames.index(own) if own is not None else len(thread.frames)
     places = [f"{frame.file}:{frame.function}".replace("\\", "/") for frame in thread.frames]
     for activity in activity_rules():
         if activity.own is not None and (own is None or not activity.own.search(own.function)):
             continue
+        # Frames after it show how the job got there, which usually says nothing about what it does now.
         if any(activity.frames.search(place) for place in (places if activity.anywhere else places[:depth])):
             return RankActivity(stacks.rank, activity.name, activity.words, own, stacks.source)
     words = "is executing its own code" if depth == 0 else "is in a library called by its own code"

@@ -34,6 +34,7 @@ PY_SPY_FRAME: Final = re.compile(r"    (\S.{0,512}?) \((.{1,4096}?)(?::(\d+))?\)
 def parse_stacks(text: str, rank: int, source: str) -> RankStacks | None:
     """None if no thread is recognized: the text is not a dump of Python stacks."""
     text = text[:MAX_TEXT_CHARACTERS]
+    # JSON first: the text formats would find frames in its strings.
     for read in (_from_json, _from_faulthandler, _from_py_spy):
         if threads := read(text):
             return RankStacks(rank, source, threads)
@@ -105,6 +106,7 @@ def _with_main(threads: Iterable[tuple[str, bool, list[StackFrame]]]) -> tuple[T
 
 
 def _frame(function: str, file: str, line: str | None) -> StackFrame:
+    # faulthandler prints ??? for an unknown line; a number of ten digits is no line of code.
     number = int(line) if line is not None and line.isdecimal() and len(line) < 10 else None
     return StackFrame(function.strip()[:MAX_NAME_CHARACTERS], file[-MAX_NAME_CHARACTERS:], number)
 
