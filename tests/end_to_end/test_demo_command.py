@@ -29,7 +29,7 @@ def test_list_as_json() -> None:
 def test_an_unknown_scenario_is_refused_with_those_that_exist() -> None:
     answer = CliRunner().invoke(demo_command, ["--scenario", "dedlock"])
     assert answer.exit_code == 2
-    assert "no scenario is named 'dedlock'; there are healthy, deadlock, hang" in answer.output
+    assert "there is no scenario 'dedlock'; choose from healthy, deadlock, hang" in answer.output
 
 
 def test_an_address_that_cannot_be_listened_on_is_one_sentence() -> None:
@@ -47,6 +47,6 @@ def test_the_demo_fails_when_a_fault_that_was_declared_is_not_named(monkeypatch:
     assert answer.return_value == 1
     result = json.loads(answer.output)
     assert result["ok"] is False
-    assert result["problems"] == ["healthy: JobHung was not said"]
+    assert result["problems"] == ["healthy: JobHung did not come"]
     assert result["alerts"][0]["late_seconds"] is None
     assert result["cost"]["nodes"] == 1

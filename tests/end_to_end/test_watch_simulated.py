@@ -47,7 +47,7 @@ class Record:
         if scenario.phases[phase].injects:
             self.events.append(f"injected {scenario.name}")
 
-    def told(self, notice: ReceivedAlert, since_injection_seconds: float | None, seconds: float) -> None:
+    def alert_received(self, notice: ReceivedAlert, since_injection_seconds: float | None, seconds: float) -> None:
         if notice.annotations["reason"] in FOUND:
             return  # that a hang was looked into may be a message of its own, or stand in the one that confirms it
         self.events.append(f"told {notice.job} {notice.alert} {notice.severity}")

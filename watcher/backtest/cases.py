@@ -1,8 +1,9 @@
-"""What is known to be true: pictures with a reported state, logs and recordings with the intervals of their states.
+"""Labeled data: GPU samples with the state that was reported for them, and logs or recordings with the intervals of
+their states.
 
-A picture is JSON samples with a label beside them (`reported_state`, `expected_state` or `state`), alone in a file, in
-a collection (`samples` of samples) or in a list `cases`. A log or recording has its label in a sidecar: for run.csv the
-file run.csv.label.json.
+A case is JSON samples with a label beside them (`reported_state`, `expected_state` or `state`): alone in a file, in a
+collection (`samples` of samples), or in a list `cases`. The label of a log or recording is a file beside it: for
+run.csv it is run.csv.label.json.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ LabelState = Literal[
     "compute", "communication", "starvation", "checkpoint", "hang", "crash", "gpu_fault", "straggler", "throttle",
     "completed", "unreachable", "idle",
 ]  # fmt: skip
-# What may be reported of a picture: not each is a state that one can have, nor known.
+# Every label that a case may have. Some, such as "crash", cannot be seen in a sample, and "unknown" is no state.
 KNOWN_STATES: Final = frozenset({*get_args(LabelState), *(state.value for state in PowerState)})
-# What the person who reported the state knew of the steps. An idle or broken board has no steps to tell of.
+# What the person who reported a state knew about the steps. An idle or faulty GPU has no steps.
 REPORTED_PROGRESS: Final = {
     PowerState.HANG: StepProgress.STALLED,
     PowerState.COMPUTE: StepProgress.ADVANCING,
@@ -41,12 +42,12 @@ REPORTED_PROGRESS: Final = {
 
 
 class LabelError(Exception):
-    """A file cannot be used: which, why, what to do."""
+    """A file with labeled data cannot be used. One sentence: which one, why, what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabeledCase:
-    """One picture. `label` is as reported: not every reported state is one that a picture can have ("crash")."""
+    """One labeled case: samples of a job. `label` is as reported, so it may be a state that samples cannot show."""
 
     name: str
     label: str
@@ -55,23 +56,23 @@ class LabeledCase:
 
     @property
     def state(self) -> PowerState | None:
-        """None where a picture cannot have the state, or nobody knows it."""
+        """The reported state; None if samples cannot show it, or if it is unknown."""
         return next((s for s in PowerState if s.value == self.label and s is not PowerState.UNKNOWN), None)
 
     @property
-    def word(self) -> StepProgress | None:
+    def known_progress(self) -> StepProgress | None:
         return None if self.state is None else REPORTED_PROGRESS.get(self.state)
 
     @property
     def readable(self) -> bool:
-        """Some board of the last sample tells watts and utilisation: without both there is no picture."""
+        """Whether some GPU of the last sample has both power and utilization; a verdict needs both."""
         samples = self.samples["samples"]
         gpus = samples[-1].get("gpus", []) if samples else []
         return any(g.get("power_w") is not None and g.get("util_pct") is not None for g in gpus)
 
 
 class LabeledInterval(BaseModel):
-    """The job was in `state` from and to these seconds since the log's first sample."""
+    """The job was in `state` during this time; seconds count from the first sample of the log."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     state: LabelState
@@ -86,20 +87,20 @@ class LabeledInterval(BaseModel):
 
 
 class SidecarLabel(BaseModel):
-    """The sidecar: {"state": "compute"} for all of it, or {"intervals": [{"state", "from_seconds", "to_seconds"}]}."""
+    """The label file: {"state"} for the whole log, or {"intervals": [{"state", "from_seconds", "to_seconds"}]}."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     state: LabelState | None = None
     intervals: tuple[LabeledInterval, ...] = Field((), strict=False)
     gpu_model: str = UNKNOWN_MODEL
-    source: str | None = None  # where it is from, and under which licence
+    source: str | None = None  # where it comes from, and under which license
     licence: str | None = None
     notes: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LabeledSeries:
-    """A log or a recording and what happened in it. Where nothing is said of a time, nothing was wrong."""
+    """A log or a recording, and what happened in it. In the time between the intervals nothing was wrong."""
 
     name: str
     path: Path
@@ -110,16 +111,16 @@ class LabeledSeries:
 class LabeledData:
     cases: tuple[LabeledCase, ...]
     series: tuple[LabeledSeries, ...]
-    unlabelled: tuple[str, ...]  # files that nothing is known of
+    unlabeled: tuple[str, ...]  # files without a label
 
 
 def read_labeled_data(directory: Path) -> LabeledData:
-    """Everything labelled below a directory, in order of names. Raises LabelError."""
+    """All labeled data below a directory, sorted by name. Raises LabelError."""
     if not directory.is_dir():
-        raise LabelError(f"{directory}: is no directory: name the one that holds the labelled cases and logs")
+        raise LabelError(f"{directory}: not a directory; name the one with the labeled cases and logs")
     cases: list[LabeledCase] = []
     series: list[LabeledSeries] = []
-    unlabelled: list[str] = []
+    unlabeled: list[str] = []
     paths = sorted(path for path in directory.rglob("*") if path.is_file() and not path.name.startswith("."))
     described = {
         path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)) for path in paths if path.name.endswith(SIDECAR_SUFFIX)
@@ -133,19 +134,19 @@ def read_labeled_data(directory: Path) -> LabeledData:
         elif path.suffix == ".json" and (found := tuple(_cases(path))):
             cases += found
         else:
-            unlabelled.append(name)
+            unlabeled.append(name)
     if not cases and not series:
         raise LabelError(
-            f"{directory}: nothing labelled in it: cases are JSON samples with a `reported_state`, a log run.csv has "
-            f"its label in run.csv{SIDECAR_SUFFIX}"
+            f"{directory}: no labeled data in it: a case is JSON samples with a `reported_state`, and the label of a "
+            f"log run.csv is run.csv{SIDECAR_SUFFIX}"
         )
-    return LabeledData(tuple(cases), tuple(series), tuple(unlabelled))
+    return LabeledData(tuple(cases), tuple(series), tuple(unlabeled))
 
 
 def _series(name: str, sidecar: Path) -> LabeledSeries:
     path = sidecar.with_name(sidecar.name.removesuffix(SIDECAR_SUFFIX))
     if not path.is_file():
-        raise LabelError(f"{sidecar}: {path.name}, which it is the label of, is not beside it")
+        raise LabelError(f"{sidecar}: the file that it labels, {path.name}, is not beside it")
     try:
         label = SidecarLabel.model_validate_json(sidecar.read_bytes())
         whole = () if label.state is None else (LabeledInterval.model_validate({"state": label.state}),)
@@ -154,14 +155,16 @@ def _series(name: str, sidecar: Path) -> LabeledSeries:
         place = ".".join(str(part) for part in first["loc"])
         raise LabelError(f"{sidecar}: {place + ': ' if place else ''}{first['msg']}") from None
     if whole and label.intervals:
-        raise LabelError(f'{sidecar}: has a "state", which is for all of the log, and "intervals": keep one of them')
+        raise LabelError(
+            f'{sidecar}: has both "state", which is for the whole log, and "intervals": remove one of them'
+        )
     if not whole and not label.intervals:
-        raise LabelError(f'{sidecar}: needs a "state", or "intervals" of {{"state", "from_seconds", "to_seconds"}}')
+        raise LabelError(f'{sidecar}: needs "state", or "intervals" of {{"state", "from_seconds", "to_seconds"}}')
     return LabeledSeries(name, path, (*whole, *label.intervals))
 
 
 def _cases(path: Path) -> Iterator[LabeledCase]:
-    """The labelled pictures of a JSON file; none where it is something else. Raises LabelError."""
+    """The labeled cases of a JSON file; none if it is something else. Raises LabelError."""
     try:
         content: Any = orjson.loads(path.read_bytes())
     except (orjson.JSONDecodeError, OSError):
@@ -178,6 +181,6 @@ def _cases(path: Path) -> Iterator[LabeledCase]:
                 name = str(each.get("id") or each.get("name") or (path.stem if each is row else f"{path.stem} {i + 1}"))
                 if not isinstance(label, str) or label not in KNOWN_STATES:
                     raise LabelError(
-                        f"{path}: case {name}: {label!r} is no state of a job; known: {', '.join(sorted(KNOWN_STATES))}"
+                        f"{path}: case {name}: unknown state {label!r}; known states: {', '.join(sorted(KNOWN_STATES))}"
                     )
                 yield LabeledCase(name, label, str(each.get("gpu_model") or UNKNOWN_MODEL), each)

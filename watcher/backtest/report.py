@@ -1,4 +1,4 @@
-"""A back test as an object for files and as text for people. Nothing in either changes from run to run."""
+"""The result of a backtest as a JSON object and as text. Both are the same in every run on the same data."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from wattwatch.watcher.detection.model import PowerState
 
 MAX_FILES_LISTED: Final = 5
 HEADINGS: Final = {
-    ProgressKnowledge.NONE: "One picture, nothing known of the steps",
-    ProgressKnowledge.WORD: "One picture, and the reporter's word on progress",
+    ProgressKnowledge.NONE: "Judged from the samples alone",
+    ProgressKnowledge.WORD: "Judged from the samples and what the reporter knew about the steps",
 }
 
 
@@ -24,7 +24,7 @@ def backtest_object(test: BacktestResult) -> dict[str, Any]:
             "no_such_state": test.unscored.no_such_state,
             "no_reading": test.unscored.no_reading,
         },
-        "pictures": {knowledge.value: _picture_object(result) for knowledge, result in test.pictures.items()},
+        "pictures": {knowledge.value: _picture_object(result) for knowledge, result in test.cases.items()},
         "logs": {
             "days": round(test.days, 3),
             "played": [
@@ -119,24 +119,24 @@ def backtest_text(test: BacktestResult) -> str:
 def _lines(test: BacktestResult) -> Iterator[str]:
     unscored = test.unscored
     if test.scored or unscored.state_unknown or unscored.no_such_state or unscored.no_reading:
-        yield f"{test.scored} cases with watts, utilisation and a state that a picture can have"
-        yield f"  not scored: {_counts('state not known, said', test.unscored.state_unknown)}"
-        yield f"              {_counts('no state of a picture', test.unscored.no_such_state)}"
-        yield f"              {_counts('watts or utilisation not reported', test.unscored.no_reading)}"
-    for knowledge, result in test.pictures.items():
+        yield f"{test.scored} cases with power, utilization and a state that samples can show"
+        yield f"  not scored: {_counts('state unknown, verdicts', test.unscored.state_unknown)}"
+        yield f"              {_counts('state not visible in samples', test.unscored.no_such_state)}"
+        yield f"              {_counts('power or utilization not reported', test.unscored.no_reading)}"
+    for knowledge, result in test.cases.items():
         yield ""
         yield from _picture_lines(HEADINGS[knowledge], result)
-    if test.pictures:
+    if test.cases:
         yield ""
-        yield "* judged without the profile of its model, by the shares of the limit that hold for all boards. Nothing"
-        yield "  else is fitted to boards: shapes and confidences are stated rules, the same in both."
+        yield "* judged without the profile of its GPU model, by fractions of the power limit."
+        yield "  Only profiles are fitted to GPU models; all other rules and their confidences are the same in both."
     if test.series:
         yield ""
         yield from _series_lines(test)
-    if test.unlabelled:
+    if test.unlabeled:
         yield ""
-        more = len(test.unlabelled) - MAX_FILES_LISTED
-        yield f"without a label: {', '.join(test.unlabelled[:MAX_FILES_LISTED])}" + (
+        more = len(test.unlabeled) - MAX_FILES_LISTED
+        yield f"without a label: {', '.join(test.unlabeled[:MAX_FILES_LISTED])}" + (
             f" and {more} more" if more > 0 else ""
         )
 
@@ -148,14 +148,14 @@ def _counts(words: str, counts: Mapping[str, int]) -> str:
 def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:
     plain = result.plain
     yield head
-    yield f"  exact            {_percent(plain.exact)}    each GPU model left out*: {_percent(result.left_out)}"
+    yield f"  correct          {_percent(plain.exact)}    without GPU model*: {_percent(result.left_out)}"
     yield f"  hangs found      {plain.hangs.found.right} of {plain.hangs.found.of}"
-    yield f"  false hangs      {plain.hangs.false}    each GPU model left out: {result.left_out_false_hangs}"
-    yield f"  missed hangs that are said too surely, or without naming it: {len(result.overconfident)}"
+    yield f"  false hangs      {plain.hangs.false}    without GPU model: {result.left_out_false_hangs}"
+    yield f"  missed hangs with too much confidence, or without hang as the alternative: {len(result.overconfident)}"
     yield ""
     yield from _matrix_lines(plain)
     yield ""
-    yield "  confidence   said   right   off        model left out: said   right   off"
+    yield "  confidence   mean   right   off     without GPU model: mean   right   off"
     left_out = {each.low: each for each in result.left_out_reliability}
     for low in sorted({each.low for each in plain.reliability} | set(left_out)):
         ours = next((each for each in plain.reliability if each.low == low), None)
@@ -166,7 +166,7 @@ def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:
         yield f"  {name[:32]:<32}  {share.right:3} of {share.of}"
     if plain.missed:
         yield ""
-        yield "  wrong   GPU model                   was             said            sure   or else"
+        yield "  wrong   GPU model                   label           verdict         conf   alternative"
         for judged in plain.missed:
             case, said = judged.case, judged.verdict
             other = "" if said.alternative is None else said.alternative.state.value
@@ -187,9 +187,9 @@ def _bin_words(each: ConfidenceBin | None) -> str:
 
 
 def _matrix_lines(plain: CaseScore) -> Iterator[str]:
-    """A row a label, a column what was said, and for each kind how often it was found and said of others."""
+    """One row per label, one column per verdict; then how often the state was found, and how often it was wrong."""
     said: Sequence[PowerState] = [s for s in PowerState if any(row.get(s) for row in plain.matrix.values())]
-    yield "  was \\ said     " + " ".join(f"{s.value[:9]:>9}" for s in said) + "    found   of others"
+    yield "  label \\ verdict" + " ".join(f"{s.value[:9]:>9}" for s in said) + "    found     wrongly"
     for label in (*plain.matrix, *(s for s in said if s not in plain.matrix)):
         row = plain.matrix.get(label, {})
         cells = " ".join(f"{row.get(s) or '.':>9}" for s in said)
@@ -205,10 +205,10 @@ def _series_lines(test: BacktestResult) -> Iterator[str]:
             delays = ", ".join(f"{delay:.0f} s" for delay in row.delays_seconds) or "-"
             sure = ", ".join(f"{delay:.0f} s" for delay in row.confirmed_delays_seconds) or "-"
             yield (
-                f"  {state:<18} told {row.incidents.right} of {row.incidents.of}: first word after {delays}; "
+                f"  {state:<18} reported {row.incidents.right} of {row.incidents.of}: first alert after {delays}; "
                 f"confirmed after {sure}"
             )
         else:
-            yield f"  {state:<18} {row.false} without a reason: {row.false_per_day:.1f} a day"
+            yield f"  {state:<18} {row.false} false alarms: {row.false_per_day:.1f} per day"
     if not any(each.false_alarms for each in test.series):
-        yield "  no alert without a reason"
+        yield "  no false alarms"

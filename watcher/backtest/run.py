@@ -1,4 +1,4 @@
-"""Labelled logs and recordings through the real engine: what it said when, against what happened."""
+"""The backtest: every labeled case and log of a directory, judged and scored. No clock, no network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from wattwatch.watcher.recordings.inputs import GpuLog, InputError, read_input_f
 from wattwatch.watcher.recordings.replay import AlertChange, replay
 
 DAY_SECONDS: Final = 86_400.0
-# What tells of a state. A state that is not here wants no alert.
+# The alerts that fit a state. A state that is not listed should raise no alert.
 ALERTS_BY_STATE: Final[Mapping[str, frozenset[str]]] = {
     "hang": frozenset({AlertName.JOB_HUNG, AlertName.CHECKPOINT_STALLED}),
     "crash": frozenset({AlertName.JOB_CRASHED}),
@@ -41,17 +41,17 @@ ALERTS_BY_STATE: Final[Mapping[str, frozenset[str]]] = {
 }
 ALERTING_STATES: Final = frozenset(ALERTS_BY_STATE) - {
     "communication"
-}  # a slow link may be told; that a job communicates need not be
+}  # JobSlow may be raised for a slow link, but need not be for a job that communicates
 
 
 @dataclass(frozen=True, slots=True)
 class LabeledIncident:
-    """One interval that wants an alert. Delays count from its beginning; None: never told, or never confirmed."""
+    """One interval that needs an alert. Delays count from its beginning; None: no alert, or never confirmed."""
 
     state: str
     from_seconds: float
-    delay_seconds: float | None  # to the first alert of it, which may be a suspicion
-    confirmed_delay_seconds: float | None  # to the first that is none
+    delay_seconds: float | None  # to the first fitting alert, which may be a suspicion
+    confirmed_delay_seconds: float | None  # to the first confirmed one
     confirmed: bool  # in the end
 
 
@@ -73,97 +73,97 @@ class SeriesResult:
 
 
 def run_series(series: LabeledSeries) -> SeriesResult:
-    """Raises LabelError where the file cannot be read, or its label tells of times beyond it."""
+    """Runs a labeled log through the engine. Raises LabelError if the log or its label cannot be used."""
     try:
         source = read_input_file(series.path)
         if isinstance(source, GpuLog) and not any(m.sample and m.sample.gpus for m in source.events):
-            raise InputError(f"{series.path}: holds no GPU readings: {source.detail or source.status.value}")
+            raise InputError(f"{series.path}: has no GPU readings: {source.detail or source.status.value}")
         result = replay(series.name, source)
     except (InputError, RecordingError) as error:
         raise LabelError(str(error)) from None
     for interval in series.intervals:
         if interval.from_seconds > result.seconds:
             raise LabelError(
-                f"{series.path}: is {result.seconds:.0f} s long, and its label tells of {interval.state} from "
-                f"{interval.from_seconds:.0f} s on: from_seconds counts from the first sample"
+                f"{series.path}: {result.seconds:.0f} s long, but its label has {interval.state} from "
+                f"{interval.from_seconds:.0f} s on; from_seconds counts from the first sample"
             )
-    told = [e for e in result.episodes if e.suppressed_by is None]
+    reported = [e for e in result.episodes if e.suppressed_by is None]
     return SeriesResult(
         name=series.name,
         seconds=result.seconds,
         rounds=result.rounds,
         incidents=tuple(
-            _incident(each, told, result.alerts) for each in series.intervals if each.state in ALERTING_STATES
+            _incident(each, reported, result.alerts) for each in series.intervals if each.state in ALERTING_STATES
         ),
         false_alarms=tuple(
             FalseAlarm(e.alert, e.severity, e.confirmed, round(e.opened_wall_seconds, 1))
-            for e in told
+            for e in reported
             if e.severity != Severity.INFO and not any(_explains(e, each, result.seconds) for each in series.intervals)
         ),
     )
 
 
 def _explains(episode: EpisodeView, interval: LabeledInterval, end_seconds: float) -> bool:
-    """The alert is one of the state, and was open in its time."""
+    """Whether the alert fits the state of the interval and was open during it."""
     closed = end_seconds if episode.closed_wall_seconds is None else episode.closed_wall_seconds
     overlaps = episode.opened_wall_seconds <= interval.to_seconds and closed >= interval.from_seconds
     return episode.alert in ALERTS_BY_STATE.get(interval.state, frozenset()) and overlaps
 
 
 def _incident(
-    interval: LabeledInterval, told: Sequence[EpisodeView], changes: Sequence[AlertChange]
+    interval: LabeledInterval, reported: Sequence[EpisodeView], changes: Sequence[AlertChange]
 ) -> LabeledIncident:
     within = [
         e
-        for e in told
+        for e in reported
         if e.alert in ALERTS_BY_STATE[interval.state]
         and interval.from_seconds <= e.opened_wall_seconds <= interval.to_seconds
     ]
-    of = {e.id for e in within}
+    ids = {e.id for e in within}
     first = min((e.opened_wall_seconds for e in within), default=None)
-    sure = min((c.at_seconds for c in changes if c.episode.id in of and c.episode.confirmed), default=None)
+    confirmed = min((c.at_seconds for c in changes if c.episode.id in ids and c.episode.confirmed), default=None)
     return LabeledIncident(
         interval.state,
         interval.from_seconds,
         None if first is None else round(first - interval.from_seconds, 1),
-        None if sure is None else round(sure - interval.from_seconds, 1),
+        None if confirmed is None else round(confirmed - interval.from_seconds, 1),
         any(e.confirmed for e in within),
     )
 
 
-# The whole back test: every labelled picture and log of a directory, judged and scored. Pure but for reading them.
+# The whole back test: every labeled picture and log of a directory, judged and scored. Pure but for reading them.
 
-# A hang that the picture cannot tell must be said with no more than this, and named as what it may be instead.
+# A missed hang is acceptable only with at most this confidence in the wrong verdict, and with hang as its alternative.
 MAX_UNSURE_CONFIDENCE: Final = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class CaseResults:
-    """The scored pictures under one knowledge of the steps."""
+    """The scored cases, with one kind of knowledge about the steps."""
 
     plain: CaseScore
-    left_out: Ratio  # the same, each board judged without the profile of its own model
+    left_out: Ratio  # the same cases, each GPU judged without the profile of its model
     left_out_false_hangs: int
     left_out_reliability: tuple[ConfidenceBin, ...]
-    unfindable: tuple[JudgedCase, ...]  # missed hangs, those that lack a reading among them
-    overconfident: tuple[JudgedCase, ...]  # of those: said with too much confidence, or hang is not the alternative
+    unfindable: tuple[JudgedCase, ...]  # missed hangs, also those without power or utilization
+    overconfident: tuple[JudgedCase, ...]  # of these: with too much confidence, or without hang as the alternative
 
 
 @dataclass(frozen=True, slots=True)
 class UnscoredCases:
-    """Cases that are no question to a picture, by why."""
+    """Cases that cannot be scored, by the reason."""
 
-    state_unknown: Mapping[str, int]  # by what was said of them
-    no_such_state: Mapping[str, int]  # by label: a picture cannot tell a crash from an idle board
-    no_reading: Mapping[str, int]  # by label: watts or utilisation were not reported
+    state_unknown: Mapping[str, int]  # by verdict
+    no_such_state: Mapping[str, int]  # by label: samples cannot distinguish a crash from an idle GPU
+    no_reading: Mapping[str, int]  # by label: power or utilization was not reported
 
 
 @dataclass(frozen=True, slots=True)
 class AlertStatistics:
-    """One kind of alert over all logs."""
+    """One state, or one alert without a cause, over all logs."""
 
-    incidents: Ratio  # told of those that happened
-    delays_seconds: tuple[float, ...]  # to the first word of it
+    incidents: Ratio  # reported ones among those that happened
+    delays_seconds: tuple[float, ...]  # to the first alert
     confirmed_delays_seconds: tuple[float, ...]
     false: int
     false_per_day: float
@@ -173,9 +173,9 @@ class AlertStatistics:
 class BacktestResult:
     scored: int
     unscored: UnscoredCases
-    pictures: Mapping[ProgressKnowledge, CaseResults]
+    cases: Mapping[ProgressKnowledge, CaseResults]
     series: tuple[SeriesResult, ...]
-    unlabelled: tuple[str, ...]
+    unlabeled: tuple[str, ...]
 
     @property
     def days(self) -> float:
@@ -183,25 +183,25 @@ class BacktestResult:
 
 
 def run_backtest(directory: Path, knowledges: Sequence[ProgressKnowledge]) -> BacktestResult:
-    """Raises LabelError."""
-    labelled = read_labeled_data(directory)
-    question = [case for case in labelled.cases if case.state is not None and case.readable]
-    blind = [case for case in labelled.cases if case.state is not None and not case.readable]
+    """Judges and scores everything labeled below the directory. Raises LabelError."""
+    labeled = read_labeled_data(directory)
+    scorable = [case for case in labeled.cases if case.state is not None and case.readable]
+    without_readings = [case for case in labeled.cases if case.state is not None and not case.readable]
     return BacktestResult(
-        scored=len(question),
-        unscored=_unscored(labelled.cases),
-        pictures={knowledge: _case_results(question, blind, knowledge) for knowledge in knowledges if question},
-        series=tuple(run_series(each) for each in labelled.series),
-        unlabelled=labelled.unlabelled,
+        scored=len(scorable),
+        unscored=_unscored(labeled.cases),
+        cases={knowledge: _case_results(scorable, without_readings, knowledge) for knowledge in knowledges if scorable},
+        series=tuple(run_series(each) for each in labeled.series),
+        unlabeled=labeled.unlabeled,
     )
 
 
 def _case_results(
-    question: Sequence[LabeledCase], blind: Sequence[LabeledCase], knowledge: ProgressKnowledge
+    scorable: Sequence[LabeledCase], without_readings: Sequence[LabeledCase], knowledge: ProgressKnowledge
 ) -> CaseResults:
-    plain = score_cases(judge_cases(question, knowledge))
-    left_out = judge_cases(question, knowledge, leave_model_out=True)
-    with_a_board = [case for case in blind if case.state is PowerState.HANG and case.samples["samples"]]
+    plain = score_cases(judge_cases(scorable, knowledge))
+    left_out = judge_cases(scorable, knowledge, leave_model_out=True)
+    with_a_board = [case for case in without_readings if case.state is PowerState.HANG and case.samples["samples"]]
     missed = [j for j in (*plain.missed, *judge_cases(with_a_board, knowledge)) if j.case.state is PowerState.HANG]
     missed = [j for j in missed if not j.right]
     return CaseResults(
@@ -234,7 +234,7 @@ def _counted(words: Iterable[str]) -> dict[str, int]:
 
 
 def alert_statistics(series: Sequence[SeriesResult]) -> dict[str, AlertStatistics]:
-    """By state for what happened, by alert for what was told without a reason."""
+    """Incidents by state, and false alarms by alert."""
     days = sum(each.seconds for each in series) / DAY_SECONDS
     incidents = [incident for each in series for incident in each.incidents]
     false = Counter(alarm.alert for each in series for alarm in each.false_alarms)
@@ -242,8 +242,8 @@ def alert_statistics(series: Sequence[SeriesResult]) -> dict[str, AlertStatistic
     for state in sorted({incident.state for incident in incidents}):
         mine = [incident for incident in incidents if incident.state == state]
         delays = tuple(sorted(i.delay_seconds for i in mine if i.delay_seconds is not None))
-        sure = tuple(sorted(i.confirmed_delay_seconds for i in mine if i.confirmed_delay_seconds is not None))
-        rows[state] = AlertStatistics(Ratio(len(delays), len(mine)), delays, sure, 0, 0.0)
+        confirmed = tuple(sorted(i.confirmed_delay_seconds for i in mine if i.confirmed_delay_seconds is not None))
+        rows[state] = AlertStatistics(Ratio(len(delays), len(mine)), delays, confirmed, 0, 0.0)
     for alert, count in sorted(false.items()):
         rows[alert] = AlertStatistics(Ratio(0, 0), (), (), count, round(count / days, 2) if days else 0.0)
     return rows

@@ -1,4 +1,5 @@
-"""Labelled pictures through triage, and once more as if nothing were known of their board."""
+"""Judges the labeled cases as `wattwatch triage` does, and scores the verdicts: how many are right, in which states, on
+which GPU models, and how well the confidence fits."""
 
 from __future__ import annotations
 
@@ -20,17 +21,17 @@ from wattwatch.watcher.recordings.triage import triage_source
 
 
 class ProgressKnowledge(StrEnum):
-    """What the judge is told of the steps."""
+    """What the classifier is told about the steps. The values are serialized."""
 
-    NONE = "none"  # one picture, nothing else
-    WORD = "word"  # what the reporter knew of them
+    NONE = "none"  # nothing
+    WORD = "word"  # what the reporter knew
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedCase:
     case: LabeledCase
     verdict: Verdict
-    told: bool  # a word on the steps was passed
+    with_progress: bool  # the progress of the steps was known and given
 
     @property
     def right(self) -> bool:
@@ -40,29 +41,31 @@ class JudgedCase:
 def judge_cases(
     cases: Iterable[LabeledCase], knowledge: ProgressKnowledge, *, leave_model_out: bool = False
 ) -> tuple[JudgedCase, ...]:
-    """Each case as `wattwatch triage` judges its file.
+    """Judges each case as `wattwatch triage` judges its file.
 
-    `leave_model_out`: without the board's name, so that the profile made from reports of this very model does not
-    apply; only what holds for all boards, scaled by the limit, is left. That is all that is fitted to boards.
+    `leave_model_out`: without the name of the GPU. The shipped profiles come from such reports, so a case would be
+    judged with a profile made from it; without the name, only the rules that hold for all GPUs apply.
     """
     return tuple(
-        _judge_case(case, case.word if knowledge is ProgressKnowledge.WORD else None, leave_model_out=leave_model_out)
+        _judge_case(
+            case, case.known_progress if knowledge is ProgressKnowledge.WORD else None, leave_model_out=leave_model_out
+        )
         for case in cases
     )
 
 
-def _judge_case(case: LabeledCase, word: StepProgress | None, *, leave_model_out: bool) -> JudgedCase:
+def _judge_case(case: LabeledCase, progress: StepProgress | None, *, leave_model_out: bool) -> JudgedCase:
     samples = _without_board_names(case.samples) if leave_model_out else case.samples
     try:
         source = read_input(case.name, orjson.dumps(samples))
     except InputError as error:
         raise LabelError(f"case {case.name}: {error}") from None
     if not isinstance(source, GpuLog) or len(source.specs) != 1:
-        raise LabelError(f"case {case.name}: is not one job's JSON samples")
+        raise LabelError(f"case {case.name}: not the JSON samples of a single job")
     if case.readable and source.status is not HostStatus.OK:
-        raise LabelError(f"case {case.name}: its samples cannot be read: each reading is a number or null")
-    (triage,) = triage_source(case.name, source, word, None)
-    return JudgedCase(case, triage.verdict, word is not None)
+        raise LabelError(f"case {case.name}: its samples cannot be parsed: every reading must be a number or null")
+    (triage,) = triage_source(case.name, source, progress, None)
+    return JudgedCase(case, triage.verdict, progress is not None)
 
 
 def _without_board_names(samples: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +76,7 @@ def _without_board_names(samples: dict[str, Any]) -> dict[str, Any]:
     return {**samples, "gpu_model": None, "samples": rounds}
 
 
-# Verdicts against labels: how many are right, of which kind, how sure, on which boards.
+# Verdicts against labels: how many are right, of which kind, how claims, on which boards.
 
 BIN_WIDTH: Final = 0.1
 
@@ -90,7 +93,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class StateScore:
-    """One state: how often it was found, and how often it was said of something else."""
+    """One state: how often it was recognized, and how often it was a wrong verdict."""
 
     found: Ratio
     false: int
@@ -98,11 +101,11 @@ class StateScore:
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceBin:
-    """Verdicts said with a confidence in [low, high)."""
+    """Verdicts with a confidence in [low, high)."""
 
     low: float
     high: float
-    confidence: float  # mean of what was said
+    confidence: float  # mean of the verdicts
     right: Ratio
 
     @property
@@ -112,11 +115,11 @@ class ConfidenceBin:
 
 @dataclass(frozen=True, slots=True)
 class CaseScore:
-    """All judged cases have a known state."""
+    """The score of cases whose state is known."""
 
     exact: Ratio
     kinds: Mapping[PowerState, StateScore]
-    matrix: Mapping[PowerState, Mapping[PowerState, int]]  # label -> said -> how often
+    matrix: Mapping[PowerState, Mapping[PowerState, int]]  # label -> verdict -> how often
     reliability: tuple[ConfidenceBin, ...]
     models: Mapping[str, Ratio]
     missed: tuple[JudgedCase, ...]
@@ -128,7 +131,7 @@ class CaseScore:
 
 def score_cases(judged: Sequence[JudgedCase]) -> CaseScore:
     labels = [state for state in PowerState if any(j.case.state is state for j in judged)]
-    said = [state for state in PowerState if any(j.verdict.state is state for j in judged)]
+    verdicts = [state for state in PowerState if any(j.verdict.state is state for j in judged)]
     matrix = {
         label: dict(Counter(j.verdict.state for j in judged if j.case.state is label).most_common()) for label in labels
     }
@@ -138,7 +141,7 @@ def score_cases(judged: Sequence[JudgedCase]) -> CaseScore:
             sum(row.get(state, 0) for label, row in matrix.items() if label is not state),
         )
         for state in PowerState
-        if state in labels or state in said
+        if state in labels or state in verdicts
     }
     return CaseScore(
         exact=correct_ratio(judged),
@@ -155,12 +158,15 @@ def correct_ratio(judged: Sequence[JudgedCase]) -> Ratio:
 
 
 def reliability(judged: Sequence[JudgedCase]) -> tuple[ConfidenceBin, ...]:
-    """Of verdicts said with 0.9, nine in ten should be right. `unknown` asserts nothing and is not counted; nor is,
-    where the steps are known, a case of which nobody knew any: what it was told is what the other run was told."""
-    with_word = any(j.told for j in judged)
-    sure = [j for j in judged if j.verdict.state is not PowerState.UNKNOWN and j.told == with_word]
+    """How well the confidence fits: of verdicts with 0.9, nine in ten should be right.
+
+    "unknown" claims nothing and is not counted. If the progress was given, cases for which nobody knew it are not
+    counted either: they are judged the same with and without.
+    """
+    with_progress_known = any(j.with_progress for j in judged)
+    claims = [j for j in judged if j.verdict.state is not PowerState.UNKNOWN and j.with_progress == with_progress_known]
     bins = []
-    for number, each in groupby(sorted(sure, key=_bin_of), key=_bin_of):
+    for number, each in groupby(sorted(claims, key=_bin_of), key=_bin_of):
         rows = list(each)
         mean = sum(j.verdict.confidence for j in rows) / len(rows)
         bins.append(

@@ -13,8 +13,7 @@ from wattwatch.collectors.simulated.cluster import SimulationError
 from wattwatch.collectors.simulated.scenario import SCENARIOS
 from wattwatch.watcher.cli.shared import json_option, print_json
 from wattwatch.watcher.config.settings import ConfigError
-from wattwatch.watcher.demo.real.data import RANKS_PER_NODE, JobSize
-from wattwatch.watcher.demo.real.job import missing_packages
+from wattwatch.watcher.demo.real.job import RANKS_PER_NODE, JobSize, missing_packages
 from wattwatch.watcher.demo.real.runner import JOB_NAME as REAL_SCENARIO
 from wattwatch.watcher.demo.real.runner import RealTerminalScreen, run_real_demo
 from wattwatch.watcher.demo.real.runner import real_demo_summary as real_summary

@@ -1,4 +1,4 @@
-"""The demo's wattwatch.toml: as a user would write it, for the simulated cluster and the demo's own receivers."""
+"""Writes the demo's wattwatch.toml as a user would, for the simulated cluster and the demo's own receivers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERVAL_SECONDS: Final = 1.0
 
 
 def write_configuration(cluster: SimulatedCluster, receiver_address: str, listen: str) -> Path:
-    """Write wattwatch.toml and the receivers' URL files into the cluster's directory; the file's path."""
+    """Writes wattwatch.toml and the URL files of the receivers into the cluster's directory. Returns its path."""
     directory = cluster.directory
     for name, url_path in (("webhook", WEBHOOK_PATH), ("slack", SLACK_PATH)):
         (directory / f"{name}_url").write_text(f"{receiver_address}{url_path}\n", "utf-8")
@@ -37,7 +37,7 @@ def write_configuration(cluster: SimulatedCluster, receiver_address: str, listen
 
 
 def followed_table(job: FollowedJob) -> str:
-    """With a stall limit of half the least that would be learned: nobody waits longer for a demo than it needs."""
+    """With half of the shortest stall limit that would be learned, so that the demo is short."""
     nodes = node_list(job.node_names)
     return table("[[jobs]]", name=job.name, nodes=nodes, run_directory=job.run_directory, stall_limit="15s")
 
@@ -61,5 +61,5 @@ def job_table(job: SimulatedJob) -> str:
 
 
 def table(head: str, **values: str | Sequence[str]) -> str:
-    """TOML's strings and lists of strings are written as JSON's."""
+    """One TOML table. Strings and lists of strings are written as in JSON."""
     return "\n".join([head, *(f"{key} = {json.dumps(value)}" for key, value in values.items())]) + "\n"

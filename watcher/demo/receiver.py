@@ -1,4 +1,4 @@
-"""Where the demo's messages arrive: an HTTP server on loopback that takes what a webhook and Slack would take.
+"""Receives the messages of the demo: an HTTP server on loopback that accepts what a webhook and Slack would accept.
 
 Alertmanager's webhook payload, version 4: prometheus.io/docs/alerting/latest/configuration/#webhook_config.
 Slack's incoming webhook: any JSON with `text` or `blocks`, answered with "ok".
@@ -21,7 +21,7 @@ SLACK_PATH: Final = "/slack"
 
 @dataclass(frozen=True, slots=True)
 class ReceivedAlert:
-    """One alert of one message, as it was received. `received_seconds`: wall clock of the demo's clock."""
+    """One alert of one message, as it was received. `received_seconds` is the wall time of the demo's clock."""
 
     status: str  # "firing" or "resolved"
     alert: str
@@ -33,7 +33,7 @@ class ReceivedAlert:
 
     @property
     def text(self) -> str:
-        """Everything that a person would read."""
+        """All text that a person would read."""
         return "\n".join([*self.labels.values(), *self.annotations.values()])
 
 
@@ -53,14 +53,14 @@ class DemoReceiver:
                 received = clock.wall()
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 known = receiver.take(self.path, body, received)
-                answer = b"ok" if known else b"no such receiver, or not its payload"
+                answer = b"ok" if known else b"unknown receiver, or not a payload for it"
                 self.send_response(200 if known else 400)
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
                 self.wfile.write(answer)
 
             def log_message(self, format: str, *args: object) -> None:
-                """The screen is the demo's."""
+                """Nothing: the terminal belongs to the demo."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
@@ -74,7 +74,7 @@ class DemoReceiver:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def take(self, path: str, body: bytes, received_seconds: float) -> bool:
-        """One message; False where it is not what this path takes."""
+        """Takes one message. False if it is not a payload for this path."""
         try:
             content = json.loads(body)
             notices = parse_webhook_payload(content, received_seconds) if path == WEBHOOK_PATH else ()
@@ -98,7 +98,7 @@ class DemoReceiver:
 
     @property
     def unreadable(self) -> int:
-        """Messages that were no payload of their receiver."""
+        """The number of messages that were not a payload for their path."""
         with self._lock:
             return self._unreadable
 
@@ -109,7 +109,7 @@ class DemoReceiver:
 
 
 def parse_webhook_payload(content: Mapping[str, Any], received_seconds: float) -> tuple[ReceivedAlert, ...]:
-    """The alerts of one Alertmanager payload. KeyError or TypeError where it is none."""
+    """The alerts in a payload of Alertmanager's webhook. Raises KeyError or TypeError if it is not one."""
     return tuple(
         ReceivedAlert(
             status=alert["status"],

@@ -1,7 +1,7 @@
-"""One run of the demo: the simulated cluster, the real service on it, its messages received, and the score.
+"""One run of the demo: the simulated cluster, the real service on it, the receiver of its messages, and the score.
 
-Nothing here knows a scenario by name, and nothing is told twice: what was injected comes from the cluster's own
-report, what was said from the messages as they arrived over HTTP.
+Nothing here knows a scenario by its name. What was injected comes from the cluster's own report, and what was reported
+from the messages as they arrived over HTTP.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ from wattwatch.watcher.demo.receiver import DemoReceiver, ReceivedAlert
 from wattwatch.watcher.demo.score import DemoScore, score_run
 from wattwatch.watcher.engine.snapshot import Snapshot
 
-FIRST_SAMPLE_TIMEOUT_SECONDS: Final = 25.0  # real: from the start of the service until every node has been seen
-FINAL_DELIVERY_SECONDS: Final = 3.0  # real: for messages under way at the end
-POLL_SECONDS: Final = 0.02  # real
+FIRST_SAMPLE_TIMEOUT_SECONDS: Final = (
+    25.0  # real time, from the start of the service until every node has sent a sample
+)
+FINAL_DELIVERY_SECONDS: Final = 3.0  # real time, for messages that are on their way at the end
+POLL_SECONDS: Final = 0.02  # real time
 
 
 class DemoError(Exception):
-    """The demo could not be played; the text says why and what to do."""
+    """The demo could not be run. The message says why and what to do."""
 
 
 class DemoScreen(Protocol):
-    """Where a run is shown while it lasts. Seconds count from the beginning of the scenarios, on their clock."""
+    """Shows a run while it lasts. Seconds are scenario time, from the beginning of the scenarios."""
 
     def watching(self, page: str, nodes: int) -> None: ...
 
     def injected(self, scenario: Scenario, phase: int, seconds: float) -> None: ...
 
-    def told(self, notice: ReceivedAlert, since_injection_seconds: float | None, seconds: float) -> None: ...
+    def alert_received(self, notice: ReceivedAlert, since_injection_seconds: float | None, seconds: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class DemoCost:
-    """What the watcher used, the demo's own work included and the simulated nodes not; and what the faults cost."""
+    """What the watcher used (with the demo itself, without the simulated nodes), and what the faults cost."""
 
     nodes: int
-    seconds: float  # real, of watching
-    first_alert_seconds: float | None  # real, from the start of the service to the first alert on the screen
+    seconds: float  # real time of watching
+    first_alert_seconds: float | None  # real time, from the start of the service to the first alert on the screen
     cpu_seconds: float
     memory_bytes: int
     wasted_gpu_seconds: float  # scenario time
@@ -61,8 +63,8 @@ class DemoOutcome:
     slack_messages: int
     notices: tuple[ReceivedAlert, ...]
     states: Mapping[str, Sequence[str]]
-    too_slow: str  # "" where the machine held the clock; else what it missed
-    left_behind: tuple[int, ...]  # commands on nodes that outlived the watcher
+    too_slow: str  # "" if the machine kept up with the scenario clock; otherwise what was late
+    left_behind: tuple[int, ...]  # pids of commands on nodes that outlived the watcher
 
     @property
     def good(self) -> bool:
@@ -70,7 +72,7 @@ class DemoOutcome:
 
 
 def run_demo(scenarios: Sequence[Scenario], speed: float, listen: str, screen: DemoScreen) -> DemoOutcome:
-    """Play the scenarios side by side, each on its own nodes, under one watcher. Raises DemoError."""
+    """Plays the scenarios side by side, each on its own nodes, under one watcher. Raises DemoError."""
     cluster = SimulatedCluster(scenarios, speed)
     with cluster:
         receiver = DemoReceiver(cluster.clock)
@@ -83,7 +85,7 @@ def run_demo(scenarios: Sequence[Scenario], speed: float, listen: str, screen: D
                 raise DemoError(str(error)) from None
             try:
                 screen.watching(f"{service.address}/", len(cluster.nodes))
-                run.wait_for_first_sight()
+                run.wait_for_first_samples()
                 run.watch()
             finally:
                 service.stop()
@@ -93,7 +95,7 @@ def run_demo(scenarios: Sequence[Scenario], speed: float, listen: str, screen: D
 
 
 class DemoRun:
-    """What is noted while the scenarios play."""
+    """The state of one run: what was shown so far, and what was observed."""
 
     def __init__(self, cluster: SimulatedCluster, service: Service, receiver: DemoReceiver, screen: DemoScreen) -> None:
         self._cluster = cluster
@@ -106,15 +108,15 @@ class DemoRun:
         self._began_seconds = 0.0
         self._shown_phases = 0
         self._shown_notices = 0
-        self._latest_look_seconds = 0.0
+        self._max_late_seconds = 0.0
         self._started = time.monotonic()
         self._cpu_seconds = time.process_time()
         self._seconds = 0.0
         self._first_alert_seconds: float | None = None
         self._last: Snapshot | None = None
 
-    def wait_for_first_sight(self) -> None:
-        """Until every node has said something and every job was looked at."""
+    def wait_for_first_samples(self) -> None:
+        """Waits until every node has sent a sample and every job has a verdict. Raises DemoError."""
         deadline = time.monotonic() + FIRST_SAMPLE_TIMEOUT_SECONDS
         while True:
             snapshot = self._service.snapshot
@@ -124,30 +126,30 @@ class DemoRun:
             if time.monotonic() > deadline:
                 why = "; ".join(f"{name}: {snapshot.nodes[name].link.detail}" for name in unseen[:3])
                 raise DemoError(
-                    f"after {FIRST_SAMPLE_TIMEOUT_SECONDS:.0f} s {len(unseen)} of {len(self._cluster.nodes)} simulated nodes "
-                    f"have not been seen ({why or 'no job was judged'}). This machine may be too slow or too busy: "
-                    "try one scenario (--scenario deadlock) or a lower --speed."
+                    f"{len(unseen)} of {len(self._cluster.nodes)} simulated nodes sent no sample within "
+                    f"{FIRST_SAMPLE_TIMEOUT_SECONDS:.0f} s ({why or 'no job has a verdict yet'}). This machine may be "
+                    "too slow or too busy: try a single scenario (--scenario deadlock) or a lower --speed."
                 )
             time.sleep(POLL_SECONDS)
 
     def watch(self) -> None:
-        """Begin, and look until the last scenario is over and its messages are out."""
+        """Starts the scenarios and follows them until the last one is over and its messages have been sent."""
         self._cluster.begin()
         self._began_seconds = self._clock.wall()
         end = self._began_seconds + max(scenario.duration_seconds for scenario in self._scenarios.values())
         while (now := self._clock.wall()) < end:
-            self._look(now)
+            self._update(now)
             time.sleep(POLL_SECONDS)
         deadline = time.monotonic() + FINAL_DELIVERY_SECONDS
         while self._service.snapshot.deliveries.waiting and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        self._look(self._clock.wall())
+        self._update(self._clock.wall())
         self._seconds = time.monotonic() - self._started
         self._cpu_seconds = time.process_time() - self._cpu_seconds
 
-    def _look(self, now: float) -> None:
+    def _update(self, now: float) -> None:
         snapshot = self._last = self._service.snapshot
-        self._latest_look_seconds = max(self._latest_look_seconds, snapshot.late_seconds)
+        self._max_late_seconds = max(self._max_late_seconds, snapshot.late_seconds)
         for name, view in snapshot.jobs.items():
             seen = self._states.get(name)
             warm = self._began_seconds + warm_up_seconds(self._scenarios[name])
@@ -162,20 +164,20 @@ class DemoRun:
         notices = self._receiver.notices()
         for notice in notices[self._shown_notices :]:
             since = self._since_injection(notice, phases)
-            self._screen.told(notice, since, notice.received_seconds - self._began_seconds)
+            self._screen.alert_received(notice, since, notice.received_seconds - self._began_seconds)
             if self._first_alert_seconds is None:
                 self._first_alert_seconds = time.monotonic() - self._started
         self._shown_notices = len(notices)
 
     def _since_injection(self, notice: ReceivedAlert, phases: Sequence[PhaseStarted]) -> float | None:
-        """Seconds since the fault that this notice is expected for; None where none is."""
+        """Seconds since the injection of the fault that this alert is expected for; None if it is not expected."""
         scenario = self._scenarios.get(notice.job)
         wanted = () if scenario is None else [e.phase for e in scenario.expected if e.alert == notice.alert]
         starts = [p.wall_seconds for p in phases if p.scenario == notice.job and p.phase in wanted]
         return notice.received_seconds - starts[0] if starts else None
 
     def outcome(self) -> DemoOutcome:
-        """Everything, once the cluster has ended."""
+        """The result, to be called when the cluster has ended."""
         phases = self._cluster.phases()
         notices = self._receiver.notices()
         jobs = {} if self._last is None else self._last.jobs
@@ -200,16 +202,16 @@ class DemoRun:
         )
 
     def _lateness(self, phases: Sequence[PhaseStarted]) -> str:
-        """Where the clock was not held by an interval or more, the figures of this run mean little."""
+        """What was late by more than an interval: the delays of such a run say little about the watcher."""
         simulation = max([self._cluster.latest_seconds, *(phase.late_seconds for phase in phases)])
         late = [
             f"{who} was up to {seconds:.1f} s late"
-            for who, seconds in (("the simulated cluster", simulation), ("the watcher", self._latest_look_seconds))
+            for who, seconds in (("the simulated cluster", simulation), ("the watcher", self._max_late_seconds))
             if seconds > INTERVAL_SECONDS
         ]
         return " and ".join(late)
 
 
 def warm_up_seconds(scenario: Scenario) -> float:
-    """When a scenario's own events begin; one that has none is warm when others are."""
+    """When the events of a scenario begin; a scenario without events is treated like the others."""
     return scenario.phases[1].at_seconds if len(scenario.phases) > 1 else 40.0

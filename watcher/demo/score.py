@@ -1,7 +1,8 @@
-"""What was injected against what was said. Pure: scenarios, phases as they began and notices as received go in.
+"""Compares what was injected with what was reported. Pure functions of scenarios, phases as they began, and alerts as
+they were received.
 
-A fault is named when its alert came for the right job after the fault began, with the severity declared, naming the
-suspects declared and nobody else, and is still open at the end. Whatever else was said is one too many.
+A fault is reported correctly if its alert came for its job, after the fault began, with the expected severity, naming
+the expected suspects and no other rank, with its evidence, and was still open at the end. Any other alert is a problem.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from wattwatch.watcher.demo.receiver import ReceivedAlert
 
 @dataclass(frozen=True, slots=True)
 class ExpectedAlertResult:
-    """One expected alert. Times are None where it was not said."""
+    """The result for one expected alert. Times are None if it did not come."""
 
     scenario: str
     injected: str
     alert: str
     severity: str
-    said: str  # summary of the first message; "" if none
+    said: str  # summary of the first message; "" if there was none
     late_seconds: float | None  # scenario time from injection to receipt
     late_intervals: float | None
-    real_milliseconds: float | None  # from the second sample that shows nothing but the fault, to receipt
+    real_milliseconds: float | None  # from the second sample that shows only the fault, to the receipt
     problems: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DemoScore:
     rows: tuple[ExpectedAlertResult, ...]
-    problems: tuple[str, ...]  # everything: of the rows, notices too many, states that were never seen
+    problems: tuple[str, ...]  # all of them: of expected alerts, of unexpected ones, and of states that did not occur
 
     @property
     def good(self) -> bool:
@@ -59,7 +60,7 @@ def score_run(
     problems = [f"{row.scenario}: {problem}" for row in rows for problem in row.problems]
     problems += [too_many for notice in notices if (too_many := describe_unexpected(scenarios, notice))]
     problems += [
-        f"{scenario.name}: was never seen as {state}; it was {', '.join(states.get(scenario.name, ())) or 'unseen'}"
+        f"{scenario.name}: was never {state}; its states were: {', '.join(states.get(scenario.name, ())) or 'none'}"
         for scenario in scenarios
         for state in scenario.states
         if state not in states.get(scenario.name, ())
@@ -82,11 +83,11 @@ def score_expected(
     firing = [notice for notice in mine if notice.status == "firing"]
     late: float | None = None
     after: float | None = None
-    problems = [f"{expected.alert} was said before anything of it was injected"] if early else []
+    problems = [f"{expected.alert} came before its fault was injected"] if early else []
     if injected is None:
         problems.append(f"{expected.alert}: its fault was never injected")
     elif not firing:
-        problems.append(f"{expected.alert} was not said")
+        problems.append(f"{expected.alert} did not come")
     else:
         late = firing[0].received_seconds - injected
         after = 1000 * (firing[0].received_seconds - second_clear_sample(injected, interval_seconds)) / speed
@@ -105,45 +106,48 @@ def score_expected(
 
 
 def second_clear_sample(injected_seconds: float, interval_seconds: float) -> float:
-    """Samples fall on multiples of the interval. The first one after the injection averages over before and after;
-    the two after that show nothing but the fault."""
+    """When the second sample ends that shows only the fault.
+
+    Samples end at multiples of the interval. Power is averaged over it, so the first sample after the injection mixes
+    before and after; the next two are clear.
+    """
     return (math.ceil(injected_seconds / interval_seconds) + 2) * interval_seconds
 
 
 def find_problems(expected: ExpectedAlert, mine: Sequence[ReceivedAlert], firing: Sequence[ReceivedAlert]) -> list[str]:
-    """What is wrong with the notices that came after the injection."""
+    """What is wrong with the alerts that came after the injection."""
     problems = []
     if expected.severity not in [notice.severity for notice in firing]:
-        said = ", ".join(dict.fromkeys(notice.severity for notice in firing))
-        problems.append(f"{expected.alert} was said as {said}, never as {expected.severity}")
+        severities = ", ".join(dict.fromkeys(notice.severity for notice in firing))
+        problems.append(f"{expected.alert} came as {severities}, never as {expected.severity}")
     last = firing[-1]
     text = last.annotations.get("suspects", "")
     missing = [suspect for suspect in expected.suspects if not re.search(rf"\b{re.escape(suspect)}\b", text)]
     if missing:
         problems.append(f"{expected.alert} does not name {' and '.join(missing)}; it names {text or 'nobody'}")
     if text and not expected.suspects:
-        problems.append(f"{expected.alert} names {text}, where nobody stands out")
+        problems.append(f"{expected.alert} names {text}, although there is no suspect")
     ranks = {int(rank) for rank in re.findall(r"\brank (\d+)\b", text)}
     wanted = {int(rank) for suspect in expected.suspects for rank in re.findall(r"\brank (\d+)\b", suspect)}
     if wanted and ranks - wanted:
         problems.append(f"{expected.alert} also names {', '.join(f'rank {rank}' for rank in sorted(ranks - wanted))}")
     problems += [
-        f"{expected.alert} does not give its evidence ({word})"
+        f"{expected.alert} lacks the evidence {word!r}"
         for word in expected.words
         if not re.search(word, last.text, re.IGNORECASE)
     ]
     if mine[-1].status == "resolved":
-        problems.append(f"{expected.alert} was said to be over while it was not")
+        problems.append(f"{expected.alert} was resolved while the fault lasted")
     return problems
 
 
 def describe_unexpected(scenarios: Sequence[Scenario], notice: ReceivedAlert) -> str | None:
-    """The complaint about a notice that no scenario expects."""
+    """The problem with an alert that no scenario expects; None if it is expected."""
     if notice.status != "firing":
         return None
     wanted = {(scenario.name, expected.alert) for scenario in scenarios for expected in scenario.expected}
     if (notice.job, notice.alert) in wanted:
         return None
-    return f"{notice.job or 'the watcher'}: {notice.alert} was said and nothing of it was injected: " + (
+    return f"{notice.job or 'the watcher'}: {notice.alert} came, but no such fault was injected: " + (
         notice.annotations.get("summary", "")
     )

@@ -1,4 +1,4 @@
-"""How a run of the demo looks in a terminal. Knows how, not what: every figure comes from the outcome."""
+"""Prints a run of the demo in a terminal, and its summary as a table or as JSON. All figures come from the outcome."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from wattwatch.watcher.demo.runner import DemoCost, DemoOutcome
 from wattwatch.watcher.demo.score import ExpectedAlertResult
 
 SEVERITY_COLORS: Final = {"critical": "bold red", "warning": "yellow", "info": "green"}
-MAX_LINES: Final = 4  # of one alert: the summary and its first evidence; the whole is in the message
+MAX_LINES: Final = 4  # per alert: the summary and its first evidence; the message has all of it
 MAX_LINE_LENGTH: Final = 240
 INDENT: Final = 24
 
 
 class TerminalScreen:
-    """Prints a run as it happens; stamps are seconds of the scenarios."""
+    """Prints a run as it happens; times are scenario seconds."""
 
     def __init__(self, console: Console, speed: float) -> None:
         self._console = console
@@ -32,8 +32,8 @@ class TerminalScreen:
 
     def watching(self, page: str, nodes: int) -> None:
         self._console.print(
-            f"Watching [bold]{nodes} simulated nodes[/] over SSH on loopback, {self._speed:g} times as fast as life; "
-            f"one sample per node every {INTERVAL_SECONDS:g} s.\nLive page while it runs: [underline]{page}[/]\n"
+            f"Watching [bold]{nodes} simulated nodes[/] over SSH on loopback, at {self._speed:g} times real time; "
+            f"one sample per node every {INTERVAL_SECONDS:g} s.\nLive page during the run: [underline]{page}[/]\n"
         )
 
     def injected(self, scenario: Scenario, phase: int, seconds: float) -> None:
@@ -41,17 +41,17 @@ class TerminalScreen:
         if what:
             self._console.print(f"[dim]{seconds:6.1f} s  {scenario.name:<13} injected: {escape(what)}[/]")
 
-    def told(self, notice: ReceivedAlert, since_injection_seconds: float | None, seconds: float) -> None:
+    def alert_received(self, notice: ReceivedAlert, since_injection_seconds: float | None, seconds: float) -> None:
         if notice.status != "firing":
-            self._console.print(f"{seconds:6.1f} s  {notice.job:<13} [green]over: {notice.alert}[/]")
+            self._console.print(f"{seconds:6.1f} s  {notice.job:<13} [green]resolved: {notice.alert}[/]")
             return
         late = ""
         if since_injection_seconds is not None:
             intervals = since_injection_seconds / INTERVAL_SECONDS
-            late = f"  [cyan]+{since_injection_seconds:.1f} s ({intervals:.1f} samples) after it began[/]"
-        colour = SEVERITY_COLORS.get(notice.severity, "bold")
+            late = f"  [cyan]+{since_injection_seconds:.1f} s ({intervals:.1f} samples) after the fault[/]"
+        color = SEVERITY_COLORS.get(notice.severity, "bold")
         self._console.print(
-            f"{seconds:6.1f} s  {notice.job:<13} [{colour}]{notice.severity.upper()} {notice.alert}[/]{late}"
+            f"{seconds:6.1f} s  {notice.job:<13} [{color}]{notice.severity.upper()} {notice.alert}[/]{late}"
         )
         annotations = notice.annotations
         lines = [annotations.get("summary", ""), *annotations.get("description", "").splitlines()][:MAX_LINES]
@@ -66,23 +66,25 @@ class TerminalScreen:
         self._console.print(summary_table(outcome.score.rows))
         for scenario in scenarios:
             if not scenario.expected:
-                said = {notice.alert for notice in outcome.notices if notice.job == scenario.name}
-                verdict = f"[red]false alarm: {', '.join(sorted(said))}[/]" if said else "[green]no alarm, rightly[/]"
-                states = ", ".join(outcome.states.get(scenario.name, ())) or "unseen"
-                self._console.print(f"{scenario.name:<14} {verdict}; seen as {states}. {escape(scenario.title)}.")
+                alerts = {notice.alert for notice in outcome.notices if notice.job == scenario.name}
+                verdict = (
+                    f"[red]false alarm: {', '.join(sorted(alerts))}[/]" if alerts else "[green]no alert, as expected[/]"
+                )
+                states = ", ".join(outcome.states.get(scenario.name, ())) or "none"
+                self._console.print(f"{scenario.name:<14} {verdict}; states: {states}. {escape(scenario.title)}.")
         self._console.print(demo_cost_line(outcome.cost, self._speed), style="dim")
         if outcome.too_slow:
             self._console.print(
-                f"[yellow]This machine did not hold the clock: {outcome.too_slow} (seconds of the scenarios). "
-                "The delays above are the machine's, not the watcher's; try a lower --speed.[/]"
+                f"[yellow]This machine was too slow: {outcome.too_slow} (scenario time). "
+                "The delays above are those of the machine, not of the watcher; try a lower --speed.[/]"
             )
         for problem in outcome.score.problems:
             self._console.print(f"[red]✗ {escape(problem)}[/]")
         if outcome.left_behind:
-            self._console.print(f"[red]✗ {len(outcome.left_behind)} commands were left on nodes[/]")
+            self._console.print(f"[red]✗ {len(outcome.left_behind)} commands were left running on nodes[/]")
         if outcome.good:
             count = len(outcome.score.rows)
-            self._console.print(f"[bold green]✓ All {count} injected faults were named, and nothing else was said.[/]")
+            self._console.print(f"[bold green]✓ All {count} injected faults were reported, and nothing else was.[/]")
 
 
 def truncate(text: str) -> str:
@@ -91,23 +93,24 @@ def truncate(text: str) -> str:
 
 def summary_table(rows: Sequence[ExpectedAlertResult]) -> Table:
     table = Table(
-        title="What was injected, what was said, how late",
+        title="Injected faults, alerts and delays",
         title_justify="left",
-        caption="After it began: seconds of the scenario. After the 2nd clear sample: real milliseconds to receipt at "
-        "the webhook. A sample is clear when its whole interval lies after the injection; a minus means earlier.",
+        caption="Delay: scenario time from the injection to the receipt of the alert. After the 2nd clear sample: real "
+        "milliseconds to the receipt at the webhook; negative means before it. A sample is clear if its whole interval "
+        "is after the injection.",
         caption_justify="left",
     )
-    for heading in ("scenario", "injected", "said"):
+    for heading in ("scenario", "injected", "alert"):
         table.add_column(heading, overflow="fold")
-    table.add_column("after it began", justify="right")
+    table.add_column("delay", justify="right")
     table.add_column("after the 2nd\nclear sample", justify="right")
     for row in rows:
-        colour = "red" if row.problems else SEVERITY_COLORS.get(row.severity, "bold")
-        said = "; ".join(row.problems) if row.problems else row.alert
+        color = "red" if row.problems else SEVERITY_COLORS.get(row.severity, "bold")
+        text = "; ".join(row.problems) if row.problems else row.alert
         table.add_row(
             row.scenario,
             escape(row.injected),
-            f"[{colour}]{escape(said)}[/]" + ("" if row.problems else f" {escape(row.said)}"),
+            f"[{color}]{escape(text)}[/]" + ("" if row.problems else f" {escape(row.said)}"),
             "-" if row.late_seconds is None else f"{row.late_seconds:.1f} s\n{row.late_intervals:.1f} samples",
             "-" if row.real_milliseconds is None else f"{row.real_milliseconds:+.0f} ms",
         )
@@ -119,15 +122,15 @@ def demo_cost_line(cost: DemoCost, speed: float) -> str:
     first = cost.first_alert_seconds
     per_node = 1000 * cost.cpu_seconds / (cost.nodes * cost.seconds * speed) if cost.seconds else 0.0
     return (
-        f"Cost: the watcher (and this screen) used {share:.0%} of a core and {cost.memory_bytes / 1e6:.0f} MB for "
-        f"{cost.nodes} nodes at {speed / INTERVAL_SECONDS:g} samples a second: {per_node:.1f} ms a node and sample. "
-        f"The faults idled {cost.wasted_gpu_seconds / 3600:.2f} GPU-hours of the scenarios' time."
-        + ("" if first is None else f" First alert on this screen after {first:.1f} s.")
+        f"Cost: the watcher and this screen used {share:.0%} of a core and {cost.memory_bytes / 1e6:.0f} MB for "
+        f"{cost.nodes} nodes at {speed / INTERVAL_SECONDS:g} samples a second: {per_node:.1f} ms per node and sample. "
+        f"The faults wasted {cost.wasted_gpu_seconds / 3600:.2f} GPU-hours of scenario time."
+        + ("" if first is None else f" The first alert was on this screen after {first:.1f} s.")
     )
 
 
 def demo_summary(outcome: DemoOutcome, speed: float) -> dict[str, Any]:
-    """The same as JSON."""
+    """The outcome as a JSON object."""
     cost = outcome.cost
     return {
         "ok": outcome.good,

@@ -93,14 +93,14 @@ def test_the_result_is_written_for_files_and_the_same_each_time(shell: Shell, tm
     shell.run("backtest", tmp_path / "data", "--out", second)
     assert first.read_bytes() == second.read_bytes()
     assert "1 of 1 (100.0%)" in text
-    assert "each GPU model left out" in text
+    assert "without GPU model" in text
     assert shell.run("backtest", tmp_path / "data", "--out", tmp_path / "no" / "where.json").exit_code == 3
 
 
 # Logs.
 
 
-def test_a_hang_in_a_log_is_told_with_its_delay_and_an_alarm_without_reason_is_counted_a_day(
+def test_a_hang_in_a_log_is_scored_with_its_delay_and_false_alarms_are_counted_per_day(
     shell: Shell, tmp_path: Path
 ) -> None:
     for name, label in (
@@ -115,19 +115,19 @@ def test_a_hang_in_a_log_is_told_with_its_delay_and_an_alarm_without_reason_is_c
     (incident,) = hangs["incidents"]
     assert 20 <= incident["delay_seconds"] <= 90
     assert incident["delay_seconds"] < incident["confirmed_delay_seconds"] < 600
-    words = f"first word after {incident['delay_seconds']:.0f} s; confirmed after"
+    words = f"first alert after {incident['delay_seconds']:.0f} s; confirmed after"
     assert words in shell.run("backtest", tmp_path).out
     assert hangs["false_alarms"] == []
     assert [a["alert"] for a in moves["false_alarms"]] == ["JobHung"]
     assert found["false_alarms_per_day"]["JobHung"] == pytest.approx(86400 / (2 * 890), rel=0.01)
 
 
-def test_what_did_not_happen_in_its_time_was_not_told(shell: Shell, tmp_path: Path) -> None:
+def test_an_alert_outside_of_its_interval_does_not_count(shell: Shell, tmp_path: Path) -> None:
     log(tmp_path / "run.csv", (900, 560, 96))
     sidecar(tmp_path / "run.csv", {"intervals": [{"state": "hang", "from_seconds": 100, "to_seconds": 200}]})
     (incident,) = shell.run("backtest", tmp_path, "--json").json["logs"]["played"][0]["incidents"]
     assert incident["delay_seconds"] is None
-    assert "told 0 of 1" in shell.run("backtest", tmp_path).out
+    assert "reported 0 of 1" in shell.run("backtest", tmp_path).out
 
 
 # Errors.
@@ -135,42 +135,42 @@ def test_what_did_not_happen_in_its_time_was_not_told(shell: Shell, tmp_path: Pa
 
 @pytest.mark.parametrize("label", ["hanging", "Hang", "", 5, ["hang"], {"state": "hang"}, True])
 @pytest.mark.parametrize("key", ["reported_state", "state"])
-def test_a_picture_with_a_label_that_is_no_state_is_refused(label: Any, key: str, shell: Shell, tmp_path: Path) -> None:
+def test_a_case_with_an_unknown_label_is_an_error(label: Any, key: str, shell: Shell, tmp_path: Path) -> None:
     case = labelled("hang", "deadlock", id="x7")
     del case["reported_state"]
     case[key] = label
     (tmp_path / "a.json").write_text(json.dumps([labelled("hang", "deadlock"), case]))
     answer = shell.run("backtest", tmp_path)
     assert (answer.exit_code, answer.out) == (3, "")
-    assert f"a.json: case x7: {label!r} is no state of a job; known: checkpoint, communication," in answer.err
+    assert f"a.json: case x7: unknown state {label!r}; known states: checkpoint, communication," in answer.err
     assert answer.err.count("\n") == 1
 
 
-def test_a_label_of_times_beyond_its_log_is_refused(shell: Shell, tmp_path: Path) -> None:
+def test_a_label_beyond_the_end_of_its_log_is_an_error(shell: Shell, tmp_path: Path) -> None:
     log(tmp_path / "run.csv", (290, 560, 96))
     sidecar(tmp_path / "run.csv", {"intervals": [{"state": "hang", "from_seconds": 90000}]})
     answer = shell.run("backtest", tmp_path)
     assert (answer.exit_code, answer.out) == (3, "")
-    assert "its label tells of hang from 90000 s on" in answer.err
+    assert "its label has hang from 90000 s on" in answer.err
 
 
-def test_pictures_that_cannot_be_scored_are_said_and_are_no_score(shell: Shell, tmp_path: Path) -> None:
+def test_cases_that_cannot_be_scored_are_listed_by_reason(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(labelled("crash", "idle")))
     answer = shell.run("backtest", tmp_path)
     assert answer.exit_code == 3
-    assert "no state of a picture: crash 1" in answer.out
-    assert "no case in it could be scored" in answer.err
+    assert "state not visible in samples: crash 1" in answer.out
+    assert "nothing in it could be scored" in answer.err
 
 
 @pytest.mark.parametrize(
     ("label", "words"),
     [
         ("{", "Invalid JSON"),
-        ("{}", 'needs a "state", or "intervals"'),
+        ("{}", 'needs "state", or "intervals"'),
         ('{"state": "asleep"}', "state"),
         ('{"intervals": [{"state": "hang", "from_seconds": 9, "to_seconds": 3}]}', "is not after"),
         ('{"state": "hang", "form": 1}', "form"),
-        ('{"state": "compute", "intervals": [{"state": "hang", "from_seconds": 9}]}', "keep one of them"),
+        ('{"state": "compute", "intervals": [{"state": "hang", "from_seconds": 9}]}', "remove one of them"),
         ('{"intervals": [{"state": "hang", "from_seconds": "10"}]}', "intervals.0.from_seconds"),
         ('{"state": 3}', "state"),
     ],
@@ -187,12 +187,12 @@ def test_a_bad_label_is_one_sentence_that_names_its_file(label: str, words: str,
 
 
 def test_a_label_without_its_log_a_log_without_boards_and_an_empty_directory(shell: Shell, tmp_path: Path) -> None:
-    assert "nothing labelled" in shell.run("backtest", tmp_path).err
-    assert "is no directory" in shell.run("backtest", tmp_path / "none").err
+    assert "no labeled data" in shell.run("backtest", tmp_path).err
+    assert "not a directory" in shell.run("backtest", tmp_path / "none").err
     sidecar(tmp_path / "run.csv", {"state": "compute"})
     assert "is not beside it" in shell.run("backtest", tmp_path).err
     (tmp_path / "run.csv").write_text("a,b\n1,2\n")
-    assert "holds no GPU readings" in shell.run("backtest", tmp_path).err
+    assert "has no GPU readings" in shell.run("backtest", tmp_path).err
 
 
 def test_a_case_whose_samples_cannot_be_read_is_named(shell: Shell, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_the_committed_result_is_what_a_fresh_run_gives(fresh: BacktestResult) -
 
 
 def good_enough(test: BacktestResult) -> None:
-    none, word = test.pictures[ProgressKnowledge.NONE], test.pictures[ProgressKnowledge.WORD]
+    none, word = test.cases[ProgressKnowledge.NONE], test.cases[ProgressKnowledge.WORD]
     assert (none.plain.exact.rate or 0) >= 0.78
     assert (word.plain.exact.rate or 0) >= 0.85
     assert none.plain.hangs.found.right >= 7
@@ -50,7 +50,7 @@ def test_one_picture_finds_half_of_the_hangs_and_the_word_on_progress_all_and_ne
 
 
 def test_without_the_profile_of_its_own_model_no_board_is_judged_much_worse(fresh: BacktestResult) -> None:
-    for result in fresh.pictures.values():
+    for result in fresh.cases.values():
         assert (result.left_out.rate or 0) >= (result.plain.exact.rate or 0) - 0.05
 
 

@@ -1,6 +1,10 @@
-"""The real job, as its owner would run it on two nodes: pack, gate, torchrun. Processes only: no trainer in here.
+"""The real job of the demo, as its owner would run it on two nodes: inputs, pack, gate, torchrun.
 
-Each node's programs start with that node's host name (SimulatedNode.environment); all else of them is this machine's.
+The trainer runs in processes of its own; nothing of it is imported. The programs of a node start with that node's host
+name (SimulatedNode.environment); everything else about them is this machine's.
+
+The inputs are made on the spot. One word is one token, so that the number of blocks of each rank can be chosen: one
+rank has shorter records, as rank 3 had in the paper (arXiv 2608.05944, section 5: 53 blocks, or 7 steps of 8 blocks).
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,8 +24,177 @@ from pathlib import Path
 from typing import Any, Final
 
 from wattwatch.collectors.simulated.cluster import SimulatedNode
-from wattwatch.watcher.demo.real.data import SEQUENCE_LENGTH, JobFiles, JobSize, block_counts, write_inputs, write_job
 from wattwatch.watcher.demo.runner import DemoError
+
+SEQUENCE_LENGTH: Final = 64
+VOCABULARY_SIZE: Final = 500
+MEAN_RECORD_WORDS: Final = 64
+SHORT_RANK: Final = 3
+EOS: Final = "<eos>"
+RANKS_PER_NODE: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class JobSize:
+    """The size of the job. The number of steps is chosen so that it trains for 10 to 25 s before it deadlocks."""
+
+    nodes: int = 2
+    ranks_per_node: int = RANKS_PER_NODE
+    short_steps: int = 20  # of the rank that runs out of data first
+    spread_steps: int = 7  # how many more the others have
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def cores(self) -> int:
+        """Cores that all ranks share, so that steps take about as long on a large machine as on a small one."""
+        return self.nodes * max(1, self.ranks_per_node // 4)
+
+    @property
+    def accumulation(self) -> int:
+        """Blocks per step and rank. All ranks share this machine: the more there are, the less each of them does."""
+        return max(1, 32 // self.world)
+
+
+@dataclass(frozen=True, slots=True)
+class JobFiles:
+    """The files of the job, laid out as a user would."""
+
+    directory: Path
+
+    @property
+    def corpus(self) -> Path:
+        return self.directory / "corpus.jsonl"
+
+    @property
+    def model(self) -> Path:
+        return self.directory / "model"
+
+    @property
+    def blocks(self) -> Path:
+        return self.directory / "blocks"
+
+    @property
+    def current(self) -> Path:
+        """A link to the run directory of the latest start; the watcher is configured with this path."""
+        return self.directory / "current"
+
+    def run(self, evenness: str) -> Path:
+        """Each start has its own run directory: the gate rejects one with recent heartbeats."""
+        return self.directory / f"run-{evenness}"
+
+    @property
+    def job(self) -> Path:
+        return self.directory / "job.toml"
+
+
+def write_inputs(files: JobFiles, shape: JobSize) -> None:
+    """Writes corpus, tokenizer and model."""
+    write_corpus(files.corpus, shape)
+    files.model.mkdir()
+    write_tokenizer(files.model)
+    write_model(files.model)
+
+
+def write_corpus(path: Path, shape: JobSize) -> None:
+    """Writes records of random length, in the order of ranks; those of SHORT_RANK are shorter."""
+    dice = random.Random(53)
+    blocks = (shape.short_steps + shape.spread_steps) * shape.accumulation + shape.accumulation // 2
+    rows = blocks * SEQUENCE_LENGTH // (MEAN_RECORD_WORDS + 1)
+    short = MEAN_RECORD_WORDS * shape.short_steps / (shape.short_steps + shape.spread_steps)
+    with path.open("w", encoding="utf-8") as file:
+        for rank in range(shape.world):
+            mean = short if rank == SHORT_RANK else MEAN_RECORD_WORDS
+            for _ in range(rows):
+                count = round(mean * dice.uniform(0.6, 1.4))
+                text = " ".join(f"w{dice.randrange(VOCABULARY_SIZE)}" for _ in range(count))
+                file.write(json.dumps({"text": text}) + "\n")
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Writes a tokenizer that splits at spaces, one id per word, in the format of the tokenizers library."""
+    vocabulary = {EOS: 0} | {f"w{number}": number + 1 for number in range(VOCABULARY_SIZE)}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": 0,
+                "content": EOS,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": EOS},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+
+
+def write_model(directory: Path) -> None:
+    """Writes the configuration of a Qwen3 with the same parts as the paper's 32 B, but tiny."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "eos_token_id": 0,
+    }
+    (directory / "config.json").write_text(json.dumps(config), "utf-8")
+
+
+def write_job(files: JobFiles, shape: JobSize, name: str, evenness: str) -> Path:
+    """Writes job.toml and creates its run directory, which is returned. TOML strings are written as JSON."""
+    run = files.run(evenness)
+    run.mkdir()
+    text = f"""\
+name = {json.dumps(name)}
+run = {json.dumps(str(run))}
+data = {json.dumps(str(files.blocks))}
+model = {json.dumps(str(files.model))}
+
+[train]
+evenness = {json.dumps(evenness)}
+micro_batch = 1
+accumulation = {shape.accumulation}
+random_weights = true
+precision = "fp32"
+learning_rate = 1e-3
+warmup_steps = 5
+step_timeout_seconds = 600.0
+
+[checkpoint]
+save_every = 500
+"""
+    files.job.write_text(text, "utf-8")
+    return run
+
+
+def block_counts(files: JobFiles, shape: JobSize) -> tuple[int, ...]:
+    """The packed blocks of each rank. Raises OSError, ValueError or KeyError if a manifest is missing or broken."""
+    manifests = [files.blocks / f"rank-{rank:05d}.json" for rank in range(shape.world)]
+    return tuple(int(json.loads(path.read_text("utf-8"))["blocks"]) for path in manifests)
+
+
+# The programs
 
 REQUIRED_PACKAGES: Final = ("torch", "transformers", "datasets", "tokenizers", "safetensors")
 PACK_SECONDS: Final = 120.0
@@ -31,13 +205,13 @@ MAX_LINES_SHOWN: Final = 5  # of a program that failed
 
 
 def missing_packages() -> tuple[str, ...]:
-    """What of the trainer's extra is not installed. Imports nothing."""
+    """Packages of the extra [trainer] that are not installed. Imports none of them."""
     return tuple(name for name in REQUIRED_PACKAGES if util.find_spec(name) is None)
 
 
 @dataclass(frozen=True, slots=True)
 class GateOutput:
-    """What the gate said and recorded."""
+    """What the gate printed and recorded."""
 
     lines: tuple[str, ...]
     level: str
@@ -48,7 +222,7 @@ class GateOutput:
 
 @dataclass(frozen=True, slots=True)
 class DemoHeartbeat:
-    """A rank's heartbeat, as far as the demo needs it."""
+    """The parts of a rank's heartbeat that the demo needs."""
 
     rank: int
     phase: str
@@ -56,14 +230,14 @@ class DemoHeartbeat:
 
 
 class RealJob:
-    """One job, started once or more, each time in a new run directory. A context manager: nothing outlives it."""
+    """One job, started once or more, each time in a new run directory. Leaving it as a context manager ends it."""
 
     def __init__(self, name: str, shape: JobSize, files: JobFiles, nodes: Sequence[SimulatedNode]) -> None:
         self.name = name
         self.shape = shape
         self.files = files
         self._nodes = tuple(nodes)
-        self._run = files.current  # the directory of the newest start
+        self._run = files.current  # the run directory of the latest start
         self._launchers: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> RealJob:
@@ -73,7 +247,7 @@ class RealJob:
         self.end()
 
     def prepare(self) -> tuple[int, ...]:
-        """Inputs and packed blocks; the block count of each rank. Raises DemoError."""
+        """Writes the inputs and packs them; returns the block count of each rank. Raises DemoError."""
         write_inputs(self.files, self.shape)
         arguments = ["pack", str(self.files.corpus), "-o", str(self.files.blocks)]
         arguments += ["--tokenizer", str(self.files.model), "--world", str(self.shape.world)]
@@ -86,7 +260,7 @@ class RealJob:
         return block_counts(self.files, self.shape)
 
     def pass_gate(self, evenness: str) -> GateOutput:
-        """Write job.toml and run the gate on both nodes at once. Raises DemoError where it refuses."""
+        """Writes job.toml and runs the gate on both nodes at once. Raises DemoError if the gate rejects the job."""
         self._run = write_job(self.files, self.shape, self.name, evenness)
         arguments = ["gate", "--run", str(self._run), "--data", str(self.files.blocks)]
         arguments += ["--world", str(self.shape.world), "--accumulation", str(self.shape.accumulation)]
@@ -103,7 +277,7 @@ class RealJob:
             for place, node in enumerate(self._nodes)
         ]
         try:
-            said = [gate.communicate(timeout=GATE_SECONDS) for gate in gates]
+            outputs = [gate.communicate(timeout=GATE_SECONDS) for gate in gates]
         except subprocess.TimeoutExpired:
             raise DemoError(f"the gate did not end within {GATE_SECONDS:.0f} s") from None
         finally:
@@ -111,10 +285,10 @@ class RealJob:
                 gate.kill()
                 gate.communicate()
         if any(gate.returncode not in (0, 1) for gate in gates):
-            raise DemoError(f"the gate refused the job: {' / '.join(last_lines(out + err) for out, err in said)}")
+            raise DemoError(f"the gate rejected the job: {' / '.join(last_lines(out + err) for out, err in outputs)}")
         record = json.loads((self._run / "gate.json").read_text("utf-8"))
         return GateOutput(
-            lines=tuple(said[0][0].splitlines()),
+            lines=tuple(outputs[0][0].splitlines()),
             level=record["level"],
             spread=record.get("spread"),
             shortest_blocks=record.get("global_min_blocks"),
@@ -122,7 +296,7 @@ class RealJob:
         )
 
     def start(self, gate: GateOutput) -> None:
-        """torchrun on each node, and the watcher's link to the new run directory."""
+        """Starts torchrun on each node, and points the link that the watcher follows to the new run directory."""
         staged = self.files.directory / "next"
         staged.symlink_to(self._run)
         staged.replace(self.files.current)
@@ -155,30 +329,30 @@ class RealJob:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for the demo, which then ends the job
+                    start_new_session=True,  # Ctrl-C goes to the demo alone, which then ends the job
                 )
             self._launchers.append(launcher)
-            # Inherited by its ranks: on a large machine the steps would be over before a second sample is taken.
+            # Inherited by the ranks. On a large machine the steps would be over before a second sample is taken.
             os.sched_setaffinity(launcher.pid, sorted(os.sched_getaffinity(0))[-self.shape.cores :])
 
     def exit_codes(self) -> tuple[int | None, ...]:
-        """Of the newest start's launchers; None: still running."""
+        """Exit codes of the launchers of the latest start; None: still running."""
         return tuple(launcher.poll() for launcher in self._launchers)
 
-    def beats(self) -> tuple[DemoHeartbeat, ...]:
-        """Heartbeats of the newest start, in order of ranks."""
+    def heartbeats(self) -> tuple[DemoHeartbeat, ...]:
+        """Heartbeats of the latest start, in order of ranks."""
         found = []
         for rank in range(self.shape.world):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                beat = json.loads((self._run / "heartbeat" / f"rank-{rank:05d}.json").read_text("utf-8"))
-                found.append(DemoHeartbeat(rank, beat["phase"], beat["step"]))
+                heartbeat = json.loads((self._run / "heartbeat" / f"rank-{rank:05d}.json").read_text("utf-8"))
+                found.append(DemoHeartbeat(rank, heartbeat["phase"], heartbeat["step"]))
         return tuple(found)
 
     def socket_of(self, rank: int) -> Path:
         return self._run / "worker" / f"rank-{rank:05d}.sock"
 
     def checkpoint(self) -> str:
-        """Name of the newest complete checkpoint; "" if there is none."""
+        """Name of the latest complete checkpoint; "" if there is none."""
         try:
             name = (self._run / "checkpoints" / "latest").read_text("utf-8").strip()
         except OSError:
@@ -186,7 +360,7 @@ class RealJob:
         return name if (self._run / "checkpoints" / name / "COMPLETE.json").exists() else ""
 
     def end(self) -> tuple[int, ...]:
-        """Kill the ranks by pid, and wait for their launchers; the pids. Does nothing where nothing runs."""
+        """Kills the ranks and waits for their launchers. Returns the pids of the ranks, none if nothing runs."""
         running = [launcher for launcher in self._launchers if launcher.poll() is None]
         ranks = [pid for launcher in running for pid in child_pids(launcher.pid)]
         for pid in ranks:
@@ -201,10 +375,10 @@ class RealJob:
         self._launchers.clear()
         return tuple(ranks)
 
-    def last_words(self) -> str:
-        """What the launchers and ranks of the newest start said last: for whoever must find out why it failed."""
-        said = [self._ending(rank) for rank in range(self.shape.world)]
-        words = [f"rank {rank}: {why}" for rank, why in enumerate(said) if why]
+    def last_output(self) -> str:
+        """The last output of the ranks and launchers of the latest start, for the error message."""
+        outputs = [self._ending(rank) for rank in range(self.shape.world)]
+        words = [f"rank {rank}: {why}" for rank, why in enumerate(outputs) if why]
         if not words:
             words = [last_lines(self._launcher_log(place).read_text("utf-8", "replace")) for place in (0, 1)]
         return "; ".join(words)
@@ -225,7 +399,7 @@ class RealJob:
         return f"{first}-{first + self.shape.ranks_per_node - 1}"
 
 
-# Kept small: 2,000 collectives of each rank. Both names, for torch before and after 2.9.
+# Kept small: 2,000 collectives per rank. torch 2.9 renamed the variable, so both names are set.
 FLIGHT_RECORDER_ENVIRONMENT: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
 
 
@@ -234,7 +408,7 @@ def trainer_command() -> list[str]:
 
 
 def child_pids(pid: int) -> tuple[int, ...]:
-    """Processes that this one started."""
+    """Child processes of a process."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -248,4 +422,4 @@ def free_port() -> int:
 
 
 def last_lines(text: str) -> str:
-    return " / ".join(text.strip().splitlines()[-MAX_LINES_SHOWN:]) or "it said nothing"
+    return " / ".join(text.strip().splitlines()[-MAX_LINES_SHOWN:]) or "it printed nothing"

@@ -1,8 +1,12 @@
-"""Which rank waits in what: each rank's flight recorder and stack, from its worker socket, put side by side.
+"""The real demo: the paper's deadlock with real ranks under the real watcher, then the same data behind the gate.
 
-Torch's worker server answers while the rank's main thread hangs. Different collectives at one slot of one group are
-conclusive (arXiv 2608.05944, section 3). A gloo entry that is not `retired` is the one that the rank is in; its `state`
-stays "scheduled".
+    evenness = "off":  train ──► one rank in the barrier of the save, the others in the next step ──► JobHung ──► killed
+    evenness = "min":  the gate warns, all ranks stop at the count of the shortest ──► saved ──► JobCompleted
+
+The job and its deadlock are real, and so are SSH, probe, detection and messages. The GPUs are simulated: they follow
+the ranks. Which rank waits in which collective is also asked directly, from torch's worker server of each rank, which
+answers while the main thread hangs: different collectives at one sequence number of one group are conclusive
+(arXiv 2608.05944, section 3).
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import httpx
 import orjson
@@ -25,8 +29,7 @@ from wattwatch.collectors.simulated.real_job import FollowedJob
 from wattwatch.watcher.config.settings import load_config
 from wattwatch.watcher.daemon.service import Service, ServiceStartError
 from wattwatch.watcher.demo.configuration import write_configuration
-from wattwatch.watcher.demo.real.data import JobFiles, JobSize
-from wattwatch.watcher.demo.real.job import GateOutput, RealJob
+from wattwatch.watcher.demo.real.job import GateOutput, JobFiles, JobSize, RealJob
 from wattwatch.watcher.demo.receiver import DemoReceiver, ReceivedAlert
 from wattwatch.watcher.demo.runner import DemoError
 from wattwatch.watcher.demo.terminal import SEVERITY_COLORS
@@ -41,20 +44,24 @@ class RankWait:
 
     rank: int
     group: str
-    slot: int  # the count of collectives in the group, the same for all ranks that agree
+    slot: int  # sequence number of the collective in its group, the same for all ranks that agree
     collective: str  # as "gloo:barrier"
-    place: str  # innermost lines of the trainer on its stack; "" where it gave none
+    place: str  # innermost frames of the trainer on its stack; "" if there are none
 
 
 def query_worker(socket_path: Path, handler: str) -> bytes:
-    """One answer of a worker server. Raises httpx.HTTPError or OSError where there is none."""
-    transport = httpx.HTTPTransport(uds=str(socket_path.resolve()))  # it may be a link to a shorter name
+    """The answer of a worker server to one request. Raises httpx.HTTPError or OSError."""
+    # The path may be a link to a shorter one: the path of a Unix socket is limited to 107 bytes.
+    transport = httpx.HTTPTransport(uds=str(socket_path.resolve()))
     with httpx.Client(transport=transport, timeout=QUERY_TIMEOUT_SECONDS) as client:
         return client.post(f"http://rank/handler/{handler}").raise_for_status().content
 
 
 def find_current_wait(rank: int, record: Mapping[str, Any], stacks: str) -> RankWait | None:
-    """None where the record has nothing under way."""
+    """The collective that the rank is in, from its flight record; None if no collective is pending.
+
+    A pending gloo entry keeps the state "scheduled"; only `retired` tells that it has ended.
+    """
     for entry in record.get("entries", ()):
         if not entry["retired"] and entry["state"] != "completed":
             group = entry["process_group"][1] or entry["process_group"][0]
@@ -63,14 +70,14 @@ def find_current_wait(rank: int, record: Mapping[str, Any], stacks: str) -> Rank
 
 
 def trainer_location(stacks: str) -> str:
-    """The trainer's own frames of the main thread, which stands last, innermost first."""
+    """The trainer's own frames of the main thread, innermost first. faulthandler prints the main thread last."""
     frames = TRAINER_FRAME_PATTERN.findall(stacks.rpartition("Thread 0x")[2])[:2]
     return " in ".join(f"{function} ({file}:{line})" for file, line, function in frames)
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSplit:
-    """Ranks by what they wait in, at one slot of one group."""
+    """Ranks that wait in different collectives, at one sequence number of one group."""
 
     group: str
     slot: int
@@ -78,7 +85,7 @@ class CollectiveSplit:
 
 
 def find_split(waits: Sequence[RankWait]) -> CollectiveSplit | None:
-    """Where the ranks have parted: one slot of one group, different collectives. None where they have not."""
+    """Different collectives at one sequence number of one group; None if the ranks agree or cannot be compared."""
     slots = {(wait.group, wait.slot) for wait in waits}
     names = sorted({wait.collective for wait in waits})
     if len(slots) != 1 or len(names) < 2:
@@ -98,21 +105,15 @@ def find_split(waits: Sequence[RankWait]) -> CollectiveSplit | None:
 JOB_NAME: Final = "epoch-end-deadlock"
 NODE_NAMES: Final = ("epoch-1", "epoch-2")
 POLL_SECONDS: Final = 0.1
-START_TIMEOUT_SECONDS: Final = 90.0  # until all ranks train; more where more ranks share the cores
-TRAINING_TIMEOUT_SECONDS: Final = 120.0  # of training, until the ranks part or are done
-ALERT_TIMEOUT_SECONDS: Final = 60.0  # from what happened to what is said of it
-SETTLE_SECONDS: Final = 5.0  # after the end, for what should not be said
-
-
-class RealDemoScreen(Protocol):
-    """Where the story is shown while it happens; `seconds` since its beginning."""
-
-    def line(self, seconds: float, text: str, style: str = "") -> None: ...
+START_TIMEOUT_SECONDS: Final = 90.0  # until all ranks train; more if more ranks share the cores
+TRAINING_TIMEOUT_SECONDS: Final = 120.0  # of training, until the ranks deadlock or are done
+ALERT_TIMEOUT_SECONDS: Final = 60.0  # from an event to the alert about it
+SETTLE_SECONDS: Final = 5.0  # after the end, for alerts that should not come
 
 
 @dataclass(frozen=True, slots=True)
 class DemoEvent:
-    """Something that happened, in the order in which it did."""
+    """Something that happened. The fields are keys of the JSON output."""
 
     seconds: float
     kind: str
@@ -121,7 +122,7 @@ class DemoEvent:
 
 @dataclass(frozen=True, slots=True)
 class HangCost:
-    """What the hang cost here."""
+    """What the hang cost here. The fields are keys of the JSON output."""
 
     gpus: int
     hung_seconds: float  # from the last step to the end of the job
@@ -130,12 +131,12 @@ class HangCost:
 
 @dataclass(slots=True)
 class RealDemoOutcome:
-    """What was found; `problems`: expectations that failed, each with what was expected."""
+    """Everything that happened. `problems`: the expectations that failed."""
 
     events: list[DemoEvent] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     waits: tuple[RankWait, ...] = ()
-    parting: CollectiveSplit | None = None
+    split: CollectiveSplit | None = None
     gate: GateOutput | None = None
     blocks: tuple[int, ...] = ()
     cost: HangCost | None = None
@@ -148,11 +149,11 @@ class RealDemoOutcome:
 
 
 class ExpectationFailed(Exception):
-    """The story cannot go on; the text says what was expected."""
+    """The demo cannot continue; the message says what was expected."""
 
 
-def run_real_demo(shape: JobSize, listen: str, screen: RealDemoScreen) -> RealDemoOutcome:
-    """Raises DemoError where the demo itself could not be played."""
+def run_real_demo(shape: JobSize, listen: str, screen: RealTerminalScreen) -> RealDemoOutcome:
+    """Runs the real demo. Raises DemoError if it could not be run at all."""
     with tempfile.TemporaryDirectory(prefix="wattwatch-real-") as directory:
         files = JobFiles(Path(directory))
         followed = FollowedJob(JOB_NAME, str(files.current), NODE_NAMES[: shape.nodes], shape.ranks_per_node)
@@ -162,24 +163,24 @@ def run_real_demo(shape: JobSize, listen: str, screen: RealDemoScreen) -> RealDe
                 with RealJob(JOB_NAME, shape, files, cluster.nodes) as job:
                     configuration = write_configuration(cluster, receiver.address, listen)
                     service = Service(load_config(configuration), cluster.clock)
-                    story = RealDemoRun(job, service, receiver, screen)
+                    run = RealDemoRun(job, service, receiver, screen)
                     try:
                         service.start()
                     except ServiceStartError as error:
                         raise DemoError(str(error)) from None
                     try:
-                        story.tell()
+                        run.play()
                     finally:
                         service.stop()
             finally:
                 receiver.stop()
-        return story.outcome
+        return run.outcome
 
 
 class RealDemoRun:
-    """The order of events, and what is expected of each."""
+    """The sequence of events, and what is expected of each."""
 
-    def __init__(self, job: RealJob, service: Service, receiver: DemoReceiver, screen: RealDemoScreen) -> None:
+    def __init__(self, job: RealJob, service: Service, receiver: DemoReceiver, screen: RealTerminalScreen) -> None:
         self.outcome = RealDemoOutcome()
         self._job = job
         self._service = service
@@ -187,9 +188,9 @@ class RealDemoRun:
         self._screen = screen
         self._began = time.monotonic()
         self._shown = 0
-        self._parted_at = 0.0
+        self._deadlocked_at = 0.0
 
-    def tell(self) -> None:
+    def play(self) -> None:
         try:
             self._prepare()
             self._deadlock()
@@ -220,31 +221,31 @@ class RealDemoRun:
 
     def _deadlock(self) -> None:
         self._start('evenness = "off"', self._job.pass_gate("off"))
-        self._until(
-            self._parted,
+        self._wait_until(
+            self._is_deadlocked,
             TRAINING_TIMEOUT_SECONDS,
             f"rank {self._shortest} in the save's barrier and the others in a step",
         )
-        self._parted_at = self._now()
-        steps = sorted({beat.step for beat in self._job.beats()})
+        self._deadlocked_at = self._now()
+        steps = sorted({heartbeat.step for heartbeat in self._job.heartbeats()})
         self._note("parted", f"heartbeats: rank {self._shortest} in barrier, the others in train; steps {steps}")
-        hung = self._until_told("JobHung", ALERT_TIMEOUT_SECONDS)
-        told_at = self._now()
+        hung = self._wait_for_alert("JobHung", ALERT_TIMEOUT_SECONDS)
+        detected_at = self._now()
         self._expect_suspect(hung)
-        self._ask_recorders()
+        self._query_flight_recorders()
         if hung.severity != "critical":
-            confirmed = self._until_told("JobHung", ALERT_TIMEOUT_SECONDS, severity="critical")
+            confirmed = self._wait_for_alert("JobHung", ALERT_TIMEOUT_SECONDS, severity="critical")
             self._expect_suspect(confirmed)
-        self._until(self._diagnosed, ALERT_TIMEOUT_SECONDS, f"a message that says who holds {JOB_NAME} up")
+        self._wait_until(self._diagnosed, ALERT_TIMEOUT_SECONDS, f"an alert with the diagnosis of {JOB_NAME}")
         pids = self._job.end()
         ended_at = self._now()
         self._note("killed", f"the ranks, by pid: {', '.join(map(str, pids))}")
         self.outcome.cost = HangCost(
-            self._job.shape.world, ended_at - self._parted_at, max(0.0, told_at - self._parted_at)
+            self._job.shape.world, ended_at - self._deadlocked_at, max(0.0, detected_at - self._deadlocked_at)
         )
 
-    def _parted(self) -> bool:
-        phases = {beat.rank: beat.phase for beat in self._job.beats()}
+    def _is_deadlocked(self) -> bool:
+        phases = {heartbeat.rank: heartbeat.phase for heartbeat in self._job.heartbeats()}
         others = [phase for rank, phase in phases.items() if rank != self._shortest]
         return (
             len(phases) == self._job.shape.world
@@ -256,26 +257,26 @@ class RealDemoRun:
         named = notice.annotations.get("suspects", "")
         if f"rank {self._shortest}" not in named or named.count("rank ") != 1:
             self.outcome.problems.append(
-                f"expected JobHung to name rank {self._shortest} alone, it names {named or 'nobody'}"
+                f"expected JobHung to name only rank {self._shortest}; it names {named or 'nobody'}"
             )
 
-    def _ask_recorders(self) -> None:
+    def _query_flight_recorders(self) -> None:
         waits = [wait for rank in range(self._job.shape.world) if (wait := self._wait_of(rank)) is not None]
         self.outcome.waits = tuple(waits)
-        parting = self.outcome.parting = find_split(waits)
-        if parting is None or len(waits) != self._job.shape.world:
+        split = self.outcome.split = find_split(waits)
+        if split is None or len(waits) != self._job.shape.world:
             raise ExpectationFailed(
                 f"expected different collectives at one slot of one group on {self._job.shape.world} ranks, "
                 f"the flight recorders say {waits}"
             )
-        self._note("recorded", f"flight recorders, group {parting.group}, collective {parting.slot:,}:")
-        for collective, ranks in parting.ranks.items():
+        self._note("recorded", f"flight recorders, group {split.group}, collective {split.slot:,}:")
+        for collective, ranks in split.ranks.items():
             place = next(wait.place for wait in waits if wait.rank == ranks[0])
             self._note("recorded", f"  {collective:<16} {name_ranks(ranks)}" + (f"   {place}" if place else ""))
-        alone = [ranks for collective, ranks in parting.ranks.items() if "barrier" in collective]
+        alone = [ranks for collective, ranks in split.ranks.items() if "barrier" in collective]
         if alone != [(self._shortest,)]:
             self.outcome.problems.append(
-                f"expected rank {self._shortest} alone in a barrier, the flight recorders say {dict(parting.ranks)}"
+                f"expected rank {self._shortest} alone in a barrier, the flight recorders say {dict(split.ranks)}"
             )
 
     def _wait_of(self, rank: int) -> RankWait | None:
@@ -299,46 +300,50 @@ class RealDemoRun:
                 f"found {gate.level}, {gate.spread} and {gate.shortest_blocks}"
             )
         self._start('evenness = "min"', gate)
-        self._until(
+        self._wait_until(
             lambda: None not in self._job.exit_codes(), TRAINING_TIMEOUT_SECONDS, "the run with evenness = min to end"
         )
         codes = self._job.exit_codes()
         if any(codes):
-            raise ExpectationFailed(f"expected exit code 0 of both launchers, found {codes}: {self._job.last_words()}")
+            raise ExpectationFailed(f"expected exit code 0 of both launchers, found {codes}: {self._job.last_output()}")
         checkpoint = self._job.checkpoint()
         if not checkpoint:
             raise ExpectationFailed("expected a complete checkpoint at the end of the epoch, there is none")
         self._note("completed", f"all ranks ended with exit code 0; checkpoint {checkpoint} is complete")
-        self._until_told("JobCompleted", ALERT_TIMEOUT_SECONDS)
+        self._wait_for_alert("JobCompleted", ALERT_TIMEOUT_SECONDS)
 
     # What both need
 
     def _start(self, how: str, gate: GateOutput) -> None:
         self._job.start(gate)
         self._note("started", f"torchrun on {' and '.join(NODE_NAMES)}, {self._job.shape.world} ranks, {how}")
-        self._until(
-            lambda: len(beats := self._job.beats()) == self._job.shape.world and all(b.phase != "load" for b in beats),
+        self._wait_until(
+            self._all_ranks_train,
             START_TIMEOUT_SECONDS + 10 * self._job.shape.world,
             "all ranks to train",
         )
         self._note("training", "all ranks train")
 
-    def _until(self, true: Callable[[], bool], seconds: float, expected: str) -> None:
-        """Look on until it is true. Raises ExpectationFailed after so many seconds, or when the job ends before."""
+    def _all_ranks_train(self) -> bool:
+        heartbeats = self._job.heartbeats()
+        return len(heartbeats) == self._job.shape.world and all(each.phase != "load" for each in heartbeats)
+
+    def _wait_until(self, true: Callable[[], bool], seconds: float, expected: str) -> None:
+        """Waits for a condition. Raises ExpectationFailed after so many seconds, or if the job ends before."""
         deadline = self._now() + seconds
         while not true():
-            self._look()
+            self._show_new_alerts()
             if self._now() > deadline:
                 raise ExpectationFailed(f"expected {expected} within {seconds:.0f} s")
             if any(self._job.exit_codes()):
-                raise ExpectationFailed(f"expected {expected}, but the job ended: {self._job.last_words()}")
+                raise ExpectationFailed(f"expected {expected}, but the job ended: {self._job.last_output()}")
             time.sleep(POLL_SECONDS)
-        self._look()
+        self._show_new_alerts()
 
-    def _until_told(self, alert: str, seconds: float, severity: str = "") -> ReceivedAlert:
+    def _wait_for_alert(self, alert: str, seconds: float, severity: str = "") -> ReceivedAlert:
         found: list[ReceivedAlert] = []
 
-        def told() -> bool:
+        def received() -> bool:
             found[:] = [
                 notice
                 for notice in self._receiver.notices()
@@ -347,15 +352,15 @@ class RealDemoRun:
             ]
             return bool(found)
 
-        self._until(told, seconds, f"{severity} {alert} of {JOB_NAME}".strip())
+        self._wait_until(received, seconds, f"{severity} {alert} of {JOB_NAME}".strip())
         return found[-1]
 
     def _diagnosed(self) -> bool:
-        """Told in a message, and shown."""
+        """Whether an alert with a diagnosis has been received and shown."""
         return any(event.kind == "diagnosed" for event in self.outcome.events)
 
-    def _look(self) -> None:
-        """Show what the watcher has said since."""
+    def _show_new_alerts(self) -> None:
+        """Shows the alerts that were received since the last call."""
         notices = self._receiver.notices()
         for notice in notices[self._shown :]:
             severity = f" {notice.severity}" if notice.status == "firing" else ""
@@ -386,13 +391,13 @@ PAPER_HANG_HOURS: Final = 3.0
 PAPER_EPOCH_GPU_HOURS: Final = 84.0
 PAPER_COST_GPU_HOURS: Final = 130.0
 REAL_AND_SIMULATED: Final = (
-    "Real: the data, the ranks, their deadlock, SSH, the watcher, its messages. Simulated: the boards (they follow the "
-    "ranks' heartbeats with the paper's watts), and the second host."
+    "Real: the data, the ranks, their deadlock, SSH, the watcher, its messages. Simulated: the GPUs (they draw the "
+    "paper's watts according to the ranks' heartbeats), and the second host."
 )
 
 
 class RealTerminalScreen:
-    """Prints the story as it happens."""
+    """Prints the events as they happen."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -407,7 +412,9 @@ class RealTerminalScreen:
         for problem in outcome.problems:
             self._console.print(f"[red]✗ {escape(problem)}[/]")
         if outcome.good:
-            self._console.print("[bold green]✓ The deadlock was named, proved and, with evenness = min, gone.[/]")
+            self._console.print(
+                "[bold green]✓ The deadlock was detected and proven, and evenness = min prevented it.[/]"
+            )
         if outcome.cost is not None:
             self._console.print(real_cost_line(outcome.cost))
 
@@ -415,17 +422,17 @@ class RealTerminalScreen:
 def real_cost_line(cost: HangCost) -> str:
     here = cost.gpus * cost.hung_seconds / 3600
     hang = PAPER_GPUS * PAPER_HANG_HOURS
-    told = PAPER_GPUS * cost.told_after_seconds / 3600
+    detected = PAPER_GPUS * cost.told_after_seconds / 3600
     return (
         f"Cost: {cost.gpus} GPUs hung for {cost.hung_seconds:.0f} s = {here:.3f} GPU-hours. The paper's {PAPER_GPUS} "
-        f"GPUs hung for {PAPER_HANG_HOURS:.0f} h = {hang:.0f} GPU-hours, and with the epoch that was not saved "
-        f"({PAPER_EPOCH_GPU_HOURS:.0f}) it puts one deadlock at about {PAPER_COST_GPU_HOURS:.0f}. Told after "
-        f"{cost.told_after_seconds:.0f} s, as here, its hang would have cost {told:.2f}."
+        f"GPUs hung for {PAPER_HANG_HOURS:.0f} h = {hang:.0f} GPU-hours; with the epoch that was not saved "
+        f"({PAPER_EPOCH_GPU_HOURS:.0f}) one deadlock cost it about {PAPER_COST_GPU_HOURS:.0f}. Detected after "
+        f"{cost.told_after_seconds:.0f} s, as here, the hang would have cost {detected:.2f}."
     )
 
 
 def real_demo_summary(outcome: RealDemoOutcome) -> dict[str, Any]:
-    """The same as JSON."""
+    """The outcome as a JSON object."""
     cost = outcome.cost
     return {
         "ok": outcome.good,
