@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.diagnose [--ranks 16 1024] [--entries 2000] [--frames 5]
 
-Records as torch 2.10 writes them: NCCL, pickle, each string and each stack line written once. Each size is read in a new
-process, so that peak memory is its own, and that of its readers is added. Creating the files is not counted. The result
-is judged by CPU time, which other load on the machine does not change much; elapsed time is shown as well.
+Records as torch 2.10 writes them: NCCL, pickle, each string and each stack line written once. Each size is read in a
+new process, so that peak memory is its own, and that of its readers is added. Creating the files is not counted. The
+result is judged by CPU time, which other load on the machine does not change much; elapsed time is shown as well.
 """
 
 from __future__ import annotations

@@ -150,15 +150,18 @@ def incident(world: int = 16, culprit: int = 3, per_node: int = 8) -> IncidentRe
         ),
         suspects=(culprit,),
         at_floor=True,
-        faults=(NodeFault("throttle", "node-02", "GPU 5 slows itself: sw_thermal_slowdown, 1,410 MHz, 87 °C", 13, 5),),
+        faults=(NodeFault("throttle", "node-02", "GPU 5 is throttled: sw_thermal_slowdown, 1,410 MHz, 87 °C", 13, 5),),
     )
     return IncidentReport(
         job="finetune-evenfix",
         diagnosis=diagnosis,
         live=live,
         alert="JobHung",
-        summary="No step for 3 min 40 s where the job's pace is 4.9 s, and the boards draw 191 W at 100 % utilisation.",
-        facts=("Step 3,854 is 3 min 40 s old; the pace is 4.9 s.", "Power fell from 985 W to 191 W at 10:10:50 UTC."),
+        summary="No step for 3 min 40 s (usually 4.9 s), and the GPUs draw 191 W at 100 % utilization.",
+        facts=(
+            "Last step 3,854, 3 min 40 s ago; a step usually takes 4.9 s.",
+            "Power fell from 985 W to 191 W at 10:10:50 UTC.",
+        ),
         opened_wall_seconds=NOW - 215,
         diagnosed_wall_seconds=NOW - 188,
         timeline=timeline(),
