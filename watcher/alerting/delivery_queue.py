@@ -340,7 +340,7 @@ def read_receiver_url(section: ReceiverSection) -> httpx.URL:
     except OSError as error:
         raise ReceiverUrlError(f"url_file {section.url_file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ReceiverUrlError(f"url_file {section.url_file} is not text") from None
+        raise ReceiverUrlError(f"url_file {section.url_file} is not valid UTF-8 text") from None
     except ValueError as error:
         raise ReceiverUrlError(f"url_file {error}") from None
     try:

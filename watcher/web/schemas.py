@@ -110,6 +110,8 @@ class FindingAnswer(BaseModel):
 
 
 class JobAnswer(BaseModel):
+    """One job: its state and why, its progress, nodes and problems."""
+
     name: str
     state: JobState
     since: datetime = Field(description="when the job entered this state")
@@ -168,6 +170,8 @@ class TimelineAnswer(BaseModel):
 
 
 class NodeAnswer(BaseModel):
+    """One node: whether it answers, and how old its data is."""
+
     node: str
     status: str = Field(description="ok, unreachable, auth_failed, host_key_changed, sampler_timeout, driver_down, ...")
     detail: str = Field(description="what is wrong; empty if nothing is")
