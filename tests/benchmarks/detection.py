@@ -1,8 +1,8 @@
-"""What judging costs: CPU share of one core for 8,000 boards looked at once a second.
+"""What judging costs: CPU share of one core for 8,000 GPUs looked at once a second.
 
-    python -m tests.benchmarks.detection [--nodes 1000] [--boards 8] [--jobs 10] [--rounds 20]
+    python -m tests.benchmarks.detection [--nodes 1000] [--GPUs 8] [--jobs 10] [--rounds 20]
 
-Node samples are made beforehand and not counted: boards with all readings, a process each, a heartbeat a rank on the
+Node samples are made beforehand and not counted: GPUs with all readings, a process each, a heartbeat a rank on the
 first node of a job. Counted is what the engine does with them: assemble, classify, detect, learn. Process CPU time, the
 collector of garbage included, so a busy machine does not spoil it. One job in five saves (rank 0 low), one hangs.
 """
@@ -40,7 +40,7 @@ class Desk:
     assembler: JobAssembler
     detector: JobDetector
     learner: JobLearner
-    kind: str  # what its boards do
+    kind: str  # what its GPUs do
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +112,15 @@ def measure(nodes: int, boards: int, jobs: int, rounds: int) -> Cost:
             start = time.process_time()
             for sample in samples:
                 desk.assembler.add(sample)
-            picture = desk.assembler.assemble(links, second + 0.1, 1e9 + second)
+            job_sample = desk.assembler.assemble(links, second + 0.1, 1e9 + second)
             assembled = time.process_time()
-            learned = desk.learner.learned(picture)
+            learned = desk.learner.learned(job_sample)
             known = time.process_time()
-            verdict = classify(picture, learned=learned)
+            verdict = classify(job_sample, learned=learned)
             classified = time.process_time()
-            findings = desk.detector.observe(verdict, picture, second + 0.1)
+            findings = desk.detector.observe(verdict, job_sample, second + 0.1)
             detected = time.process_time()
-            desk.learner.update(picture, verdict, findings, desk.detector.state, second + 0.1, said)
+            desk.learner.update(job_sample, verdict, findings, desk.detector.state, second + 0.1, said)
             took["learn"] += time.process_time() - detected + known - assembled
             took["assemble"] += assembled - start
             took["classify"] += classified - known

@@ -1,4 +1,4 @@
-"""Boards as they are simulated: watts at rest, spinning and at work, from the sources of the shipped profiles.
+"""GPUs as they are simulated: watts at rest, spinning and at work, from the sources of the shipped profiles.
 
 These numbers are drawn from reports, not from the profiles themselves: idle and context differ by site, so a seed moves
 them by some per cent.

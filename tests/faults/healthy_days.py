@@ -83,7 +83,7 @@ def announced_restart(draw: Draw, setting: Setting) -> Iterator[Phase]:
 
 
 def recompilation(draw: Draw, setting: Setting) -> Iterator[Phase]:
-    """One rank compiles a kernel, the rest waits: on every picture a deadlock (TensorRT-LLM#17286)."""
+    """One rank compiles a kernel, the rest waits: on every sample a deadlock (TensorRT-LLM#17286)."""
     yield Phase(draw.uniform(5, 28), "spin", ranks={"victim": "compile"})
 
 

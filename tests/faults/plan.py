@@ -13,7 +13,7 @@ HERE: Final = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What one rank is doing. `watts` names a range of the board; "" reads nothing."""
+    """What one rank is doing. `watts` names a range of the GPU; "" reads nothing."""
 
     name: str
     watts: str
@@ -49,11 +49,11 @@ class Phase:
     save_stops: float | None = None
     save_bytes: float = 62e9
     killed_by: str = ""  # kernel line about the victim: "oom", "segfault", "xid"
-    xid: int | None = None  # of the victim's board
+    xid: int | None = None  # of the victim's GPU
     restart: float | None = None  # share of the way back to the last checkpoint; new processes
     node_state: str = ""  # of the victim's node: "silent", "refused", "blind", "driver", "slow", "unnamed"
     hung_call: str = ""  # on the victim's node
-    lose_board: bool = False  # the victim's board leaves the list
+    lose_board: bool = False  # the victim's GPU leaves the list
     loss: float | None = None
     limit_share: float = 1.0  # power limit, of the usual one
     scale: float = 1.0  # watts of work, of the usual ones
@@ -83,7 +83,7 @@ class Setting:
     announces: bool = True  # heartbeats tell phases: a log does not
     save_every_seconds: float | None = None  # told to the watcher
     floor_share: float | None = None  # throughput floor, of the usual rate
-    neighbours: int = 0  # boards of each node that are not the job's
+    neighbours: int = 0  # GPUs of each node that are not the job's
     work: str = "train"  # activity of its usual steps
 
     @property

@@ -232,7 +232,7 @@ class SimulatedJob:
         )
 
     def _neighbour(self, place: int, i: int) -> GpuSample:
-        """A board beside the job's own, that nobody uses."""
+        """A GPU beside the job's own, that nobody uses."""
         return GpuSample(
             index=i, uuid=f"GPU-{self.board.clock_mhz:.0f}-{place}-{i}", pci_bus_id=self.pci(i), name=self.board.name,
             power_watts=self.draw.uniform(*self.board.watts["bare"]), power_limit_watts=self.board.limit_watts,

@@ -1,4 +1,4 @@
-"""The rows as they are played: each in several variants of board, ranks, pace and source of progress, and judged."""
+"""The rows as they are played: each in several variants of GPU, ranks, pace and source of progress, and judged."""
 
 from __future__ import annotations
 

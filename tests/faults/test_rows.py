@@ -1,4 +1,4 @@
-"""Each row of faults, in variants of board, ranks, pace and source of progress: named right, in time, and nothing else.
+"""Each row of faults, in variants of GPU, ranks, pace and source of progress: named right, in time, and nothing else.
 
 `python -m tests.faults 10` plays more variants and prints the delays.
 """

@@ -1,4 +1,4 @@
-"""One picture of a job, for `classify`: a board each rank, from lists of watts and utilisation."""
+"""One sample of a job, for `classify`: a GPU each rank, from lists of watts and utilization."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ B300 = "NVIDIA B300 SXM6 AC"
 NOT_TOLD: dict[str, ReadingStatus] = {}
 
 
-def picture(
+def job_sample(
     watts: Sequence[float | None],
     utilization: Sequence[float | None],
     *,
@@ -24,7 +24,7 @@ def picture(
     progress: JobProgress = JobProgress(),
     **fields: object,
 ) -> JobSample:
-    """`fields`: anything else of GpuSample, the same on every board."""
+    """`fields`: anything else of GpuSample, the same on every GPU."""
     each = len(watts) // nodes
     gpus = tuple(
         RankGpu(

@@ -1,4 +1,4 @@
-"""A job of scenes.py whose boards are learned as it plays, and that is judged by what was learned."""
+"""A job of scenes.py whose GPUs are learned as it plays, and that is judged by what was learned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_KERNEL = replace(COMPUTE, steps=False)
 
 
 class LearningJob(Job):
-    """`limit`: other than the board's own; `strangers`: processes of somebody else on the first node."""
+    """`limit`: other than the GPU's own; `strangers`: processes of somebody else on the first node."""
 
     def __init__(self, knowledge: BaselineTable | None = None, **settings: object) -> None:
         super().__init__(**settings)  # type: ignore[arg-type]  # as Job's: a wrong name fails at once
@@ -51,7 +51,7 @@ class LearningJob(Job):
         self, activity: Activity, ranks: Mapping[int, Activity], silent: Sequence[str], slow: Sequence[str]
     ) -> None:
         super()._second(activity, ranks, silent, slow)
-        told = self.told[-1]
+        told = self.observed[-1]
         assert self.sample is not None
         self.learner.update(self.sample, told.verdict, told.findings, told.state, self.now, self.said)
         if self.learner.power_limits_changed:
@@ -66,7 +66,7 @@ class LearningJob(Job):
 
 
 def working_job(knowledge: BaselineTable | None = None, **settings: object) -> LearningJob:
-    """From empty boards over a start-up to two steady minutes and more."""
+    """From empty GPUs over a start-up to two steady minutes and more."""
     job = LearningJob(knowledge, step=0, **settings)
     job.play(90, EMPTY)
     job.play(60, START_UP)

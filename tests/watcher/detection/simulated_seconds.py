@@ -1,7 +1,7 @@
-"""Plays the seconds of a job, node by node, through assemble -> classify -> Detector, as the engine does.
+"""Simulates the seconds of a job, node by node, through assembler, classifier and detector, as the engine does.
 
-Eight B300 boards a node, a step each five seconds, one line a node and second. What each rank does is an Activity; what
-the watcher said is kept in `told`, look by look.
+Eight B300 GPUs per node, a step every five seconds, one line per node and second. What each rank does is an Activity;
+what was found at each second is kept in `observed`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BARE = 8e6
 
 @dataclass(frozen=True)
 class Activity:
-    """What one rank does, as its board, heartbeat and process list show it."""
+    """What one rank does, as its GPU, heartbeat and process list show it."""
 
     watts: float | None
     utilization: float | None
@@ -106,13 +106,13 @@ class Job:
         self.step_seconds = STEP_SECONDS
         self.now, self.since_step, self.sequence = 1000.0, 0, 0
         self.first_pid, self.started = 4000, 500.0
-        self.stale_seconds = dict.fromkeys(self.nodes, 0.0)  # since its boards were asked
+        self.stale_seconds = dict.fromkeys(self.nodes, 0.0)  # since its GPUs were asked
         self.kernel: dict[str, list[KernelEvent]] = {}
         self.entries: tuple[CheckpointEntry, ...] = ()
         self.status: dict[str, tuple[HostStatus, str]] = {}
         self.links: dict[str, NodeLink] = {n: NodeLink(n, HostStatus.OK, "", 0.0) for n in self.nodes}
         self.assembler, self.detector = JobAssembler(self.spec), JobDetector(self.spec)
-        self.told: list[ObservedSecond] = []
+        self.observed: list[ObservedSecond] = []
         self.sample: JobSample | None = None
 
     def play(
@@ -125,13 +125,13 @@ class Job:
         repeat_gpus: bool = False,
         slow: Sequence[str] = (),
     ) -> list[ObservedSecond]:
-        """`ranks`: who does something else; `silent`: nodes that send no line; `repeat_gpus`: the boards were not
+        """`ranks`: who does something else; `silent`: nodes that send no line; `repeat_gpus`: the GPUs were not
         asked again, the answer of the second before stands in the line; `slow`: on these nodes alone."""
         slow = self.nodes if repeat_gpus else slow
-        start = len(self.told)
+        start = len(self.observed)
         for _ in range(seconds):
             self._second(activity, ranks or {}, silent, slow)
-        return self.told[start:]
+        return self.observed[start:]
 
     def skip(self, seconds: float) -> None:
         """The watcher itself does not look."""
@@ -153,7 +153,7 @@ class Job:
         verdict = self.judge(sample)
         findings = self.detector.observe(verdict, sample, self.now)
         self.sample = sample
-        self.told.append(ObservedSecond(self.now, findings, self.detector.state, verdict))
+        self.observed.append(ObservedSecond(self.now, findings, self.detector.state, verdict))
 
     def judge(self, sample: JobSample) -> Verdict:
         return classify(sample)
@@ -242,21 +242,21 @@ class Job:
     def seconds_of(self, alert: AlertName, *, confirmed: bool | None = None) -> list[float]:
         """When it was said."""
         return [
-            told.now
-            for told in self.told
-            for finding in told.findings
+            second.now
+            for second in self.observed
+            for finding in second.findings
             if finding.alert is alert and confirmed in (None, finding.confirmed)
         ]
 
     @property
     def alerts(self) -> set[str]:
         """Everything that was ever said."""
-        return {finding.alert.value for told in self.told for finding in told.findings}
+        return {finding.alert.value for second in self.observed for finding in second.findings}
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What is said now."""
-        return self.told[-1].findings
+        return self.observed[-1].findings
 
     def finding(self, alert: AlertName) -> Finding:
         (found,) = [finding for finding in self.findings if finding.alert is alert]
@@ -264,7 +264,7 @@ class Job:
 
     @property
     def state(self) -> JobState:
-        return self.told[-1].state
+        return self.observed[-1].state
 
 
 def pci(i: int) -> str:

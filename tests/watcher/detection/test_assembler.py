@@ -1,4 +1,4 @@
-"""Lines of several nodes become one picture: ranks, boards, steps; and nothing is made up where a line is missing."""
+"""Lines of several nodes become one sample: ranks, GPUs, steps; and nothing is made up where a line is missing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def look(assembler: JobAssembler, now: float, *lines: NodeSample) -> JobSample:
     return assembler.assemble(LINKS, now, 0.0)
 
 
-def test_ranks_follow_the_order_of_nodes_and_boards_where_nobody_tells_them() -> None:
+def test_ranks_follow_the_order_of_nodes_and_gpus_where_no_source_names_them() -> None:
     sample = look(JobAssembler(spec()), 10.0, line("b", 10.0), line("a", 10.0))
     assert [(g.node, g.gpu.index, g.rank) for g in sample.gpus] == [("a", 0, 0), ("a", 1, 1), ("b", 0, 2), ("b", 1, 3)]
 
@@ -67,7 +67,7 @@ def test_no_rank_is_guessed_behind_a_node_that_never_spoke() -> None:
     assert [g.rank for g in sample.gpus] == [None, None]
 
 
-def test_a_line_is_part_of_the_picture_for_two_and_a_half_intervals() -> None:
+def test_a_line_is_part_of_the_sample_for_two_and_a_half_intervals() -> None:
     assembler = JobAssembler(spec())
     assert look(assembler, 10.0, line("a", 10.0), line("b", 10.0)).complete
     late = look(assembler, 12.4, line("a", 12.0))
@@ -78,7 +78,7 @@ def test_a_line_is_part_of_the_picture_for_two_and_a_half_intervals() -> None:
     assert gone.expected_gpus == 4
 
 
-def test_a_board_that_is_no_longer_listed_is_missing_and_keeps_its_place() -> None:
+def test_a_gpu_that_is_no_longer_listed_is_missing_and_keeps_its_place() -> None:
     assembler = JobAssembler(spec())
     look(assembler, 10.0, line("a", 10.0, boards(0, 1, 2)), line("b", 10.0))
     sample = look(assembler, 11.0, line("a", 11.0, boards(0, 2)), line("b", 11.0))
@@ -90,7 +90,7 @@ def test_a_board_that_is_no_longer_listed_is_missing_and_keeps_its_place() -> No
     assert [g.rank for g in sample.gpus if g.node == "b"] == [3, 4]
 
 
-def test_a_board_that_the_tool_names_as_lost_is_missing_once() -> None:
+def test_a_gpu_that_the_tool_names_as_lost_is_missing_once() -> None:
     assembler = JobAssembler(spec())
     look(assembler, 10.0, line("a", 10.0))
     lost = MissingGpu(1, "00000000:01:00.0", ReadingStatus.LOST, "GPU is lost")
@@ -98,18 +98,18 @@ def test_a_board_that_the_tool_names_as_lost_is_missing_once() -> None:
     assert sample.nodes[0].missing_gpus == (lost,)
 
 
-def test_a_replaced_board_is_no_missing_one() -> None:
+def test_a_replaced_gpu_is_no_missing_one() -> None:
     assembler = JobAssembler(spec())
     look(assembler, 10.0, line("a", 10.0))
     assert look(assembler, 11.0, line("a", 11.0, boards(0, 1, prefix="NEW"))).nodes[0].missing_gpus == ()
 
 
-def test_boards_that_never_showed_are_missing_where_their_number_is_configured() -> None:
+def test_gpus_that_never_showed_are_missing_where_their_number_is_configured() -> None:
     sample = look(JobAssembler(spec(gpus_per_node=8)), 10.0, line("a", 10.0, boards(0, 1, 2, 3, 4, 5, 6)))
     assert [m.text for m in sample.nodes[0].missing_gpus] == ["7 GPUs are listed where the configuration says 8"]
 
 
-def test_boards_that_could_not_be_asked_are_not_missing() -> None:
+def test_gpus_that_could_not_be_asked_are_not_missing() -> None:
     assembler = JobAssembler(spec())
     look(assembler, 10.0, line("a", 10.0))
     assert look(assembler, 11.0, line("a", 11.0, None)).nodes[0].missing_gpus == ()
@@ -148,7 +148,7 @@ def test_ranks_that_all_fell_silent_hours_ago_are_all_kept() -> None:
     assert len(look(JobAssembler(spec()), 10.0, line("a", 10.0, progress=beats)).progress.sources) == 2
 
 
-def test_a_silent_node_proves_no_standing_counter() -> None:
+def test_a_silent_node_proves_no_stalled_counter() -> None:
     assembler = JobAssembler(spec())
     look(assembler, 10.0, line("a", 10.0, progress=(beat(0, 5),)), line("b", 10.0))
     assert not look(assembler, 20.0, line("b", 20.0)).progress.readable
@@ -170,7 +170,7 @@ def test_of_two_listings_of_a_directory_the_fresher_one_counts() -> None:
     assert sample.checkpoints == (new,)
 
 
-def test_a_node_whose_boards_cannot_be_asked_still_tells_of_checkpoints() -> None:
+def test_a_node_whose_gpus_cannot_be_asked_still_tells_of_checkpoints() -> None:
     assembler = JobAssembler(spec(checkpoint_directory="/ckpt"))
     listing = CheckpointSample("/ckpt", (), 1.0)
     blind = replace(
@@ -206,8 +206,8 @@ def board(i: int, *, uuid: str | None, pci: str | None = None) -> GpuSample:
     return GpuSample(i, uuid=uuid, pci_bus_id=pci)
 
 
-def test_a_board_in_the_place_of_another_one_is_no_loss() -> None:
-    """Exchanged, or named by another tool; also when a third board is lost at the same time."""
+def test_a_gpu_in_the_place_of_another_one_is_no_loss() -> None:
+    """Exchanged, or named by another tool; also when a third GPU is lost at the same time."""
     before = tuple(board(i, uuid=f"GPU-{i}", pci=f"00000000:1{i}:00.0") for i in range(4))
     for after in (
         (*before[:2], board(2, uuid="GPU-new", pci="0000:12:00.0")),  # in short form
@@ -222,7 +222,7 @@ def test_a_board_in_the_place_of_another_one_is_no_loss() -> None:
             assert [m.index for m in missing] == [3]
 
 
-def test_a_board_without_a_slot_is_missed_beside_one_that_the_tool_could_not_open() -> None:
+def test_a_gpu_without_a_slot_is_missed_beside_one_that_the_tool_could_not_open() -> None:
     before = tuple(board(i, uuid=f"GPU-{i}") for i in range(4))
     assembler = JobAssembler(spec())
     look(assembler, 10.0, line("a", 10.0, gpus=before))

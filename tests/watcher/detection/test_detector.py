@@ -28,7 +28,7 @@ def training(**settings: object) -> Job:
     return job
 
 
-def test_starvation_that_persists_is_told_with_the_pace_that_is_lost() -> None:
+def test_starvation_that_persists_is_reported_with_the_step_rate_that_is_lost() -> None:
     job = training()
     job.step_seconds = 12
     starve(job, 100)
@@ -63,7 +63,7 @@ def test_communication_is_a_state_and_no_alarm() -> None:
     assert job.alerts == set()
 
 
-def test_a_loss_that_is_not_finite_is_told() -> None:
+def test_a_loss_that_is_not_finite_is_reported() -> None:
     job = training()
     job.loss = float("nan")
     job.play(5, COMPUTE)
@@ -78,7 +78,7 @@ def test_throughput_below_the_configured_floor_is_slow() -> None:
     assert "30,000 tokens" in slow.summary
 
 
-def test_heat_that_persists_is_told_with_the_boards() -> None:
+def test_heat_that_persists_is_reported_with_the_gpus() -> None:
     job = training()
     hot = Activity(620, 99, steps=True, throttle=frozenset({"hw_thermal_slowdown"}))
     job.play(90, COMPUTE, {4: hot})
@@ -118,10 +118,10 @@ def test_an_hour_of_healthy_training_is_silent(progress: str | None) -> None:
     assert job.state is JobState.COMPUTING
 
 
-def test_the_same_seconds_get_the_same_words() -> None:
+def test_the_same_seconds_get_the_same_text() -> None:
     def story() -> list[object]:
         job = training(nodes=2)
         job.play(50, SPIN, {3: IN_BARRIER})
-        return [(told.findings, told.state) for told in job.told]
+        return [(told.findings, told.state) for told in job.observed]
 
     assert story() == story()

@@ -25,12 +25,12 @@ STARVED = Activity(560, 50, steps=True)
 
 def all_told(job: Job, since: float, alert: AlertName) -> bool:
     """Told at each look since then."""
-    looks = [told for told in job.told if told.now > since]
+    looks = [told for told in job.observed if told.now > since]
     return bool(looks) and all(alert in {f.alert for f in told.findings} for told in looks)
 
 
 @pytest.mark.parametrize("progress", ["log", "heartbeat"])
-def test_a_confirmed_hang_stays_told_while_its_only_node_is_silent(progress: str) -> None:
+def test_a_confirmed_hang_stays_reported_while_its_only_node_is_silent(progress: str) -> None:
     job = Job(progress=progress)
     job.play(60, COMPUTE)
     job.play(120, SPIN, {3: IN_BARRIER})
@@ -40,7 +40,7 @@ def test_a_confirmed_hang_stays_told_while_its_only_node_is_silent(progress: str
     assert all_told(job, confirmed, HUNG)
 
 
-def test_a_stalled_checkpoint_stays_told_while_its_node_is_silent() -> None:
+def test_a_stalled_checkpoint_stays_reported_while_its_node_is_silent() -> None:
     job = Job()
     job.play(60, COMPUTE)
     for second in range(640):
@@ -52,7 +52,7 @@ def test_a_stalled_checkpoint_stays_told_while_its_node_is_silent() -> None:
     assert all_told(job, began, STALLED)
 
 
-def test_a_job_that_starves_is_not_told_to_be_well_because_the_watcher_slept() -> None:
+def test_a_job_that_starves_is_not_reported_to_be_well_because_the_watcher_slept() -> None:
     job = Job()
     job.play(20, COMPUTE)
     job.play(100, STARVED)
@@ -67,7 +67,7 @@ def test_a_job_that_starves_is_not_told_to_be_well_because_the_watcher_slept() -
     assert job.findings == ()
 
 
-def test_a_pause_before_anything_was_told_does_not_add_up_over_a_gap() -> None:
+def test_a_pause_before_anything_was_reported_does_not_add_up_over_a_gap() -> None:
     job = Job()
     job.play(20, COMPUTE)
     job.play(20, STARVED)

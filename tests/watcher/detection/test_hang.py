@@ -70,7 +70,7 @@ def test_a_confirmed_hang_ends_when_the_job_recovers() -> None:
     assert job.state is JobState.COMPUTING
 
 
-def test_all_ranks_hang_at_full_utilisation_and_nobody_is_named() -> None:
+def test_all_ranks_hang_at_full_utilization_and_nobody_is_named() -> None:
     job = warmed_up(nodes=2, progress="log")
     job.play(60, SPIN_ROUGHLY)
     hang = job.finding(HUNG)
@@ -142,7 +142,7 @@ def test_a_long_evaluation_at_full_power_may_pause_for_a_moment() -> None:
     assert job.alerts == set()
 
 
-def test_a_confirmed_hang_is_not_closed_by_a_picture_that_flickers() -> None:
+def test_a_confirmed_hang_is_not_closed_by_a_sample_that_flickers() -> None:
     job = warmed_up(nodes=2)
     job.play(60, SPIN)
     began = len(job.seconds_of(HUNG, confirmed=True))
@@ -165,7 +165,7 @@ def test_start_up_and_the_first_compiled_step_are_quiet() -> None:
     assert job.alerts == set()
 
 
-def test_all_boards_at_zero_without_a_readable_counter_are_quiet_for_25_minutes() -> None:
+def test_all_gpus_at_zero_without_a_readable_counter_are_quiet_for_25_minutes() -> None:
     job = Job(progress=None)
     job.play(40, COMPUTE)
     job.play(1500, PAUSE)
@@ -204,7 +204,7 @@ def test_a_reading_that_is_repeated_is_not_a_second_sample() -> None:
     assert not job.finding(HUNG).confirmed
 
 
-def test_half_a_picture_suspects_nobody() -> None:
+def test_an_incomplete_sample_suspects_no_rank() -> None:
     job = warmed_up(nodes=2)
     silent = ["node-2"]
     job.play(3, COMPUTE, silent=silent)
@@ -212,14 +212,14 @@ def test_half_a_picture_suspects_nobody() -> None:
     assert job.seconds_of(HUNG) == []
 
 
-def test_a_suspicion_stands_while_a_node_is_out_of_sight() -> None:
+def test_a_suspicion_stays_while_a_node_is_unreachable() -> None:
     job = warmed_up(nodes=2)
     job.play(5, SPIN, {3: IN_BARRIER})
     job.play(8, SPIN, {3: IN_BARRIER}, silent=["node-2"])
     assert [s.rank for s in job.finding(HUNG).suspects] == [3]
 
 
-def test_a_counter_that_cannot_be_seen_does_not_stand() -> None:
+def test_an_unreadable_counter_is_not_stalled() -> None:
     """The log lies on the node that went silent: nothing is known of the steps, so nothing is said of them."""
     job = warmed_up(nodes=2, progress="log")
     job.play(600, COMPUTE, silent=["node-1"])
@@ -227,7 +227,7 @@ def test_a_counter_that_cannot_be_seen_does_not_stand() -> None:
 
 
 @pytest.mark.parametrize("doing", [PAUSE, SPIN])
-def test_a_confirmed_hang_stands_while_its_counter_is_out_of_sight(doing: Activity) -> None:
+def test_a_confirmed_hang_stays_while_its_counter_is_unreadable(doing: Activity) -> None:
     job = warmed_up(nodes=2, progress="log")
     job.play(640, doing)
     assert job.finding(HUNG).confirmed
@@ -237,7 +237,7 @@ def test_a_confirmed_hang_stands_while_its_counter_is_out_of_sight(doing: Activi
     assert job.seconds_of(HUNG)[-1] <= job.now - 5
 
 
-def test_the_whole_cluster_out_of_sight_is_no_hang() -> None:
+def test_an_unreachable_cluster_is_no_hang() -> None:
     job = warmed_up(nodes=2)
     job.play(600, COMPUTE, silent=job.nodes)
     assert job.seconds_of(HUNG) == []
@@ -273,13 +273,13 @@ def test_a_long_step_at_full_power_is_no_hang_at_once() -> None:
     assert job.seconds_of(HUNG) == []
 
 
-def test_a_counter_that_stands_at_full_power_is_a_hang_in_the_end() -> None:
+def test_a_counter_that_stalls_at_full_power_is_a_hang_in_the_end() -> None:
     job = warmed_up()
     job.play(620, Activity(985, 99))
     assert job.finding(HUNG).confirmed
 
 
-def test_a_board_that_the_job_does_not_use_is_not_to_blame() -> None:
+def test_a_gpu_that_the_job_does_not_use_is_not_to_blame() -> None:
     free = Activity(139, 0, held_bytes=8e6, process=False)
     job = Job(progress="log")
     job.play(40, COMPUTE, {7: free})

@@ -68,7 +68,7 @@ def test_a_job_that_rests_at_each_epoch_is_doubted_once() -> None:
     assert stretches(job.seconds_of(HUNG)) == 1
 
 
-def test_whoever_sets_the_stall_limit_is_told_after_it() -> None:
+def test_a_configured_stall_limit_decides_when_it_is_reported() -> None:
     job = Job(progress="log", stall_limit_seconds=60.0)
     job.play(60, COMPUTE)
     job.play(80, PAUSE)
@@ -119,7 +119,7 @@ def test_a_light_job_that_draws_what_spinning_draws_is_suspected_once_or_twice_i
     assert job.seconds_of(HUNG, confirmed=True) == []
 
 
-def test_what_healthy_work_looks_like_delays_no_suspicion_of_another_shape() -> None:
+def test_what_healthy_work_observations_like_delays_no_suspicion_of_another_shape() -> None:
     job = Job(progress="log")
     job.step_seconds = 30
     for _ in range(6):
@@ -164,14 +164,14 @@ def fed_unevenly(job: Job, watts: float, seconds: int) -> None:
 
 
 @pytest.mark.parametrize(("board", "watts"), [(H100, 240.0), ("NVIDIA B300 SXM6 AC", 405.0)])
-def test_a_small_model_at_its_own_pace_starves_unconfirmed_at_most(board: str, watts: float) -> None:
+def test_a_small_model_at_its_own_step_rate_starves_unconfirmed_at_most(board: str, watts: float) -> None:
     job = Job(progress="log", name=board)
     fed_unevenly(job, watts, 300)
     assert job.seconds_of(STARVING, confirmed=True) == []
     assert job.finding(STARVING).gpus_idle == 0
 
 
-def test_a_counter_that_is_out_of_sight_proves_no_starvation() -> None:
+def test_an_unreadable_counter_proves_no_starvation() -> None:
     job = Job(progress="log")
     fed_unevenly(job, 405.0, 100)
     job.play(10, COMPUTE, silent=job.nodes)
@@ -179,7 +179,7 @@ def test_a_counter_that_is_out_of_sight_proves_no_starvation() -> None:
     assert job.seconds_of(STARVING, confirmed=True) == []
 
 
-def test_fast_steps_that_are_seen_a_look_late_are_no_loss_of_pace() -> None:
+def test_fast_steps_seen_one_observation_late_are_no_loss_of_step_rate() -> None:
     job = Job(progress="log")
     for second in range(200):
         job.step = 1000 + int(second / 1.3)
@@ -197,7 +197,7 @@ def test_starvation_that_costs_steps_is_confirmed() -> None:
     assert job.finding(STARVING).confirmed
 
 
-def test_scatter_at_the_floor_with_a_standing_counter_is_a_hang_after_the_ordinary_limit() -> None:
+def test_scatter_at_the_floor_with_a_stalled_counter_is_a_hang_after_the_ordinary_limit() -> None:
     job = Job(progress="log")
     job.play(60, COMPUTE)
     job.play(45, Activity(190, 50))
@@ -205,7 +205,7 @@ def test_scatter_at_the_floor_with_a_standing_counter_is_a_hang_after_the_ordina
     assert job.alerts == {"JobHung"}
 
 
-def test_starvation_that_was_proved_once_stays_proved_while_it_is_told() -> None:
+def test_starvation_that_was_proved_once_stays_proved_while_it_is_reported() -> None:
     job = Job(progress="log")
     job.play(60, COMPUTE)
     job.step_seconds = 8
@@ -239,7 +239,7 @@ def test_rank_0_alone_low_without_a_counter_is_suspected_after_ten_minutes_and_a
 
 
 def test_memory_given_back_tells_no_crash_where_neither_processes_nor_a_counter_can_be_read() -> None:
-    """A recording of boards alone: a run ends."""
+    """A recording of GPUs alone: a run ends."""
     job = Job(progress=None)
     line = job._line
     job._line = lambda *a: replace(line(*a), processes=None)  # type: ignore[method-assign]  # a node without a list
@@ -248,7 +248,7 @@ def test_memory_given_back_tells_no_crash_where_neither_processes_nor_a_counter_
     assert job.alerts == set()
 
 
-def test_boards_whose_kernels_end_are_no_proved_hang_where_no_counter_tells() -> None:
+def test_gpus_whose_kernels_end_are_no_proved_hang_where_no_counter_tells() -> None:
     """A poor link from some moment on: 97 % at the upper end of what spinning draws."""
     job = Job(progress=None)
     job.play(60, COMPUTE)

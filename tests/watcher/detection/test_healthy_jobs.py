@@ -53,12 +53,12 @@ def a_healthy_hour(chance: random.Random, kind: type[Job] = Job) -> Job:
 @pytest.mark.parametrize("seed", range(12))
 def test_an_hour_of_healthy_work_raises_nothing(seed: int) -> None:
     job = a_healthy_hour(random.Random(seed))
-    assert job.alerts == set(), {f.alert: (f.summary, f.evidence) for t in job.told for f in t.findings}
+    assert job.alerts == set(), {f.alert: (f.summary, f.evidence) for t in job.observed for f in t.findings}
 
 
 @pytest.mark.parametrize("seed", range(100, 106))
-def test_nor_does_it_once_its_boards_are_learned(seed: int) -> None:
+def test_nor_does_it_once_its_gpus_are_learned(seed: int) -> None:
     job = a_healthy_hour(random.Random(seed), LearningJob)
     assert isinstance(job, LearningJob)
     assert job.watts(BaselineKind.PLATEAU) is not None
-    assert job.alerts == set(), {f.alert: (f.summary, f.evidence) for t in job.told for f in t.findings}
+    assert job.alerts == set(), {f.alert: (f.summary, f.evidence) for t in job.observed for f in t.findings}

@@ -154,7 +154,7 @@ class Unlisted(Job):
         return replace(super()._line(place, node, activity, ranks), processes=None)
 
 
-def test_where_no_process_can_be_listed_the_memory_of_all_boards_tells_the_end() -> None:
+def test_where_no_process_can_be_listed_the_memory_of_all_gpus_tells_the_end() -> None:
     for total in (100, None):
         job = Unlisted(progress="log", step=95, total_steps=total)
         job.play(40, COMPUTE)
@@ -180,7 +180,7 @@ def test_memory_that_is_kept_is_no_end_where_no_process_can_be_listed() -> None:
 
 
 @pytest.mark.parametrize("progress", ["log", "heartbeat", None])
-def test_a_small_test_on_waiting_boards_is_no_crash(progress: str | None) -> None:
+def test_a_small_test_on_waiting_gpus_is_no_crash(progress: str | None) -> None:
     job = Before(progress=progress)
     idle = replace(KILLED, phase="load")
     job.play(60, idle)
@@ -191,7 +191,7 @@ def test_a_small_test_on_waiting_boards_is_no_crash(progress: str | None) -> Non
     assert job.alerts == set()
 
 
-def test_a_large_process_that_leaves_before_the_first_step_is_told_as_a_doubt() -> None:
+def test_a_large_process_that_leaves_before_the_first_step_is_reported_as_a_doubt() -> None:
     job = Before(progress="log")
     job.visitor = ProcessSample(99, "python3", "R", 500.0, None, tuple(range(8)))
     job.play(60, replace(COMPUTE, process=False, steps=False))

@@ -33,7 +33,7 @@ def test_a_process_missing_on_two_samples_is_a_crash_that_names_the_rank_and_the
     assert job.alerts == {"JobCrashed"}
 
 
-def test_a_crash_without_a_word_of_the_kernel_says_so() -> None:
+def test_a_crash_without_a_kernel_message_says_so() -> None:
     job = warmed_up()
     job.play(3, SPIN, {5: KILLED})
     assert any("nothing about its end in the kernel log" in line for line in job.finding(CRASHED).evidence)
@@ -45,7 +45,7 @@ def test_all_processes_gone_in_the_middle_of_the_run_is_a_crash() -> None:
     assert any("none is left" in line for line in job.finding(CRASHED).evidence)
 
 
-def test_ranks_that_end_between_two_samples_name_nobody_as_the_first() -> None:
+def test_of_ranks_that_exit_between_two_samples_none_is_named_as_the_first() -> None:
     job = warmed_up(nodes=1, gpus=2)
     job.play(5, KILLED)
     crash = job.finding(CRASHED)
@@ -62,7 +62,7 @@ def test_who_is_gone_a_sample_before_the_others_is_named_also_of_two() -> None:
     assert crash.summary == "pretrain crashed: rank 1 on node-1 GPU 1."
 
 
-def test_a_sample_looked_at_again_does_not_make_a_node_the_later_one() -> None:
+def test_evaluating_a_sample_twice_does_not_make_its_node_the_later_one() -> None:
     job = warmed_up(nodes=2, gpus=1)
     job.play(1, KILLED, silent=["node-2"])  # its line of that second comes late
     job.play(5, KILLED)
@@ -80,7 +80,7 @@ def test_all_ranks_of_one_node_point_to_the_node() -> None:
     assert "ranks 4, 5, 6, 7 on node-2 exited between two samples" in crash.summary
 
 
-def test_processes_without_ranks_that_end_together_are_named_by_their_boards() -> None:
+def test_processes_without_ranks_that_end_together_are_named_by_their_gpus() -> None:
     job = warmed_up(nodes=1, gpus=2, progress="log")
     job.play(5, KILLED)
     assert "node-1 GPU 0, node-1 GPU 1 exited between two samples" in job.finding(CRASHED).summary
@@ -100,7 +100,7 @@ def test_a_silent_node_is_never_a_crash() -> None:
     assert "JobCrashed" not in job.alerts
 
 
-def test_boards_that_cannot_be_asked_hide_no_process_of_a_foreign_job() -> None:
+def test_gpus_that_cannot_be_asked_hide_no_process_of_a_foreign_job() -> None:
     job = warmed_up(progress="log")
     job.status["node-2"] = (HostStatus.DRIVER_DOWN, "NVML: driver/library version mismatch")
     job.play(30, COMPUTE, dict.fromkeys(range(4, 8), KILLED))

@@ -64,8 +64,8 @@ def test_all_processes_gone_before_the_last_step_is_a_crash(progress: str | None
     assert "none is left" in job.finding(CRASHED).evidence[0]
 
 
-def test_a_process_whose_board_query_fails_is_still_alive() -> None:
-    """Who holds a board is not known while the driver hangs: nobody has left because of that."""
+def test_a_process_whose_gpu_query_fails_is_still_alive() -> None:
+    """Who holds a GPU is not known while the driver hangs: nobody has left because of that."""
     job = playing("log")
     job.status["node-2"] = (HostStatus.SAMPLER_TIMEOUT, "nvml has not answered for 6 s")
     job.change = lambda line: replace(line, processes=()) if line.node == "node-2" else line
@@ -86,7 +86,7 @@ def test_a_zombie_is_gone() -> None:
 
 
 @pytest.mark.parametrize("progress", SOURCES)
-def test_somebody_elses_test_on_a_board_comes_and_goes(progress: str | None) -> None:
+def test_somebody_elses_test_on_a_gpu_comes_and_goes(progress: str | None) -> None:
     job = playing(progress)
     stranger = ProcessSample(999, "python3", "R", 700.0, None, (3,))
     job.play(10, COMPUTE)
@@ -156,7 +156,7 @@ def test_before_any_process_was_seen_nothing_has_ended() -> None:
     assert not ProcessTracker().all_exited
 
 
-def test_a_strangers_process_on_a_dead_ranks_board_is_no_restart() -> None:
+def test_a_strangers_process_on_a_dead_ranks_gpu_is_no_restart() -> None:
     job = playing("log")
     job.play(5, SPIN, {5: KILLED})
     stranger = ProcessSample(99, "jupyter", "S", 2000.0, None, (5,))
@@ -167,7 +167,7 @@ def test_a_strangers_process_on_a_dead_ranks_board_is_no_restart() -> None:
 
 
 @pytest.mark.parametrize("boards", [(5,), tuple(range(8))])
-def test_a_monitor_that_holds_the_boards_all_along_hides_no_crash(boards: tuple[int, ...]) -> None:
+def test_a_monitor_that_holds_the_gpus_all_along_hides_no_crash(boards: tuple[int, ...]) -> None:
     monitor = ProcessSample(99, "dcgm", "S", 20.0, None, boards)
     for dead in ({5: KILLED}, dict.fromkeys(range(16), KILLED)):
         job = Changed(nodes=2, progress="log")

@@ -15,7 +15,7 @@ def at_work() -> Job:
     return job
 
 
-def test_a_preempted_job_is_told_as_information_with_its_line_and_step() -> None:
+def test_a_preempted_job_is_reported_as_information_with_its_line_and_step() -> None:
     job = at_work()
     job.stopped = PREEMPTED
     job.play(3, COMPUTE)
@@ -61,7 +61,7 @@ def test_a_line_of_the_run_before_excuses_no_crash() -> None:
     assert "JobCrashed" in job.alerts
 
 
-def test_it_stays_told_when_the_log_is_out_of_sight_and_ends_when_the_job_comes_back() -> None:
+def test_it_stays_reported_while_the_log_is_unreadable_and_ends_when_the_job_comes_back() -> None:
     job = at_work()
     job.stopped = PREEMPTED
     job.play(2, COMPUTE)
@@ -71,4 +71,4 @@ def test_it_stays_told_when_the_log_is_out_of_sight_and_ends_when_the_job_comes_
     assert job.state is JobState.COMPLETED
     job.first_pid, job.started = 9000, job.now
     job.play(30, COMPUTE)
-    assert job.told[-1].findings == ()
+    assert job.observed[-1].findings == ()

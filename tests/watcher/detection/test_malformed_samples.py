@@ -121,7 +121,7 @@ LINES = st.builds(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.lists(st.tuples(st.floats(0, 40), LINES), max_size=12))
-def test_whatever_nodes_say_nothing_is_raised_and_what_was_not_said_stays_none(rounds: list[Any]) -> None:
+def test_whatever_nodes_send_nothing_is_raised_and_missing_values_stay_none(rounds: list[Any]) -> None:
     spec = JobSpec(
         "pretrain", ("node-1", "node-2"), RUN_DIRECTORY, (LOG,), checkpoint_directory=CHECKPOINTS,
         floor_tokens_per_second=10.0, checkpoint_every_seconds=60.0,

@@ -17,7 +17,7 @@ def test_a_log_that_two_nodes_share_counts_once() -> None:
     assert [s.step for s in sample.progress.sources] == [8]
 
 
-def test_no_kernel_line_is_lost_between_two_looks_and_none_comes_twice() -> None:
+def test_no_kernel_line_is_lost_between_two_observations_and_none_comes_twice() -> None:
     assembler = JobAssembler(JobSpec("pretrain", ("node-1",)))
     for i in range(3):
         event = KernelEvent("xid", f"line {i}", 0.1, 79)

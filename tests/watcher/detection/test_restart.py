@@ -55,7 +55,7 @@ def start_again(job: Job, *, back: int = 3) -> None:
 
 
 @pytest.mark.parametrize("progress", SOURCES)
-def test_a_restart_while_nobody_looked_is_no_crash(progress: str) -> None:
+def test_a_restart_while_nothing_was_observed_is_no_crash(progress: str) -> None:
     job = Job(nodes=2, progress=progress)
     job.play(60, COMPUTE)
     job.play(30, COMPUTE, silent=job.nodes)
@@ -76,7 +76,7 @@ def test_a_restart_on_one_node_forgets_who_left_on_the_others(progress: str) -> 
 
 @pytest.mark.parametrize("seconds", [100, 300])
 @pytest.mark.parametrize("progress", SOURCES)
-def test_the_old_step_that_stands_while_the_new_run_loads_is_no_hang(progress: str, seconds: int) -> None:
+def test_the_old_step_that_stalls_while_the_new_run_loads_is_no_hang(progress: str, seconds: int) -> None:
     job = Job(progress=progress)
     job.play(60, COMPUTE)
     job.play(5, KILLED)

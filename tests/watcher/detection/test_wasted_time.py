@@ -1,4 +1,4 @@
-"""What trouble costs: boards without useful work, their time and what they drew, by the alert that says why."""
+"""What trouble costs: GPUs without useful work, their time and what they drew, by the alert that says why."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def finding(alert: AlertName, idle: int, *suspects: Suspect) -> Finding:
 HUNG = finding(AlertName.JOB_HUNG, 4)
 
 
-def test_a_hang_costs_the_time_of_all_boards_and_what_they_draw() -> None:
+def test_a_hang_costs_the_time_of_all_gpus_and_what_they_draw() -> None:
     cost = WastedTime()
     for _ in range(3600):
         (told,) = cost.update(sample(190.0, 190.0, 190.0, 30.0), (HUNG,), 1.0)
@@ -40,24 +40,24 @@ def test_a_gap_costs_nothing() -> None:
     assert (sum(cost.gpu_seconds.values()), sum(cost.joules.values())) == (0, 0)
 
 
-def test_the_watts_of_a_board_that_was_not_read_are_not_guessed() -> None:
+def test_the_power_of_a_gpu_that_was_not_read_is_not_guessed() -> None:
     assert idle_power_watts(sample(190.0, None, 190.0, None), HUNG, 4) == pytest.approx(380.0)
     assert idle_power_watts(sample(190.0, 190.0, expected=4), HUNG, 4) == pytest.approx(380.0)
     assert idle_power_watts(sample(), HUNG, 4) == 0.0
 
 
-def test_a_job_at_half_its_pace_loses_half_of_what_its_boards_draw() -> None:
+def test_a_job_at_half_its_step_rate_loses_half_of_what_its_gpus_draw() -> None:
     slow = finding(AlertName.JOB_SLOW, 2)
     assert idle_power_watts(sample(600.0, 600.0, 800.0, 400.0), slow, 2) == pytest.approx(1200.0)
 
 
-def test_a_broken_board_costs_what_it_draws_itself() -> None:
+def test_a_broken_gpu_costs_what_it_draws_itself() -> None:
     broken = finding(AlertName.GPU_FAULT, 1, Suspect("n1", 2))
     assert idle_power_watts(sample(600.0, 600.0, 55.0, 600.0), broken, 1) == 55.0
     assert idle_power_watts(sample(600.0, 600.0, None, 600.0), broken, 1) == 0.0
 
 
-def test_a_board_that_two_findings_idle_is_counted_once() -> None:
+def test_a_gpu_that_two_findings_idle_is_counted_once() -> None:
     cost = WastedTime()
     broken = finding(AlertName.GPU_FAULT, 1, Suspect("n1", 2))
     told = cost.update(sample(190.0, 190.0, 55.0, 190.0), (broken, HUNG), 10.0)
@@ -66,7 +66,7 @@ def test_a_board_that_two_findings_idle_is_counted_once() -> None:
     assert sum(cost.joules.values()) == pytest.approx(6250.0)
 
 
-def test_what_idles_no_board_costs_nothing() -> None:
+def test_what_idles_no_gpu_costs_nothing() -> None:
     cost = WastedTime()
     hot = replace(HUNG, alert=AlertName.GPU_THROTTLED, gpus_idle=0)
     assert cost.update(sample(700.0), (hot,), 1.0) == (hot,)

@@ -1,4 +1,4 @@
-"""How learned values are used: bounds, per board, in words; and rows that were kept."""
+"""How learned values are used: bounds, per GPU, in words; and rows that were kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.watcher.detection.job_samples import B300, picture
+from tests.watcher.detection.job_samples import B300, job_sample
 from tests.watcher.detection.learning_job import working_job
 from tests.watcher.detection.simulated_seconds import COMPUTE, PAUSE, SPIN
 from wattwatch.watcher.detection.baselines.baseline import (
@@ -62,7 +62,7 @@ def judged(sample: JobSample, values: list[Baseline]) -> tuple[PowerState, str, 
 def test_why_says_where_the_floor_was_learned() -> None:
     job = working_job()
     job.play(5, SPIN)
-    verdict = job.told[-1].verdict
+    verdict = job.observed[-1].verdict
     assert verdict.state is PowerState.HANG
     assert "power floor 221 W learned on this host from 55 samples per GPU at start-up" in verdict.why
     assert "compute power 985 W learned while steps advanced" in verdict.why
@@ -70,36 +70,36 @@ def test_why_says_where_the_floor_was_learned() -> None:
 
 
 def test_nothing_learned_is_the_profile() -> None:
-    assert "power floor 235 W from profile b300" in judged(picture([191] * 8, [100] * 8), [])[1]
+    assert "power floor 235 W from profile b300" in judged(job_sample([191] * 8, [100] * 8), [])[1]
 
 
 def test_a_host_that_draws_more_at_rest_has_its_own_floor() -> None:
     """B300 at rest differ by up to 50 W between sites: 280 W spins here, and there it would be work."""
-    warm = picture([285] * 8, [100] * 8)
+    warm = job_sample([285] * 8, [100] * 8)
     assert not judged(warm, [])[2]
     assert judged(warm, of_all(BaselineKind.CONTEXT, 250))[2]
 
 
-def test_each_board_is_measured_by_its_own_floor() -> None:
+def test_each_gpu_is_measured_by_its_own_floor() -> None:
     watts = [191.0] * 7 + [275.0]
     values = [*of_all(BaselineKind.CONTEXT, 186, 7), value(BaselineKind.CONTEXT, 245, 7)]
-    assert not judged(picture(watts, [100] * 8), of_all(BaselineKind.CONTEXT, 186))[2]
-    assert judged(picture(watts, [100] * 8), values)[2]
+    assert not judged(job_sample(watts, [100] * 8), of_all(BaselineKind.CONTEXT, 186))[2]
+    assert judged(job_sample(watts, [100] * 8), values)[2]
 
 
-def test_light_work_on_a_small_board_is_no_wait_once_its_floor_is_known() -> None:
-    """Boards of this size may rest at 0.6 of the limit: nothing is made of the watts. This one rests at 11 of 130 W."""
-    work = picture([31, 32], [100, 100], name=ADA, limit_watts=130)
+def test_light_work_on_a_small_gpu_is_no_wait_once_its_floor_is_known() -> None:
+    """GPUs of this size may rest at 0.6 of the limit: nothing is made of the watts. This one rests at 11 of 130 W."""
+    work = job_sample([31, 32], [100, 100], name=ADA, limit_watts=130)
     floor = of_all(BaselineKind.CONTEXT, 11.5, 2, limit=130, name=ADA)
     assert judged(work, [])[0] is PowerState.UNKNOWN
     assert not judged(work, floor)[2]
-    spins = picture([14, 15], [100, 100], name=ADA, limit_watts=130)
+    spins = job_sample([14, 15], [100, 100], name=ADA, limit_watts=130)
     assert judged(spins, [])[0] is PowerState.UNKNOWN
     assert judged(spins, floor)[0] is PowerState.HANG
 
 
 def test_what_the_job_always_draws_is_compute() -> None:
-    light = picture([500] * 8, [99] * 8)
+    light = job_sample([500] * 8, [99] * 8)
     assert judged(light, [])[0] is PowerState.COMMUNICATION
     state, why, _ = judged(light, of_all(BaselineKind.PLATEAU, 505))
     assert state is PowerState.COMPUTE
@@ -107,22 +107,22 @@ def test_what_the_job_always_draws_is_compute() -> None:
 
 
 def test_half_of_what_the_job_always_draws_is_no_plain_compute() -> None:
-    slow = picture([430] * 8, [99] * 8, name="NVIDIA H100 80GB HBM3", limit_watts=700)
+    slow = job_sample([430] * 8, [99] * 8, name="NVIDIA H100 80GB HBM3", limit_watts=700)
     assert judged(slow, of_all(BaselineKind.PLATEAU, 660, limit=700))[0] is not PowerState.COMPUTE
 
 
 def test_starving_is_seen_although_the_plateau_is_known() -> None:
-    starving = picture([575] * 8, [90, 30, 55, 70, 20, 95, 60, 45])
+    starving = job_sample([575] * 8, [90, 30, 55, 70, 20, 95, 60, 45])
     assert judged(starving, of_all(BaselineKind.PLATEAU, 985))[0] is PowerState.STARVATION
 
 
 def test_a_plateau_at_another_limit_says_nothing() -> None:
-    assert "505 W" not in judged(picture([500] * 8, [99] * 8), of_all(BaselineKind.PLATEAU, 505, limit=800))[1]
+    assert "505 W" not in judged(job_sample([500] * 8, [99] * 8), of_all(BaselineKind.PLATEAU, 505, limit=800))[1]
 
 
-def test_a_few_boards_do_not_speak_for_all() -> None:
+def test_a_few_gpus_do_not_speak_for_all() -> None:
     few = of_all(BaselineKind.CONTEXT, 250, 3) + of_all(BaselineKind.PLATEAU, 505, 3)
-    state, why, _ = judged(picture([500] * 8, [99] * 8), few)
+    state, why, _ = judged(job_sample([500] * 8, [99] * 8), few)
     assert state is PowerState.COMMUNICATION
     assert "from profile b300" in why
 
@@ -132,7 +132,7 @@ def test_a_floor_that_was_read_at_low_clocks_lowers_the_profile_a_little_at_most
     learned = find_job_baseline(
         BaselineTable([value(BaselineKind.CONTEXT, 32, limit=350, name="NVIDIA L40S")]),
         JOB,
-        picture([60], [100], name="NVIDIA L40S", limit_watts=350).gpus,
+        job_sample([60], [100], name="NVIDIA L40S", limit_watts=350).gpus,
         profile_for("NVIDIA L40S", 350),
     )
     assert learned is not None
@@ -141,7 +141,7 @@ def test_a_floor_that_was_read_at_low_clocks_lowers_the_profile_a_little_at_most
 
 def test_a_cap_near_the_floor_leaves_nothing_to_tell_by() -> None:
     """An A100 may be capped at 100 W: its work draws no more than spinning does."""
-    capped = picture([99] * 8, [100] * 8, name="NVIDIA A100-SXM4-80GB", limit_watts=100)
+    capped = job_sample([99] * 8, [100] * 8, name="NVIDIA A100-SXM4-80GB", limit_watts=100)
     state, _, at_floor = judged(capped, [])
     assert not at_floor
     assert state is not PowerState.HANG
@@ -152,7 +152,7 @@ def test_a_job_that_rests_is_idle_by_the_learned_floor_too() -> None:
     states = []
     for doing in (PAUSE, COMPUTE):
         job.play(5, doing)
-        states.append(job.told[-1].verdict.state)
+        states.append(job.observed[-1].verdict.state)
     assert states == [PowerState.IDLE, PowerState.COMPUTE]
 
 

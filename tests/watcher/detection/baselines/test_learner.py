@@ -1,4 +1,4 @@
-"""What is learned of boards, when, and what teaches nothing."""
+"""What is learned of GPUs, when, and what teaches nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MONITOR = ProcessSample(77, "dcgmproftester", "R", 400.0, None, (0,))
 # What is learned
 
 
-def test_an_empty_board_teaches_its_idle_floor_once_it_has_cooled() -> None:
+def test_an_empty_gpu_teaches_its_idle_floor_once_it_has_cooled() -> None:
     job = LearningJob()
     job.play(30, EMPTY)
     assert job.watts(BaselineKind.IDLE) is None
@@ -86,7 +86,7 @@ def test_a_watcher_that_came_late_learns_the_floor_between_steps() -> None:
     assert (value.watts, value.phase) == (189, LearningPhase.BETWEEN_STEPS)
 
 
-def test_each_board_has_its_own_floor() -> None:
+def test_each_gpu_has_its_own_floor() -> None:
     job = LearningJob(step=0)
     warm = {3: replace(START_UP, watts=203.0)}
     job.play(90, EMPTY)
@@ -141,7 +141,7 @@ def test_a_starving_job_sets_no_plateau_and_lowers_none() -> None:
     assert job.watts(BaselineKind.PLATEAU) == 985
 
 
-def test_a_job_that_waits_for_its_links_sets_no_plateau_on_a_board_whose_bands_are_measured() -> None:
+def test_a_job_that_waits_for_its_links_sets_no_plateau_on_a_gpu_whose_bands_are_measured() -> None:
     late = LearningJob()
     late.play(900, COMMUNICATE)
     assert late.watts(BaselineKind.PLATEAU) is None
@@ -159,7 +159,7 @@ def test_a_plateau_only_rises_within_a_run() -> None:
 
 
 def test_checkpoint_pauses_teach_no_floor() -> None:
-    """By picture, by files, by heartbeat, and by all ranks at once with nobody to say so."""
+    """By sample, by files, by heartbeat, and by all ranks at once with nobody to say so."""
     job = LearningJob(progress="log")
     for _ in range(8):
         job.play(60, COMPUTE)
@@ -204,7 +204,7 @@ def test_nonsense_is_refused_with_its_reason() -> None:
     assert "too low for compute" in light.learner.rejected[("node-1", "GPU-0-0"), BaselineKind.PLATEAU]
 
 
-def test_boards_at_low_clocks_do_not_show_what_spinning_draws() -> None:
+def test_gpus_at_low_clocks_do_not_show_what_spinning_draws() -> None:
     assert LearningJob().learner.rejected == {}
     job = LearningJob(step=0)
     job.play(90, EMPTY)
@@ -222,7 +222,7 @@ def test_a_repeated_answer_is_one_sample() -> None:
     assert job.watts(BaselineKind.CONTEXT) is None
 
 
-def test_a_context_that_is_held_by_somebody_is_no_empty_board() -> None:
+def test_a_context_that_is_held_by_somebody_is_no_empty_gpu() -> None:
     job = LearningJob()
     job.play(300, replace(EMPTY, process=True))
     assert job.watts(BaselineKind.IDLE) is None
@@ -259,7 +259,7 @@ def test_another_limit_in_mid_run_is_no_hang_and_nothing_is_slow(limit: float, w
     job.limit, job.step_seconds = limit, step_seconds
     job.play(900, replace(COMPUTE, watts=watts, throttle=frozenset({"sw_power_cap"})))
     assert job.alerts == set()
-    assert job.told[-1].verdict.state != "hang"
+    assert job.observed[-1].verdict.state != "hang"
     job.limit, job.step_seconds = None, 5
     job.play(300, COMPUTE)
     assert job.alerts == set()
@@ -296,7 +296,7 @@ def test_another_driver_version_drops_all_and_makes_no_verdict() -> None:
     assert job.watts(BaselineKind.IDLE) == 160
 
 
-def test_a_version_that_is_first_told_later_drops_nothing() -> None:
+def test_a_version_that_is_first_reported_later_drops_nothing() -> None:
     job = working_job()
     before = job.knowledge.values()
     job.driver = "580.95.05"
@@ -323,7 +323,7 @@ def test_a_driver_that_cannot_be_asked_drops_what_is_known_of_its_node() -> None
     assert job.knowledge.values() == ()
 
 
-def test_another_board_in_the_slot_has_nothing_of_the_old_one() -> None:
+def test_another_gpu_in_the_slot_has_nothing_of_the_old_one() -> None:
     job = working_job()
     other = working_job(name="NVIDIA H100 80GB HBM3", knowledge=job.knowledge)
     value = other.known(BaselineKind.CONTEXT)
@@ -335,7 +335,7 @@ def test_a_stranger_on_the_node_drops_the_plateau_and_no_verdict_comes_of_it() -
     job.strangers = (MONITOR,)
     job.play(5, COMPUTE)
     assert job.watts(BaselineKind.PLATEAU) is None
-    assert job.known(BaselineKind.CONTEXT) is None  # it sits on this board
+    assert job.known(BaselineKind.CONTEXT) is None  # it sits on this GPU
     assert job.known(BaselineKind.CONTEXT, 1) is not None
     assert job.watts(BaselineKind.IDLE) == 139
     job.play(200, COMPUTE)

@@ -1,4 +1,4 @@
-"""Which board gets which numbers."""
+"""Which GPU gets which numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_each_shipped_profile_is_in_order_and_says_where_it_is_from(profile: Pow
         assert profile.floor_watts < band.low_watts < band.high_watts <= most
 
 
-def test_bands_that_nobody_measured_on_a_board_are_scaled_and_less_is_rested_on_them() -> None:
+def test_bands_never_measured_on_a_gpu_model_are_scaled_and_trusted_less() -> None:
     measured, scaled = profile_for("NVIDIA B300 SXM6 AC", None), profile_for("NVIDIA H100 80GB HBM3", None)
     assert (measured.bands_from, scaled.bands_from) == ("", "b300")
     assert scaled.bands_certain < measured.bands_certain
@@ -55,7 +55,7 @@ def test_bands_that_nobody_measured_on_a_board_are_scaled_and_less_is_rested_on_
     assert shares[0] == pytest.approx(shares[1])
 
 
-def test_an_unknown_board_gets_its_bands_by_its_limit() -> None:
+def test_an_unknown_gpu_gets_its_bands_by_its_limit() -> None:
     small, large = profile_for("Accelerator X", 300.0), profile_for("Accelerator X", 600.0)
     assert small.communication is not None
     assert large.communication is not None

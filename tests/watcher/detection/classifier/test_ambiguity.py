@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.watcher.detection.job_samples import B300, picture
+from tests.watcher.detection.job_samples import B300, job_sample
 from tests.watcher.detection.simulated_seconds import SPIN_ROUGHLY, Job
 from wattwatch.collectors.samples import CheckpointEntry, CheckpointSample, ProgressSample, ReadingStatus
 from wattwatch.watcher.detection.classifier.ambiguity import ambiguity_table
@@ -53,7 +53,7 @@ def test_every_public_case_names_the_check_that_would_decide(case: dict[str, Any
 @pytest.mark.parametrize("word", [None, *StepProgress])
 @pytest.mark.parametrize("row", PAPER.values(), ids=PAPER)
 def test_every_published_sample_names_it(row: dict[str, Any], word: StepProgress | None) -> None:
-    has_its_deciding_check(classify(picture(row["watts"], row["utilization"], nodes=2), progress=word))
+    has_its_deciding_check(classify(job_sample(row["watts"], row["utilization"], nodes=2), progress=word))
 
 
 READINGS = st.tuples(st.none() | st.floats(0, 1100), st.none() | st.floats(0, 100))
@@ -77,7 +77,7 @@ def test_any_sample_names_it(
 ) -> None:
     watts, busy = zip(*readings, strict=True)
     has_its_deciding_check(
-        classify(picture(watts, busy, name=name, limit_watts=limit, held_bytes=held, mig=mig), progress=word)
+        classify(job_sample(watts, busy, name=name, limit_watts=limit, held_bytes=held, mig=mig), progress=word)
     )
 
 
@@ -98,7 +98,7 @@ def at_step(step: int, age_seconds: float, data_wait_ms: float | None = None) ->
 
 
 def test_a_hang_without_a_counter_asks_for_one() -> None:
-    said = told(picture([190.0] * 8, ALL))
+    said = told(job_sample([190.0] * 8, ALL))
     assert said == (
         "Check whether the step counter is moving: "
         "pass --progress stalled or --progress advancing, or provide a log or a run directory"
@@ -106,17 +106,19 @@ def test_a_hang_without_a_counter_asks_for_one() -> None:
 
 
 def test_a_hang_with_a_counter_says_at_which_step_it_is() -> None:
-    assert "(now at step 1,204, last changed 40 s ago)" in told(picture([190.0] * 8, ALL, progress=at_step(1204, 40.0)))
+    assert "(now at step 1,204, last changed 40 s ago)" in told(
+        job_sample([190.0] * 8, ALL, progress=at_step(1204, 40.0))
+    )
 
 
 def test_steps_that_the_user_reported_are_not_asked_for_again() -> None:
-    said = told(picture([190.0] * 8, ALL), StepProgress.STALLED)
+    said = told(job_sample([190.0] * 8, ALL), StepProgress.STALLED)
     assert "counter" not in said
     assert "stacks" in said
 
 
 def test_a_save_is_decided_by_its_files() -> None:
-    sample = picture([190.0] * 8, RANK_0_LOW)
+    sample = job_sample([190.0] * 8, RANK_0_LOW)
     assert told(sample).startswith("Check whether files in the checkpoint directory grow: provide")
     entry = CheckpointEntry("step-100", 100, None, int(3e9), 12.0, "")
     seen = replace(sample, checkpoints=(CheckpointSample("/ckpt/a", (entry,), 1.0),))
@@ -125,33 +127,33 @@ def test_a_save_is_decided_by_its_files() -> None:
 
 def test_starvation_is_decided_by_the_waits_for_data() -> None:
     row = PAPER["starvation"]
-    sample = picture(row["watts"], row["utilization"], nodes=2)
+    sample = job_sample(row["watts"], row["utilization"], nodes=2)
     assert told(sample).startswith("Check whether ranks wait for data")
     waits = replace(sample, progress=at_step(5, 2.0, data_wait_ms=1300.0))
     assert "they report up to 1,300 ms per step" in told(waits)
 
 
 def test_light_work_is_decided_by_power_over_a_minute_where_steps_are_known() -> None:
-    sample = picture([640.0] * 8, ALL)
+    sample = job_sample([640.0] * 8, ALL)
     assert classify(sample).state is PowerState.COMMUNICATION
     assert "Watch power for a minute" in told(sample, StepProgress.ADVANCING)
 
 
 def test_mig_says_why_power_does_not_decide() -> None:
-    sliced = picture([400.0] * 8, [None] * 8, mig=True, reasons={"utilization_percent": ReadingStatus.MIG})
+    sliced = job_sample([400.0] * 8, [None] * 8, mig=True, reasons={"utilization_percent": ReadingStatus.MIG})
     assert classify(sliced).state is PowerState.UNKNOWN
     assert "--progress" in told(sliced)
     assert "power is that of the whole GPU" in told(sliced)
 
 
 def test_an_unknown_state_without_gpus_says_what_to_check() -> None:
-    assert "nvidia-smi" in told(picture([], []))
+    assert "nvidia-smi" in told(job_sample([], []))
 
 
 def test_a_suspected_hang_without_a_counter_says_what_would_confirm_it() -> None:
     job = Job(progress=None)
     job.play(60, replace(SPIN_ROUGHLY, watts=900, utilization=99))
     job.play(120, SPIN_ROUGHLY)
-    hung = [f for look in job.told for f in look.findings if f.alert is AlertName.JOB_HUNG]
+    hung = [f for look in job.observed for f in look.findings if f.alert is AlertName.JOB_HUNG]
     assert not hung[0].confirmed
     assert any(text.startswith("to confirm: check whether the step counter") for text in hung[0].evidence)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.watcher.detection.job_samples import picture
+from tests.watcher.detection.job_samples import job_sample
 from tests.watcher.detection.simulated_seconds import Activity, Job
 from wattwatch.collectors.samples import (
     FilesystemSample,
@@ -102,7 +102,7 @@ TABLE = {
 
 
 def sample_of(given: Given) -> JobSample:
-    sample = picture(WATTS, SCATTERED)
+    sample = job_sample(WATTS, SCATTERED)
     node: NodeState = replace(
         sample.nodes[0], load=given.load, hung_calls=given.calls, filesystems=given.filesystems,
         processes=given.processes, workers=given.workers,
@@ -144,7 +144,7 @@ def test_the_finding_says_it_once_and_advises_on_it() -> None:
     job = Job()
     starving = {rank: Activity(w, u, steps=True) for rank, (w, u) in enumerate(zip(WATTS, SCATTERED, strict=True))}
     job.play(90, Activity(575, 40, steps=True), starving)
-    told = [f for look in job.told for f in look.findings if f.alert is AlertName.JOB_STARVING]
+    told = [f for look in job.observed for f in look.findings if f.alert is AlertName.JOB_STARVING]
     assert told
     assert sum(words.count("not identified from the hosts") for words in told[0].evidence) == 1
     assert told[0].advice == bottleneck_table()["next_step"]["unnamed"]

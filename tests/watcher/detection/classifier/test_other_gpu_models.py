@@ -1,4 +1,4 @@
-"""The same pictures on other boards, other numbers of ranks, with noise: the reading is of the kind, not the case."""
+"""The same samples on other GPUs, other numbers of ranks, with noise: the reading is of the kind, not the case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.watcher.detection.job_samples import picture
+from tests.watcher.detection.job_samples import job_sample
 from wattwatch.watcher.detection.baselines.profiles import PowerProfile, shipped_profiles
 from wattwatch.watcher.detection.classifier.classifier import classify
 from wattwatch.watcher.detection.classifier.features import StepProgress
@@ -37,7 +37,7 @@ def by_limit(watts: float, board: PowerProfile) -> float:
 
 
 def by_published_floor(watts: float, board: PowerProfile) -> float:
-    """The published floor is this board's, the limit its limit."""
+    """The published floor is this GPU's, the limit its limit."""
     if watts <= PAPER_FLOOR:
         return watts * board.floor_watts / PAPER_FLOOR
     share = (watts - PAPER_FLOOR) / (PAPER_LIMIT - PAPER_FLOOR)
@@ -45,7 +45,7 @@ def by_published_floor(watts: float, board: PowerProfile) -> float:
 
 
 def by_profile_floor(watts: float, board: PowerProfile) -> float:
-    """The profile's floor is this board's, the limit its limit."""
+    """The profile's floor is this GPU's, the limit its limit."""
     measured = PROFILES[0]
     if watts <= measured.floor_watts:
         return watts * board.floor_watts / measured.floor_watts
@@ -56,7 +56,7 @@ def by_profile_floor(watts: float, board: PowerProfile) -> float:
 def judged(name: str, board: PowerProfile, scale: Scale, progress: StepProgress | None = None) -> Verdict:
     row: dict[str, Any] = PAPER[name]
     return classify(
-        picture(
+        job_sample(
             [scale(watts, board) for watts in row["watts"]], row["utilization"], nodes=2, name=NAMES[board.name],
             held_bytes=row["held_gigabytes"] * 1e9, limit_watts=board.limit_watts,
         ),
@@ -64,7 +64,7 @@ def judged(name: str, board: PowerProfile, scale: Scale, progress: StepProgress 
     )  # fmt: skip
 
 
-def test_every_shipped_profile_has_a_board_here() -> None:
+def test_every_shipped_profile_has_a_gpu_here() -> None:
     assert [p.name for p in PROFILES] == list(NAMES)
 
 
@@ -79,11 +79,11 @@ def test_every_shipped_profile_has_a_board_here() -> None:
     ],
 )
 @pytest.mark.parametrize("name", PAPER)
-def test_a_published_picture_scaled_to_a_board_keeps_its_state(name: str, board: PowerProfile, scale: Scale) -> None:
+def test_a_published_sample_scaled_to_a_gpu_keeps_its_state(name: str, board: PowerProfile, scale: Scale) -> None:
     verdict = judged(name, board, scale)
     row: dict[str, Any] = PAPER[name]
     if name == "light healthy training" and board.name != "b300":
-        # One job of one board, in no published band: between floor and plateau two readings stand.
+        # One job of one GPU, in no published band: between floor and plateau two readings stand.
         unsure = verdict.state is PowerState.COMMUNICATION and verdict.confidence < 0.5
         assert unsure or verdict.state is PowerState.COMPUTE
         assert judged(name, board, scale, StepProgress.ADVANCING).state is PowerState.COMPUTE
@@ -95,7 +95,7 @@ def test_a_published_picture_scaled_to_a_board_keeps_its_state(name: str, board:
 @pytest.mark.parametrize("scale", [by_published_floor, by_profile_floor], ids=lambda scale: scale.__name__)
 @pytest.mark.parametrize("board", [p for p in PROFILES if p not in ROOMY], ids=lambda board: board.name)
 @pytest.mark.parametrize("name", PAPER)
-def test_a_board_without_room_between_rest_and_work_says_so_and_nothing_false(
+def test_a_gpu_without_room_between_rest_and_work_says_so_and_nothing_false(
     name: str, board: PowerProfile, scale: Scale
 ) -> None:
     verdict = judged(name, board, scale)
@@ -119,7 +119,7 @@ def test_one_rank_low_among_any_number_at_the_floor_is_a_hang_and_named(board: P
     idle = chance.uniform(board.idle_watts, 0.85 * board.floor_watts)
     watts = [idle + chance.uniform(0, min(30.0, 0.3 * idle)) * (rank != culprit) for rank in range(ranks)]
     busy = [0.0 if rank == culprit else float(chance.choice((100, 99, 97, 94))) for rank in range(ranks)]
-    verdict = classify(picture(watts, busy, name=NAMES[board.name], limit_watts=board.limit_watts))
+    verdict = classify(job_sample(watts, busy, name=NAMES[board.name], limit_watts=board.limit_watts))
     assert verdict.state is PowerState.HANG, verdict.why
     assert [suspect.rank for suspect in verdict.suspects] == [culprit]
 
@@ -132,7 +132,7 @@ def test_plain_work_is_never_a_hang_whatever_the_noise(board: PowerProfile, seed
     level = chance.uniform(0.43, 0.98) * board.limit_watts
     watts = [level * chance.uniform(0.95, 1.02) for _ in range(ranks)]
     busy = [float(chance.randint(84, 100)) for _ in range(ranks)]
-    verdict = classify(picture(watts, busy, name=NAMES[board.name], limit_watts=board.limit_watts))
+    verdict = classify(job_sample(watts, busy, name=NAMES[board.name], limit_watts=board.limit_watts))
     assert verdict.state in (PowerState.COMPUTE, PowerState.COMMUNICATION, PowerState.STARVATION), verdict.why
 
 
@@ -142,7 +142,7 @@ def test_plain_work_is_never_a_hang_whatever_the_noise(board: PowerProfile, seed
 def rank_0_low(percent: float, held_bytes: float, ranks: int = 8) -> Verdict:
     watts = [141.0] + [150.0] * (ranks - 1)
     busy = [percent] + [100.0] * (ranks - 1)
-    return classify(picture(watts, busy, name=NAMES["h100"], limit_watts=700, held_bytes=held_bytes))
+    return classify(job_sample(watts, busy, name=NAMES["h100"], limit_watts=700, held_bytes=held_bytes))
 
 
 def test_a_rank_0_that_moves_a_little_is_surely_saving_and_one_at_zero_is_not() -> None:
@@ -154,7 +154,7 @@ def test_a_rank_0_that_moves_a_little_is_surely_saving_and_one_at_zero_is_not() 
     assert still.alternative.state is PowerState.HANG
 
 
-def test_of_two_boards_rank_0_low_is_hardly_more_a_save_than_a_hang() -> None:
+def test_of_two_gpus_rank_0_low_is_hardly_more_a_save_than_a_hang() -> None:
     assert rank_0_low(0, 41e9, ranks=2).confidence <= 0.5
 
 
@@ -166,28 +166,28 @@ def test_with_bare_contexts_nothing_can_be_saved() -> None:
     assert [suspect.rank for suspect in verdict.suspects] == [0]
 
 
-# Boards that rest.
+# GPUs that rest.
 
 
-def test_all_at_zero_right_after_work_is_a_pause_and_a_single_board_is_just_idle() -> None:
-    pause = classify(picture([91.0, 84.0], [0, 0], name="Accelerator X", limit_watts=250))
-    alone = classify(picture([91.0], [0], name="Accelerator X", limit_watts=250))
+def test_all_at_zero_right_after_work_is_a_pause_and_a_single_gpu_is_just_idle() -> None:
+    pause = classify(job_sample([91.0, 84.0], [0, 0], name="Accelerator X", limit_watts=250))
+    alone = classify(job_sample([91.0], [0], name="Accelerator X", limit_watts=250))
     assert (pause.state, alone.state) == (PowerState.CHECKPOINT, PowerState.IDLE)
 
 
-def test_a_board_that_is_fed_now_and_then_at_the_watts_of_work_waits_for_data() -> None:
-    verdict = classify(picture([107.0], [9], name="NVIDIA A40", limit_watts=300))
+def test_a_gpu_that_is_fed_now_and_then_at_the_power_of_work_waits_for_data() -> None:
+    verdict = classify(job_sample([107.0], [9], name="NVIDIA A40", limit_watts=300))
     assert verdict.state is PowerState.STARVATION
 
 
-def test_boards_that_take_turns_at_the_power_of_work_compute() -> None:
-    verdict = classify(picture([67.0, 147.0], [0, 34], name=NAMES["a100-pcie"], limit_watts=250))
+def test_gpus_that_take_turns_at_the_power_of_work_compute() -> None:
+    verdict = classify(job_sample([67.0, 147.0], [0, 34], name=NAMES["a100-pcie"], limit_watts=250))
     assert verdict.state is PowerState.COMPUTE
     assert verdict.confidence < 0.5
 
 
 def test_an_empty_host_is_surely_idle_only_if_its_processes_were_listed() -> None:
-    seen = picture([70.0] * 8, [0] * 8, name=NAMES["h100"], limit_watts=700, held_bytes=4e6)
+    seen = job_sample([70.0] * 8, [0] * 8, name=NAMES["h100"], limit_watts=700, held_bytes=4e6)
     unlisted = classify(seen)
     assert unlisted.confidence <= 0.6
     assert unlisted.alternative is not None
@@ -196,9 +196,9 @@ def test_an_empty_host_is_surely_idle_only_if_its_processes_were_listed() -> Non
     assert classify(replace(seen, nodes=nodes)).confidence >= 0.9
 
 
-# One board.
+# One GPU.
 
 
-def test_a_busy_board_alone_near_a_guessed_floor_is_not_called_a_hang() -> None:
-    assert classify(picture([60.0], [100], name="Accelerator X", limit_watts=260)).state is PowerState.UNKNOWN
-    assert classify(picture([60.0] * 2, [100] * 2, name="Accelerator X", limit_watts=260)).state is PowerState.HANG
+def test_a_busy_gpu_alone_near_a_guessed_floor_is_not_called_a_hang() -> None:
+    assert classify(job_sample([60.0], [100], name="Accelerator X", limit_watts=260)).state is PowerState.UNKNOWN
+    assert classify(job_sample([60.0] * 2, [100] * 2, name="Accelerator X", limit_watts=260)).state is PowerState.HANG

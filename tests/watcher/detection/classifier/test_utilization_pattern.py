@@ -1,10 +1,10 @@
-"""How utilisation lies over the ranks. Averages would hide the one that matters."""
+"""How utilization lies over the ranks. Averages would hide the one that matters."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.watcher.detection.job_samples import picture
+from tests.watcher.detection.job_samples import job_sample
 from wattwatch.watcher.detection.classifier.features import match_pattern
 from wattwatch.watcher.detection.model import UtilizationPattern
 
@@ -32,6 +32,6 @@ from wattwatch.watcher.detection.model import UtilizationPattern
     ],
 )
 def test_shapes(utilization: list[float | None], shape: UtilizationPattern, outliers: list[int]) -> None:
-    seen = match_pattern(picture([190.0] * len(utilization), utilization).gpus)
+    seen = match_pattern(job_sample([190.0] * len(utilization), utilization).gpus)
     assert seen.pattern is shape
     assert [g.rank for g in seen.outliers] == outliers

@@ -37,7 +37,7 @@ def test_files_that_grow_are_a_slow_save_however_long_it_takes() -> None:
     assert job.state is JobState.CHECKPOINTING
 
 
-def test_files_that_stand_are_stalled_after_ten_minutes_where_no_save_was_seen_before() -> None:
+def test_files_that_do_not_grow_are_stalled_after_ten_minutes_where_no_save_was_seen_before() -> None:
     job = training()
     save(job, 590, grows=False)
     assert job.alerts == set()
@@ -90,7 +90,7 @@ def test_the_next_checkpoint_starts_its_own_count() -> None:
     assert job.alerts == set()
 
 
-def test_a_save_that_ended_lets_steps_go_on_without_a_word() -> None:
+def test_a_save_that_ended_lets_steps_continue_without_a_finding() -> None:
     job = training()
     for step in (1010, 1020, 1030):
         save(job, 120, step=step)
@@ -108,7 +108,7 @@ def test_no_complete_checkpoint_for_twice_the_interval_is_overdue() -> None:
     assert job.finding(AlertName.CHECKPOINT_OVERDUE)
 
 
-def test_the_newest_checkpoint_is_told_by_its_age_where_names_tell_no_step() -> None:
+def test_the_newest_checkpoint_is_reported_by_its_age_where_names_tell_no_step() -> None:
     job = training(checkpoint_every_seconds=600.0)
     older, newer = checkpoint(0, complete=True, age_seconds=9000), checkpoint(1, complete=True, age_seconds=60)
     job.entries = (replace(older, step=None, name="first"), replace(newer, step=None, name="second"))
@@ -133,7 +133,7 @@ def test_a_run_that_starts_from_yesterdays_checkpoint_owes_none_yet() -> None:
     assert job.finding(AlertName.CHECKPOINT_OVERDUE)
 
 
-def test_boards_that_wait_for_a_job_owe_no_checkpoint() -> None:
+def test_gpus_that_wait_for_a_job_owe_no_checkpoint() -> None:
     job = Job(progress="log", checkpoint_every_seconds=600.0)
     job.entries = (checkpoint(1000, complete=True, age_seconds=72_000),)
     job.play(60, KILLED)

@@ -1,4 +1,4 @@
-"""What earlier saves teach, what the run before left behind, and saves that no board waits for."""
+"""What earlier saves teach, what the run before left behind, and saves that no GPU waits for."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_upload_in_bursts_under_which_steps_go_on_is_never_stalled() -> None:
     assert job.alerts == set()
 
 
-def test_an_upload_that_gets_stuck_while_steps_go_on_is_a_warning_and_costs_no_board() -> None:
+def test_an_upload_that_gets_stuck_while_steps_go_on_is_a_warning_and_costs_no_gpu() -> None:
     job = Job(progress="log")
     job.play(60, COMPUTE)
     for second in range(800):

@@ -1,4 +1,4 @@
-"""Broken boards: one finding a board, whoever witnesses it, and once."""
+"""Broken GPUs: one finding a GPU, whoever witnesses it, and once."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def training(**settings: object) -> Job:
     return job
 
 
-def test_a_lost_board_with_three_witnesses_is_one_finding() -> None:
+def test_a_lost_gpu_with_three_sources_is_one_finding() -> None:
     job = training()
     job.kernel["node-1"] = [xid(79, 5)]
     job.play(5, SPIN, {5: LOST})
     fault = job.finding(FAULT)
     assert [(s.node, s.gpu, s.rank) for s in fault.suspects] == [("node-1", 5, 5)]
-    assert len({f.key for told in job.told for f in told.findings if f.alert is FAULT}) == 1
+    assert len({f.key for told in job.observed for f in told.findings if f.alert is FAULT}) == 1
     assert any("Xid 79" in line for line in fault.evidence)
     assert any("lost" in line for line in fault.evidence)
 
 
-def test_a_board_that_vanishes_from_the_list_is_the_same_finding() -> None:
+def test_a_gpu_that_vanishes_from_the_list_is_the_same_finding() -> None:
     job = training()
     job.kernel["node-1"] = [xid(79, 7)]
     job.play(3, SPIN, {7: LOST})
     job.gpus = 7
     job.play(10, SPIN)
-    assert len({f.key for told in job.told for f in told.findings if f.alert is FAULT}) == 1
+    assert len({f.key for told in job.observed for f in told.findings if f.alert is FAULT}) == 1
     assert [s.gpu for s in job.finding(FAULT).suspects] == [7]
 
 
@@ -60,7 +60,7 @@ def test_the_same_line_twice_is_one_finding_and_ends_with_its_time() -> None:
     assert job.findings == ()
 
 
-def test_an_xid_of_the_program_is_no_fault_of_the_board() -> None:
+def test_an_xid_of_the_program_is_no_fault_of_the_gpu() -> None:
     job = training()
     job.kernel["node-1"] = [xid(31, 2), xid(43, 3), xid(13, 1)]
     job.play(20, COMPUTE)
@@ -84,35 +84,35 @@ def test_one_failed_reading_that_is_repeated_is_still_one() -> None:
     assert job.findings == ()
 
 
-def test_a_board_that_wants_a_reset_is_named_at_once() -> None:
+def test_a_gpu_that_wants_a_reset_is_named_at_once() -> None:
     job = training()
     reset = replace(UNREADABLE, reasons={"power_watts": ReadingStatus.RESET_REQUIRED})
     job.play(1, COMPUTE, {6: reset})
     assert [s.gpu for s in job.finding(FAULT).suspects] == [6]
 
 
-def test_a_fault_and_steps_that_stand_are_both_said_so_that_the_cause_can_speak_for_both() -> None:
+def test_a_fault_and_stalled_steps_are_both_reported_so_that_the_cause_can_explain_both() -> None:
     job = training()
     job.kernel["node-1"] = [xid(79, 5)]
     job.play(120, SPIN, {5: LOST})
     assert {f.alert.value for f in job.findings} == {"GpuFault", "JobHung"}
 
 
-def test_a_fault_and_a_killed_rank_are_both_said() -> None:
+def test_a_fault_and_a_killed_rank_are_both_reported() -> None:
     job = training()
     job.kernel["node-1"] = [xid(79, 5)]
     job.play(5, SPIN, {5: replace(LOST, process=False), 6: KILLED})
     assert {f.alert.value for f in job.findings} == {"GpuFault", "JobCrashed"}
 
 
-def test_a_slow_query_on_another_node_hides_no_broken_board() -> None:
+def test_a_slow_query_on_another_node_hides_no_broken_gpu() -> None:
     job = training(nodes=2, gpus=4)
     for _ in range(3):
         job.play(1, COMPUTE, {2: UNREADABLE}, slow=["node-2"])
     assert [s.gpu for s in job.finding(FAULT).suspects] == [2]
 
 
-def test_a_lost_board_stays_broken_while_its_node_is_silent_or_its_driver_hangs() -> None:
+def test_a_lost_gpu_stays_broken_while_its_node_is_silent_or_its_driver_hangs() -> None:
     job = Job(nodes=2)
     job.play(60, COMPUTE)
     job.play(30, SPIN, {3: LOST})
@@ -128,7 +128,7 @@ def test_a_lost_board_stays_broken_while_its_node_is_silent_or_its_driver_hangs(
     assert AlertName.GPU_FAULT not in {finding.alert for finding in job.findings}
 
 
-def test_the_same_words_of_the_kernel_are_news_when_they_were_written_later() -> None:
+def test_the_same_kernel_message_is_news_when_it_was_written_later() -> None:
     job = Job()
     job.play(10, COMPUTE)
     job.kernel["node-1"] = [xid(79, 3)]

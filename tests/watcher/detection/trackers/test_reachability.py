@@ -33,7 +33,7 @@ def test_a_node_that_stays_silent_is_a_warning_while_the_job_goes_on() -> None:
     assert job.state is JobState.COMPUTING
 
 
-def test_and_critical_once_the_steps_stand_with_it() -> None:
+def test_and_critical_once_steps_stall_with_it() -> None:
     job = training()
     cut_off(job)
     job.play(60, SPIN, silent=["node-2"])
@@ -54,7 +54,7 @@ def test_a_short_silence_is_nothing() -> None:
 @pytest.mark.parametrize(
     "status", [HostStatus.DRIVER_DOWN, HostStatus.SAMPLER_TIMEOUT, HostStatus.PARSE_ERROR, HostStatus.AUTH_FAILED]
 )
-def test_a_blind_node_is_a_warning_and_the_job_computes(status: HostStatus) -> None:
+def test_an_unreadable_node_is_a_warning_and_the_job_computes(status: HostStatus) -> None:
     job = training()
     job.status["node-2"] = (status, "as seen")
     job.play(60, COMPUTE)
@@ -64,7 +64,7 @@ def test_a_blind_node_is_a_warning_and_the_job_computes(status: HostStatus) -> N
     assert job.state is JobState.COMPUTING
 
 
-def test_a_node_without_nvidia_smi_says_what_is_read_there_all_the_same() -> None:
+def test_a_node_without_nvidia_smi_says_what_is_still_readable_there() -> None:
     missing = "nvidia-smi is not installed or not in PATH; the NVML library is not visible here"
     for progress, still in (
         ("heartbeat", " (heartbeats are still readable)"),
@@ -78,31 +78,31 @@ def test_a_node_without_nvidia_smi_says_what_is_read_there_all_the_same() -> Non
         assert said.summary == f"GPUs of node-1 cannot be read: nvidia-smi is not installed or not in PATH{still}."
         assert missing in said.evidence[0]
         assert job.detector.reason.count("nvidia-smi") == 1
-        assert job.told[-1].verdict.why == f"No GPU could be read. node-1: {missing}"
+        assert job.observed[-1].verdict.why == f"No GPU could be read. node-1: {missing}"
 
 
-def test_the_log_of_one_node_is_not_said_to_be_read_on_another() -> None:
+def test_the_log_of_one_node_is_not_reported_as_readable_on_another() -> None:
     job = training(progress="log")
     job.status["node-2"] = (HostStatus.SAMPLER_TIMEOUT, "nvidia-smi has not returned for 12 s")
     job.play(20, COMPUTE)
     assert job.finding(BLIND).summary == "GPUs of node-2 cannot be read: GPU query does not return."
 
 
-def test_a_blind_node_does_not_hide_steps_that_stand() -> None:
+def test_an_unreadable_node_does_not_hide_stalled_steps() -> None:
     job = training()
     job.status["node-2"] = (HostStatus.DRIVER_DOWN, "NVML: driver/library version mismatch")
     job.play(60, SPIN)
     assert job.finding(AlertName.JOB_HUNG).confirmed
 
 
-def test_a_driver_that_sees_no_board_is_a_fault() -> None:
+def test_a_driver_that_sees_no_gpu_is_a_fault() -> None:
     job = training()
     job.status["node-2"] = (HostStatus.NO_DEVICES, "No devices were found")
     job.play(20, SPIN)
     assert job.finding(AlertName.GPU_FAULT).scope == "node-2"
 
 
-def test_all_nodes_blind_is_no_verdict_on_the_job() -> None:
+def test_all_nodes_unreadable_is_no_verdict_on_the_job() -> None:
     job = training(progress=None)
     for node in job.nodes:
         job.status[node] = (HostStatus.DRIVER_DOWN, "NVML: driver/library version mismatch")
@@ -111,7 +111,7 @@ def test_all_nodes_blind_is_no_verdict_on_the_job() -> None:
     assert job.alerts == {"ProbeBlind"}
 
 
-def test_a_hang_of_a_job_without_a_counter_ends_when_its_boards_work_again() -> None:
+def test_a_hang_of_a_job_without_a_counter_ends_when_its_gpus_work_again() -> None:
     job = Job(nodes=2, progress=None)
     job.play(40, COMPUTE)
     job.play(400, SPIN)
@@ -136,7 +136,7 @@ def test_a_node_that_reboots_stays_one_finding_until_it_is_seen_again() -> None:
     assert job.findings == ()
 
 
-def test_a_blind_node_that_falls_silent_is_still_blind() -> None:
+def test_an_unreadable_node_that_falls_silent_is_still_unreadable() -> None:
     job = training()
     job.status["node-2"] = (HostStatus.SAMPLER_TIMEOUT, "nvml has not answered for 12 s")
     job.play(20, COMPUTE)

@@ -1,4 +1,4 @@
-"""What is positively seen of a job, and what is not: looks -> witness."""
+"""What is positively seen of a job, and what is not: observations -> witness."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_a_step_that_advances_is_seen_and_remembered() -> None:
     assert advancing(sample({"a.log": 100}), sample({"a.log": 101}), sample({"a.log": 101}))
 
 
-def test_a_log_that_comes_into_sight_further_ahead_is_no_step() -> None:
+def test_a_log_that_becomes_readable_further_ahead_is_no_step() -> None:
     assert not advancing(sample({"a.log": 90}), sample({"a.log": 90, "b.log": 100}), sample({"b.log": 100}))
 
 
-def test_a_log_that_was_out_of_sight_and_is_further_now_is_one() -> None:
+def test_a_log_that_was_unreadable_and_is_further_now_is_one() -> None:
     assert advancing(sample({"a.log": 90}), sample(), sample({"a.log": 91}))
 
 
@@ -58,16 +58,16 @@ def test_new_processes_that_stay_are_the_job_started_again() -> None:
     assert advancing(dead, *[again] * STABLE_OBSERVATIONS)
 
 
-def test_a_test_on_a_board_that_comes_and_goes_is_not() -> None:
+def test_a_test_on_a_gpu_that_comes_and_goes_is_not() -> None:
     look = [sample(one=()), sample(one=(4000,))]
     assert not advancing(*look * STABLE_OBSERVATIONS)
 
 
-def test_the_processes_of_a_node_that_comes_into_sight_are_not_new() -> None:
+def test_the_processes_of_a_node_that_becomes_readable_are_not_new() -> None:
     away, there = sample(one=HostStatus.UNREACHABLE), sample(one=(4000,))
     assert not advancing(away, *[there] * 2 * STABLE_OBSERVATIONS)
 
 
-def test_only_nodes_whose_boards_are_seen_count() -> None:
+def test_only_nodes_whose_gpus_are_seen_count() -> None:
     seen = RecoveryTracker().update(sample(one=(4000,), two=HostStatus.UNREACHABLE, three=HostStatus.DRIVER_DOWN))
     assert seen.nodes_ok == {"one"}

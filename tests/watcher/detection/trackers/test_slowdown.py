@@ -16,7 +16,7 @@ def paced(job: Job, step_seconds: int, seconds: int) -> None:
     job.play(seconds, COMPUTE if step_seconds <= 5 else COMMUNICATE)
 
 
-def test_steps_that_take_half_as_long_again_are_told_after_five_minutes() -> None:
+def test_steps_that_take_half_as_long_again_are_reported_after_five_minutes() -> None:
     job = Job()
     paced(job, 4, 600)
     injected = job.now
@@ -30,7 +30,7 @@ def test_steps_that_take_half_as_long_again_are_told_after_five_minutes() -> Non
     assert said.suspects == ()
 
 
-def test_it_stays_told_however_long_it_lasts_and_is_over_when_the_pace_is_back() -> None:
+def test_it_stays_reported_however_long_it_lasts_and_is_over_when_the_step_rate_is_back() -> None:
     job = Job()
     paced(job, 4, 600)
     paced(job, 6, 3600)
@@ -46,7 +46,7 @@ def test_noisy_steps_are_not_slow_ones() -> None:
     assert job.alerts == set()
 
 
-def test_a_slow_minute_is_not_told() -> None:
+def test_a_slow_minute_is_not_reported() -> None:
     job = Job()
     paced(job, 4, 600)
     paced(job, 6, 120)
@@ -54,7 +54,7 @@ def test_a_slow_minute_is_not_told() -> None:
     assert job.alerts == set()
 
 
-def test_a_restart_forgets_the_pace_of_the_run_before() -> None:
+def test_a_restart_forgets_the_step_rate_of_the_run_before() -> None:
     """Another model may be slower by right."""
     job = Job()
     paced(job, 2, 600)
@@ -63,7 +63,7 @@ def test_a_restart_forgets_the_pace_of_the_run_before() -> None:
     assert job.alerts == set()
 
 
-def test_a_drift_that_adds_up_is_told() -> None:
+def test_a_drift_that_adds_up_is_reported() -> None:
     job = Job()
     for step_seconds in (10, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14):
         job.step_seconds = step_seconds
@@ -71,7 +71,7 @@ def test_a_drift_that_adds_up_is_told() -> None:
     assert SLOW in {finding.alert for finding in job.findings}
 
 
-def test_a_board_that_wears_is_a_warning_and_a_broken_one_is_critical() -> None:
+def test_a_gpu_that_wears_is_a_warning_and_a_broken_one_is_critical() -> None:
     job = Job()
     job.play(30, COMPUTE)
     job.kernel["node-1"] = [replace(xid(63, 2), text="NVRM: Xid (PCI:0000:1c:00): 63, row remapped")]

@@ -9,7 +9,7 @@ HUNG = AlertName.JOB_HUNG
 
 
 def late(job: Job) -> float:
-    """Seconds from now until a hang with all boards spinning is confirmed."""
+    """Seconds from now until a hang with all GPUs spinning is confirmed."""
     began = job.now
     job.play(1000, SPIN)
     confirmed = job.seconds_of(HUNG, confirmed=True)
@@ -73,7 +73,7 @@ def test_a_source_that_is_lost_is_no_restart() -> None:
     assert late(job) <= 36
 
 
-def test_the_watcher_itself_standing_still_is_no_stall() -> None:
+def test_a_pause_of_the_watcher_itself_is_no_stall() -> None:
     job = Job(nodes=1)
     job.play(60, COMPUTE)
     job.skip(900)

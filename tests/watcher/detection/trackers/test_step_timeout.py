@@ -71,7 +71,7 @@ def test_a_slower_job_gets_a_longer_limit_once_it_is_seen_to_be_slower() -> None
     assert hang_seconds(job, 200) > 100
 
 
-def test_a_log_line_each_tenth_step_is_no_loss_of_pace() -> None:
+def test_a_log_line_each_tenth_step_is_no_loss_of_step_rate() -> None:
     job = Job(progress="log")
     for _ in range(12):
         job.play(49, AT_WORK_WITHOUT_STEPS)
@@ -81,8 +81,8 @@ def test_a_log_line_each_tenth_step_is_no_loss_of_pace() -> None:
     assert job.detector._step_rate.lost_share < 0.05
 
 
-def test_boards_whose_watts_or_utilisation_say_nothing_have_the_time_of_an_evaluation() -> None:
-    """A T4 has no room between rest and work; a sliced board tells no utilisation."""
+def test_gpus_whose_power_or_utilization_say_nothing_have_the_time_of_an_evaluation() -> None:
+    """A T4 has no room between rest and work; a sliced GPU tells no utilization."""
     sliced = Activity(900, None, steps=True, reasons={"utilization_percent": ReadingStatus.MIG})
     for name, works in (("Tesla T4", Activity(45, 100, steps=True)), ("NVIDIA B300 SXM6 AC", sliced)):
         job = Job(progress="log", name=name)
