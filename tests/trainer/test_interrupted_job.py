@@ -22,8 +22,9 @@ import pytest
 from tests.trainer.train.rank_processes import free_port
 from tests.trainer.train.tiny_model import write_blocks, write_model
 
+pytestmark = pytest.mark.timeout(900)
 STEPS: Final = 30
-DEADLINE_SECONDS: Final = 100.0
+DEADLINE_SECONDS: Final = 300.0  # of one launch; 20 s on two idle cores
 JOB: Final = """
 run = "{directory}/run"
 data = "{inputs}/data"
@@ -114,49 +115,73 @@ def checkpoints(directory: Path) -> list[str]:
     return sorted(entry.name for entry in (directory / "run" / "checkpoints").iterdir() if entry.is_dir())
 
 
-def test_a_killed_rank_costs_one_attempt_and_nothing_else(
-    inputs: Path, uninterrupted: dict[str, str], tmp_path: Path
-) -> None:
-    job = launch(tmp_path, inputs)
-    os.kill(job.wait_for_step(8)["pid"], signal.SIGKILL)
-    code, said = job.end()
-    assert code == 0, said
-    assert "rank 1 on localhost was killed by SIGKILL" in said
-    assert re.search(r"launch: attempt 2, .*step-000000", said), said
-    assert hashes(tmp_path) == uninterrupted
+@dataclass(frozen=True, slots=True)
+class InterruptedJob:
+    """One job that is launched three times and interrupted each time; launches as exit code and output."""
+
+    directory: Path
+    terminated: tuple[int, str]  # one rank got SIGTERM
+    endings: list[dict[str, Any]]  # of that attempt, by rank
+    stopped: tuple[int, str]  # by the stop file
+    newest_checkpoint: Path  # that the stop file caused; its weights lose a byte before the third launch
+    newest_step: int  # as its COMPLETE.json says
+    killed: tuple[int, str]  # one rank got SIGKILL; the launch retries and completes
 
 
-def test_sigterm_on_one_rank_stops_all_at_the_same_step_and_a_new_launch_continues(
-    inputs: Path, uninterrupted: dict[str, str], tmp_path: Path
-) -> None:
-    job = launch(tmp_path, inputs)
-    os.kill(job.wait_for_step(8)["pid"], signal.SIGTERM)
-    code, said = job.end()
+@pytest.fixture(scope="module")
+def interrupted(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> InterruptedJob:
+    """Importing torch is most of what a launch costs, so one job undergoes all interruptions, one after the other."""
+    directory = tmp_path_factory.mktemp("interrupted")
+    first = launch(directory, inputs)
+    os.kill(first.wait_for_step(7)["pid"], signal.SIGTERM)
+    terminated = first.end()
+    logs = directory / "run" / "logs" / "attempt-01"
+    endings = [json.loads(path.read_text()) for path in sorted(logs.glob("*.ending.json"))]
+
+    second = launch(directory, inputs)
+    second.wait_for_step(10)
+    (directory / "run" / "stop").touch()
+    stopped = second.end()
+    newest = directory / "run" / "checkpoints" / checkpoints(directory)[-1]
+    newest_step = json.loads((newest / "COMPLETE.json").read_text())["step"]
+    weights = newest / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+
+    third = launch(directory, inputs)
+    os.kill(third.wait_for_step(14)["pid"], signal.SIGKILL)
+    return InterruptedJob(directory, terminated, endings, stopped, newest, newest_step, third.end())
+
+
+def test_sigterm_on_one_rank_stops_all_at_the_same_step(interrupted: InterruptedJob) -> None:
+    code, said = interrupted.terminated
     assert code == 4, said
-    endings = [
-        json.loads(p.read_text()) for p in sorted((tmp_path / "run" / "logs" / "attempt-01").glob("*.ending.json"))
-    ]
+    endings = interrupted.endings
     assert [ending["code"] for ending in endings] == [4, 4]
     assert endings[0]["step"] == endings[1]["step"] < STEPS
     assert "SIGTERM" in endings[1]["why"]
-    code, said = launch(tmp_path, inputs).end()
-    assert code == 0, said
-    assert hashes(tmp_path) == uninterrupted
 
 
-def test_the_stop_file_saves_and_a_damaged_checkpoint_is_skipped(
-    inputs: Path, uninterrupted: dict[str, str], tmp_path: Path
-) -> None:
-    job = launch(tmp_path, inputs)
-    job.wait_for_step(8)
-    (tmp_path / "run" / "stop").touch()
-    code, said = job.end()
+def test_a_new_launch_continues_until_the_stop_file_which_saves(interrupted: InterruptedJob) -> None:
+    code, said = interrupted.stopped
     assert code == 4, said
-    newest = tmp_path / "run" / "checkpoints" / checkpoints(tmp_path)[-1]
-    assert f"step-{json.loads((newest / 'COMPLETE.json').read_text())['step']:08d}" == newest.name
-    weights = newest / "model.safetensors"
-    os.truncate(weights, weights.stat().st_size - 1)
-    code, said = launch(tmp_path, inputs).end()
+    assert f"step-{interrupted.newest_step:08d}" == interrupted.newest_checkpoint.name
+    assert interrupted.newest_step > interrupted.endings[0]["step"]
+
+
+def test_a_damaged_checkpoint_is_skipped(interrupted: InterruptedJob) -> None:
+    code, said = interrupted.killed
     assert code == 0, said
-    assert f"{weights}: truncated" in said
-    assert hashes(tmp_path) == uninterrupted
+    assert f"{interrupted.newest_checkpoint / 'model.safetensors'}: truncated" in said
+
+
+def test_a_killed_rank_costs_one_attempt_and_nothing_else(interrupted: InterruptedJob) -> None:
+    code, said = interrupted.killed
+    assert code == 0, said
+    assert "rank 1 on localhost was killed by SIGKILL" in said
+    assert re.search(r"launch: attempt 4, .*step-000000", said), said
+
+
+def test_the_final_weights_are_those_of_an_uninterrupted_run(
+    interrupted: InterruptedJob, uninterrupted: dict[str, str]
+) -> None:
+    assert hashes(interrupted.directory) == uninterrupted
