@@ -112,7 +112,7 @@ def test_a_closed_pipe_ends_a_program_that_ignores_sigterm() -> None:
         "print('ignoring', flush=True); time.sleep(600)"
     )
     order = StartRequest(PROTOCOL_VERSION, ("n",), 0, ((sys.executable, "-c", ignore),), {})
-    program = "import wattwatch.trainer.launch.node as node; node.ENDING_SECONDS = 0.5; node.main()"
+    program = "import wattwatch.trainer.launch.node as node; node.TERMINATE_SECONDS = 0.5; node.main()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     ) as process:
