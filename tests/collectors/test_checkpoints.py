@@ -171,7 +171,7 @@ def test_the_command_prints_the_contracts_keys(tmp_path: Path) -> None:
 def test_the_command_says_what_to_give_instead(tmp_path: Path) -> None:
     result = CliRunner().invoke(checkpoints_command, [str(ours(tmp_path, 1000) / "step-00000500")])
     assert result.exit_code == 3
-    assert "give the directory above it" in result.stderr
+    assert "give its parent directory" in result.stderr
     assert CliRunner().invoke(checkpoints_command, [str(tmp_path / "none")]).exit_code == 3
 
 

@@ -40,7 +40,7 @@ def read(one: ProbeReader, data: bytes) -> NodeSample:
     return sample
 
 
-# Boards
+# GPUs
 
 
 def test_mean_power_is_the_energy_between_two_lines() -> None:
@@ -56,9 +56,9 @@ def test_mean_power_is_the_energy_between_two_lines() -> None:
 def test_a_lost_gpu_has_no_power_and_says_why() -> None:
     lost = [row(3, None, None), {"power_mw": 15, "util": 15, "energy_mj": 15}]
     sample = read(reader(), line(gpu=nvml(100.0, [row(0)], lost)))
-    board = (sample.gpus or ())[1]
-    assert board.power_watts is None
-    assert board.reasons["power_watts"] is ReadingStatus.LOST
+    gpu = (sample.gpus or ())[1]
+    assert gpu.power_watts is None
+    assert gpu.reasons["power_watts"] is ReadingStatus.LOST
 
 
 def test_a_gpu_without_a_handle_is_missing_and_not_a_row() -> None:
@@ -129,9 +129,9 @@ def beat(rank: int, host: str, step: int) -> str:
 def test_processes_are_matched_to_gpus_by_uuid_and_to_ranks_by_pid_and_host() -> None:
     one = reader()
     rows = [[4103, 12.0, "R", "python3", 1.0, [f"{BOARD}1"]], [4104, 12.0, "D", "python3", None, [0]]]
-    beats = [["/run/rank-3", 1.7e9, beat(3, "gpu-01.x", 5)], ["/run/rank-4", 1.7e9, beat(4, "gpu-02", 5)]]
+    heartbeats = [["/run/rank-3", 1.7e9, beat(3, "gpu-01.x", 5)], ["/run/rank-4", 1.7e9, beat(4, "gpu-02", 5)]]
     gpu = nvml(1.0, [row(0)], [row(1)])
-    sample = read(one, line(hello={"host": "gpu-01"}, gpu=gpu, proc=rows, beat=beats))
+    sample = read(one, line(hello={"host": "gpu-01"}, gpu=gpu, proc=rows, beat=heartbeats))
     first, second = sample.processes or ()
     assert (first.rank, first.gpu_indexes, first.cpu_seconds) == (3, (1,), 1.0)
     assert (second.rank, second.gpu_indexes, second.state, second.cpu_seconds) == (None, (0,), "D", None)

@@ -177,23 +177,30 @@ def test_a_heartbeat_is_read_by_rank() -> None:
         {"v": 1, "rank": 3, "world": 16, "host": "gpu-01", "pid": 41, "restart": 1, "phase": "save", "step": 500,
          "steps": 3854, "tokens_per_second": 52969.0, "data_wait_ms": 0.3, "loss": 0.8}
     )  # fmt: skip
-    beat = read_heartbeat(text, "rank-00003.json", 4.0)
-    assert (beat.rank, beat.world, beat.pid, beat.restart, beat.phase, beat.step) == (3, 16, 41, 1, "save", 500)
-    assert (beat.total_steps, beat.loss, beat.age_seconds) == (3854, 0.8, 4.0)
+    heartbeat = read_heartbeat(text, "rank-00003.json", 4.0)
+    assert (heartbeat.rank, heartbeat.world, heartbeat.pid, heartbeat.restart, heartbeat.phase, heartbeat.step) == (
+        3,
+        16,
+        41,
+        1,
+        "save",
+        500,
+    )
+    assert (heartbeat.total_steps, heartbeat.loss, heartbeat.age_seconds) == (3854, 0.8, 4.0)
 
 
 def test_a_heartbeat_with_a_loss_of_nan_is_read() -> None:
-    beat = read_heartbeat('{"step": 7, "loss": NaN}', "x")
-    assert beat.step == 7
-    assert beat.loss is not None
-    assert math.isnan(beat.loss)
+    heartbeat = read_heartbeat('{"step": 7, "loss": NaN}', "x")
+    assert heartbeat.step == 7
+    assert heartbeat.loss is not None
+    assert math.isnan(heartbeat.loss)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"step": "7"}', '{"step": true}', '{"step": null}'])
 def test_an_empty_heartbeat_has_no_step(text: str) -> None:
-    beat = read_heartbeat(text, "x")
-    assert beat.step is None
-    assert beat.why
+    heartbeat = read_heartbeat(text, "x")
+    assert heartbeat.step is None
+    assert heartbeat.why
 
 
 def test_the_command_prints_the_contracts_keys() -> None:
@@ -241,9 +248,9 @@ def test_the_command_uses_heartbeats_if_the_newest_log_has_no_step(tmp_path: Pat
     assert result.exit_code == 3
     assert "rank-00000.log: no line of a known format" in result.stderr
     for rank in (0, 1):
-        beat = tmp_path / "heartbeat" / f"rank-{rank:05d}.json"
-        beat.write_text(json.dumps({"step": 9 - rank, "rank": rank}))
-        os.utime(beat, (1e9 + rank, 1e9 + rank))  # the newest one counts, not the one that is furthest
+        heartbeat = tmp_path / "heartbeat" / f"rank-{rank:05d}.json"
+        heartbeat.write_text(json.dumps({"step": 9 - rank, "rank": rank}))
+        os.utime(heartbeat, (1e9 + rank, 1e9 + rank))  # the newest one counts, not the one that is furthest
     result = CliRunner().invoke(progress_command, [str(tmp_path), "--json"])
     assert (result.exit_code, json.loads(result.stdout)["step"]) == (0, 8)
 

@@ -147,17 +147,17 @@ def test_heartbeats_of_this_host_are_read_again_and_their_ranks_found_by_pid(nod
     run = tmp_path / "run"
     (run / "heartbeat").mkdir(parents=True)
 
-    def beat(rank: int, host: str, step: int) -> None:
+    def heartbeat(rank: int, host: str, step: int) -> None:
         text = json.dumps({"v": 1, "rank": rank, "world": 16, "host": host, "pid": 4100 + rank, "step": step})
         (run / "heartbeat" / f"rank-{rank:05d}.json").write_text(text)
 
-    beat(7, "gpu-01.cluster", 41)
-    beat(8, "gpu-02.cluster", 40)
+    heartbeat(7, "gpu-01.cluster", 41)
+    heartbeat(8, "gpu-02.cluster", 40)
     with running_probe(node, ProbeRequest(0.2, run_directories=(str(run),))) as probe:
         sample = probe.sample(lambda s: bool(s.progress) and bool(s.processes))
         assert [(p.rank, p.step) for p in sample.progress] == [(7, 41)]
         assert [(p.pid, p.rank) for p in sample.processes or ()] == [(4107, 7)]
-        beat(7, "gpu-01.cluster", 42)
+        heartbeat(7, "gpu-01.cluster", 42)
         again = probe.sample(lambda s: bool(s.progress) and s.progress[0].step == 42)
         assert again.progress[0].age_seconds == 0.0
 
@@ -333,16 +333,16 @@ def test_ranks_that_move_to_this_host_after_a_restart_are_found(node: Node, tmp_
     folder = tmp_path / "heartbeat"
     folder.mkdir()
 
-    def beat(rank: int, host: str, step: int) -> None:
+    def heartbeat(rank: int, host: str, step: int) -> None:
         text = json.dumps({"rank": rank, "host": host, "pid": 4100 + rank, "step": step})
         (folder / "staged").write_text(text)
         (folder / "staged").rename(folder / f"rank-{rank:05d}.json")
 
-    beat(0, "gpu-01", 5)
-    beat(1, "gpu-02", 5)
+    heartbeat(0, "gpu-01", 5)
+    heartbeat(1, "gpu-02", 5)
     with running_probe(node, ProbeRequest(1.0, run_directories=(str(tmp_path),))) as probe:
         probe.sample(lambda s: [p.rank for p in s.progress] == [0])
-        beat(0, "gpu-02", 1)
-        beat(1, "gpu-01", 1)
+        heartbeat(0, "gpu-02", 1)
+        heartbeat(1, "gpu-01", 1)
         sample = probe.sample(lambda s: [p.rank for p in s.progress] == [1])
         assert sample.progress[0].step == 1

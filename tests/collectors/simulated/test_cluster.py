@@ -124,9 +124,9 @@ def utilization(line: Line) -> list[int]:
 
 
 def low_boards(line: Line) -> list[int]:
-    """Boards at 0 % while another is at 100 %."""
+    """GPUs at 0 % while another is at 100 %."""
     busy = utilization(line)
-    return [board for board, percent in enumerate(busy) if percent == 0] if 100 in busy else []
+    return [gpu for gpu, percent in enumerate(busy) if percent == 0] if 100 in busy else []
 
 
 def lines_until(lines: Iterator[Line], condition: Callable[[Line], bool]) -> Iterator[Line]:

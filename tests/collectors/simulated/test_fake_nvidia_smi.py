@@ -19,7 +19,7 @@ from wattwatch.collectors.smi import QUERY_FIELDS, read_gpu_output
 
 @pytest.fixture
 def node(tmp_path: Path) -> NodeDirectory:
-    """A node of eight boards in a deadlock."""
+    """A node of eight GPUs in a deadlock."""
     plays, _ = set_up_scenarios([get_scenario("deadlock")], tmp_path / "live", tmp_path / "tools", Clock())
     write_job_state(plays[0], 1, 3850, tick=1)
     return plays[0].nodes[0]
@@ -67,10 +67,10 @@ def test_a_lost_gpu_is_lost_in_every_format(node: NodeDirectory) -> None:
     gpus[5]["lost"] = True
     change(node, gpus=gpus)
     answer = run(node, f"--query-gpu={','.join(QUERY_FIELDS)}", "--format=csv")
-    board = read_gpu_output(answer.stdout, answer.stderr, answer.returncode).snapshots[-1].gpus[5]
-    assert board.fault is ReadingStatus.LOST
-    assert board.power_watts is None
-    assert board.name == "NVIDIA B300 SXM6 AC"
+    gpu = read_gpu_output(answer.stdout, answer.stderr, answer.returncode).snapshots[-1].gpus[5]
+    assert gpu.fault is ReadingStatus.LOST
+    assert gpu.power_watts is None
+    assert gpu.name == "NVIDIA B300 SXM6 AC"
     table = run(node)
     assert b"GPU is lost" in table.stdout
 

@@ -23,7 +23,7 @@ Change = Callable[[dict[str, Any]], None]
 
 @pytest.fixture
 def node(tmp_path: Path) -> Path:
-    """A node of eight boards in a deadlock; its directory."""
+    """A node of eight GPUs in a deadlock; its directory."""
     plays, _ = set_up_scenarios([get_scenario("deadlock")], tmp_path / "live", tmp_path / "tools", Clock())
     write_job_state(plays[0], 1, 3850, tick=1)
     return plays[0].nodes[0].directory
@@ -91,39 +91,39 @@ def test_a_gpu_without_processes_has_an_empty_list(pynvml: ModuleType, node: Pat
 
 
 def test_energy_counts_on_between_two_writes_of_the_state(pynvml: ModuleType, node: Path) -> None:
-    board = handle(pynvml, 0)
-    before = pynvml.nvmlDeviceGetTotalEnergyConsumption(board)
+    gpu = handle(pynvml, 0)
+    before = pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu)
     change(node, lambda state: state["gpus"][0].update(energy_at=state["gpus"][0]["energy_at"] - 10.0))
-    gained = pynvml.nvmlDeviceGetTotalEnergyConsumption(board) - before
+    gained = pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) - before
     assert gained >= 10 * 180_000  # millijoules of ten more seconds at the floor
 
 
 def test_a_lost_gpu_returns_its_identity_and_no_live_reading(pynvml: ModuleType, node: Path) -> None:
-    board = handle(pynvml, 4)
+    gpu = handle(pynvml, 4)
     change(node, lambda state: state["gpus"][4].update(lost=True))
-    assert pynvml.nvmlDeviceGetName(board) == "NVIDIA B300 SXM6 AC"
-    assert pynvml.nvmlDeviceGetEnforcedPowerLimit(board) == 1_100_000
+    assert pynvml.nvmlDeviceGetName(gpu) == "NVIDIA B300 SXM6 AC"
+    assert pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) == 1_100_000
     for question in ("PowerUsage", "UtilizationRates", "MemoryInfo", "TotalEnergyConsumption"):
         with pytest.raises(pynvml.NVMLError_GpuIsLost):
-            getattr(pynvml, f"nvmlDeviceGet{question}")(board)
+            getattr(pynvml, f"nvmlDeviceGet{question}")(gpu)
     assert pynvml.nvmlDeviceGetPowerUsage(handle(pynvml, 3)) > 0
 
 
 def test_field_values_of_a_lost_gpu_fail_one_by_one_and_raise_nothing(pynvml: ModuleType, node: Path) -> None:
-    board = handle(pynvml, 4)
+    gpu = handle(pynvml, 4)
     fields = [pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION]
-    sound = pynvml.nvmlDeviceGetFieldValues(board, [*fields, 1])
+    sound = pynvml.nvmlDeviceGetFieldValues(gpu, [*fields, 1])
     assert [field.nvmlReturn for field in sound] == [0, 0, pynvml.NVML_ERROR_NOT_SUPPORTED]
     assert sound[0].value.uiVal > 180_000
     change(node, lambda state: state["gpus"][4].update(lost=True))
-    lost = pynvml.nvmlDeviceGetFieldValues(board, fields)
+    lost = pynvml.nvmlDeviceGetFieldValues(gpu, fields)
     assert [(field.nvmlReturn, field.value.uiVal) for field in lost] == [(15, 0), (15, 0)]
 
 
 def test_an_entry_point_that_the_driver_lacks_is_function_not_found(pynvml: ModuleType) -> None:
-    board = handle(pynvml, 0)
+    gpu = handle(pynvml, 0)
     with pytest.raises(pynvml.NVMLError_FunctionNotFound):
-        pynvml.nvmlDeviceGetEncoderUtilization(board)
+        pynvml.nvmlDeviceGetEncoderUtilization(gpu)
 
 
 def test_a_driver_that_was_upgraded_under_us_refuses_to_start(pynvml: ModuleType, node: Path) -> None:
@@ -139,12 +139,12 @@ def test_a_machine_without_nvml_has_no_library(pynvml: ModuleType, node: Path) -
 
 
 def test_a_hung_driver_does_not_return_until_it_recovers(pynvml: ModuleType, node: Path) -> None:
-    board = handle(pynvml, 0)
+    gpu = handle(pynvml, 0)
     change(node, lambda state: state.update(nvml="hang"))
     came_back = threading.Event()
 
     def ask() -> None:
-        pynvml.nvmlDeviceGetPowerUsage(board)
+        pynvml.nvmlDeviceGetPowerUsage(gpu)
         came_back.set()
 
     asking = threading.Thread(target=ask, daemon=True)

@@ -33,7 +33,7 @@ def play_of(name: str, directory: Path) -> RunningScenario:
     return plays[0]
 
 
-def boards(play: RunningScenario, node: int = 0) -> list[dict[str, Any]]:
+def gpus(play: RunningScenario, node: int = 0) -> list[dict[str, Any]]:
     state = json.loads((play.nodes[node].directory / "state.json").read_text())
     found: list[dict[str, Any]] = state["gpus"]
     return found
@@ -86,13 +86,13 @@ def test_the_deadlock_stops_at_step_3850_of_3857() -> None:
 def test_in_the_deadlock_rank_3_is_low_and_fifteen_ranks_are_pinned_at_the_floor(tmp_path: Path) -> None:
     play = play_of("deadlock", tmp_path)
     write_job_state(play, 1, 3850, tick=1)
-    first, second = boards(play, 0), boards(play, 1)
+    first, second = gpus(play, 0), gpus(play, 1)
     assert [gpu["util"] for gpu in first] == [100, 100, 100, 0, 100, 100, 100, 100]
     assert [gpu["util"] for gpu in second] == [100] * 8
     assert all(180_000 <= gpu["power_mw"] <= 200_000 for gpu in first + second)
     assert all(gpu["mem_used"] == 82 * 10**9 and len(gpu["pids"]) == 1 for gpu in first + second)
-    assert [beat["phase"] for beat in heartbeats(play)] == ["train"] * 3 + ["barrier"] + ["train"] * 12
-    assert {beat["host"] for beat in heartbeats(play)} == {"deadlock-1", "deadlock-2"}
+    assert [heartbeat["phase"] for heartbeat in heartbeats(play)] == ["train"] * 3 + ["barrier"] + ["train"] * 12
+    assert {heartbeat["host"] for heartbeat in heartbeats(play)} == {"deadlock-1", "deadlock-2"}
 
 
 def test_starvation_scatters_over_the_ranks_around_575_watts(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_starvation_scatters_over_the_ranks_around_575_watts(tmp_path: Path) -> 
     samples = []
     for tick in range(50):
         write_job_state(play, 1, 511, tick)
-        samples += boards(play)
+        samples += gpus(play)
     watts = [gpu["power_mw"] / 1000 for gpu in samples]
     assert sum(watts) / len(watts) == pytest.approx(575, abs=25)
     assert max(gpu["util"] for gpu in samples) - min(gpu["util"] for gpu in samples) > 80
@@ -109,7 +109,7 @@ def test_starvation_scatters_over_the_ranks_around_575_watts(tmp_path: Path) -> 
 def test_communication_is_evenly_busy_at_640_watts(tmp_path: Path) -> None:
     play = play_of("communication", tmp_path)
     write_job_state(play, 1, 100, tick=1)
-    assert all(gpu["util"] >= 98 and 620_000 <= gpu["power_mw"] <= 660_000 for gpu in boards(play))
+    assert all(gpu["util"] >= 98 and 620_000 <= gpu["power_mw"] <= 660_000 for gpu in gpus(play))
 
 
 def test_a_killed_rank_leaves_no_process_no_memory_and_a_kernel_line(tmp_path: Path) -> None:
@@ -117,13 +117,13 @@ def test_a_killed_rank_leaves_no_process_no_memory_and_a_kernel_line(tmp_path: P
     crashed = play.nodes[1]
     assert not (crashed.directory / "proc" / str(crashed.pids[1])).exists()
     assert (crashed.directory / "proc" / str(crashed.pids[0]) / "stat").exists()
-    assert [gpu["mem_used"] > 0 for gpu in boards(play, 1)] == [True, False, True, True]
+    assert [gpu["mem_used"] > 0 for gpu in gpus(play, 1)] == [True, False, True, True]
     assert f"Out of memory: Killed process {crashed.pids[1]} (python3)" in (crashed.directory / "dev/kmsg").read_text()
 
 
 def test_a_lost_gpu_is_lost_in_the_state_and_in_the_kernel_log(tmp_path: Path) -> None:
     play = driven("gpu-lost", tmp_path, to_phase=1)
-    assert [gpu["lost"] for gpu in boards(play)] == [False] * 5 + [True] + [False] * 2
+    assert [gpu["lost"] for gpu in gpus(play)] == [False] * 5 + [True] + [False] * 2
     assert "NVRM: Xid (PCI:0001:69:00): 79" in (play.nodes[0].directory / "dev/kmsg").read_text()
 
 
@@ -138,7 +138,7 @@ def test_a_frozen_node_writes_nothing(tmp_path: Path) -> None:
     play = driven("node-loss", tmp_path, to_phase=1, frozen=frozen)
     assert frozen == ["lost-2"]
     write_job_state(play, 1, 9999, tick=3)
-    assert [beat["step"] == 9999 for beat in heartbeats(play)] == [True] * 4 + [False] * 4
+    assert [heartbeat["step"] == 9999 for heartbeat in heartbeats(play)] == [True] * 4 + [False] * 4
 
 
 def test_a_checkpoint_grows_under_a_temporary_name_and_is_published_complete(tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_a_shard_states_its_own_length(tmp_path: Path) -> None:
 def test_after_completion_the_gpus_are_idle_and_the_ranks_are_done(tmp_path: Path) -> None:
     play = play_of("completion", tmp_path)
     write_job_state(play, 2, 3857, tick=1)
-    assert all(gpu["pids"] == [] and gpu["mem_used"] == 0 and gpu["power_mw"] < 150_000 for gpu in boards(play))
-    assert {beat["phase"] for beat in heartbeats(play)} == {"done"}
+    assert all(gpu["pids"] == [] and gpu["mem_used"] == 0 and gpu["power_mw"] < 150_000 for gpu in gpus(play))
+    assert {heartbeat["phase"] for heartbeat in heartbeats(play)} == {"done"}
     assert not list((play.nodes[0].directory / "proc").glob("4*"))
 
 
