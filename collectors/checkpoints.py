@@ -122,6 +122,7 @@ def read_checkpoints(
         entry = classify_single_file(name, file, listing, ages_seconds.get(name))
         if entry is not None:
             entries.append(entry)
+    # By step, not by time: copying or touching a directory changes times. Names without a step come first.
     entries.sort(key=lambda entry: (-1 if entry.step is None else entry.step, -(entry.age_seconds or 0.0)))
     return CheckpointSample(directory, tuple(entries), listing_age_seconds, listing.error)
 
@@ -149,6 +150,7 @@ def classify_folder(
 
     if folder.error is not None:
         return entry(None, f"cannot be read: {folder.error}")
+    # The order of the checks matters for the message only: the most telling reason first.
     if STAGING.search(name):
         return entry(False, "still being written under a temporary name")
     for path in layout.absent:
@@ -222,6 +224,7 @@ def check_pointer(
         if file is None:
             continue
         target = file.text.strip().rstrip("/").rpartition("/")[2]
+        # "release" is what Megatron-LM's tracker contains for a converted checkpoint without an iteration.
         if target in (expected, "release"):
             return None
         later = re.search(r"(\d+)\D*$", target)

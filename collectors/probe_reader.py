@@ -151,6 +151,7 @@ class ProbeReader:
 
     def _message(self, line: bytes) -> dict[str, Any] | None:
         message = None
+        # Cheap test first: a login shell may print megabytes that are not worth parsing.
         if line.startswith(b'{"v":1,') and len(line) <= MAX_LINE_BYTES:
             try:
                 message = orjson.loads(line)
@@ -193,6 +194,7 @@ class ProbeReader:
             )
         if "work" in message:
             self._workers = self._read_workers(message["work"], now)
+        # A slow node may print a line before its process list is ready: keep the last one for a while.
         if "proc" in message:
             self._processes, self._processes_seconds = self._read_processes(message["proc"], now), now
         elif now - self._processes_seconds > PROCESS_LIST_MAX_AGE_SECONDS:
@@ -210,6 +212,7 @@ class ProbeReader:
             if seconds >= self._hung_seconds:
                 hung += (HungCall(str(call), seconds),)
             if call in GPU_CALLS:
+                # Old readings must not look current: a hung query makes the GPUs unknown.
                 if seconds >= self._hung_seconds:
                     status, gpus = HostStatus.SAMPLER_TIMEOUT, None
                     detail = f"{call} has not answered for {seconds:.0f} s"
@@ -284,7 +287,7 @@ class ProbeReader:
             if gpu.energy_joules is not None and gpu.uuid is not None:
                 energy[gpu.uuid] = (asked_seconds, gpu.energy_joules)
             gpus.append(gpu)
-        self._energy = energy
+        self._energy = energy  # only GPUs of this line: one that disappears and returns starts a new interval
         if gpus:
             return GpuQueryResult(HostStatus.OK, "", "nvml", tuple(gpus), tuple(missing), (), asked_seconds)
         if missing:
@@ -342,6 +345,7 @@ class ProbeReader:
             self._progress.pop(path, None)
             return
         known = self._progress.get(path)
+        # Appended to what we have, or a new tail of a file that was rotated, truncated or not seen before.
         if known is not None and known.end == start:
             tail, cut = known.tail + str(text), known.cut
         else:

@@ -95,8 +95,9 @@ def read_progress(
     lines = re.split(r"[\r\n]+", clean)
     torn = lines.pop() if lines and lines[-1] else None  # no line end: it may be incomplete
     if cut and lines:
-        lines = lines[1:]
+        lines = lines[1:]  # its beginning is missing: "step 12" may have been "step 312"
     for one in formats:
+        # Literal hints first: a substring search is far cheaper than 20 regexes on every line.
         if one.hints and not any(hint in clean for hint in one.hints):
             continue
         events, slow = find_progress_lines(one, lines, torn)
@@ -122,7 +123,7 @@ def find_progress_lines(one: ProgressFormat, lines: Sequence[str], torn: str | N
     for line, is_torn in pieces:
         if deadline is not None and time.monotonic() > deadline:
             return events, True
-        line = line[: one.longest_line]
+        line = line[: one.longest_line]  # some trainers print whole configurations on one line
         found = one.step.search(line)
         if found is not None:
             groups = untorn_groups(found, len(line) if is_torn else None)
@@ -165,6 +166,7 @@ def summarize_progress(
     loss = parse_number(latest("loss"))
     whole = parse_number(latest("tokens_per_second"))
     per_gpu = parse_number(latest("tokens_per_second_per_gpu"))
+    # Never report a per-GPU figure as the job's: it would be wrong by a factor of the world size.
     if whole is None and per_gpu is not None and world:
         whole = per_gpu * world
     phase = latest("phase")
@@ -212,6 +214,7 @@ def line_interval(events: list[ProgressLine]) -> float | None:
     gaps: list[float] = []
     before: ProgressLine | None = None
     for event in events:
+        # A bar repeats the same step, and a restart goes back: neither is an interval between steps.
         if event.stamp is None or (before is not None and event.step == before.step):
             continue
         if before is not None and before.stamp is not None and event.stamp > before.stamp and event.step > before.step:

@@ -66,7 +66,7 @@ def exit_probe(*_: object) -> None:
     for group in list(CHILDREN):
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGTERM)
-    os._exit(0)
+    os._exit(0)  # not sys.exit: threads may be stuck in the driver, and nothing needs cleaning up
 
 
 def run_tool(argv: list[str]) -> tuple[int, str, str]:
@@ -77,7 +77,7 @@ def run_tool(argv: list[str]) -> tuple[int, str, str]:
             stdin=subprocess.DEVNULL,  # our own stdin carries the lease
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,
+            start_new_session=True,  # a process group to terminate with its children
             env=dict(os.environ, PATH=TOOL_PATH, LC_ALL="C"),
         )
     except OSError as error:
@@ -299,7 +299,7 @@ class GpuCollector:
             self.read_smi()
 
     def open(self, now: float) -> None:
-        self.nvml_retry = now + 30.0
+        self.nvml_retry = now + 30.0  # NVML may come back: a driver update, a container that gets its devices
         try:
             if self.nvml_module is None:
                 self.nvml_module = load_nvml(self.nvml_source)
@@ -355,7 +355,7 @@ class GpuCollector:
             answer["driver"] = self.driver
         self.outbox.set("gpu", answer)
         if code == 127:
-            self.smi_due = now + 10.0
+            self.smi_due = now + 10.0  # not installed: do not start a process every second to learn that again
         elif now >= self.holders_due:
             self.holders_due = now + DISCOVERY_SECONDS
             code, out, _ = run_tool(["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"])
@@ -665,7 +665,7 @@ class LogCollector:
         status = os.stat(path)
         now = (status.st_ino, status.st_size, status.st_mtime)
         before = self.seen.get(path)
-        if now == before:
+        if now == before:  # nothing was appended: not even opened
             return
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -1014,7 +1014,7 @@ def sleep_to_boundary(interval: float) -> None:
 def main(request: dict[str, Any], nvml_readings: list[Any], nvml_source: str = "") -> None:
     for name in ("SIGHUP", "SIGTERM", "SIGINT"):
         signal.signal(getattr(signal, name), exit_probe)
-    threading.stack_size(256 * 1024)
+    threading.stack_size(256 * 1024)  # a node with many paths has a thread for each
     LeaseWatchdog()
     interval = float(request["interval"])
     host = node_host_name()

@@ -92,6 +92,7 @@ def _collect(lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple
         if "," in line and (host := _HOST_PREFIX.match(line)):
             line = line[host.end() :]
         cells = split_cells(line)
+        # Some scripts end every row with a comma.
         if cells[-1] == "" and len(cells) > 1 and (columns is None or len(cells) == len(columns) + 1):
             cells.pop()
         is_last = cut and number == len(lines) - 1

@@ -55,6 +55,7 @@ def gpu_from_cells(cells: GpuCells, power_source: PowerSource | None = None) -> 
         values["utilization_percent"] = values["memory_utilization_percent"] = None
         reasons["utilization_percent"] = reasons["memory_utilization_percent"] = ReadingStatus.MIG
     power, source = _power(cells, values.get("utilization_percent"), reasons)
+    # ECC counts are not kept, but one that cannot be read is a sign of a broken GPU.
     if "ecc" in cells and (reason := status_of_text(cells["ecc"][0])) not in (None, ReadingStatus.UNSUPPORTED):
         reasons["ecc"] = reason
     sample = GpuSample(
@@ -139,7 +140,7 @@ def _text(cells: GpuCells, field: str, into: str, reasons: dict[str, ReadingStat
 def _index(cells: GpuCells, reasons: dict[str, ReadingStatus]) -> int | None:
     if "index" not in cells:
         return None
-    text = cells["index"][0].strip().casefold()
+    text = cells["index"][0].strip().casefold()  # scripts write "gpu3", rocm-smi "card3"
     for prefix in ("gpu", "card"):
         text = text.removeprefix(prefix)
     text = text.strip().removesuffix(".0")  # pandas writes a column with a gap as floats

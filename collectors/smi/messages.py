@@ -81,6 +81,7 @@ class MessageLog:
     def recognize(self, line: str, number: int = -1) -> bool:
         """Whether the line is a known message; if so it is recorded, and it is not a row."""
         text = line.strip()
+        # No message is that long; searching a line of garbage with 25 patterns would be slow.
         if len(text) > 1000 or not text[:1].isprintable():
             return False
         if handle := _HANDLE_FAILURE.search(text):
@@ -93,6 +94,7 @@ class MessageLog:
             if message.pattern.search(text):
                 if message.status is None:
                     self.warn(text)
+                # "Invalid option" says less than a driver that is down: it never replaces another status.
                 elif message.status is not HostStatus.PARSE_ERROR or self.status is None:
                     self.status, self.detail, self.status_line = message.status, f"{message.text} ({text!r})", number
                 return True

@@ -58,6 +58,7 @@ def _parse_any(
     lines: list[str], cut: bool, messages: MessageLog, columns: Sequence[str] | None
 ) -> tuple[str, ParsedRows]:
     text = "\n".join(lines)
+    # The order matters: each test is specific enough not to match the formats after it.
     if "<nvidia_smi_log" in text:
         return "xml", parse_xml(text, messages)
     short = [
@@ -81,6 +82,7 @@ def _build_report(source: str, rows: ParsedRows, messages: MessageLog, exit_code
     ended = explain_exit_code(exit_code)
     status, detail = HostStatus.OK, ""
     if rows.snapshots:
+        # A message before the rows was transient; one after them is the current state.
         if messages.status and messages.status_line > rows.last_row_line >= 0:
             status, detail = messages.status, f"after the last row: {messages.detail}"
         elif messages.status:

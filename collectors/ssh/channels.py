@@ -79,6 +79,7 @@ class NodeChannels:
         except (paramiko.SSHException, EOFError, OSError) as failure:
             return CommandResult(None, error=f"no session on the connection to it: {error_text(failure)}")
         stderr_tail, error = b"", None
+        # paramiko has no deadline for exec_command or for a slow reader: closing the channel from a timer unblocks all.
         with _closed_after(channel, deadline_seconds) as expired:
             try:
                 channel.exec_command(command)  # blocks without limit: closing the channel ends it
@@ -86,6 +87,7 @@ class NodeChannels:
                 error = _read(channel, on_output, byte_limit)
                 if error is None:
                     channel.status_event.wait(STATUS_SECONDS)
+                # Only stderr that has arrived: a command may keep stderr open in a background process.
                 if channel.recv_stderr_ready():
                     stderr_tail = channel.recv_stderr(READ_BYTES)[-STDERR_TAIL_BYTES:]
             except (paramiko.SSHException, EOFError, OSError) as failure:

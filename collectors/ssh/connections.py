@@ -108,7 +108,7 @@ class Connector:
     ) -> SshConnection:
         try:
             transport = ssh_handshake(sock, route, attempt)
-        except BaseException:
+        except BaseException:  # an abort from another thread included: a socket must never leak
             shut_down_socket(sock)
             sock.close()
             raise
@@ -122,6 +122,8 @@ class Connector:
     def _enter(self, via: HostRoute, attempt: LoginAttempt) -> SharedGateway:
         """A gateway with a channel reserved on it; logs in to the gateway where no connection has one free."""
         attempt.enter(f"waiting for gateway {via.name}", 4 * attempt.timeout_seconds)
+        # One login per gateway at a time: otherwise the first wave of nodes would each open a connection to it, and its
+        # sshd would drop some of them (MaxStartups).
         with self._turn(via, attempt):
             shared = [gateway for gateway in self._shared.get(via, []) if gateway.connection.transport.is_active()]
             for gateway in shared:
@@ -129,10 +131,10 @@ class Connector:
                     return gateway
             try:
                 gateway = SharedGateway(via, self.connect(via, attempt))
-            except ConnectionFailure as refusal:
-                detail = f"gateway {via.name}: {refusal.detail}"
-                raise ConnectionFailure(refusal.status, detail, refusal.advice) from None
-            gateway.enter()
+            except ConnectionFailure as failure:
+                detail = f"gateway {via.name}: {failure.detail}"
+                raise ConnectionFailure(failure.status, detail, failure.advice) from None
+            gateway.enter()  # cannot fail: the connection is new and not yet visible to others
             self._shared[via] = [*shared, gateway]
             return gateway
 
@@ -140,6 +142,7 @@ class Connector:
     def _turn(self, via: HostRoute, attempt: LoginAttempt) -> Iterator[None]:
         with self._lock:
             lock = self._logging_in.setdefault(via, threading.Lock())
+        # Up to four stages of a login that is ahead of us, then report it instead of waiting for ever.
         if not lock.acquire(timeout=4 * attempt.real_timeout_seconds):
             raise unreachable(f"another login to gateway {via.name} is still in progress")
         try:

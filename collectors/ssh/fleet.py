@@ -105,6 +105,7 @@ class Fleet:
             self._thread.join(self._clock.real_seconds(timeout_seconds))
         for attempt in list(self._attempts.values()):
             attempt.abort()
+        # Our thread has ended, so its messages are handled here: a login may have delivered a stream to close.
         while self._inbox:
             self._inbox.popleft()(ends)
         for connection in self._nodes.values():
@@ -130,6 +131,8 @@ class Fleet:
 
     def _read(self, now: float) -> None:
         """One turn for each stream that has data."""
+        # Only as many turns as streams are queued now: streams that queue themselves again wait for the next round, so
+        # that logins and ticks are not delayed.
         for _ in range(len(self._ready.streams)):
             stream = self._ready.streams.popleft()
             connection = self._nodes[stream.node]
@@ -248,6 +251,7 @@ class Fleet:
         self._abandoned.discard(attempt)
         self.notes = tuple(dict.fromkeys((*self.notes, *attempt.notes)))
         connection = self._nodes[attempt.node]
+        # An abandoned login may still succeed later: its stream is not wanted any more.
         if self._attempts.get(attempt.node) is not attempt or self._stopping.is_set():
             if stream is not None:
                 self._close(connection, stream)

@@ -122,6 +122,7 @@ def verify_host_key(route: HostRoute, key: paramiko.PKey, known: Sequence[KnownK
     for entry in known:
         if entry.marker == "@revoked" and entry.blob == blob:
             raise _host_key_failure(f"host key is revoked: {shown}, which {entry.place} marks @revoked")
+    # A certificate is checked first: a host with a valid one needs no line of its own.
     authorities = [entry for entry in known if entry.marker == "@cert-authority"]
     problem = ""
     if key.public_blob is not None and authorities:
@@ -180,6 +181,7 @@ def certificate_problem(blob: bytes, route: HostRoute, known: Sequence[KnownKey]
     if not certificate.valid_after <= time.time() < certificate.valid_before:
         return "it has expired, or is not valid yet"
     names = [principal.decode("utf-8", "replace") for principal in certificate.valid_principals]
+    # Principals contain no port: "[name]:2222" is compared as "name".
     own = route.host_key_name.split("]")[0].removeprefix("[")
     if names and not any(fnmatch.fnmatchcase(own, name.lower()) for name in names):
         return f"it is for {', '.join(names)}, not for {own}"

@@ -78,7 +78,7 @@ class KeyRing:
         with self._lock:
             stamp = (file, file.stat().st_mtime_ns)
             known = self._loaded.get(stamp)
-            if known is None:
+            if known is None:  # new, or replaced since it was loaded: a rotated key needs no restart
                 self._loaded = {at: key for at, key in self._loaded.items() if at[0] != file}
                 known = self._loaded[stamp] = load_private_key(file, self._passphrase)
             return known

@@ -101,6 +101,7 @@ def open_tcp(route: HostRoute, attempt: LoginAttempt) -> socket.socket:
     for family, kind, protocol, _, address in addresses:
         sock = socket.socket(family, kind, protocol)
         try:
+            # All addresses share one deadline; 0 would mean a non-blocking connect.
             sock.settimeout(max(0.05, ends - time.monotonic()))
             attempt.hold(sock)
             sock.connect(address)
@@ -116,6 +117,7 @@ def open_tcp(route: HostRoute, attempt: LoginAttempt) -> socket.socket:
 def _enable_keepalive(sock: socket.socket) -> None:
     """Let the kernel end a connection whose peer is gone, even while we only read from it."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A dead peer is detected after 15 + 4 * 5 s without an answer, or 30 s with unacknowledged data.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
@@ -172,6 +174,7 @@ def ssh_handshake(
         prefer_known_types(transport, known)
         with _small_stack():
             transport.start_client(timeout=2 * limit)  # banner and key exchange each have their own deadline
+        # Only now: during the handshake paramiko needs its short poll to notice its own timeouts.
         transport.sock.settimeout(POLL_SECONDS)
         if not transport.initial_kex_done:
             raise unreachable(f"{route.place} did not finish the SSH handshake within {attempt.timeout_seconds:.0f} s")
@@ -192,6 +195,7 @@ def _handshake_failure(error: Exception, route: HostRoute, attempt: LoginAttempt
         return unreachable(f"no common SSH algorithm with {route.place}: {text}")
     if "Indecipherable protocol version" in text:
         return unreachable(f"{route.place} answers, but is not an SSH server", "check Port")
+    # paramiko reports a timeout and a closed connection with the same text: the time that passed separates them.
     if "protocol banner" in text and silent:
         return unreachable(
             f"{route.place} accepts connections but sent no SSH banner within {attempt.timeout_seconds:.0f} s",
@@ -245,6 +249,7 @@ def authenticate(transport: paramiko.Transport, route: HostRoute, attempt: Login
                 ) from None
             except (paramiko.SSHException, EOFError, OSError) as error:
                 tried.append(identity.description)
+                # Still connected and no timeout: the host only rejected this key. Try the next one.
                 if transport.is_active() and "timeout" not in str(error).lower():
                     continue
                 if transport.is_active():

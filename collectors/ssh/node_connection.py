@@ -60,9 +60,8 @@ class NodeConnection:
     failures_in_a_row: int = 0
     lines: int = 0
     garbage_bytes: int = 0
-    ghosts: dict[ProbeStream, float] = field(
-        default_factory=dict
-    )  # probes whose end was not confirmed -> until when they may still run
+    # Probes whose end was not confirmed -> until when they may still run.
+    ghosts: dict[ProbeStream, float] = field(default_factory=dict)
     leaving: list[ProbeStream] = field(default_factory=list)  # streams that the fleet has to close
 
     # Limits that scale with the sampling interval
@@ -92,17 +91,20 @@ class NodeConnection:
             self.stream = stream
         else:
             self.successor = stream
+        # Spread out, or all nodes that logged in together would renew together for ever.
         self.renew_seconds = now + self.renew_after_seconds * random.uniform(0.8, 1.2)
 
     def failed(self, failure: ConnectionFailure, now: float) -> None:
         """A login failed, or a stream ended."""
         self.logging_in = None
         self.failures += 1
-        if self.stream is None:
+        if self.stream is None:  # a failed renewal is not the node's state while the old stream still delivers
             self.failure = failure
         if failure.status in SLOW_RETRY_STATUSES:
             wait = random.uniform(*SLOW_RETRY_SECONDS)
         else:
+            # Full jitter: after an outage of the network, a thousand nodes must not log in at the same moment. The
+            # exponent is capped because 2.0 ** 1100 overflows.
             most = min(MAX_BACKOFF_SECONDS, MIN_BACKOFF_SECONDS * 2.0 ** min(self.failures_in_a_row, 10))
             wait = random.uniform(0.0, most)
         self.failures_in_a_row += 1
@@ -116,7 +118,7 @@ class NodeConnection:
             if stream is None:
                 continue
             if not stream.ended:
-                stream.check_for_end()
+                stream.check_for_end()  # a channel may close without any further event
             if not stream.ended and now - stream.lease_seconds >= LEASE_RENEWAL_SECONDS:
                 stream.renew_lease(now)
             reason = self._reason_to_drop(stream, now)
@@ -133,6 +135,7 @@ class NodeConnection:
         if garbage > MAX_GARBAGE_BYTES:
             return ConnectionFailure(HostStatus.PARSE_ERROR, self._describe_garbage(stream))
         since = stream.last_line_seconds
+        # The first line takes longer: Python starts, pynvml is compiled, the driver is queried for the first time.
         if since is None and now - stream.opened_seconds > max(FIRST_LINE_SECONDS, self.replace_seconds):
             waited = now - stream.opened_seconds
             if garbage:
@@ -156,6 +159,7 @@ class NodeConnection:
             self.failures_in_a_row = 0
         self._close_later(stream)
         if stream is self.stream:
+            # The successor takes over early, before it has proven that it reads the GPUs: better than no stream.
             self.stream, self.successor = self.successor, None
             if self.stream is not None:
                 self.stream.took_over = True
@@ -165,7 +169,9 @@ class NodeConnection:
 
     def _close_later(self, stream: ProbeStream) -> None:
         self.leaving.append(stream)
-        foreign = stream.first_line_seconds is None and stream.unread_garbage > MAX_GARBAGE_BYTES  # not our probe
+        # Garbage without a single line means that our probe was never started: nothing of ours can survive there.
+        foreign = stream.first_line_seconds is None and stream.unread_garbage > MAX_GARBAGE_BYTES
+        # The lease that the probe last saw decides when it exits by itself.
         if not stream.ended_by_peer and not foreign:
             self.ghosts[stream] = stream.lease_seconds + PROBE_LEASE_SECONDS
 

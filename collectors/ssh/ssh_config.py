@@ -91,6 +91,7 @@ def _route(
         raise unreachable(f"ProxyJump forms a loop: {' -> '.join((*seen, name))}")
     asked = config.lookup(name)
     hostname = asked.get("hostname", name).lower()
+    # The [ssh] table and the name itself take precedence over ssh_config, as ssh's own command line does.
     user = user or asked.get("user") or getpass.getuser()
     port = port or _port(asked.get("port", str(SSH_PORT)), f"Port of {name}")
     jump = jump if jump is not None else asked.get("proxyjump")
@@ -99,6 +100,7 @@ def _route(
     identities = [str(path) for path in settings.identity_files] or asked.get("identityfile") or []
     certificates = asked.get("certificatefile")
     named = [settings.certificate_file] if settings.certificate_file else [certificates] if certificates else []
+    # Tokens of ssh_config(5) that may occur in file names.
     tokens = {"%h": hostname, "%n": name, "%p": str(port), "%r": user, "%d": str(Path.home()), "%u": getpass.getuser()}
     if settings.known_hosts_file is not None:
         known_hosts = [str(settings.known_hosts_file)]
@@ -206,6 +208,7 @@ def read_ssh_config(path: Path) -> tuple[paramiko.SSHConfig, tuple[str, ...]]:
     return _parse(known.text, path), known.notes
 
 
+# The file is read for every login of every node, but rarely changes.
 _CACHE: dict[Path, ConfigText] = {}
 
 

@@ -94,7 +94,7 @@ class ArrivalEvent(threading.Event):
             self._ready.wake.set()
 
     def clear(self) -> None:
-        pass
+        """paramiko clears the event when a buffer is empty; `pending` replaces that state."""
 
 
 class ProbeStream:
@@ -184,7 +184,8 @@ class ProbeStream:
         return self.garbage_since_line + self._splitter.skipped_bytes - self._skipped_at_line
 
     def renew_lease(self, now: float) -> None:
-        """Write a line to the probe, or it ends itself. Skipped during a key exchange: the next one is early enough."""
+        """Write a line to the probe, without which it exits by itself. Skipped during a key exchange: the next one is
+        early enough."""
         if self.channel.closed or not self.connection.transport.clear_to_send.is_set():
             return
         self.lease_seconds = now
@@ -208,7 +209,7 @@ class ProbeStream:
 
         `on_end(True)`: the node confirmed that the probe has ended.
         """
-        with self._closing:
+        with self._closing:  # the fleet and `stop` may both close a stream
             if self._closed:
                 return
             self._closed = True
