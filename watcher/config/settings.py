@@ -301,7 +301,7 @@ RECEIVER_TYPES: Final = {
 
 
 class ReceiverSection(Section):
-    """A receiver of alerts. A receiver without a route gets no alerts."""
+    """A receiver of alerts. It gets the alerts that `[[routes]]` send to it, or all alerts if there are no routes."""
 
     name: str = Field(description="name of the receiver, used in routes", min_length=1)
     type: str = Field(description="; ".join(f"{name}: {text}" for name, text in RECEIVER_TYPES.items()))
