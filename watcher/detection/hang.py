@@ -373,7 +373,7 @@ class HangDetector:
             summary=f"{observation.spec.name} {'is hung' if confirmed else 'may be hung'}{where}: "
             + (f"suspect {who}." if who else "no single rank stands out."),
             evidence=evidence,
-            advice=kind.advice + (f" Start with {who}." if who else ""),
+            advice=kind.advice + (f" Investigate {who} first." if who else ""),
             since_seconds=since,
             confirmed=confirmed,
             suspects=suspects,

@@ -227,10 +227,9 @@ def crash_finding(
     who = ", ".join(map(str, suspects[:MAX_NAMED]))
     who += f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
     advice = CRASH_ADVICE
-    have = "process has" if len(exited) == 1 else "processes have"
+    count = "1 process" if len(exited) == 1 else f"{len(exited)} processes"
     evidence = [
-        f"{len(exited)} of the job's {have} exited"
-        + (", none is left" if all_exited else "; the others wait for them"),
+        f"exited: {count} of the job" + (", none is left" if all_exited else "; the others are waiting"),
         *(
             f"process {one.process.pid} ({one.process.name}) of {one.suspect}: "
             + (one.cause or "nothing about its end in the kernel log; see its own log")

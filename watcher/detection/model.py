@@ -110,8 +110,8 @@ class NodeState:
 
     @property
     def unreadable_reason_in_full(self) -> str:
-        """With the node's own detail. A driver's error text already names the problem, so it stands alone."""
-        if self.status is HostStatus.DRIVER_DOWN and self.detail:
+        """With the node's own detail, or that alone where it names the problem itself: a driver error, a hung query."""
+        if self.status in (HostStatus.DRIVER_DOWN, HostStatus.SAMPLER_TIMEOUT) and self.detail:
             return self.detail
         if not self.detail:
             return self.unreadable_reason

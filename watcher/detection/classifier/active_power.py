@@ -144,7 +144,7 @@ def _unevenly_busy(features: PowerFeatures) -> Verdict:
     any_idle = min(g.gpu.utilization_percent or 0.0 for g in features.gpus) <= IDLE_PERCENT
     other = (PowerState.HANG if any_idle else PowerState.COMPUTE, 0.25)
     if profile.starvation is not None and watts in profile.starvation:
-        why = "Utilization varies widely over the ranks in the power range of starvation: GPUs wait for input"
+        why = f"{features.scatter_text} in the power range of starvation: GPUs wait for input"
         confidence = max(0.5, 0.75 * profile.bands_certain)
         return make_verdict(features, PowerState.STARVATION, confidence, why, other)
     if watts >= profile.compute_watts:
@@ -154,7 +154,7 @@ def _unevenly_busy(features: PowerFeatures) -> Verdict:
         # In a starving job no GPU draws full compute power; here those that have work do.
         why = "The working GPUs draw full compute power while others are idle: pipeline stages taking turns"
         return make_verdict(features, PowerState.COMPUTE, 0.45, why, (PowerState.STARVATION, 0.35))
-    why = "Utilization varies widely over the ranks at medium power: GPUs wait for input"
+    why = f"{features.scatter_text} at medium power: GPUs wait for input"
     any_at_floor = any(
         (g.gpu.utilization_percent or 0.0) <= IDLE_PERCENT
         and (valid_power_watts(g.gpu) or 0.0) <= FLOOR_TOLERANCE * profile.floor_watts

@@ -127,6 +127,13 @@ class PowerFeatures:
         return self.match.outliers if self.match.pattern in SINGLE_OUTLIER_PATTERNS else ()
 
     @property
+    def scatter_text(self) -> str:
+        """The pattern SCATTER in words: of a single GPU it is the reading between idle and busy."""
+        if len(self.gpus) == 1:
+            return "Utilization is neither idle nor busy"
+        return "Utilization varies widely over the ranks"
+
+    @property
     def floor_known(self) -> bool:
         """The profile fits this model or limit, and leaves a gap between waiting and work."""
         return self.profile_known and self.profile.certain >= MIN_FLOOR_CONFIDENCE

@@ -129,7 +129,7 @@ def classify_idle_power(features: PowerFeatures) -> Verdict | None:
     if bare_contexts:
         why = "No model is loaded on the GPUs and few kernels run: a desktop, or an idle context"
         return make_verdict(features, PowerState.IDLE, 0.5, why, (PowerState.HANG, 0.3))
-    why = "Utilization varies widely over the ranks near the power floor: GPUs get work only now and then"
+    why = f"{features.scatter_text} near the power floor: GPUs get work only now and then"
     return make_verdict(features, PowerState.STARVATION, 0.45, why, (PowerState.HANG, 0.3))
 
 
