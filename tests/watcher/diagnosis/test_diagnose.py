@@ -324,7 +324,7 @@ def test_the_summary_says_what_a_missing_rank_does_instead() -> None:
 
 
 def test_the_line_of_code_comes_from_the_stack_if_the_record_has_none() -> None:
-    told = records({3: "barrier"})
+    with_frames = records({3: "barrier"})
     bare = tuple(
         replace(
             each,
@@ -333,12 +333,12 @@ def test_the_line_of_code_comes_from_the_stack_if_the_record_has_none() -> None:
                 for part in each.groups
             ),
         )
-        for each in told
+        for each in with_frames
     )
     found, without, own = (
         diagnose(Evidence(bare, stacks=stacks({3: "own"}))),
         diagnose(Evidence(bare)),
-        diagnose(Evidence(told, stacks=stacks({3: "own"}))),
+        diagnose(Evidence(with_frames, stacks=stacks({3: "own"}))),
     )
 
     def lines(of: Diagnosis) -> set[str]:

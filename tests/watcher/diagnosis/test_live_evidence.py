@@ -50,8 +50,8 @@ def process(rank: int, state: str = "R") -> ProcessSample:
 
 
 def job(**changes: object) -> JobSample:
-    boards = tuple(RankGpu("n1", i, GpuSample(i, power_watts=190.0 + i, utilization_percent=99.0)) for i in range(2))
-    sample = JobSample("llama", boards, (NODE,), JobProgress(step=9), wall_seconds=1e9)
+    gpus = tuple(RankGpu("n1", i, GpuSample(i, power_watts=190.0 + i, utilization_percent=99.0)) for i in range(2))
+    sample = JobSample("llama", gpus, (NODE,), JobProgress(step=9), wall_seconds=1e9)
     return replace(sample, **changes)  # type: ignore[arg-type]  # fields by name
 
 
@@ -66,34 +66,34 @@ def on_node(**changes: object) -> list[NodeFault]:
 def test_a_rank_is_reported_with_its_gpu_its_step_and_its_phase() -> None:
     nodes = (replace(NODE, processes=(process(0),)),)
     sources = (heartbeat(0, 9), heartbeat(1, 8, "save"))
-    told = collect_live_evidence(
+    evidence = collect_live_evidence(
         job(nodes=nodes, progress=JobProgress(step=9, sources=sources)), VERDICT, (), JobState.HUNG
     )
-    assert (told.job, told.state, told.shape, told.step, told.at_floor) == (
+    assert (evidence.job, evidence.state, evidence.shape, evidence.step, evidence.at_floor) == (
         "llama",
         "hung",
         "one_low_rest_busy",
         9,
         True,
     )
-    assert told.ranks == (
+    assert evidence.ranks == (
         RankReadings(0, "n1", 0, 190.0, 99.0, 9, "train", alive=True),
         RankReadings(1, "n1", 1, 191.0, 99.0, 8, "save", alive=False),
     )
-    assert told.suspects == (1,)  # named by its board only
+    assert evidence.suspects == (1,)  # identified by its GPU only
 
 
 def test_a_heartbeat_of_an_earlier_attempt_does_not_count() -> None:
     sources = (heartbeat(0, 3, "save", restart=1), heartbeat(0, 900))
-    told = collect_live_evidence(job(progress=JobProgress(step=3, sources=sources)), VERDICT, (), JobState.HUNG)
-    assert (told.ranks[0].step, told.ranks[0].phase) == (3, "save")
+    evidence = collect_live_evidence(job(progress=JobProgress(step=3, sources=sources)), VERDICT, (), JobState.HUNG)
+    assert (evidence.ranks[0].step, evidence.ranks[0].phase) == (3, "save")
 
 
 def test_a_rank_without_a_gpu_is_known_by_its_process() -> None:
-    told = collect_live_evidence(
+    evidence = collect_live_evidence(
         job(gpus=(), nodes=(replace(NODE, processes=(process(5),)),)), VERDICT, (), JobState.HUNG
     )
-    assert told.ranks == (RankReadings(5, "n1", alive=True),)
+    assert evidence.ranks == (RankReadings(5, "n1", alive=True),)
 
 
 def test_unknown_readings_of_a_rank_are_none() -> None:
@@ -103,11 +103,13 @@ def test_unknown_readings_of_a_rank_are_none() -> None:
 
 def test_a_broken_gpu_is_reported_once_with_all_its_evidence() -> None:
     lost = GpuSample(1, reasons={"power_watts": ReadingStatus.LOST})
-    said = ("Xid 79 (the board fell off the bus): NVRM: Xid", "GPU 1 lost: power_watts")
+    findings_text = ("Xid 79 (the GPU fell off the bus): NVRM: Xid", "GPU 1 lost: power_watts")
     suspect = (Suspect("n1", 1),)
-    found = Finding("llama", AlertName.GPU_FAULT, Severity.CRITICAL, "n1/1", "", said, "", 0.0, suspects=suspect)
+    found = Finding(
+        "llama", AlertName.GPU_FAULT, Severity.CRITICAL, "n1/1", "", findings_text, "", 0.0, suspects=suspect
+    )
     sample = job(gpus=(RankGpu("n1", 7, lost),))
-    assert list(collect_node_faults(sample, (found,), ())) == [NodeFault("gpu", "n1", "; ".join(said), 7, 1)]
+    assert list(collect_node_faults(sample, (found,), ())) == [NodeFault("gpu", "n1", "; ".join(findings_text), 7, 1)]
     assert list(collect_node_faults(sample, (), ())) == [NodeFault("gpu", "n1", "GPU 1 lost", 7, 1)]
 
 

@@ -105,9 +105,9 @@ def test_a_line_of_native_code(line: str, cause: HangCause | None) -> None:
 )
 def test_a_rank_that_lost_another_rank_is_not_to_blame(line: str) -> None:
     assert failure(line).is_consequence
-    witness = logs_signal(Evidence(logs=(log_of(line),)))
-    assert witness is not None
-    assert not witness.ranks
+    signal = logs_signal(Evidence(logs=(log_of(line),)))
+    assert signal is not None
+    assert not signal.ranks
 
 
 def test_an_error_during_cleanup_does_not_hide_the_original_error() -> None:
@@ -201,17 +201,17 @@ def test_the_rank_whose_size_no_other_rank_has_is_wrong() -> None:
     sender = logs_signal(
         Evidence(tuple(record_of(rank, 256 if rank == 2 else 64) for rank in (0, 1, 2)), logs=(aborted,))
     )
-    nobody = logs_signal(Evidence(logs=(aborted,)))
+    unclear = logs_signal(Evidence(logs=(aborted,)))
     assert receiver is not None
     assert sender is not None
-    assert nobody is not None
-    assert [set(each.ranks) for each in (receiver, sender, nobody)] == [{3}, {2}, {3}]
-    assert nobody.weight < receiver.weight
+    assert unclear is not None
+    assert [set(each.ranks) for each in (receiver, sender, unclear)] == [{3}, {2}, {3}]
+    assert unclear.weight < receiver.weight
     assert receiver.verdict is DiagnosisVerdict.MISMATCH
 
 
 def test_an_exit_report_implies_the_cause() -> None:
-    ending = RankExitReport(2, 5, "/nfs/ckpt: No space left on device")
-    witness = exit_reports_signal(Evidence(exit_reports=(ending,), node_of_rank=dict.fromkeys(range(8), "n")))
-    assert witness is not None
-    assert witness.cause is HangCause.STORAGE
+    report = RankExitReport(2, 5, "/nfs/ckpt: No space left on device")
+    signal = exit_reports_signal(Evidence(exit_reports=(report,), node_of_rank=dict.fromkeys(range(8), "n")))
+    assert signal is not None
+    assert signal.cause is HangCause.STORAGE

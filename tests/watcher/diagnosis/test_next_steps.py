@@ -101,6 +101,6 @@ def test_groups_that_wait_for_each_other_get_the_advice_about_their_order() -> N
 
 @pytest.mark.parametrize("node", ["-oProxyCommand=x", "a;reboot", "n'x", "`x`", "a b", "$(x)"])
 def test_a_node_name_with_shell_characters_is_never_in_a_command(node: str) -> None:
-    told = advice(HangCause.HOST, (Culprit(3, node),))
-    assert node not in told
-    assert "on the node of rank 3" in told
+    text = advice(HangCause.HOST, (Culprit(3, node),))
+    assert node not in text
+    assert "on the node of rank 3" in text

@@ -44,8 +44,8 @@ class Play:
         for _ in range(int(phase.seconds)):
             for sample in self.job.tell(phase, 1.0):
                 self.recorder.add_line(sample.node, self.job.now, self.probes[sample.node].line(sample))
-            told = {"pretrain": (finding,) if finding else (), "other": ()}
-            self.recorder.update(LINKS, told, self.job.now + 0.1, self.job.wall)
+            findings = {"pretrain": (finding,) if finding else (), "other": ()}
+            self.recorder.update(LINKS, findings, self.job.now + 0.1, self.job.wall)
 
 
 def hang_of(result: ReplayResult) -> EpisodeView:

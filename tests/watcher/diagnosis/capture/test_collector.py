@@ -51,7 +51,7 @@ def plan_for(run: Path, *nodes: NodeCapturePlan, **changes: object) -> CapturePl
     return replace(plan, **changes)  # type: ignore[arg-type]
 
 
-def said(result: CaptureResult) -> str:
+def missing_text(result: CaptureResult) -> str:
     return "; ".join(result.missing)
 
 
@@ -62,10 +62,10 @@ def test_the_directory_is_private_and_its_manifest_is_complete(watch: RunningFle
     assert (manifest["v"], manifest["job"]) == (1, "llama")
     assert manifest["node_of_rank"] == {str(rank): "node" for rank in range(4)}
     assert set(manifest["files"]) == {path.name for path in result.directory.iterdir()} - {"manifest.json"}
-    for name, told in manifest["files"].items():
+    for name, entry in manifest["files"].items():
         data = (result.directory / name).read_bytes()
-        assert told["sha256"] == hashlib.sha256(data).hexdigest()
-        assert (told["bytes"], told["owner_uid"]) == (len(data), os.geteuid())
+        assert entry["sha256"] == hashlib.sha256(data).hexdigest()
+        assert (entry["bytes"], entry["owner_uid"]) == (len(data), os.geteuid())
         assert (result.directory / name).stat().st_mode & 0o777 == 0o600
 
 
@@ -85,9 +85,9 @@ def test_two_reports_of_nccl_come_through_the_connection(watch: RunningFleet, ru
         )
         result = capture_evidence(plan, watch.fleet.channels, tmp_path / "capture", Clock())
     assert {"node-node.ras-1.json", "node-node.ras-2.json", "node-node.ras.json"} <= set(result.files)
-    told = json.loads((result.directory / "node-node.ras.json").read_text())
-    assert told["trouble"] is None
-    assert told["apart_seconds"] > 0
+    entry = json.loads((result.directory / "node-node.ras.json").read_text())
+    assert entry["trouble"] is None
+    assert entry["apart_seconds"] > 0
 
 
 def test_without_nccl_ras_everything_else_is_captured(watch: RunningFleet, run: Path, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_without_nccl_ras_everything_else_is_captured(watch: RunningFleet, run: 
         port = server.getsockname()[1]
     plan = plan_for(run, NodeCapturePlan("node", ras=True), settings=CaptureSettings(ras_port=port))
     result = capture_evidence(plan, watch.fleet.channels, tmp_path / "capture", Clock())
-    assert f"node: NCCL RAS: nothing listens on 127.0.0.1:{port}" in said(result)
+    assert f"node: NCCL RAS: nothing listens on 127.0.0.1:{port}" in missing_text(result)
     assert "rank-00003.stacks.txt" in result.files
 
 
@@ -121,7 +121,7 @@ def check_refused(here: Site, run: Path, directory: Path, words: str) -> None:
         watch.until_lines(1)
         assert watch.link().logins == 1
     assert result.files == {}
-    assert words in said(result)
+    assert words in missing_text(result)
     assert json.loads((directory / "manifest.json").read_text())["missing"] == list(result.missing)
 
 
@@ -142,7 +142,7 @@ def test_files_over_the_size_limit_of_a_capture_are_left_out(watch: RunningFleet
     plan = plan_for(run, total_bytes=len(servers.RECORD) * 2 + len(servers.STACKS))
     result = capture_evidence(plan, watch.fleet.channels, tmp_path / "capture", Clock())
     assert sum(file.bytes for file in result.files.values()) <= plan.total_bytes
-    assert "the capture would be larger than" in said(result)
+    assert "the capture would be larger than" in missing_text(result)
 
 
 def test_ranks_that_do_not_answer_leave_the_others_evidence_at_the_deadline(
@@ -156,7 +156,7 @@ def test_ranks_that_do_not_answer_leave_the_others_evidence_at_the_deadline(
         plan = plan_for(run, NodeCapturePlan("node", (0, 1, 2)), deadline_seconds=3.0)
         result = capture_evidence(plan, watch.fleet.channels, tmp_path / "capture", Clock())
     assert "rank-00000.stacks.txt" in result.files
-    assert "not everything could be captured" in said(result) or "not done within" in said(result)
+    assert "not everything could be captured" in missing_text(result) or "not done within" in missing_text(result)
 
 
 def test_node_names_cannot_escape_the_directory(watch: RunningFleet, run: Path, tmp_path: Path) -> None:

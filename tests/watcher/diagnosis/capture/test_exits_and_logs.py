@@ -92,8 +92,8 @@ def test_the_log_of_another_user_is_not_read(run: Path) -> None:
 
 def test_logs_of_an_earlier_attempt_are_ignored(run: Path) -> None:
     log(run, 0).write_text("of attempt 2")
-    beat = {"host": socket.gethostname(), "pid": os.getpid(), "restart": 2, "phase": "train"}
-    (run / "heartbeat" / "rank-00000.json").write_text(json.dumps(beat))
+    heartbeat = {"host": socket.gethostname(), "pid": os.getpid(), "restart": 2, "phase": "train"}
+    (run / "heartbeat" / "rank-00000.json").write_text(json.dumps(heartbeat))
     answer = asked(run, ())
     assert answer.ranks("log") == set()
     assert any("attempt 3 is running" in sentence for sentence in answer.missing)

@@ -38,9 +38,9 @@ def sock(run: Path, rank: int) -> Path:
     return run / "worker" / f"rank-{rank:05d}.sock"
 
 
-def beat(run: Path, rank: int, **more: object) -> None:
-    told = {"host": socket.gethostname(), "pid": os.getpid(), "restart": 0, "phase": "train", **more}
-    (run / "heartbeat" / f"rank-{rank:05d}.json").write_text(json.dumps(told))
+def write_heartbeat(run: Path, rank: int, **more: object) -> None:
+    content = {"host": socket.gethostname(), "pid": os.getpid(), "restart": 0, "phase": "train", **more}
+    (run / "heartbeat" / f"rank-{rank:05d}.json").write_text(json.dumps(content))
 
 
 def test_ranks_with_broken_answers_cost_one_sentence_each_and_the_others_nothing(run: Path) -> None:
@@ -143,7 +143,7 @@ def test_files_planted_by_another_user_are_not_read(run: Path) -> None:
 
 def test_dumps_of_an_earlier_attempt_are_ignored(run: Path) -> None:
     (run / "flight" / "attempt-01" / "rank-00000").write_bytes(b"\x80\x02}.")
-    beat(run, 0, restart=1)
+    write_heartbeat(run, 0, restart=1)
     answer = asked(run, ())
     assert ("recorder", 0) not in answer.files
     assert any(
@@ -157,7 +157,7 @@ def test_hostile_heartbeats_cost_one_sentence_and_no_time(run: Path, tmp_path: P
     (run / "heartbeat" / "rank-00002.json").write_text("[" * 60000)
     (run / "heartbeat" / "rank-00003.json").write_text('{"host": 3}')
     (run / "heartbeat" / "rank-00004.json").write_bytes(b"x" * 10**6)
-    beat(run, 5)
+    write_heartbeat(run, 5)
     answer = asked(run, ())
     assert answer.complete
     assert all(answer.why(rank) for rank in range(5))
@@ -166,8 +166,8 @@ def test_hostile_heartbeats_cost_one_sentence_and_no_time(run: Path, tmp_path: P
 
 
 def test_sockets_of_other_hosts_are_not_asked(run: Path) -> None:
-    beat(run, 0)
-    beat(run, 1, host="another")
+    write_heartbeat(run, 0)
+    write_heartbeat(run, 1, host="another")
     with contextlib.ExitStack() as stack:
         for rank in (0, 1):
             stack.enter_context(servers.serving(sock(run, rank), servers.answers))
@@ -191,14 +191,14 @@ def test_files_over_the_size_limit_of_a_node_are_not_sent(run: Path) -> None:
     assert "over the limit of" in answer.why(2)
 
 
-def fifo_reader(path: Path, dump: Path, heard: list[bytes]) -> threading.Thread:
+def fifo_reader(path: Path, dump: Path, received: list[bytes]) -> threading.Thread:
     """Like torch's monitor thread: any byte requests a dump."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
     def read() -> None:
         for _ in range(600):
             if byte := os.read(descriptor, 1):
-                heard.append(byte)
+                received.append(byte)
                 dump.write_bytes(b"\x80\x02}.")
                 break
             threading.Event().wait(0.05)
@@ -214,11 +214,11 @@ def test_a_dump_is_requested_through_a_fifo_if_the_configuration_allows_it(run: 
     os.mkfifo(tmp_path / "pipe_0.pipe")
     os.mkfifo(tmp_path / "pipe_1.pipe")
     (tmp_path / "pipe_2.pipe").write_text("no FIFO")
-    heard: list[bytes] = []
-    thread = fifo_reader(tmp_path / "pipe_0.pipe", tmp_path / "nccl_trace_rank_0", heard)
+    received: list[bytes] = []
+    thread = fifo_reader(tmp_path / "pipe_0.pipe", tmp_path / "nccl_trace_rank_0", received)
     answer = asked(run, (0, 1, 2), settings=settings)
     thread.join(30)
-    assert heard == [b"1"]
+    assert received == [b"1"]
     assert answer.ranks("recorder") == {0}
     assert "no process reads it" in answer.why(1)
     assert "is not a FIFO" in answer.why(2)
@@ -232,7 +232,7 @@ def test_no_dump_is_requested_during_a_save(run: Path, tmp_path: Path, told_by: 
     os.mkfifo(pipe)
     descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     if told_by == "heartbeat":
-        beat(run, 0, phase="save")
+        write_heartbeat(run, 0, phase="save")
     answer = asked(run, (0,), settings=settings, saving=told_by == "watcher")
     assert os.read(descriptor, 1) == b""
     os.close(descriptor)

@@ -16,19 +16,19 @@ def node(name: str, status: HostStatus = HostStatus.OK, *processes: ProcessSampl
     return NodeState(name, status, detail, 0.0, fresh=True, processes=processes)
 
 
-def process(pid: int, rank: int | None = None, *boards: int) -> ProcessSample:
-    return ProcessSample(pid, "python", "R", 0.0, gpu_indexes=boards, rank=rank)
+def process(pid: int, rank: int | None = None, *gpu_indexes: int) -> ProcessSample:
+    return ProcessSample(pid, "python", "R", 0.0, gpu_indexes=gpu_indexes, rank=rank)
 
 
 def sample(*nodes: NodeState, phase: str = "train", gpus: tuple[RankGpu, ...] = ()) -> JobSample:
-    beats = (ProgressSample("rank-00000.json", "heartbeat", 7, rank=0, phase=phase),)
-    return JobSample("llama", gpus, nodes, JobProgress(step=7, sources=beats))
+    heartbeats = (ProgressSample("rank-00000.json", "heartbeat", 7, rank=0, phase=phase),)
+    return JobSample("llama", gpus, nodes, JobProgress(step=7, sources=heartbeats))
 
 
 def test_a_process_has_the_rank_of_its_heartbeat_or_of_its_gpu() -> None:
     seen = node("node-01", HostStatus.OK, process(11, 0), process(12, None, 1), process(13, None, 0, 1), process(14))
-    board = RankGpu("node-01", 5, GpuSample(index=1))
-    plan = plan_capture(SPEC, sample(seen, gpus=(board,)), CaptureSettings())
+    rank_gpu = RankGpu("node-01", 5, GpuSample(index=1))
+    plan = plan_capture(SPEC, sample(seen, gpus=(rank_gpu,)), CaptureSettings())
     assert plan.nodes == (
         NodeCapturePlan("node-01", (0, 5), ((0, 11), (5, 12), (None, 13), (None, 14)), None, ras=True),
     )

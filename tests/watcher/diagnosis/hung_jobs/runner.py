@@ -26,7 +26,7 @@ from wattwatch.watcher.diagnosis.model import DiagnosisVerdict, HangCause
 
 WORLD: Final = 4
 STEPS_BEFORE: Final = 3  # one all_reduce each
-PATIENCE_SECONDS: Final = 90.0
+TIMEOUT_SECONDS: Final = 90.0
 TRAIN: Final = Path(__file__).parent / "train.py"
 ENVIRONMENT: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -35,7 +35,7 @@ RankProcess = subprocess.Popen[bytes] | BaseProcess
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How it hangs, and the truth about it."""
+    """How the job hangs, and what is true about it."""
 
     words: str
     verdict: DiagnosisVerdict
@@ -43,8 +43,8 @@ class Kind:
     cause: HangCause
     function: str  # of train.py, that the culprits are in
     silent: tuple[int, ...] = ()  # ranks whose worker socket cannot answer
-    mute: tuple[int, ...] = ()  # ranks that tell their flight record and not their stacks
-    tied: tuple[tuple[int, ...], ...] = ()  # of which one is wrong, and nobody can tell which
+    mute: tuple[int, ...] = ()  # ranks that return their flight record but not their stacks
+    tied: tuple[tuple[int, ...], ...] = ()  # sets of ranks: one is wrong, and the evidence cannot show which
     dies: bool = False  # gloo ends the job where NCCL would hang
 
 
@@ -159,7 +159,7 @@ def start(name: str, run: RunDirectory, rank: int) -> RankProcess:
     arguments = (str(run.path), rank, WORLD, name, STEPS_BEFORE)
     if not KINDS[name].dies:
         return start_preloaded(log, arguments)
-    # Waited for by nobody, a rank that died stays as a zombie, which the capture must see: so it is our own child.
+    # A rank that died must stay a zombie, which the capture has to see: it is our own child, and not waited for.
     with log.open("wb") as opened:
         return subprocess.Popen(
             [sys.executable, "-u", str(TRAIN), *map(str, arguments)],
@@ -194,7 +194,7 @@ def train_preloaded(log: Path, arguments: tuple[str, int, int, str, int]) -> Non
 
 def wait_until_hung(job: HungJob) -> None:
     """All ranks that will wait in a collective do, and the one that is to blame is where it stays."""
-    ends = time.monotonic() + PATIENCE_SECONDS
+    ends = time.monotonic() + TIMEOUT_SECONDS
     while not hangs(job):
         assert time.monotonic() < ends, f"{job.name}: it does not hang; " + "; ".join(map(job.log, job.processes))
         time.sleep(0.05)
