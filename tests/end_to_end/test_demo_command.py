@@ -13,7 +13,7 @@ from wattwatch.watcher.cli import demo
 from wattwatch.watcher.cli.demo import demo_command
 
 
-def test_list_names_every_scenario_and_what_must_be_said() -> None:
+def test_list_names_every_scenario_and_its_expected_alerts() -> None:
     answer = CliRunner().invoke(demo_command, ["--list"])
     assert answer.exit_code == 0
     for scenario in SCENARIOS.values():
@@ -26,20 +26,20 @@ def test_list_as_json() -> None:
     assert [row["name"] for row in rows] == list(SCENARIOS)
 
 
-def test_an_unknown_scenario_is_refused_with_those_that_exist() -> None:
+def test_an_unknown_scenario_is_an_error_that_lists_the_existing_ones() -> None:
     answer = CliRunner().invoke(demo_command, ["--scenario", "dedlock"])
     assert answer.exit_code == 2
     assert "there is no scenario 'dedlock'; choose from healthy, deadlock, hang" in answer.output
 
 
-def test_an_address_that_cannot_be_listened_on_is_one_sentence() -> None:
+def test_an_unusable_listen_address_is_one_sentence() -> None:
     answer = CliRunner().invoke(demo_command, ["--scenario", "healthy", "--listen", "nowhere"])
     assert answer.exit_code == 1
     assert "watcher.listen: expected \"host:port\", got 'nowhere'" in answer.output
     assert "Traceback" not in answer.output
 
 
-def test_the_demo_fails_when_a_fault_that_was_declared_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_fails_if_an_expected_alert_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     claim = ExpectedAlert(alert="JobHung", phase=0, severity="critical", suspects=("rank 0",))
     quiet = replace(get_scenario("healthy"), duration_seconds=6.0, expected=(claim,), states=())
     monkeypatch.setattr(demo, "SCENARIOS", {"healthy": quiet})

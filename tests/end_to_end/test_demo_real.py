@@ -22,7 +22,7 @@ ARGUMENTS = ["--scenario", "epoch-end-deadlock", "--real", "--json"]
 
 @pytest.mark.timeout(280)  # about 100 s on two idle cores
 @pytest.mark.skipif(util.find_spec("torch") is None, reason="torch is not installed: pip install 'wattwatch[trainer]'")
-def test_a_real_job_deadlocks_is_named_and_ends_well_behind_the_gate() -> None:
+def test_a_real_deadlock_is_detected_and_evenness_min_prevents_it() -> None:
     answer = CliRunner().invoke(demo_command, ARGUMENTS, standalone_mode=False)
     assert answer.exception is None
     played = json.loads(answer.output)
@@ -59,7 +59,7 @@ def test_a_real_job_deadlocks_is_named_and_ends_well_behind_the_gate() -> None:
     assert played["cost"]["gpu_hours"] > 0
 
 
-def test_without_torch_it_is_one_sentence_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "missing_packages", lambda: ("torch",))
     answer = CliRunner().invoke(demo_command, ARGUMENTS)
     assert answer.exit_code == 2
@@ -74,7 +74,7 @@ def test_the_real_scenario_and_real_go_together(arguments: list[str]) -> None:
     assert "--scenario epoch-end-deadlock --real" in answer.output
 
 
-def test_ranks_part_where_one_slot_holds_different_collectives() -> None:
+def test_different_collectives_at_one_sequence_number_are_a_split() -> None:
     waits = [
         RankWait(rank, "default_pg", 9, "gloo:barrier" if rank == 3 else "gloo:all_reduce", "") for rank in range(4)
     ]
@@ -83,7 +83,7 @@ def test_ranks_part_where_one_slot_holds_different_collectives() -> None:
     assert find_split([*waits[:3], RankWait(3, "default_pg", 10, "gloo:barrier", "")]) is None
 
 
-def test_the_place_of_a_rank_is_the_innermost_line_of_the_trainer() -> None:
+def test_the_location_of_a_rank_is_the_innermost_frame_of_the_trainer() -> None:
     stacks = (
         'Current thread 0x1 (most recent call first):\n  File "/x/trainer/train/heartbeat.py", line 9 in _next\n\n'
         'Thread 0x2 (most recent call first):\n  File "/lib/torch/distributed/distributed_c10d.py", line 5 in barrier\n'
@@ -92,7 +92,7 @@ def test_the_place_of_a_rank_is_the_innermost_line_of_the_trainer() -> None:
     assert trainer_location(stacks) == "save (trainer/train/loop.py:115) in train (trainer/train/loop.py:60)"
 
 
-def test_a_board_follows_the_phase_of_the_rank_on_it(tmp_path: Path) -> None:
+def test_a_simulated_gpu_follows_the_phase_of_its_rank(tmp_path: Path) -> None:
     view = create_rank_view(FollowedJob("job", str(tmp_path), ("node-1",), 4), 3)
     assert (view.look(0.0).activity.name, view.look(0.0).alive) == ("ended", False)  # no heartbeat yet
     (tmp_path / "heartbeat").mkdir()

@@ -32,7 +32,7 @@ def receiver() -> Iterator[DemoReceiver]:
     started.stop()
 
 
-def test_each_alert_of_a_message_is_a_notice(receiver: DemoReceiver) -> None:
+def test_each_alert_of_a_message_is_received(receiver: DemoReceiver) -> None:
     assert httpx.post(f"{receiver.address}/webhook", json=PAYLOAD).status_code == 200
     hung, lost = receiver.notices()
     assert (hung.status, hung.alert, hung.job, hung.severity) == ("firing", "JobHung", "deadlock", "critical")
@@ -57,6 +57,6 @@ def test_a_slack_message_is_counted_and_answered_with_ok(receiver: DemoReceiver)
         ("/elsewhere", b"{}"),
     ],
 )
-def test_what_is_no_payload_is_refused_and_counted(receiver: DemoReceiver, path: str, body: bytes) -> None:
+def test_an_invalid_payload_is_rejected_and_counted(receiver: DemoReceiver, path: str, body: bytes) -> None:
     assert httpx.post(f"{receiver.address}{path}", content=body).status_code == 400
     assert receiver.unreadable == 1

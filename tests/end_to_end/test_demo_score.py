@@ -35,7 +35,7 @@ def score(*notices: ReceivedAlert) -> DemoScore:
     return score_run([DEADLOCK], PHASES, notices, STATES, interval_seconds=1.0, speed=5.0)
 
 
-def test_the_right_alert_for_the_right_job_with_the_right_suspect_is_good() -> None:
+def test_the_right_alert_for_the_right_job_and_suspect_passes() -> None:
     result = score(HUNG)
     assert result.good
     (row,) = result.rows
@@ -44,7 +44,7 @@ def test_the_right_alert_for_the_right_job_with_the_right_suspect_is_good() -> N
     assert row.real_milliseconds == pytest.approx(80.0, abs=0.01)
 
 
-def test_silence_is_a_missing_alert() -> None:
+def test_no_alert_is_a_missing_alert() -> None:
     assert score().problems == ("deadlock: JobHung did not come",)
 
 
@@ -73,13 +73,13 @@ def test_a_warning_that_is_never_raised_is_not_enough() -> None:
     assert score(warning, replace(HUNG, received_seconds=INJECTED + 30.0)).good
 
 
-def test_an_episode_that_is_closed_while_the_fault_lasts_is_a_lie() -> None:
+def test_an_alert_that_is_resolved_while_the_fault_lasts_is_a_problem() -> None:
     over = replace(HUNG, status="resolved", received_seconds=INJECTED + 9.0)
     assert score(HUNG, over).problems == ("deadlock: JobHung was resolved while the fault lasted",)
 
 
 @pytest.mark.parametrize("job", ["deadlock", "healthy", ""])
-def test_whatever_else_is_said_is_one_too_many(job: str) -> None:
+def test_any_other_alert_is_a_problem(job: str) -> None:
     extra = replace(HUNG, alert="Straggler", job=job)
     result = score(HUNG, extra)
     assert len(result.problems) == 1
@@ -103,7 +103,7 @@ def test_a_crash_must_come_with_its_evidence() -> None:
     assert score_run([CRASH], phases, [whole], states, 1.0, 5.0).good
 
 
-def test_a_fault_that_was_not_injected_cannot_be_named() -> None:
+def test_a_fault_that_was_not_injected_is_a_problem() -> None:
     result = score_run([DEADLOCK], PHASES[:1], [HUNG], STATES, 1.0, 5.0)
     assert "deadlock: JobHung: its fault was never injected" in result.problems
 

@@ -15,7 +15,7 @@ from wattwatch.watcher.demo.receiver import DemoReceiver
 from wattwatch.watcher.engine.snapshot import EpisodeView
 
 
-def test_a_recorded_deadlock_is_told_again(tmp_path: Path, shell: Shell) -> None:
+def test_a_recorded_deadlock_is_reported_again_by_replay(tmp_path: Path, shell: Shell) -> None:
     scenario = shortened("deadlock", 15.0, 60.0)
     path = tmp_path / "deadlock.recording"
     with SimulatedCluster([scenario], speed=5.0) as cluster:

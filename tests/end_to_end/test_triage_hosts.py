@@ -37,7 +37,7 @@ def test_without_job_each_host_has_its_own_verdict(cluster: SimulatedCluster, sh
     assert {len(said["gpus"]) for said in answer.json} == {8}
 
 
-def test_a_host_of_the_job_that_does_not_answer_is_named_and_makes_less_sure(
+def test_an_unreachable_host_of_the_job_is_named_and_lowers_the_confidence(
     cluster: SimulatedCluster, shell: Shell
 ) -> None:
     config = cluster.directory / "with_a_dead_one"

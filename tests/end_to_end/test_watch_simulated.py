@@ -53,7 +53,7 @@ class Record:
         self.events.append(f"told {notice.job} {notice.alert} {notice.severity}")
 
 
-def test_two_faults_at_once_are_each_named_and_nothing_else_is_said() -> None:
+def test_two_faults_at_once_are_both_reported_and_nothing_else_is() -> None:
     screen = Record()
     scenarios = [shortened("deadlock", 20.0, 60.0), shortened("crash", 30.0, 60.0)]
     outcome = run_demo(scenarios, speed=5.0, listen="127.0.0.1:0", screen=screen)
@@ -73,7 +73,7 @@ def test_two_faults_at_once_are_each_named_and_nothing_else_is_said() -> None:
     assert crashed.annotations["suspects"] == "rank 5 on crash-2 GPU 1"
 
 
-def test_the_deadlock_is_told_before_a_fourth_round_after_it_is_judged() -> None:
+def test_the_deadlock_is_reported_before_the_fourth_round_after_it() -> None:
     """Of the first round after the injection, a part of each board's mean power lies before it; the next two show
     the deadlock alone. The message must be there before another one is judged."""
     scenario = shortened("deadlock", 12.0, 60.0)
@@ -107,7 +107,7 @@ def test_the_deadlock_is_told_before_a_fourth_round_after_it_is_judged() -> None
     assert 2 <= len(rounds) <= 3
 
 
-def test_a_hang_is_looked_into_at_once_and_what_was_found_is_served_and_kept() -> None:
+def test_a_hang_is_captured_at_once_and_its_diagnosis_is_served_and_kept() -> None:
     scenario = shortened("deadlock", 12.0, 120.0)
     with SimulatedCluster([scenario], speed=3.0) as cluster:
         receiver = DemoReceiver(cluster.clock)

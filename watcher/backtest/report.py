@@ -168,11 +168,11 @@ def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:
         yield ""
         yield "  wrong   GPU model                   label           verdict         conf   alternative"
         for judged in plain.missed:
-            case, said = judged.case, judged.verdict
-            other = "" if said.alternative is None else said.alternative.state.value
+            case, verdict = judged.case, judged.verdict
+            other = "" if verdict.alternative is None else verdict.alternative.state.value
             yield (
-                f"  {case.name[:6]:<7} {case.gpu_model[:26]:<27} {case.label:<15} {said.state.value:<15} "
-                f"{said.confidence:.2f}   {other}"
+                f"  {case.name[:6]:<7} {case.gpu_model[:26]:<27} {case.label:<15} {verdict.state.value:<15} "
+                f"{verdict.confidence:.2f}   {other}"
             )
 
 
@@ -188,11 +188,11 @@ def _bin_words(each: ConfidenceBin | None) -> str:
 
 def _matrix_lines(plain: CaseScore) -> Iterator[str]:
     """One row per label, one column per verdict; then how often the state was found, and how often it was wrong."""
-    said: Sequence[PowerState] = [s for s in PowerState if any(row.get(s) for row in plain.matrix.values())]
-    yield "  label \\ verdict" + " ".join(f"{s.value[:9]:>9}" for s in said) + "    found     wrongly"
-    for label in (*plain.matrix, *(s for s in said if s not in plain.matrix)):
+    verdicts: Sequence[PowerState] = [s for s in PowerState if any(row.get(s) for row in plain.matrix.values())]
+    yield "  label \\ verdict" + " ".join(f"{s.value[:9]:>9}" for s in verdicts) + "    found     wrongly"
+    for label in (*plain.matrix, *(s for s in verdicts if s not in plain.matrix)):
         row = plain.matrix.get(label, {})
-        cells = " ".join(f"{row.get(s) or '.':>9}" for s in said)
+        cells = " ".join(f"{row.get(s) or '.':>9}" for s in verdicts)
         kind = plain.kinds[label]
         found = f"{kind.found.right}/{kind.found.of}" if kind.found.of else "-"
         yield f"  {label.value:<14} {cells}   {found:>6}   {kind.false:>9}"

@@ -131,7 +131,7 @@ def _incident(
     )
 
 
-# The whole back test: every labeled picture and log of a directory, judged and scored. Pure but for reading them.
+# All of a directory
 
 # A missed hang is acceptable only with at most this confidence in the wrong verdict, and with hang as its alternative.
 MAX_UNSURE_CONFIDENCE: Final = 0.6

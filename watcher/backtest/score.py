@@ -76,7 +76,7 @@ def _without_board_names(samples: dict[str, Any]) -> dict[str, Any]:
     return {**samples, "gpu_model": None, "samples": rounds}
 
 
-# Verdicts against labels: how many are right, of which kind, how claims, on which boards.
+# Verdicts compared with labels
 
 BIN_WIDTH: Final = 0.1
 

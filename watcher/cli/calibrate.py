@@ -127,7 +127,7 @@ def calibration_object(
                 "source": each.source,
                 "boards": len(each.boards),
                 "learned": [asdict(value) for value in each.values],
-                "not_learned": list(each.refusals),
+                "not_learned": list(each.not_learned),
             }
             for each in calibrations
         ],
@@ -158,5 +158,5 @@ def print_calibration(calibration: Calibration) -> None:
         values = [value for value in calibration.values if value.kind is kind]
         if values:
             console.print(f"  [green]{KIND_LABELS[kind]}[/]: {escape(describe_learned(values))}")
-    for sentence in calibration.refusals:
+    for sentence in calibration.not_learned:
         console.print(f"  [yellow]{escape(sentence)}[/]")

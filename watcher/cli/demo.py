@@ -60,7 +60,7 @@ def demo_command(
     training job on CPUs, whose ranks deadlock at the end of the epoch; then again with the same data, where the gate
     warns and evenness = "min" prevents the deadlock.
 
-    Exit code: 0 every fault was reported and nothing else was, 1 not so, 2 wrong usage or missing packages.
+    Exit code: 0 every fault was reported and nothing else was, 1 otherwise, 2 wrong usage or missing packages.
     """
     if listing:
         list_scenarios(as_json)

@@ -50,14 +50,14 @@ class Calibration:
     source: str
     boards: Mapping[GpuId, GpuSample]  # as last seen
     values: tuple[Baseline, ...]
-    refusals: tuple[str, ...]
+    not_learned: tuple[str, ...]
 
 
 def calibrate_source(name: str, source: GpuLog | Recording, progress: StepProgress | None) -> Calibration:
     """Learns by the rules of the live watcher. `progress`: the user's statement that the steps of a job without a step
     counter advanced from its first kernel on.
 
-    What could not be learned is in `refusals`; a source without any GPU has one refusal and nothing else.
+    What could not be learned is in `not_learned`; a source without any GPU has one sentence there and nothing else.
     """
     knowledge = BaselineTable()
     interval = min((spec.interval_seconds for spec in source.specs), default=1.0)
@@ -83,8 +83,10 @@ def calibrate_source(name: str, source: GpuLog | Recording, progress: StepProgre
     if not boards:
         problem = source.detail if isinstance(source, GpuLog) and source.detail else "it has no readable GPU"
         return Calibration(name, {}, (), (problem,))
-    refused = {key: why for _, _, learner in jobs for key, why in learner.rejected.items()}
-    return Calibration(name, boards, knowledge.values(), tuple(_refusals(boards, knowledge, refused, counted=counted)))
+    reason = {key: why for _, _, learner in jobs for key, why in learner.rejected.items()}
+    return Calibration(
+        name, boards, knowledge.values(), tuple(_missing_values(boards, knowledge, reason, counted=counted))
+    )
 
 
 def _learn(
@@ -95,10 +97,10 @@ def _learn(
     learner.update(sample, verdict, findings, detector.state, seconds, latest)
 
 
-def _refusals(
+def _missing_values(
     boards: Mapping[GpuId, GpuSample],
     knowledge: BaselineTable,
-    refused: Mapping[tuple[GpuId, BaselineKind], str],
+    reason: Mapping[tuple[GpuId, BaselineKind], str],
     *,
     counted: bool,
 ) -> Iterator[str]:
@@ -116,7 +118,7 @@ def _refusals(
         known = {(value.node, value.board) for value in knowledge.values() if value.kind is kind}
         lacking = [board for board in boards if board not in known]
         if lacking:
-            why = next((refused[board, kind] for board in lacking if (board, kind) in refused), usual[kind])
+            why = next((reason[board, kind] for board in lacking if (board, kind) in reason), usual[kind])
             yield f"{KIND_LABELS[kind]}: not learned for {len(lacking)} of {len(boards)} GPUs: {why}"
 
 
@@ -170,22 +172,24 @@ def calibrate_idle(node: str, received: Sequence[NodeSample], samples: int, prob
             boards[node, gpu.key] = gpu
             rows_by_board.setdefault((node, gpu.key), []).append((sample, gpu))
     knowledge = BaselineTable()
-    refusals: list[str] = []
+    not_learned: list[str] = []
     for board, rows in rows_by_board.items():
         gpu = rows[-1][1]
         watts = [w for _, each in rows if (w := valid_power_watts(each)) is not None]
-        refused = _not_idle(rows, watts)
+        reason = _not_idle(rows, watts)
         value = Baseline(
             *board, BaselineKind.IDLE, "", round(statistics.median(watts), 1) if watts else 0.0, len(watts),
             LearningPhase.EMPTY, rows[-1][0].wall_seconds, gpu.name, gpu.power_limit_watts, gpu.energy_joules,
         )  # fmt: skip
         base = profile_for(gpu.name, gpu.power_limit_watts)
-        refused = refused or unsteady_reason(watts) or implausible_reason(value, base, knowledge)
-        if refused is None:
+        reason = reason or unsteady_reason(watts) or implausible_reason(value, base, knowledge)
+        if reason is None:
             knowledge.put(value)
         else:
-            refusals.append(f"idle power of GPU {gpu.key if gpu.index is None else gpu.index}: not learned: {refused}")
-    return Calibration(node, boards, knowledge.values(), tuple(refusals))
+            not_learned.append(
+                f"idle power of GPU {gpu.key if gpu.index is None else gpu.index}: not learned: {reason}"
+            )
+    return Calibration(node, boards, knowledge.values(), tuple(not_learned))
 
 
 def _not_idle(rows: Sequence[tuple[NodeSample, GpuSample]], watts: Sequence[float]) -> str | None:
@@ -225,18 +229,18 @@ def build_profiles(calibrations: Sequence[Calibration]) -> tuple[tuple[LearnedPr
         if board in learned:
             models.setdefault(gpu.name, []).append(board)
     made: list[LearnedProfile] = []
-    refusals: list[str] = []
+    not_learned: list[str] = []
     for model, members in models.items():
         limits = [limit for board in members if (limit := boards[board].power_limit_watts)]
         if model is None or not limits:
             lack = "name" if model is None else "power limit"
-            refusals.append(
+            not_learned.append(
                 f"no profile for {model or 'these GPUs'}: the source does not have their {lack}: query nvidia-smi for "
                 "name and power.limit too, or write the [[profiles]] table yourself"
             )
             continue
         made.append(_profile(model, statistics.mode(limits), members, knowledge))
-    return tuple(made), tuple(refusals)
+    return tuple(made), tuple(not_learned)
 
 
 def _profile(model: str, limit: float, members: Sequence[GpuId], knowledge: BaselineTable) -> LearnedProfile:

@@ -2,7 +2,7 @@
 
 A recording is gzip-compressed JSON lines. The first line is a header with the jobs. A `line` record holds one line of a
 probe exactly as it came, a `link` record the state of a connection whenever it changed, and the `end` record the time
-until which the nodes were watched. No verdict is stored: replay judges anew. What the watcher had learned before the
+until which the nodes were watched. No verdict is stored: replay judges again. What the watcher had learned before the
 recording began may follow the header (detection/prior_state.py).
 """
 

@@ -257,16 +257,16 @@ def _from_json(name: str, jobs: Mapping[str, JsonSamples]) -> GpuLog:
         interval = statistics.median(steps) if steps else 1.0
         for i, sample in enumerate(content.samples):
             seconds = sample.t_seconds if sample.t_seconds is not None else i * interval
-            boards: dict[str, list[GpuSample]] = {}
-            for board in sample.gpus:
-                node = board.node or job
-                if board.node and len(jobs) > 1:
+            gpus_by_node: dict[str, list[GpuSample]] = {}
+            for json_gpu in sample.gpus:
+                node = json_gpu.node or job
+                if json_gpu.node and len(jobs) > 1:
                     node = f"{job}/{node}"
                 nodes[node] = None
-                boards.setdefault(node, []).append(_gpu(board, content))
-                if board.rank is not None and board.index is not None:
-                    ranks[(node, board.index)] = board.rank
-            for node, gpus in boards.items():
+                gpus_by_node.setdefault(node, []).append(_gpu(json_gpu, content))
+                if json_gpu.rank is not None and json_gpu.index is not None:
+                    ranks[(node, json_gpu.index)] = json_gpu.rank
+            for node, gpus in gpus_by_node.items():
                 node_sample = NodeSample(
                     node, HostStatus.OK, "", i, seconds, 0.0, seconds, gpu_source="json", gpus=tuple(gpus)
                 )  # fmt: skip
@@ -278,16 +278,16 @@ def _from_json(name: str, jobs: Mapping[str, JsonSamples]) -> GpuLog:
     return GpuLog(tuple(specs) or (JobSpec(name, (name,)),), tuple(events), status, detail, ranks)
 
 
-def _gpu(board: JsonGpu, content: JsonSamples) -> GpuSample:
+def _gpu(json_gpu: JsonGpu, content: JsonSamples) -> GpuSample:
     return GpuSample(
-        index=board.index,
-        name=board.name or content.gpu_model,
-        power_watts=board.power_w,
-        power_limit_watts=board.power_limit_w or content.power_limit_w,
-        utilization_percent=board.util_pct,
-        memory_used_bytes=None if board.mem_used_mib is None else board.mem_used_mib * MEBIBYTE,
-        memory_total_bytes=None if board.mem_total_mib is None else board.mem_total_mib * MEBIBYTE,
-        temperature_celsius=board.temp_c,
+        index=json_gpu.index,
+        name=json_gpu.name or content.gpu_model,
+        power_watts=json_gpu.power_w,
+        power_limit_watts=json_gpu.power_limit_w or content.power_limit_w,
+        utilization_percent=json_gpu.util_pct,
+        memory_used_bytes=None if json_gpu.mem_used_mib is None else json_gpu.mem_used_mib * MEBIBYTE,
+        memory_total_bytes=None if json_gpu.mem_total_mib is None else json_gpu.mem_total_mib * MEBIBYTE,
+        temperature_celsius=json_gpu.temp_c,
     )
 
 

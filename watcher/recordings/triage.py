@@ -33,8 +33,7 @@ FIRST_READINGS_SEQUENCE: Final = 5  # lines of the probe that may come before it
 # the host. Another driver error (an upgrade under a running job, a container without its devices) says nothing about
 # the GPUs, unless the driver is gone.
 HOST_FAULT_CONFIDENCE: Final = {HostStatus.NO_DEVICES: 0.6, HostStatus.SAMPLER_TIMEOUT: 0.6}
-# `serve` reads the progress of a job by itself; here the user has to say it. Matches the advice in detection.
-PROGRESS_ADVICE_PATTERN: Final = re.compile(r"\w+ the job's progress \(a log or a run directory\)")
+# In place of PROVIDE_PROGRESS: `serve` reads the progress of a job by itself, here the user has to say it.
 PROGRESS_ADVICE: Final = (
     "Say whether steps advance, with --progress advancing or --progress stalled (`wattwatch progress LOG` shows it)"
 )
@@ -146,7 +145,7 @@ def judge_rounds(rounds: Sequence[JobSample], progress: StepProgress | None, pro
             advice=ADVICE[PowerState.GPU_FAULT],
         )
     if progress is None:
-        verdict = replace(verdict, advice=PROGRESS_ADVICE_PATTERN.sub(PROGRESS_ADVICE, verdict.advice))
+        verdict = replace(verdict, advice=verdict.advice.replace(PROVIDE_PROGRESS, PROGRESS_ADVICE))
     for earlier in rounds[:-1]:
         before = classify(earlier, profile, progress)
         # A GPU that is lost now was fine before: that is no disagreement.

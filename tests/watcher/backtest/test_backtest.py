@@ -38,7 +38,7 @@ def sidecar(path: Path, label: Any) -> None:
 # Pictures.
 
 
-def test_right_wrong_and_what_is_no_question_are_told_apart(shell: Shell, tmp_path: Path) -> None:
+def test_right_wrong_and_unscorable_cases_are_distinguished(shell: Shell, tmp_path: Path) -> None:
     no_watts = labelled("hang", "deadlock")
     for sample in no_watts["samples"]:
         for gpu in sample["gpus"]:
@@ -70,9 +70,7 @@ def test_right_wrong_and_what_is_no_question_are_told_apart(shell: Shell, tmp_pa
 
 
 @pytest.mark.parametrize("label", ["reported_state", "expected_state", "state"])
-def test_a_case_may_stand_alone_or_in_a_collection_and_name_its_label_differently(
-    label: str, shell: Shell, tmp_path: Path
-) -> None:
+def test_a_case_can_be_alone_or_in_a_collection_with_any_label_key(label: str, shell: Shell, tmp_path: Path) -> None:
     case = labelled("compute", "compute")
     case[label] = case.pop("reported_state")
     (tmp_path / "alone.json").write_text(json.dumps(case))
@@ -85,7 +83,7 @@ def test_a_case_may_stand_alone_or_in_a_collection_and_name_its_label_differentl
     assert "without a label: other.json" in shell.run("backtest", tmp_path).out
 
 
-def test_the_result_is_written_for_files_and_the_same_each_time(shell: Shell, tmp_path: Path) -> None:
+def test_the_result_can_be_written_to_a_file_and_is_the_same_each_time(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.json").write_text(json.dumps(labelled("compute", "compute")))
     first, second = tmp_path / "1.json", tmp_path / "2.json"

@@ -43,18 +43,18 @@ def good_enough(test: BacktestResult) -> None:
             assert each.right.of < ENOUGH_CASES or each.off <= MOST_OFF, each
 
 
-def test_one_picture_finds_half_of_the_hangs_and_the_word_on_progress_all_and_never_a_false_one(
+def test_samples_alone_find_half_of_the_hangs_and_with_progress_all_and_none_is_false(
     fresh: BacktestResult,
 ) -> None:
     good_enough(fresh)
 
 
-def test_without_the_profile_of_its_own_model_no_board_is_judged_much_worse(fresh: BacktestResult) -> None:
+def test_without_the_profile_of_its_model_no_gpu_is_judged_much_worse(fresh: BacktestResult) -> None:
     for result in fresh.cases.values():
         assert (result.left_out.rate or 0) >= (result.plain.exact.rate or 0) - 0.05
 
 
-def test_every_incident_of_the_logs_is_told_and_nothing_else(fresh: BacktestResult) -> None:
+def test_every_incident_of_the_logs_is_reported_and_nothing_else(fresh: BacktestResult) -> None:
     assert {i.state for each in fresh.series for i in each.incidents} == {"hang", "starvation", "gpu_fault"}
     for each in fresh.series:
         assert all(incident.delay_seconds is not None for incident in each.incidents), each.name

@@ -88,7 +88,7 @@ def test_a_log_of_a_whole_run_gives_a_profile_that_the_configuration_accepts(she
     assert not to_user_profile(section).matches(H100 + " MIG 1g.10gb")
 
 
-def test_the_profile_says_where_each_number_is_from(tmp_path: Path) -> None:
+def test_the_profile_says_where_each_number_comes_from(tmp_path: Path) -> None:
     calibration = calibrate_source("run", read_input_file(a_whole_run(tmp_path / "run.csv")), StepProgress.ADVANCING)
     made, refused = build_profiles([calibration])
     assert refused == ()
@@ -99,9 +99,7 @@ def test_the_profile_says_where_each_number_is_from(tmp_path: Path) -> None:
     assert tomllib.loads(text)["profiles"][0]["match"] == "^NVIDIA H100 80GB HBM3$"
 
 
-def test_a_log_without_a_counter_has_no_plateau_unless_its_owner_says_that_steps_advanced(
-    shell: Shell, tmp_path: Path
-) -> None:
+def test_a_log_without_a_step_counter_needs_the_user_to_state_that_steps_advanced(shell: Shell, tmp_path: Path) -> None:
     answer = shell.run("calibrate", a_whole_run(tmp_path / "run.csv"), "--json")
     assert answer.exit_code == 0
     (source,) = answer.json["sources"]
@@ -111,7 +109,7 @@ def test_a_log_without_a_counter_has_no_plateau_unless_its_owner_says_that_steps
     assert profile["grounds"]["compute_watts"] == "not learned; from the shipped profile h100"
 
 
-def test_busy_boards_are_refused_in_a_sentence_and_nothing_is_written(shell: Shell, tmp_path: Path) -> None:
+def test_nothing_is_learned_from_busy_gpus_and_nothing_is_written(shell: Shell, tmp_path: Path) -> None:
     out = tmp_path / "profile.toml"
     answer = shell.run("calibrate", a_log(tmp_path / "busy.csv", (300, 640, 100, 71000)), "--out", out)
     assert answer.exit_code == 3
@@ -120,12 +118,12 @@ def test_busy_boards_are_refused_in_a_sentence_and_nothing_is_written(shell: She
     assert not out.exists()
 
 
-def test_hours_at_the_floor_with_memory_held_teach_nothing(shell: Shell, tmp_path: Path) -> None:
+def test_hours_at_the_floor_with_memory_in_use_teach_nothing(shell: Shell, tmp_path: Path) -> None:
     hang = a_log(tmp_path / "hang.csv", (300, 640, 100, 71000), (3000, 122, 0, 71000))
     assert shell.run("calibrate", hang).exit_code == 3
 
 
-def test_a_board_without_a_limit_has_no_profile(shell: Shell, tmp_path: Path) -> None:
+def test_a_gpu_without_a_power_limit_gets_no_profile(shell: Shell, tmp_path: Path) -> None:
     answer = shell.run("calibrate", a_log(tmp_path / "log.csv", (100, 70, 0, 4), limit="[N/A]"))
     assert answer.exit_code == 0
     assert "the source does not have their power limit" in answer.err
@@ -142,7 +140,7 @@ def test_a_name_that_is_no_plain_word_is_written_as_one(tmp_path: Path) -> None:
     assert table["name"] == "nvidia-x-r-d-4090"
 
 
-def test_several_sources_are_one_profile_a_model(shell: Shell, tmp_path: Path) -> None:
+def test_several_sources_make_one_profile_per_model(shell: Shell, tmp_path: Path) -> None:
     first = a_log(tmp_path / "a.csv", (100, 70, 0, 4))
     second = a_log(tmp_path / "b.csv", (100, 90, 0, 4))
     third = a_log(tmp_path / "c.csv", (100, 139, 0, 4), name="NVIDIA B300 SXM6 AC", limit="1100.00 W")
@@ -158,7 +156,7 @@ def test_a_recording_teaches_by_its_own_counter() -> None:
     job = working_job()
     events = [RecordedEvent(line.received_seconds, sample=line) for line in job.lines]
     calibration = calibrate_source("incident", Recording((job.spec,), iter(events)), None)
-    assert calibration.refusals == ()
+    assert calibration.not_learned == ()
     known = {(value.kind, value.watts, value.job) for value in calibration.values}
     assert known == {
         (BaselineKind.IDLE, 139, "pretrain"),
@@ -169,7 +167,7 @@ def test_a_recording_teaches_by_its_own_counter() -> None:
     assert profile.boards == 8
 
 
-def test_boards_that_do_not_say_who_they_are_are_not_learned() -> None:
+def test_gpus_without_any_identity_are_not_learned() -> None:
     job = working_job()
     nameless = [
         replace(line, gpus=tuple(replace(gpu, uuid=None, pci_bus_id=None, index=None) for gpu in line.gpus or ()))
@@ -191,7 +189,7 @@ def test_an_existing_file_is_not_overwritten(shell: Shell, tmp_path: Path) -> No
     assert out.read_text() == "mine"
 
 
-def test_a_place_that_cannot_be_written_is_named(shell: Shell, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_named(shell: Shell, tmp_path: Path) -> None:
     answer = shell.run(
         "calibrate", a_log(tmp_path / "a.csv", (100, 70, 0, 4)), "--out", tmp_path / "absent" / "profile.toml"
     )
@@ -202,7 +200,7 @@ def test_a_place_that_cannot_be_written_is_named(shell: Shell, tmp_path: Path) -
 @pytest.mark.parametrize(
     "content", [b"", b"\x00\xff garbage", b"epoch 1 loss 2.5\n" * 50, gzip.compress(b"x" * 100)], ids=range(4)
 )
-def test_what_is_no_log_is_one_sentence(content: bytes, shell: Shell, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_log_is_one_sentence(content: bytes, shell: Shell, tmp_path: Path) -> None:
     path = tmp_path / "what.log"
     path.write_bytes(content)
     answer = shell.run("calibrate", path)
@@ -210,7 +208,7 @@ def test_what_is_no_log_is_one_sentence(content: bytes, shell: Shell, tmp_path: 
     assert len(answer.text.splitlines()) == 2
 
 
-def test_no_source_is_wrong_use(shell: Shell) -> None:
+def test_no_source_is_wrong_usage(shell: Shell) -> None:
     assert shell.run("calibrate").exit_code == 2
 
 
@@ -224,13 +222,13 @@ def test_one_source_that_fails_is_a_warning(shell: Shell, tmp_path: Path) -> Non
 # Hosts
 
 
-def test_idle_boards_of_a_host_teach_their_floor() -> None:
+def test_idle_gpus_of_a_host_teach_their_idle_power() -> None:
     calibration = calibrate_idle("a", heard(board(70.0), board(91.0, index=1)), 30)
     assert [(v.kind, v.watts, v.samples) for v in calibration.values] == [
         (BaselineKind.IDLE, 70, 30),
         (BaselineKind.IDLE, 91, 30),
     ]
-    assert calibration.refusals == ()
+    assert calibration.not_learned == ()
 
 
 @pytest.mark.parametrize(
@@ -248,16 +246,16 @@ def test_idle_boards_of_a_host_teach_their_floor() -> None:
         ([], "0 of 30 samples arrived: the host did not answer in time"),
     ],
 )
-def test_a_host_that_is_not_idle_is_refused_with_the_reason(said: list[NodeSample], words: str) -> None:
+def test_nothing_is_learned_from_a_host_that_is_not_idle(said: list[NodeSample], words: str) -> None:
     calibration = calibrate_idle("a", said, 30)
     assert calibration.values == ()
-    assert words in " ".join(calibration.refusals)
+    assert words in " ".join(calibration.not_learned)
 
 
-def test_one_busy_board_of_a_host_does_not_keep_the_others_from_being_learned() -> None:
+def test_the_other_gpus_of_a_host_are_learned_despite_a_busy_one() -> None:
     calibration = calibrate_idle("a", heard(board(), board(640.0, 100.0, 71e9, index=1)), 30)
     assert [value.board for value in calibration.values] == ["GPU-0"]
-    assert "GPU 1" in calibration.refusals[0]
+    assert "GPU 1" in calibration.not_learned[0]
 
 
 @pytest.fixture
@@ -279,7 +277,7 @@ FAKE = """
 """
 
 
-def test_a_host_is_asked_over_ssh(here: Site, shell: Shell, tmp_path: Path) -> None:
+def test_a_host_is_sampled_over_ssh(here: Site, shell: Shell, tmp_path: Path) -> None:
     script = tmp_path / "smi.py"
     script.write_text(textwrap.dedent(FAKE))
     here.server("node", tool(here.directory, f'exec {sys.executable} {script} "$@"'))
@@ -289,7 +287,7 @@ def test_a_host_is_asked_over_ssh(here: Site, shell: Shell, tmp_path: Path) -> N
     assert (value["node"], value["kind"], value["watts"]) == ("node", "idle", 70.1)
 
 
-def test_a_host_that_is_not_reached_is_a_sentence(shell: Shell, tmp_path: Path) -> None:
+def test_an_unreachable_host_is_one_sentence(shell: Shell, tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(f"Host closed\n HostName 127.0.0.1\n Port 1\n UserKnownHostsFile {tmp_path}/known_hosts\n")
     answer = shell.run("calibrate", "-F", config, "closed")
@@ -298,7 +296,7 @@ def test_a_host_that_is_not_reached_is_a_sentence(shell: Shell, tmp_path: Path) 
 
 
 @pytest.mark.skipif(not CORPUS.is_dir(), reason="the public logs are not laid beside this checkout")
-def test_public_logs_teach_what_their_boards_are_known_to_draw(shell: Shell) -> None:
+def test_public_logs_teach_the_known_power_of_their_gpus(shell: Shell) -> None:
     answer = shell.run("calibrate", CORPUS / "06_h100x8_ckpt1000.csv", "--progress", "advancing", "--json")
     values = answer.json["sources"][0]["learned"]
     plateaus = [value["watts"] for value in values if value["kind"] == "plateau"]

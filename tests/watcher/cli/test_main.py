@@ -16,7 +16,7 @@ README = Path(__file__).parents[3] / "README.md"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_is_there_has_help_and_stands_in_the_readme(name: str, shell: Shell) -> None:
+def test_each_command_exists_has_help_and_is_in_the_readme(name: str, shell: Shell) -> None:
     module, attribute, words = COMMANDS[name]
     assert isinstance(getattr(importlib.import_module(module), attribute), click.Command)
     assert f"| `wattwatch {name}` |" in README.read_text("utf-8")
@@ -27,7 +27,7 @@ def test_a_command_is_there_has_help_and_stands_in_the_readme(name: str, shell: 
     assert f" {name} " in answer.out.splitlines()[0]
 
 
-def test_the_readme_names_no_command_that_is_not_there() -> None:
+def test_the_readme_lists_exactly_the_commands_that_exist() -> None:
     named = [
         line.split("`")[1].split()[1]
         for line in README.read_text("utf-8").splitlines()
@@ -52,14 +52,14 @@ def test_version_is_the_packages(shell: Shell) -> None:
 @pytest.mark.parametrize(
     "arguments", [["frobnicate"], ["triage", "--frobnicate"], ["check"], ["serve"], ["--nonsense"]]
 )
-def test_wrong_use_is_said_and_is_exit_code_2(arguments: list[str], shell: Shell) -> None:
+def test_wrong_usage_is_an_error_with_exit_code_2(arguments: list[str], shell: Shell) -> None:
     answer = shell.run(*arguments)
     assert answer.exit_code == 2
     assert "Error: " in answer.err
 
 
 @pytest.mark.parametrize("command", ["check", "serve"])
-def test_a_configuration_that_cannot_be_used_is_exit_code_2(command: str, shell: Shell, tmp_path: Path) -> None:
+def test_an_unusable_configuration_is_exit_code_2(command: str, shell: Shell, tmp_path: Path) -> None:
     answer = shell.run(command, "-c", tmp_path / "none.toml")
     assert answer.exit_code == 2
     assert str(tmp_path / "none.toml") in answer.err
@@ -80,7 +80,7 @@ broken = Broken("broken")
 interrupted = Interrupted("interrupted")
 
 
-def test_an_internal_error_is_one_sentence_and_a_way_to_more(
+def test_an_internal_error_is_one_sentence_and_says_how_to_get_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(COMMANDS, "broken", (__name__, "broken", "A bug."))

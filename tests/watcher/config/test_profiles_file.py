@@ -33,7 +33,7 @@ def calibrated(shell: Shell, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("picture", POWER_EXAMPLES, ids=lambda picture: picture.name)
-def test_a_picture_of_the_paper_is_judged_the_same_with_a_calibrated_profile(
+def test_the_states_of_the_paper_are_recognized_with_a_calibrated_profile(
     picture: PowerExample, shell: Shell, calibrated: Path
 ) -> None:
     (shipped,) = shell.run("triage", "--json", "-", stdin=json_sample(picture)).json
@@ -50,7 +50,7 @@ def test_light_training_is_still_compute(shell: Shell, calibrated: Path) -> None
     assert said["state"] == "compute"
 
 
-def test_numbers_as_shipped_are_the_shipped_profile() -> None:
+def test_a_profile_with_the_shipped_numbers_equals_the_shipped_profile() -> None:
     for name in (B300, H100, "Tesla T4", "a board of tomorrow"):
         shipped = profile_for(name, 700.0)
         own = UserProfile("own", "x", 700.0, shipped.idle_watts, shipped.floor_watts, shipped.compute_watts)
@@ -66,7 +66,7 @@ def test_numbers_as_shipped_are_the_shipped_profile() -> None:
             )
 
 
-def test_bands_move_with_the_boards_own_floor_and_plateau() -> None:
+def test_thresholds_follow_the_floor_and_compute_power_of_the_profile() -> None:
     shipped = profile_for(B300, 1100.0)
     lower = UserProfile("own", "B300", 1100.0, 100.0, 180.0).profile_for_gpu(B300)
     assert shipped.communication is not None
@@ -77,7 +77,7 @@ def test_bands_move_with_the_boards_own_floor_and_plateau() -> None:
     assert UserProfile("own", "B300", 1100.0, 100.0, 180.0, 500.0).profile_for_gpu(B300).communication is None
 
 
-def test_a_file_holds_for_the_boards_that_it_matches(shell: Shell, tmp_path: Path) -> None:
+def test_a_profile_is_used_only_for_gpus_that_it_matches(shell: Shell, tmp_path: Path) -> None:
     path = tmp_path / "wattwatch.toml"
     path.write_text('[[jobs]]\nname = "a"\nnodes = "n"\n' + TABLE.replace("B300", "H100"), "utf-8")
     answer = shell.run("triage", "--profile", path, "-", stdin=json_sample(POWER_EXAMPLES[0]))
@@ -96,7 +96,7 @@ def test_a_file_holds_for_the_boards_that_it_matches(shell: Shell, tmp_path: Pat
         (TABLE.replace("1100", "200"), "limit_watts 200 is not above floor_watts 235"),
     ],
 )
-def test_a_file_that_is_no_profile_is_refused_in_one_sentence(
+def test_a_file_without_valid_profiles_is_an_error_in_one_sentence(
     text: str, says: str, shell: Shell, tmp_path: Path
 ) -> None:
     path = tmp_path / "profiles.toml"
@@ -109,7 +109,7 @@ def test_a_file_that_is_no_profile_is_refused_in_one_sentence(
     assert shell.run("triage", "--profile", tmp_path / "none.toml", "-").exit_code == 2
 
 
-def test_the_configuration_refuses_it_too(shell: Shell, tmp_path: Path) -> None:
+def test_the_configuration_rejects_it_too(shell: Shell, tmp_path: Path) -> None:
     path = tmp_path / "wattwatch.toml"
     path.write_text('[[jobs]]\nname = "a"\nnodes = "n"\n' + TABLE + "compute_watts = 50\n", "utf-8")
     with pytest.raises(ConfigError, match=r"profiles\[0\]: compute_watts 50 is not above floor_watts 235"):
@@ -119,14 +119,14 @@ def test_the_configuration_refuses_it_too(shell: Shell, tmp_path: Path) -> None:
     assert "compute_watts 50 is not above" in answer.text
 
 
-def test_replay_takes_the_file_that_triage_takes(shell: Shell, calibrated: Path, tmp_path: Path) -> None:
+def test_replay_accepts_the_same_profile_file_as_triage(shell: Shell, calibrated: Path, tmp_path: Path) -> None:
     log = a_log(tmp_path / "log.csv", (60, 985, 100, 71000), name=B300, limit="1100.00 W")
     answer = shell.run("replay", "--json", "--profile", calibrated, log)
     assert answer.exit_code == 0
     assert answer.json[0]["states"][-1]["state"] == "computing"
 
 
-def test_the_table_of_the_example_is_one_once_it_is_no_comment(tmp_path: Path) -> None:
+def test_the_commented_table_in_the_example_is_a_valid_profile(tmp_path: Path) -> None:
     _, commented = DEPLOYED.read_text("utf-8").split("# [[profiles]]\n")
     text = "[[profiles]]\n" + "".join(line.removeprefix("# ") + "\n" for line in commented.splitlines())
     assert tomllib.loads(text)

@@ -49,7 +49,7 @@ def recorded_hang(path: Path) -> Path:
     return path
 
 
-def test_the_copy_gives_the_same_verdicts_and_names_nobody(tmp_path: Path) -> None:
+def test_the_copy_gives_the_same_verdicts_without_any_name(tmp_path: Path) -> None:
     original, copy = recorded_hang(tmp_path / "incident.gz"), tmp_path / "copy.gz"
     write_anonymized(original, copy)
     text = gzip.decompress(copy.read_bytes()).decode()
@@ -72,7 +72,7 @@ def test_the_command_writes_the_copy_and_replays_it(tmp_path: Path) -> None:
     assert "exists" in again.output
 
 
-def test_what_is_no_recording_is_said(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_recording_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("nothing")
     result = CliRunner().invoke(replay_command, [str(tmp_path / "log.txt"), "--anonymous", str(tmp_path / "copy.gz")])
     assert result.exit_code == 3
@@ -80,7 +80,7 @@ def test_what_is_no_recording_is_said(tmp_path: Path) -> None:
     assert not (tmp_path / "copy.gz").exists()
 
 
-def test_a_log_keeps_its_steps_and_loses_its_words(tmp_path: Path) -> None:
+def test_a_log_keeps_its_steps_and_loses_its_text(tmp_path: Path) -> None:
     spec = JobSpec("falcon", ("zeus",), logs=("/home/alice/*.log",), log_pattern=r"at turn (?P<step>\d+)")
     recorder = RecordingWriter(tmp_path / "r.gz", [spec])
     for second in range(5):
@@ -108,7 +108,7 @@ def test_a_log_keeps_its_steps_and_loses_its_words(tmp_path: Path) -> None:
         ("connect zeus-1 from 10.0.0.7 failed", "connect node-9 from 192.0.2.1 failed"),
     ],
 )
-def test_known_words_stay_and_others_are_always_replaced_by_the_same(before: str, after: str | None) -> None:
+def test_kept_words_stay_and_every_other_word_gets_one_pseudonym(before: str, after: str | None) -> None:
     names = Pseudonyms()
     names.add_host("zeus-1.acme.example", "node-9")
     assert names.text(before) == (before if after is None else after)
@@ -175,7 +175,7 @@ def recorded_names(path: Path) -> None:
     recorder.close()
 
 
-def test_no_name_of_a_job_a_user_a_host_or_a_company_stays_wherever_it_stands(tmp_path: Path) -> None:
+def test_names_of_jobs_users_hosts_and_companies_are_replaced_everywhere(tmp_path: Path) -> None:
     recorded_names(tmp_path / "r.gz")
     write_anonymized(tmp_path / "r.gz", tmp_path / "c.gz")
     text = gzip.decompress((tmp_path / "c.gz").read_bytes()).decode()
@@ -205,19 +205,19 @@ def test_a_job_that_has_the_name_of_a_kept_word_is_replaced_in_paths(job: str) -
         "pytorch_model_fsdp_0", "training_args.bin", "trainer_state.json", "12ms 1h30m 4MiB",
     ],
 )  # fmt: skip
-def test_what_the_readers_need_stays(text: str) -> None:
+def test_what_the_parsers_need_stays(text: str) -> None:
     assert Pseudonyms().listing(text) == text
 
 
 @pytest.mark.parametrize("table", ["progress_formats.toml", "checkpoint_layouts.toml", "stop_lines.toml"])
-def test_no_word_is_kept_for_standing_in_a_table(table: str) -> None:
+def test_no_word_is_kept_only_because_it_is_in_a_table(table: str) -> None:
     """Tables name their sources: companies and people."""
     sources = re.findall(r'^source = "([\w-]+)/', (COLLECTORS / table).read_text("utf-8"), re.MULTILINE)
     kept = {source for source in sources if Pseudonyms().path(f"/{source}") == f"/{source}"}
     assert kept == set()
 
 
-def test_the_command_says_that_it_wrote_a_copy(tmp_path: Path) -> None:
+def test_the_command_reports_that_it_wrote_a_copy(tmp_path: Path) -> None:
     recorded_names(tmp_path / "r.gz")
     result = CliRunner().invoke(replay_command, [str(tmp_path / "r.gz"), "--anonymous", str(tmp_path / "c.gz")])
     assert f"{tmp_path / 'c.gz'}: anonymous copy" in result.stderr

@@ -24,7 +24,9 @@ def log(rounds: int, lost_from: int | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 1), (0, 7), (3, 0), (5, 2), (4, 4)])
-def test_no_command_takes_a_cut_log_for_a_lost_board(first: int, last: int, shell: Shell, tmp_path: Path) -> None:
+def test_no_command_mistakes_a_truncated_log_for_a_lost_gpu(
+    first: int, last: int, shell: Shell, tmp_path: Path
+) -> None:
     lines = log(200)
     path = tmp_path / "run.csv"
     path.write_text(HEADER + "".join(lines[first : len(lines) - last]), "utf-8")
@@ -37,12 +39,12 @@ def test_no_command_takes_a_cut_log_for_a_lost_board(first: int, last: int, shel
 
 
 @pytest.mark.parametrize("count", [9, 12, 20, 23])
-def test_the_last_lines_of_a_log_are_all_boards(count: int, shell: Shell) -> None:
+def test_the_last_lines_of_a_log_have_all_gpus(count: int, shell: Shell) -> None:
     answer = shell.run("triage", "--json", "-", stdin="".join(log(9)[-count:]).encode())
     assert (answer.json[0]["state"], len(answer.json[0]["gpus"])) == ("compute", BOARDS)
 
 
-def test_a_board_that_stays_away_is_lost_to_every_command(shell: Shell, tmp_path: Path) -> None:
+def test_a_gpu_that_stays_missing_is_lost_for_every_command(shell: Shell, tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     path.write_text(HEADER + "".join(log(200, lost_from=150)[2:-3]), "utf-8")
     assert shell.run("triage", "--json", path).json[0]["state"] == "gpu_fault"

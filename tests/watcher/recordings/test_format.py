@@ -58,7 +58,7 @@ def read(path: Path) -> list[RecordedEvent]:
     return list(open_recording(path).events)
 
 
-def test_what_is_read_back_is_what_was_seen(tmp_path: Path) -> None:
+def test_the_events_read_back_are_those_that_were_recorded(tmp_path: Path) -> None:
     recording = open_recording(record(tmp_path / "r.gz"))
     assert recording.specs == (SPEC,)
     reader = ProbeReader("gpu-01", probe_request_for([SPEC], "gpu-01"))
@@ -68,7 +68,7 @@ def test_what_is_read_back_is_what_was_seen(tmp_path: Path) -> None:
     assert (live[1].gpus or ())[0].power_watts == pytest.approx(640.0)
 
 
-def test_a_link_is_kept_when_it_changes_and_the_end_when_it_is_known(tmp_path: Path) -> None:
+def test_a_link_is_recorded_when_it_changes_and_the_end_when_it_is_known(tmp_path: Path) -> None:
     events = read(record(tmp_path / "r.gz"))
     links = [(m.seconds, m.link.node, m.link.status) for m in events if m.link is not None]
     assert links == [
@@ -80,7 +80,7 @@ def test_a_link_is_kept_when_it_changes_and_the_end_when_it_is_known(tmp_path: P
     assert events[-1] == RecordedEvent(14.1)
 
 
-def test_a_new_connection_is_a_new_probe_whose_counters_start_anew(tmp_path: Path) -> None:
+def test_a_new_connection_has_a_new_probe_whose_counters_start_at_zero(tmp_path: Path) -> None:
     after = [sample for sample in samples(read(record(tmp_path / "r.gz"))) if sample.node == "gpu-02"][-1]
     assert (after.gpus or ())[0].power_source == "power.draw"  # no energy to compare with yet
 
@@ -102,7 +102,7 @@ def test_a_recording_cut_anywhere_is_read_up_to_the_cut(tmp_path: Path) -> None:
     assert counts[0] >= 50
 
 
-def test_what_came_before_a_kill_is_in_the_file(tmp_path: Path) -> None:
+def test_lines_before_a_kill_are_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "r.gz"
     recorder = RecordingWriter(path, [SPEC])
     recorder.write_line("gpu-01", 10.0, said(0))
@@ -114,7 +114,7 @@ def test_what_came_before_a_kill_is_in_the_file(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_an_unpacked_recording_is_one_too_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
+def test_an_unpacked_recording_is_read_and_foreign_lines_are_skipped(tmp_path: Path) -> None:
     packed = record(tmp_path / "r.gz")
     plain = tmp_path / "r.jsonl"
     header, *lines = gzip.decompress(packed.read_bytes()).splitlines(keepends=True)
@@ -133,7 +133,7 @@ def test_an_unpacked_recording_is_one_too_and_foreign_lines_are_passed_over(tmp_
     assert {sample.status for sample in found[10:]} <= {HostStatus.PARSE_ERROR}
 
 
-def test_a_recording_is_known_by_its_content_from_a_file_and_from_a_pipe(tmp_path: Path) -> None:
+def test_a_recording_is_recognized_by_its_content_from_a_file_and_from_a_pipe(tmp_path: Path) -> None:
     path = record(tmp_path / "looks-like.csv")
     for source in (read_input_file(path), read_input("-", path.read_bytes())):
         assert source.specs == (SPEC,)
@@ -178,7 +178,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else() -> None:
     recorder.close()
 
 
-def test_a_closed_recording_takes_no_more_and_complains_of_nothing(tmp_path: Path) -> None:
+def test_writing_to_a_closed_recording_does_nothing(tmp_path: Path) -> None:
     recorder = RecordingWriter(tmp_path / "r.gz", [SPEC])
     recorder.close()
     recorder.write_line("gpu-01", 1.0, said(1))
@@ -187,7 +187,7 @@ def test_a_closed_recording_takes_no_more_and_complains_of_nothing(tmp_path: Pat
     assert read(tmp_path / "r.gz") == []
 
 
-def test_bytes_that_are_no_text_do_not_stop_the_recording(tmp_path: Path) -> None:
+def test_bytes_that_are_not_text_do_not_stop_the_recording(tmp_path: Path) -> None:
     recorder = RecordingWriter(tmp_path / "r.gz", [SPEC])
     recorder.write_line("gpu-01", 1.0, b"\xff\x00 motd \x1b[0m")
     recorder.write_line("gpu-01", 2.0, said(1))
@@ -197,7 +197,7 @@ def test_bytes_that_are_no_text_do_not_stop_the_recording(tmp_path: Path) -> Non
     assert orjson.loads(header)["jobs"][0]["name"] == SPEC.name
 
 
-def test_a_service_that_cannot_record_says_so_and_does_not_start(tmp_path: Path) -> None:
+def test_a_service_that_cannot_record_does_not_start_and_says_why(tmp_path: Path) -> None:
     config = tmp_path / "wattwatch.toml"
     config.write_text(
         f'[watcher]\nlisten = "127.0.0.1:0"\nstate_directory = "{tmp_path}/state"\n[[jobs]]\nname = "a"\nnodes = "n"\n'

@@ -31,22 +31,22 @@ def rows(*seconds: float) -> str:
 # Logs
 
 
-def test_a_log_has_the_pace_of_its_stamps() -> None:
+def test_the_interval_of_a_log_comes_from_its_time_stamps() -> None:
     log = read(rows(0, 5, 10, 15.5))
     assert log.specs == (JobSpec("f", ("f",), interval_seconds=5.0),)
     assert [event.seconds for event in log.events] == [0.0, 5.0, 10.0, 15.5]
 
 
-def test_stamps_that_go_back_start_anew_one_interval_on() -> None:
+def test_time_stamps_that_go_back_continue_one_interval_later() -> None:
     assert [event.seconds for event in read(rows(10, 11, 12, 3, 4)).events] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_without_stamps_a_second_lies_between_samples() -> None:
+def test_without_time_stamps_samples_are_one_second_apart() -> None:
     log = read("index, power.draw [W]\n0, 1.00 W\n0, 2.00 W\n0, 3.00 W\n")
     assert [event.seconds for event in log.events] == [0.0, 1.0, 2.0]
 
 
-def test_trouble_at_the_end_is_the_last_word() -> None:
+def test_an_error_at_the_end_is_the_status_of_the_log() -> None:
     log = read(rows(0, 1) + "Failed to initialize NVML: Driver/library version mismatch\n")
     first, _, last = (event.sample for event in log.events)
     assert first is not None
@@ -56,7 +56,7 @@ def test_trouble_at_the_end_is_the_last_word() -> None:
     assert log.status is HostStatus.DRIVER_DOWN
 
 
-def test_a_board_that_could_not_be_opened_belongs_to_the_last_sample() -> None:
+def test_a_gpu_that_could_not_be_opened_belongs_to_the_last_sample() -> None:
     log = read(rows(0, 1) + "Unable to determine the device handle for GPU1: 0000:0A:00.0: GPU is lost.\n")
     missing = [() if event.sample is None else event.sample.missing_gpus for event in log.events]
     assert [[board.index for board in boards] for boards in missing] == [[], [1]]
@@ -87,7 +87,7 @@ def test_json_samples_come_in_three_forms(content: dict[str, Any] | list[Any]) -
     assert first.temperature_celsius is None
 
 
-def test_json_boards_name_their_nodes_and_ranks() -> None:
+def test_json_gpus_can_name_their_nodes_and_ranks() -> None:
     log = read(
         {
             "samples": [
@@ -104,7 +104,7 @@ def test_json_boards_name_their_nodes_and_ranks() -> None:
 @pytest.mark.parametrize(
     "other", [{"jobs": []}, [1, 2], {"samples": "many"}, {"samples": [{"gpus": [{"power_w": "lots"}]}]}]
 )
-def test_json_that_is_something_else_is_no_source_of_boards(other: dict[str, Any] | list[Any]) -> None:
+def test_other_json_has_no_gpus(other: dict[str, Any] | list[Any]) -> None:
     log = read(other)
     assert log.status is HostStatus.PARSE_ERROR
     assert log.detail
@@ -119,7 +119,7 @@ def test_a_file_that_cannot_be_opened_is_an_error_in_one_sentence(tmp_path: Path
 # What a node is asked
 
 
-def test_a_node_of_two_jobs_is_asked_for_both_at_the_shorter_interval() -> None:
+def test_a_node_of_two_jobs_gets_one_request_at_the_shorter_interval() -> None:
     one = JobSpec(
         "one", ("a", "b"), run_directory="/run/1", logs=("/l/1", "/l/2"), log_pattern="x", interval_seconds=2.0
     )
@@ -142,7 +142,7 @@ def test_a_node_of_two_jobs_is_asked_for_both_at_the_shorter_interval() -> None:
         (["(?i)python", "(?x) t r a i n"], ["PYTHON", "train"], ["TRAIN", "t r a i n"]),
     ],
 )
-def test_patterns_of_several_jobs_stand_side_by_side(patterns: list[str], named: list[str], others: list[str]) -> None:
+def test_patterns_of_several_jobs_are_combined(patterns: list[str], named: list[str], others: list[str]) -> None:
     specs = [JobSpec(str(i), ("a",), processes=pattern) for i, pattern in enumerate(patterns)]
     asked = re.compile(probe_request_for(specs, "a").process_pattern or "")
     assert [bool(asked.search(name)) for name in named + others] == [True] * len(named) + [False] * len(others)

@@ -49,7 +49,7 @@ LOGS = {
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_the_end_is_judged_as_the_whole(name: str) -> None:
+def test_the_tail_gets_the_verdict_of_the_whole_log(name: str) -> None:
     data = LOGS[name].encode()
     end = head_and_tail_of_log(data)
     assert len(end) < len(data) / 2
@@ -68,5 +68,5 @@ def test_the_end_is_judged_as_the_whole(name: str) -> None:
         b"x" * 99_999,
     ],
 )
-def test_what_has_another_shape_is_left_whole(data: bytes) -> None:
+def test_other_content_is_not_cut(data: bytes) -> None:
     assert head_and_tail_of_log(data) is data

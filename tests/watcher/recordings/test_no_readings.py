@@ -29,7 +29,7 @@ def table(name: str, bus: int) -> str:
 @pytest.mark.parametrize(
     "log", [path for path in sorted(LOGS.iterdir()) if path.suffix == ".log"], ids=lambda p: p.name
 )
-def test_a_training_log_is_called_one_and_sent_to_progress(log: Path, shell: Shell) -> None:
+def test_a_training_log_is_recognized_and_the_advice_names_progress(log: Path, shell: Shell) -> None:
     triage, replay = shell.run("triage", "--json", log), shell.run("replay", log)
     (said,) = triage.json
     assert (triage.exit_code, replay.exit_code, said["state"]) == (3, 3, "unknown")
@@ -49,13 +49,13 @@ def test_a_training_log_is_called_one_and_sent_to_progress(log: Path, shell: She
         (b"hello\n", "no GPU row found"),
     ],
 )
-def test_a_file_without_boards_is_at_fault_and_not_the_node(data: bytes, words: str, shell: Shell) -> None:
+def test_a_file_without_gpus_does_not_blame_the_node(data: bytes, words: str, shell: Shell) -> None:
     (said,) = shell.run("triage", "--json", "-", stdin=data).json
     assert words in said["why"]
     assert said["advice"].startswith("Give the output of nvidia-smi")
 
 
-def test_a_recording_without_its_header_is_refused(shell: Shell, tmp_path: Path) -> None:
+def test_a_recording_without_its_header_is_an_error(shell: Shell, tmp_path: Path) -> None:
     record = b'{"n":"a","t":1.5,"line":"{\\"v\\":1}"}\n'
     torn = b'ne":"x"}\n' + record * 3
     for data in (record * 3, torn, gzip.compress(record * 3)):
@@ -84,19 +84,19 @@ def test_a_log_in_gzip_is_read(cut: int, shell: Shell, tmp_path: Path) -> None:
         HEADER + "".join(rows()) + HEADER + "".join(rows()).replace("H100 80GB HBM3", "H200"),
     ],
 )
-def test_outputs_of_two_hosts_in_one_paste_are_refused(text: str, shell: Shell) -> None:
+def test_output_of_two_hosts_in_one_paste_is_an_error(text: str, shell: Shell) -> None:
     answer = shell.run("triage", "-", stdin=text.encode())
     assert (answer.exit_code, answer.out) == (3, "")
     assert "-: output of several hosts: GPU 0 is NVIDIA H100 80GB HBM3 at" in answer.err
     assert "wattwatch triage HOST" in answer.err
 
 
-def test_two_tables_of_one_host_are_two_looks(shell: Shell) -> None:
+def test_two_tables_of_one_host_are_two_samples(shell: Shell) -> None:
     text = table("NVIDIA H100 80GB HBM3", 27) * 2
     assert shell.run("triage", "--json", "-", stdin=text.encode()).json[0]["state"] == "compute"
 
 
-def test_lines_that_name_their_host_are_a_job_each(shell: Shell) -> None:
+def test_lines_with_host_prefixes_are_one_job_per_host(shell: Shell) -> None:
     """As pdsh and clush print them, in any order."""
     lines = [f"{host}: {line}" for line in (HEADER, *rows()) for host in ("gpu-02", "gpu-01")]
     answer = shell.run("triage", "--json", "-", stdin="".join(lines).encode())
@@ -108,7 +108,7 @@ def test_lines_that_name_their_host_are_a_job_each(shell: Shell) -> None:
     assert [spec.name for spec in log.specs] == ["f"]
 
 
-def test_what_settles_it_is_named_by_its_option(shell: Shell) -> None:
+def test_the_deciding_check_names_the_option(shell: Shell) -> None:
     text = HEADER + "".join(rows(300.0)).replace("100 %", "[N/A]")
     (said,) = shell.run("triage", "--json", "-", stdin=text.encode()).json
     assert said["state"] == "unknown"

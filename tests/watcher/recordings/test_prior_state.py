@@ -63,18 +63,18 @@ def through_json(known: PriorState) -> PriorState | None:
 
 
 @pytest.mark.parametrize("count", [0, 1, MAX_VALUES_PER_RECORD, MAX_VALUES_PER_RECORD + 1])
-def test_what_was_known_comes_back_whole(count: int) -> None:
+def test_prior_state_is_read_back_unchanged(count: int) -> None:
     known = PriorState(tuple(floor("node-1", str(i)) for i in range(count)), {"pretrain": HABITS})
     assert through_json(known) == known
 
 
-def test_a_detector_takes_up_what_another_has_learned() -> None:
+def test_a_new_detector_continues_with_what_another_has_learned() -> None:
     detector = JobDetector(SPEC)
     detector.restore_history(HABITS)
     assert detector.history() == HABITS
 
 
-def test_only_what_is_of_the_job_and_its_nodes_is_written() -> None:
+def test_only_the_prior_state_of_the_job_and_its_nodes_is_written() -> None:
     mine, plateau = floor("node-1", "a"), floor("node-1", "a", 985.0, BaselineKind.PLATEAU)
     others = (floor("elsewhere", "a"), floor("node-1", "a", 700.0, BaselineKind.PLATEAU, "other"))
     known = PriorState((mine, plateau, *others), {"pretrain": HABITS, "other": JobHistory()})
@@ -99,11 +99,11 @@ def spoiled(change: Callable[[dict[str, Any]], object]) -> PriorState | None:
         lambda known: known["habits"]["j"].update(pace={"intervals": "x"}),
     ],
 )
-def test_what_cannot_be_read_is_judged_without(change: Callable[[dict[str, Any]], object]) -> None:
+def test_an_unreadable_prior_state_is_ignored(change: Callable[[dict[str, Any]], object]) -> None:
     assert spoiled(change) is None
 
 
-def test_a_value_that_makes_no_sense_is_left_out() -> None:
+def test_an_implausible_value_is_left_out() -> None:
     known = spoiled(lambda known: known["boards"][0].update(watts=-3.0))
     assert known == PriorState((), {"j": HABITS})
     assert through_json(PriorState((floor("n", "a", math.inf),), {})) != PriorState((floor("n", "a", math.inf),), {})
@@ -130,14 +130,14 @@ def hang_confirmed_seconds(path: Path) -> float:
     return next(c.at_seconds for c in replay("", open_recording(path)).changes if c.state.value == "hung")
 
 
-def test_replay_judges_with_the_pace_that_was_known_before(tmp_path: Path) -> None:
+def test_replay_uses_the_step_rate_that_was_known_before(tmp_path: Path) -> None:
     slow = JobHistory(StepRateHistory((20.0,) * 10, 20.0, 20.0, 100))
     without = hang_confirmed_seconds(recorded(tmp_path / "without.gz", None))
     known = hang_confirmed_seconds(recorded(tmp_path / "known.gz", PriorState((), {"pretrain": slow})))
     assert known - without == pytest.approx(120.0 - 30.0, abs=5.0)
 
 
-def test_the_anonymous_copy_keeps_it_under_other_names_and_gives_the_same_verdicts(tmp_path: Path) -> None:
+def test_the_anonymous_copy_keeps_the_prior_state_under_pseudonyms(tmp_path: Path) -> None:
     boards = (floor("node-2", "GPU-1920aaaa-0000-0000-0000-000000000001", job="falcon"),)
     spec = replace(SPEC, name="falcon")
     known = PriorState(boards, {"falcon": JobHistory(StepRateHistory((20.0,) * 10, 20.0, 20.0, 100))})
@@ -155,13 +155,13 @@ def test_the_anonymous_copy_keeps_it_under_other_names_and_gives_the_same_verdic
     assert verdicts_without_names(before) == verdicts_without_names(after)
 
 
-def test_an_old_recording_has_none_and_replays(tmp_path: Path) -> None:
+def test_an_old_recording_without_prior_state_replays(tmp_path: Path) -> None:
     recording = open_recording(recorded(tmp_path / "old.gz", None))
     assert recording.prior_state is None
     assert next(recording.events).sample is not None
 
 
-def test_an_incident_carries_what_was_known_minutes_before_it(tmp_path: Path) -> None:
+def test_the_recording_of_an_incident_has_the_prior_state(tmp_path: Path) -> None:
     incidents = IncidentRecorder(tmp_path, [SPEC])
     incidents.start()
     job, probes = SimulatedJob(SETTING), {node: ProbeLines(node) for node in SPEC.nodes}

@@ -116,7 +116,7 @@ def log(*stretches: tuple[int, str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_a_healthy_log_is_quiet(shell: Shell, tmp_path: Path) -> None:
+def test_a_healthy_log_has_no_alerts(shell: Shell, tmp_path: Path) -> None:
     path = tmp_path / "healthy.csv"
     path.write_text(log((60, "640.00 W", "100 %")))
     answer = shell.run("replay", path)
@@ -128,7 +128,7 @@ def test_a_healthy_log_is_quiet(shell: Shell, tmp_path: Path) -> None:
     assert said["alerts"] == []
 
 
-def test_a_lost_board_in_a_log_is_a_critical_alert_at_its_time(shell: Shell, tmp_path: Path) -> None:
+def test_a_lost_gpu_in_a_log_is_a_critical_alert_at_its_time(shell: Shell, tmp_path: Path) -> None:
     path = tmp_path / "lost.csv"
     path.write_text(log((30, "640.00 W", "100 %"), (20, "[GPU is lost]", "[GPU is lost]")))
     answer = shell.run("replay", "--json", path)

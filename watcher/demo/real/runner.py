@@ -95,12 +95,7 @@ def find_split(waits: Sequence[RankWait]) -> CollectiveSplit | None:
     return CollectiveSplit(group, slot, by_name)
 
 
-# The paper's deadlock for real, under the real watcher, and the same data once more behind the gate and evenfix.
-#
-#     evenness = "off":  train ──► one rank in the save's barrier, the others in the next step ──► JobHung ──► killed
-#     evenness = "min":  gate warns, all stop at the shortest rank's count ──► saved ──► JobCompleted
-#
-# The job and its deadlock are real, so are SSH, probe, judgement and messages. Boards are not: they follow the ranks.
+# The demo
 
 JOB_NAME: Final = "epoch-end-deadlock"
 NODE_NAMES: Final = ("epoch-1", "epoch-2")
@@ -383,7 +378,7 @@ def name_ranks(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-# How the real demo looks in a terminal, and as JSON. What the hang cost, here and at the paper's size.
+# The output: terminal and JSON, and what the hang cost, here and at the size of the paper
 
 # arXiv 2608.05944, sections 5 and 6. That 130 is the hang and an epoch to be trained again is our reading: 48 + 84.
 PAPER_GPUS: Final = 16
@@ -403,9 +398,9 @@ class RealTerminalScreen:
         self._console = console
 
     def line(self, seconds: float, text: str, style: str = "") -> None:
-        colour = SEVERITY_COLORS.get(style)
+        color = SEVERITY_COLORS.get(style)
         words = escape(text)
-        self._console.print(f"{seconds:6.1f} s  " + (f"[{colour}]{words}[/]" if colour else words))
+        self._console.print(f"{seconds:6.1f} s  " + (f"[{color}]{words}[/]" if color else words))
 
     def sum_up(self, outcome: RealDemoOutcome) -> None:
         self._console.print(f"\n{REAL_AND_SIMULATED}", style="dim")
