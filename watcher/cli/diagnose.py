@@ -41,6 +41,7 @@ from wattwatch.watcher.common.formatting import (
 )
 from wattwatch.watcher.diagnosis.model import Diagnosis, Evidence
 from wattwatch.watcher.diagnosis.serialization import culprits_first
+from wattwatch.watcher.diagnosis.signals.signal import source_label
 
 # An API that lacks one of these keys is another service, or another version of this one.
 REQUIRED_KEYS: Final = ("verdict", "conclusive", "culprits", "confidence", "step", "groups", "why", "evidence")
@@ -182,7 +183,7 @@ def print_diagnosis(source: str, document: Mapping[str, Any], code: int) -> None
     console.print(f"  who       {safe_markup(document.get('summary') or '')}")
     console.print(f"  why       {safe_markup(document['why'])}")
     for label, agrees in (("agrees", True), ("against", False)):
-        sources = [each["source"] for each in document.get("testimonies", ()) if each["agrees"] is agrees]
+        sources = [source_label(each["source"]) for each in document.get("testimonies", ()) if each["agrees"] is agrees]
         if sources:
             console.print(f"  {label:<9} {safe_markup(', '.join(sources))}")
     console.print(f"  next      {safe_markup(document.get('advice') or '')}")

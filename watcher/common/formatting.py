@@ -27,7 +27,7 @@ RANK_OR_NODE_SENTENCE: Final = re.compile(
     r"(?:\S+: )?rank (?P<rank>\d{1,9}): (?P<what>.+)|(?P<node>\S+): (?P<of_node>NCCL RAS.+)", re.DOTALL
 )
 PROCESS_NUMBER: Final = re.compile(r"process \d+")
-# What the ranks in one row of a process group do, by the value of the row's `Place`.
+# What the ranks in one row of a process group do, by the value of their `MemberState`.
 MEMBER_STATE_TEXT: Final = {
     "waiting": "waits in it",
     "behind": "waits in another operation",
