@@ -10,7 +10,7 @@ from tests.end_to_end.test_watch_simulated import shortened
 from tests.watcher.command_shell import Shell
 from wattwatch.collectors.simulated.cluster import SimulatedCluster
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 180.0
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from wattwatch.watcher.demo.receiver import DemoReceiver, ReceivedAlert
 from wattwatch.watcher.demo.runner import run_demo
 from wattwatch.watcher.engine.snapshot import DiagnosisStage, Snapshot
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 180.0
 FOUND = {NotifyReason.DIAGNOSED.value, NotifyReason.DIAGNOSIS_INCONCLUSIVE.value}
 
 

@@ -20,7 +20,7 @@ from wattwatch.collectors.probe_reader import ProbeReader
 from wattwatch.collectors.samples import NodeSample
 
 T = TypeVar("T")
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 90.0
 
 TWO_BOARDS = """\
 0, GPU-aaaaaaaa-0000-0000-0000-000000000000, 00000000:19:00.0, NVIDIA H100 80GB HBM3, 640.12, 700.00, 100, 61, \

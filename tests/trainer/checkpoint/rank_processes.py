@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from tests.trainer.preloaded_processes import preloaded_context
 
-LONG_SECONDS: Final = 60.0
+LONG_SECONDS: Final = 180.0
 
 
 @dataclass(frozen=True, slots=True)

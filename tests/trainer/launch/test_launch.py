@@ -24,7 +24,7 @@ from wattwatch.trainer.launch.launcher import JobLauncher, LaunchOptions
 from wattwatch.trainer.launch.processes import descendants
 from wattwatch.trainer.settings import read_job_file
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 120.0
 
 
 def newest_step(job: MadeJob) -> int | None:

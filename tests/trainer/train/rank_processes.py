@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from tests.trainer.preloaded_processes import preloaded_context
 
-DEADLINE_SECONDS: Final = 100.0
+DEADLINE_SECONDS: Final = 300.0
 
 
 def free_port() -> int:

@@ -20,7 +20,7 @@ from wattwatch.trainer.train.diagnostics import worker_socket
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'wattwatch[trainer]'")
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 180.0
 RANK = """
 import sys, time
 from datetime import timedelta

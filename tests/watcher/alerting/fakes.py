@@ -19,7 +19,7 @@ from wattwatch.watcher.detection.model import AlertName, Finding, Suspect
 from wattwatch.watcher.detection.trackers.recovery import RecoveryEvidence
 
 WALL = 1_800_000_000.0
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 60.0
 
 
 def finding(

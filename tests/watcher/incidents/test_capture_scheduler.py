@@ -46,7 +46,7 @@ PROOF = Diagnosis(
     advice="",
 )
 HINT = replace(PROOF, conclusive=False, culprits=(), summary="All wait in the same all_reduce.")
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 60.0
 
 
 def view_of(job: str = JOB, confirmed: bool = True, alert: AlertName = AlertName.JOB_HUNG) -> JobView:

@@ -14,7 +14,7 @@ from wattwatch.watcher.diagnosis.loading.evidence import load_evidence
 from wattwatch.watcher.incidents import diagnosis_process
 from wattwatch.watcher.incidents.diagnosis_process import DiagnosisError, DiagnosisProcesses
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 90.0
 
 
 @pytest.fixture

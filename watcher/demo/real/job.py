@@ -197,8 +197,8 @@ def block_counts(files: JobFiles, shape: JobSize) -> tuple[int, ...]:
 # The programs
 
 REQUIRED_PACKAGES: Final = ("torch", "transformers", "datasets", "tokenizers", "safetensors")
-PACK_SECONDS: Final = 120.0
-GATE_SECONDS: Final = 60.0
+PACK_SECONDS: Final = 600.0
+GATE_SECONDS: Final = 300.0
 END_SECONDS: Final = 30.0
 LOOPBACK: Final = "127.0.0.1"
 MAX_LINES_SHOWN: Final = 5  # of a program that failed
