@@ -94,13 +94,13 @@ def test_the_location_of_a_rank_is_the_innermost_frame_of_the_trainer() -> None:
 
 def test_a_simulated_gpu_follows_the_phase_of_its_rank(tmp_path: Path) -> None:
     view = create_rank_view(FollowedJob("job", str(tmp_path), ("node-1",), 4), 3)
-    assert (view.look(0.0).activity.name, view.look(0.0).alive) == ("ended", False)  # no heartbeat yet
+    assert (view.update(0.0).activity.name, view.update(0.0).alive) == ("ended", False)  # no heartbeat yet
     (tmp_path / "heartbeat").mkdir()
 
     def shown(now: float, phase: str, step: int, pid: int | None = None) -> str:
         beat = {"pid": os.getpid() if pid is None else pid, "phase": phase, "step": step}
         view.path.write_text(json.dumps(beat))
-        return view.look(now).activity.name
+        return view.update(now).activity.name
 
     assert shown(0.0, "load", 0) == "load"
     assert shown(1.0, "train", 1) == "compute"

@@ -29,7 +29,7 @@ class CommandResult:
 
 
 class PipedInput(io.TextIOWrapper):
-    """A standard input that is no terminal."""
+    """Standard input that is not a terminal."""
 
 
 class Shell:

@@ -1,4 +1,4 @@
-"""The states of arXiv 2608.05944 s3 as pictures of 16 B300s on two nodes: watts and utilisation a rank."""
+"""The states of arXiv 2608.05944, section 3, as samples of 16 B300s on two nodes: power and utilization of each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PowerExample:
 
 
 def near(watts: float) -> tuple[float, ...]:
-    """Boards differ by a few watts, always in the same way."""
+    """GPUs differ by a few watts, always in the same way."""
     return tuple(watts + (rank * 7) % 11 - 5 for rank in range(16))
 
 
