@@ -1,4 +1,4 @@
-"""The states of arXiv 2608.05944, section 3, as samples of 16 B300s on two nodes: power and utilization of each rank."""
+"""The states of arXiv 2608.05944, section 3, as samples of 16 B300s on two nodes: power and utilization by rank."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def _no_culprit_sentence(
     known = processes or waits or first
     if known:
         return f"no single rank can be identified as the cause: {known}"
-    return "no rank can be identified as the cause: the evidence shows no difference between the ranks"
+    return "no rank can be identified as the cause: no source of evidence points to one strongly enough"
 
 
 # The explanation
