@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import math
+import operator
 import platform
 import threading
 import tomllib
@@ -37,7 +38,7 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 GZIP_LEVEL: Final = 1  # level 9 takes ten times as long and saves a tenth of the size
 GZIP_WINDOW_BITS: Final = 31  # makes zlib write the gzip format instead of its own
 
-MetricGroup = Literal["gpu", "snapshot", "own"]
+MetricGroup = Literal["gpu", "job", "node", "snapshot", "own"]
 MetricType = Literal["gauge", "counter", "histogram"]
 
 
@@ -51,7 +52,7 @@ class MetricFamily:
     unit: str
     labels: tuple[str, ...]
     help: str
-    reads: str = ""  # field of GpuSample, for group "gpu"
+    reads: str = ""  # attribute path from GpuSample, JobView or NodeView, for the groups "gpu", "job" and "node"
     divide_by: float = 1.0
     buckets: tuple[float, ...] = ()
 
@@ -84,6 +85,9 @@ METRICS: Final = read_metric_table()
 
 
 GPU_METRICS: Final = tuple(metric for metric in METRICS.values() if metric.group == "gpu")
+# The name of a metric and what gets its value from a JobView or a NodeView.
+JOB_READERS: Final = tuple((m.name, operator.attrgetter(m.reads)) for m in METRICS.values() if m.group == "job")
+NODE_READERS: Final = tuple((m.name, operator.attrgetter(m.reads)) for m in METRICS.values() if m.group == "node")
 GPU_INFO: Final = "wattwatch_gpu_info"
 GPU_LABELS: Final = GPU_METRICS[0].labels
 
@@ -100,7 +104,7 @@ class SnapshotMetrics:
         self._labels: dict[GpuSeriesKey, str] = {}
 
     def render(self, snapshot: Snapshot) -> bytes:
-        """All metrics of the groups "gpu" and "snapshot", in text format 0.0.4."""
+        """All metrics but the watcher's own (group "own"), in text format 0.0.4."""
         lines: SeriesLines = {name: [] for name, metric in METRICS.items() if metric.group != "own"}
         fresh = [
             j for j in snapshot.jobs.values() if snapshot.wall_seconds - j.sample.wall_seconds <= self._stale_after
@@ -153,20 +157,12 @@ def add_job_series(job: JobView, wall_seconds: float, lines: SeriesLines) -> Non
             lines, "wattwatch_job_state", [("train_job", job.name), ("state", state.value)], float(job.state is state)
         )
     checkpoint = newest_complete_checkpoint(job.sample)
-    progress = job.sample.progress
     for name, value in (
-        ("wattwatch_job_state_since_timestamp_seconds", job.state_since_wall_seconds),
-        ("wattwatch_job_confidence_ratio", job.verdict.confidence),
+        *((name, read(job)) for name, read in JOB_READERS),
         ("wattwatch_job_sample_age_seconds", max(0.0, wall_seconds - job.sample.wall_seconds)),
-        ("wattwatch_job_step", progress.step),
-        ("wattwatch_job_steps_planned", progress.total_steps),
-        ("wattwatch_job_tokens_per_second", progress.tokens_per_second),
-        ("wattwatch_job_loss", progress.loss),
-        ("wattwatch_job_progress_age_seconds", progress.age_seconds),
         ("wattwatch_job_checkpoint_step", None if checkpoint is None else checkpoint.step),
         ("wattwatch_job_checkpoint_age_seconds", None if checkpoint is None else checkpoint.age_seconds),
         ("wattwatch_job_gpus", len(job.sample.gpus)),
-        ("wattwatch_job_gpus_expected", job.sample.expected_gpus),
     ):
         if value is not None:
             lines[name].append(f"{name}{label} {format_metric_value(value)}\n")
@@ -206,13 +202,9 @@ def add_node_series(view: NodeView, lines: SeriesLines) -> None:
     hung = [call.age_seconds for call in view.sample.hung_calls] if view.sample is not None else []
     answers = view.link.status is HostStatus.OK
     for name, value in (
+        *((name, read(view)) for name, read in NODE_READERS),
         ("wattwatch_node_up", float(answers)),
-        ("wattwatch_probe_age_seconds", view.link.last_line_age_seconds),
         ("wattwatch_node_hung_call_seconds", max(hung) if hung and answers else None),
-        ("wattwatch_node_clock_skew_seconds", view.link.clock_skew_seconds),
-        ("wattwatch_node_logins_total", view.link.logins),
-        ("wattwatch_node_login_failures_total", view.link.failures),
-        ("wattwatch_node_garbage_bytes_total", view.link.garbage_bytes),
     ):
         if value is not None:
             lines[name].append(f"{name}{label} {format_metric_value(value)}\n")
