@@ -209,7 +209,8 @@ class NodeConnection:
         half = 0.5 * self.request.interval_seconds
         if step >= half:
             stream.took_over = False
-        return -MAX_BACKOFF_SECONDS < step < half  # further back: the node has rebooted
+        # A clock much further back means that the node has rebooted: then nothing is repeated.
+        return -MAX_BACKOFF_SECONDS < step < half
 
     def _take_over(self, stream: ProbeStream, sample: NodeSample, now: float) -> NodeSample | None:
         """A line of the new stream: held back until it reads as much as the old one, or the old one is silent."""
