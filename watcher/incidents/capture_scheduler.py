@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Final
 
 from wattwatch.collectors.clock import Clock
-from wattwatch.watcher.detection.model import AlertName, JobSample
+from wattwatch.watcher.detection.alerts import ALERT_KINDS
+from wattwatch.watcher.detection.model import JobSample
 from wattwatch.watcher.diagnosis.live_evidence import NodeKernelEvent, collect_live_evidence
 from wattwatch.watcher.diagnosis.model import Diagnosis
 from wattwatch.watcher.engine.snapshot import DiagnosisStage, DiagnosisView, EpisodeView, JobView, Snapshot
 from wattwatch.watcher.incidents.investigation import InvestigationResult, Investigator, capture_directory_name
 
-CAPTURE_ALERTS: Final = frozenset({AlertName.JOB_HUNG.value, AlertName.CHECKPOINT_STALLED.value})
+CAPTURE_ALERTS: Final = frozenset(kind.name.value for kind in ALERT_KINDS.values() if kind.captures_evidence)
 # Limits on the load that captures put on nodes and on the watcher's host; chosen.
 MAX_CONCURRENT_CAPTURES: Final = 2
 MAX_CAPTURES_PER_HOUR: Final = 6  # for each job
