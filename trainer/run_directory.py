@@ -44,7 +44,7 @@ class RankExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankExit:
-    """How a rank ended, in its own words (RUN/logs/attempt-NN/rank-NNNNN.ending.json)."""
+    """How a rank ended, as it stated itself (RUN/logs/attempt-NN/rank-NNNNN.ending.json)."""
 
     code: int  # RankExitCode
     why: str

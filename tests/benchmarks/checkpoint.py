@@ -1,19 +1,19 @@
-"""What a checkpoint costs: our save beside torch's Hugging Face writer, of one model on one disk, in one run.
+"""How much a checkpoint costs: our save and torch's Hugging Face writer, with the same model and disk, in one run.
 
     python -m tests.benchmarks.checkpoint [--megabytes 320] [--worlds 2 4] [--repeat 3]
 
-A random Qwen3 sharded by FSDP2, float32 masters, saved in bfloat16 and the same four files by each way in turn:
+A random Qwen3 sharded by FSDP2, float32 masters, saved in bfloat16 and the same four files by each variant in turn:
 
-    ours            wattwatch.trainer.checkpoint.save.Saver: gathered, hashed, written, synced, renamed
-    ours-unsynced   the same without fsync: what that costs. Nobody can choose this
-    torch           HuggingFaceStorageWriter with enable_consolidation: shards written, then put together by rank 0
-    torch-all       shards written by it, then put together by consolidate_safetensors_files_on_every_rank
+    ours            wattwatch.trainer.checkpoint.save.CheckpointSaver: gathered, hashed, written, synced, renamed
+    ours-unsynced   the same without fsync, to see its cost. Not an option for users
+    torch           HuggingFaceStorageWriter with enable_consolidation: shards written, then merged by rank 0
+    torch-all       shards written by it, then merged by consolidate_safetensors_files_on_every_rank
 
-Seconds are from a barrier to the next. Peak memory is the resident set's high water above its level before the save,
-of the rank where it is highest. Bytes are all that lies on the disk after it; torch leaves its shards there. `sync
-after` is what fsync of all files still takes then: until it is done a power cut may lose them. torch syncs its shards
-and not what it puts together. Afterwards transformers loads a checkpoint of each way, and their weights are compared;
-torch's gets a config.json first, which it does not write.
+Seconds are from one barrier to the next. Peak memory is the increase of the resident set over its level before the
+save, on the rank with the highest. Bytes are everything on disk afterwards; torch leaves its shards there. `sync
+after` is how long fsync of all files takes then: until it is done, a power failure may lose them. torch syncs its
+shards, but not the merged files. Finally transformers loads a checkpoint of each variant, and the weights are
+compared; torch's gets a config.json first, which it does not write.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LAYER_PARAMETERS: Final = 15 * HIDDEN * HIDDEN  # attention 6, the three matrice
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one save on one rank; over all ranks, the most."""
+    """Cost of one save on one rank, or the maximum over all ranks."""
 
     seconds: float
     peak_bytes: int
@@ -79,7 +79,7 @@ def resident(field: str) -> int:
 
 
 def forget_peak() -> int:
-    """Gives back what is free; the level from here on."""
+    """Returns free memory to the system and resets the peak; returns the resident bytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -99,7 +99,7 @@ def sync_all(directory: Path) -> float:
 
 
 def saves(root: str, repeat: int, world: int) -> list[dict[str, Cost]]:
-    """On each rank: all ways in turn, `repeat` times. The last of each way stays."""
+    """On each rank: all variants in turn, `repeat` times. The last save of each variant stays on disk."""
     import torch
     import torch.distributed as dist
 
@@ -135,7 +135,7 @@ def saves(root: str, repeat: int, world: int) -> list[dict[str, Cost]]:
 
 
 def save_ways(model: Any, source: Path, root: Path, world: int) -> dict[str, Callable[[Path], None]]:
-    """Each saves `model` under a directory that is not there yet."""
+    """Functions by variant; each saves `model` into a directory that does not exist yet."""
     import torch
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -184,7 +184,7 @@ def save_ways(model: Any, source: Path, root: Path, world: int) -> dict[str, Cal
 
 
 def weights_of(root: Path, world: int, way: str) -> dict[str, Any]:
-    """As transformers loads what that way has saved last."""
+    """The weights of the last save of that variant, as transformers loads them."""
     import torch
     from transformers import AutoModelForCausalLM
 

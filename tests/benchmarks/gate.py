@@ -1,11 +1,10 @@
-"""What the gate costs: two nodes x 8 ranks as processes on this machine, each part and the whole in wall-clock seconds.
+"""How long the gate takes: two nodes x 8 ranks as processes on this machine, wall-clock seconds per part and in total.
 
     python -m tests.benchmarks.gate [--repeat 7] [--ways node rank]
 
-The paper's gate took 2.71 s over two nodes. Here both nodes share this machine's cores; the target is 1.0 s on two.
-`node` is one gate process a node, `rank` one for each of the 16 ranks. Beside each stands what the same number of
-Python processes takes to start and do nothing, in the same run. Files are small: the gate reads 192 KiB of each, and
-no more of a large one.
+The gate of arXiv 2608.05944 took 2.71 s on two nodes. Here both nodes share this machine's cores; the target is 1.0 s
+on two cores. `node` is one gate process per node, `rank` one per rank. For comparison, the same number of Python
+processes that do nothing is started in the same run. Files are small: the gate reads at most 192 KiB of each anyway.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def start_once(count: int) -> float:
 
 
 def in_parts(record: dict[str, Any]) -> list[str]:
-    """The parts as they were done at, since each process began its work, node by node."""
+    """When each part was done, in seconds since the process began, node by node."""
     lines = []
     for report in record["reports"]:
         parts = "  ".join(f"{name} {seconds:.3f}" for name, seconds in report["seconds"].items())
@@ -80,11 +79,14 @@ def measure(way: str, repeat: int) -> float:
             runs.append(gate_once(Path(name), data, WAYS[way]))
         typical = sorted(runs, key=lambda run: run.wall_seconds)[len(runs) // 2]
         walls = [run.wall_seconds for run in runs]
-        say(f"one process a {way}: {len(WAYS[way])} processes, {WORLD} ranks, {repeat} runs")
+        say(f"one process per {way}: {len(WAYS[way])} processes, {WORLD} ranks, {repeat} runs")
         median = typical.wall_seconds
         say(f"   wall, start to end: median {median:.3f} s, best {min(walls):.3f}, worst {max(walls):.3f}")
-        say(f"   that many bare Python processes: median {statistics.median(starts):.3f} s")
-        say(f"   inside rank 0's process, looked to judged: {typical.record['seconds']:.3f} s; the median run's parts:")
+        say(f"   the same number of idle Python processes: median {statistics.median(starts):.3f} s")
+        say(
+            f"   inside rank 0's process, from probes to verdict: {typical.record['seconds']:.3f} s; "
+            "parts of the median run:"
+        )
         say("\n".join(in_parts(typical.record)))
         return median
 
@@ -94,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     options = parser.parse_args(arguments)
-    say(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}; the paper: {PAPER_SECONDS} s")
+    say(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}; arXiv 2608.05944: {PAPER_SECONDS} s")
     walls = {way: measure(way, options.repeat) for way in options.ways}
     if "node" in walls:
         verdict = "met" if walls["node"] < TARGET_SECONDS else "MISSED"

@@ -1,11 +1,11 @@
-"""What packing in parallel gains over tokenising in one process: rows a second of the same corpus, in one run.
+"""How much faster packing in parallel is than tokenizing in one process: rows per second, same corpus, one run.
 
     python -m tests.benchmarks.pack [--rows 40000] [--repeat 3]
 
-`one process` is the leanest loop over the same records: the tokenizers library in batches, its own threads off, the ids
-and an EOS in a list; nothing is written. transformers' call on the same records takes longer. `pack` is the command's
-whole work, files, hashes and start of its processes included. CPU seconds are user and system of all processes.
-The target is 1.5 times on two cores.
+`one process` is the simplest loop over the same records: the tokenizers library in batches, without its own threads,
+ids and an EOS into a list; nothing is written. Calling transformers' tokenizer on the same records takes longer. `pack`
+is the whole command, with files, hashes and the start of its processes. CPU seconds are user and system time of all
+processes. The target is 1.5 times on two cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-# A process of the pool imports this module anew, as it does `wattwatch-train`: neither may cost it anything.
+# Worker processes import this module again, as they do `wattwatch-train`: the import must be fast.
 if TYPE_CHECKING:
     from wattwatch.trainer.pack.corpus import Corpus
     from wattwatch.trainer.pack.tokens import TokenizerIdentity, TokenizerRecipe
@@ -33,7 +33,7 @@ WORDS: Final = 300  # a record
 
 @dataclass(slots=True)
 class Cost:
-    """Of one run, when it has ended."""
+    """Time of one run, filled in when it has ended."""
 
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
         corpus = read_corpus(str(source), "train", None)
         recipe, facts = read_tokenizer(str(make_tokenizer(directory / "tokenizer")), "text")
         ones, packs = [], []
-        for _ in range(options.repeat):  # turn about, so that a busy spell hits both
+        for _ in range(options.repeat):  # in turns, so that other load on the machine affects both
             ones.append(one_process(corpus, recipe))
             packs.append(packed(corpus, recipe, facts, directory / "blocks", workers))
     say(

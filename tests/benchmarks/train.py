@@ -1,20 +1,20 @@
-"""Tokens a second of our loop and of the Hugging Face Trainer: same model, same blocks, same batches, same machine.
+"""Tokens per second of our loop and of the Hugging Face Trainer: same model, blocks, batches and machine.
 
     python -m tests.benchmarks.train [--repeat 3] [--precision fp32] [--accumulation 2] [--ways ours hf-fsdp2 ...]
 
-Each run is two ranks of their own on CPU and gloo, a thread each; the ways turn about.
+Each run starts two ranks on CPU and gloo, with one thread each; the variants take turns.
 
     ours           the whole loop, heartbeat and log lines included; gradients are reduced at each micro-step
-    ours-held      the same with train.gather = "step": whole weights and gradients for a step, as DDP holds them
+    ours-held      the same with train.gather = "step": whole weights and gradients for a step, as in DDP
     hf-fsdp2       the Trainer, its model sharded by transformers' own FSDP2, gradients reduced at each micro-step:
-                   what ours does, in as much memory
-    hf-fsdp2-late  the same as it comes: reduced at the last micro-step; until then each rank holds the gradients of
+                   what ours does, with the same memory
+    hf-fsdp2-late  the same by default: reduced at the last micro-step; until then each rank has the gradients of
                    the whole model
-    hf-ddp         the Trainer when nobody asks for shards: model, gradients and moments whole on each rank
+    hf-ddp         the Trainer without sharding: model, gradients and moments whole on each rank
 
-accelerate's FSDP2 (fsdp_config version 2) is for accelerators: on CPU it is left out without a word. Start-up and the
-first steps do not count. A run's figure is the tokens of a step over its median time, so that a busy second of a shared
-machine does not decide it. CPU time is rank 0's, waiting not counted. The losses are the same where the work is.
+accelerate's FSDP2 (fsdp_config version 2) is for accelerators: on CPU it is silently ignored. Start-up and the first
+steps do not count. A run's figure is the tokens of a step divided by the median step time, so that a busy second on a
+shared machine does not decide it. CPU time is rank 0's, without waiting. Equal losses show that the work is the same.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SEED: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is trained, the same for all ways."""
+    """What is trained, the same for all variants."""
 
     hidden: int = 256
     layers: int = 4
@@ -74,7 +74,7 @@ TINY: Final = Size(hidden=32, layers=2, vocabulary=128, seq_len=32, steps=LOG_ST
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One run of one way, as rank 0 saw it."""
+    """One run of one variant, measured on rank 0."""
 
     step_seconds: list[float]  # after the warm ones
     cpu_seconds: float  # of one step, all threads
@@ -113,7 +113,7 @@ def job_settings(root: Path, size: Size, gather: str) -> JobSettings:
 
 
 def ours(root: str, size: Size, gather: str) -> Ran:
-    """The trainer's own loop on this rank; it saves nothing."""
+    """The trainer's own loop on this rank, without saving."""
     import torch
 
     from wattwatch.trainer.pack.blocks import PackedBlocks
@@ -133,7 +133,7 @@ def ours(root: str, size: Size, gather: str) -> Ran:
     losses: list[float] = []
 
     class Marking(HeartbeatWriter):
-        """Keeps what the loop says at the end of each step, and when."""
+        """Records the loss at the end of each step, and the time."""
 
         def update(self, phase: str | None = None, step: int | None = None, **said: Any) -> None:
             super().update(phase, step, **said)
@@ -254,7 +254,7 @@ def compare(root: Path, ways: list[str], size: Size, repeat: int) -> None:
     runs: dict[str, list[Ran]] = {way: [] for way in ways}
     say(f"{'run':>3}  {'way':<13} {'tokens/s':>9} {'s/step':>8} {'fastest':>8} {'CPU s':>8} {'loss':>8}")
     for number in range(1, repeat + 1):
-        for way in ways:  # turn about, so that a busy spell hits all
+        for way in ways:  # in turns, so that other load on the machine affects all
             one = run_once(way, root, size)
             runs[way].append(one)
             figures = f"{one.median_seconds:8.3f} {min(one.step_seconds):8.3f} {one.cpu_seconds:8.3f} {one.loss:8.4f}"
@@ -270,7 +270,7 @@ def compare(root: Path, ways: list[str], size: Size, repeat: int) -> None:
 
 
 def judged(name: str, first: list[Ran], other_name: str, other: list[Ran]) -> str:
-    """Of each pair of neighbouring runs, and the median of the pairs; above 1 the first is faster."""
+    """The ratio of each pair of consecutive runs, and the median of the pairs; above 1 the first is faster."""
     walls = [two.median_seconds / one.median_seconds for one, two in zip(first, other, strict=True)]
     cpus = [two.cpu_seconds / one.cpu_seconds for one, two in zip(first, other, strict=True)]
     ratio = statistics.median(walls)

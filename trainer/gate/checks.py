@@ -511,7 +511,7 @@ def _parallel_writers(settings: GateSettings, checkpoint_bytes: int, measured: i
     return min(measured, max(1, math.ceil(checkpoint_bytes / settings.file_bytes)))
 
 
-# Devices: the same healthy GPUs on every node, enough of them, and used by nobody else.
+# Devices: the same healthy GPUs on every node, enough of them, and not used by another process.
 
 
 def check_devices(reports: Sequence[NodeReport]) -> GateCheck:

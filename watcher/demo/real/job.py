@@ -310,6 +310,8 @@ class RealJob:
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            # torchrun builds the ranks' command line without -P, so that a wattwatch.py here could replace our package.
+            "PYTHONSAFEPATH": "1",
         }
         rank = ["wattwatch.trainer.cli", "run", str(self.files.job)]
         for place, node in enumerate(self._nodes):
@@ -318,7 +320,7 @@ class RealJob:
             arguments += ["--master-addr", LOOPBACK, "--master-port", str(port)]
             with self._launcher_log(place).open("wb") as log:
                 launcher = subprocess.Popen(
-                    [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", *rank],
+                    [sys.executable, "-P", "-m", "torch.distributed.run", *arguments, "-m", *rank],
                     env={
                         **os.environ,
                         **FLIGHT_RECORDER_ENVIRONMENT,
@@ -404,7 +406,7 @@ FLIGHT_RECORDER_ENVIRONMENT: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCC
 
 
 def trainer_command() -> list[str]:
-    return [sys.executable, "-m", "wattwatch.trainer.cli"]
+    return [sys.executable, "-P", "-m", "wattwatch.trainer.cli"]
 
 
 def child_pids(pid: int) -> tuple[int, ...]:
