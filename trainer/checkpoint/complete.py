@@ -162,7 +162,7 @@ def _check_names(directory: Path, completion: Completion) -> None:
     """The marker lists what a checkpoint needs, and there is nothing that would be loaded without being listed."""
     marker = directory / MARKER
     if (match := DIRECTORY_NAME.fullmatch(directory.name)) and int(match[1]) != completion.step:
-        raise _IncompleteError(f"{marker}: says step {completion.step}, the directory's name another one")
+        raise _IncompleteError(f"{marker}: says step {completion.step}, but the directory is named {directory.name}")
     for name in completion.files:
         # The names are joined to the directory below: a damaged or hostile marker must not lead outside of it.
         path = PurePosixPath(name)

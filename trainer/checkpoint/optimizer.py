@@ -94,13 +94,13 @@ def _mismatch(file: Any, shards: dict[str, torch.Tensor]) -> str:
     for key in sorted(keys):
         kind, _, name = key.partition(".")
         if name not in shards:
-            return f"holds {name}, which the model does not have"
+            return f"has {name}, which the model does not have"
         saved, shard = file.get_slice(key), shards[name]
         shape = tuple(saved.get_shape())
         if shape != tuple(shard.shape) and (shape or kind == MASTER):  # AdamW's step count has no shape
-            return f"holds {shape} of {name}, this rank of the model has {tuple(shard.shape)}"
+            return f"has {name} with shape {shape}, this rank's shard has shape {tuple(shard.shape)}"
         if kind == MASTER and saved.get_dtype() != DTYPE_NAMES[shard.dtype]:
-            return f"holds {name} as {saved.get_dtype()}, the model has {DTYPE_NAMES[shard.dtype]}"
+            return f"has {name} as {saved.get_dtype()}, the model as {DTYPE_NAMES[shard.dtype]}"
     return ""
 
 
