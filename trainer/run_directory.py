@@ -26,9 +26,8 @@ RUN_FORMAT_VERSION: Final = 1  # of run.json and the heartbeats
 # is why a rank of this host is looked up in /proc instead.
 FRESH_HEARTBEAT_SECONDS: Final = 60.0
 START_TIME_SLACK_SECONDS: Final = 2.0  # /proc counts in clock ticks since boot; the result may be off by a second
-MAX_HEARTBEAT_BYTES: Final = (
-    65536  # ours are below 500 bytes; a log that was written to that path must not be read whole
-)
+# Ours are below 500 bytes; a log that somebody wrote to that path must not be read to its end.
+MAX_HEARTBEAT_BYTES: Final = 65536
 DONE_PHASE: Final = "done"  # the phase of a rank that has finished: its process may be gone, and that is fine
 
 
@@ -178,6 +177,7 @@ def find_live_heartbeats(directory: str) -> list[FoundHeartbeat]:
         return []
     for name in names:
         heartbeat = _read_heartbeat(f"{directory}/{name}") if name.endswith(".json") else None
+        # A rank that has finished leaves its last heartbeat behind, which is fresh for a minute.
         if heartbeat is None or heartbeat["phase"] == DONE_PHASE:
             continue
         age = now - heartbeat["t_wall"]
@@ -203,6 +203,7 @@ def _read_heartbeat(path: str) -> dict[str, Any] | None:
             heartbeat = json.loads(file.read(MAX_HEARTBEAT_BYTES))
         types = {"run": str, "rank": int, "host": str, "pid": int, "phase": str, "t_wall": float}
         if isinstance(heartbeat, dict):
+            # Other trainers may write whole seconds.
             if type(heartbeat.get("t_wall")) is int:
                 heartbeat["t_wall"] = float(heartbeat["t_wall"])
             if all(type(heartbeat.get(key)) is kind for key, kind in types.items()):

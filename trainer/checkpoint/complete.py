@@ -129,6 +129,7 @@ def find_newest_complete(checkpoints: Path, deep: bool = False) -> NewestCheckpo
         raise UserError(f"{checkpoints}: {error.strerror or error}; cannot look for checkpoints") from None
     found = [(int(match[1]), name) for name in names if (match := DIRECTORY_NAME.fullmatch(name))]
     skipped: list[str] = []
+    # By step number, not by the `latest` file or by time: both may lie after a crash or a copy.
     for _, name in sorted(found, reverse=True):
         directory = checkpoints / name
         if (reason := why_incomplete(directory, deep)) is None:
@@ -149,6 +150,7 @@ def _read_marker(directory: Path) -> Completion:
         raise _IncompleteError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError):
         raise _IncompleteError(f"{path}: truncated or damaged: not valid JSON") from None
+    # Before the fields: another version may have other ones, and "unknown field" would hide the real reason.
     version = data.get("v") if isinstance(data, dict) else None
     if isinstance(version, int) and version != COMPLETION_VERSION:
         raise _IncompleteError(f"{path}: version {version}, this program reads version {COMPLETION_VERSION}")
@@ -173,6 +175,7 @@ def _check_names(directory: Path, completion: Completion) -> None:
         needed += [optimizer_file(rank) for rank in range(completion.world)]
     if missing := [name for name in needed if name not in completion.files]:
         raise _IncompleteError(f"{marker}: does not list {missing[0]}")
+    # transformers loads whatever it finds, so a stray model.safetensors would be loaded instead of the listed files.
     for name in sorted(os.listdir(directory)):
         if name.endswith((".safetensors", ".index.json")) and name not in completion.files:
             raise _IncompleteError(f"{directory / name}: not part of this checkpoint: {MARKER} does not list it")

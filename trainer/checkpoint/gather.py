@@ -88,6 +88,7 @@ class TensorGatherer:
             count = min(self.piece, span - begin)
             part = local[begin : begin + count]
             sent, received = self.sent[:count], self.received[: count * self.world]
+            # The last ranks send less than `count`; what is behind it in the scratch tensor is cut off by the receiver.
             sent[: part.numel()].copy_(part)
             dist.all_gather_single(received, sent, group=self.group)
             if into is not None:

@@ -65,6 +65,7 @@ def load_optimizer_state(
 def _restore_state(file: Any, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """One tensor after the other, so that the host never holds the whole file."""
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    # What a step before the resume may have left; nothing of it belongs to the checkpoint.
     optimizer.state.clear()
     for key in file.keys():  # noqa: SIM118  # safe_open is not a mapping
         kind, _, name = key.partition(".")

@@ -75,6 +75,7 @@ class WeightsFile:
 
 
 def safetensors_layout(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> SafetensorsLayout:
+    # By width, as the library does: then every tensor starts at a multiple of its element size.
     ordered = tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     reached = 0

@@ -131,6 +131,7 @@ class CheckpointSaver:
         self.file_bytes = file_bytes
         self.ranks_per_node = ranks_per_node
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        # Created once and kept: new_group is itself a collective of all ranks.
         group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
@@ -202,11 +203,13 @@ class CheckpointSaver:
             if name := find_non_finite(tensors):
                 reason = f"rank {self.rank}: {name} contains NaN or infinity; nothing was saved. "
                 reason += "Lower train.learning_rate"
+            # Allocated before anything is written: a GPU without free memory fails here, on all ranks, at once.
             device = next(iter(tensors.values())).device
             gatherer = TensorGatherer(self.group, device, max(file.layout.tensor_bytes for file in files))
         except (OSError, RuntimeError) as error:  # RuntimeError: the device has no memory left
             reason = describe_rank_error(error, self.rank)
         try:
+            # Rank 0's path for all: its random suffix is not known to the others.
             rank_0_path = exchange_results(self.group, reason, str(staged))[0]
         except SaveError:
             if staged:
@@ -227,6 +230,8 @@ class CheckpointSaver:
         """Writes all files except the marker. Returns, by rank, the files written and the peak memory in bytes."""
         writer = RankFileWriter(staged, self.rank)
         try:
+            # Every rank goes through all files and tensors in the same order, also those that it does not write: each
+            # gather is a collective.
             for file in files:
                 memory = writer.allocate(file)
                 views = {} if memory is None else file.layout.views(memory)
@@ -241,6 +246,7 @@ class CheckpointSaver:
             if optimizer is not None:
                 writer.write(optimizer_file(self.rank), optimizer_file_chunks(model, optimizer, self.rank, self.world))
         finally:
+            # All files are on disk before the ranks agree; only then may rank 0 write the marker.
             writer.close()
         return exchange_results(self.group, writer.reason, (writer.records, writer.peak_bytes))
 
@@ -287,6 +293,7 @@ class RankFileWriter:
         memory: list[torch.Tensor] = []
         if file.owner == self.rank:
             self._attempt(lambda: memory.append(torch.empty(file.layout.tensor_bytes, dtype=torch.uint8)))
+            # One file at a time: the memory of the previous one is free once its thread has finished.
             self.peak_bytes = max(self.peak_bytes, file.layout.tensor_bytes)
         return memory[0] if memory else None
 

@@ -109,6 +109,7 @@ def check_world(reports: Sequence[NodeReport], note: str) -> GateCheck:
         problems.append(fail(f"rank {rank} was reported {len(nodes)} times, by {list_names(nodes)}"))
     if outside := sorted(rank for rank in seen if rank >= settings.world):
         problems.append(fail(f"{format_rank_list(outside)} reported, but the world is {settings.world}"))
+    # An exception of the gate on one node: its report may be incomplete, so the job must not start.
     for report in reports:
         problems += [fail(f"{report.node}: {trouble}") for trouble in report.troubles]
     for setting in type(settings).__dataclass_fields__:
@@ -262,6 +263,7 @@ def count_blocks(settings: GateSettings, shards: dict[int, ShardReport]) -> Bloc
         if shard is None or shard.size_bytes is None or not seq_len or seq_len < 1:
             return None
         counts[rank] = shard.size_bytes // TOKEN_BYTES // seq_len
+    # On a tie the lowest rank is named, so that all nodes print the same.
     shortest, longest = min(counts, key=lambda r: (counts[r], r)), max(counts, key=lambda r: (counts[r], -r))
     steps = counts[longest if settings.evenness == "pad" else shortest] // settings.blocks_per_step
     taken, total = steps * settings.blocks_per_step, sum(counts.values())
@@ -535,6 +537,7 @@ def check_devices(reports: Sequence[NodeReport]) -> GateCheck:
         ]
     skipped = [report.node for report, devices in found if devices.skipped]
     seen = [(report, devices) for report, devices in found if not devices.skipped and not devices.trouble]
+    # Ranks on a node without a driver choose gloo while the others choose NCCL, and none of them ever connects.
     if skipped and seen:
         with_gpus = list_names([report.node for report, _ in seen])
         problems.append(fail(f"no nvidia-smi on {list_names(skipped)}, but GPUs on {with_gpus}"))
@@ -547,6 +550,7 @@ def check_devices(reports: Sequence[NodeReport]) -> GateCheck:
             problems.append(fail(f"{report.node}: {len(devices.gpus)} GPUs for {ranks} ranks"))
     problems += differences("number of GPUs", [(report.node, len(devices.gpus)) for report, devices in seen])
     for name, label in (("name", "GPU model"), ("driver", "driver"), ("memory_total_mib", "GPU memory in MiB")):
+        # By node, not by GPU: one line for a node whose eight GPUs differ from the others'.
         values = [(report.node, getattr(gpu, name)) for report, devices in seen for gpu in devices.gpus]
         problems += differences(label, dict.fromkeys(values))
     if seen:
@@ -564,6 +568,7 @@ def _gpu_health_problems(gpu: GpuReport, busy: bool) -> Iterator[str]:
         yield f"has had {count:,} uncorrected ECC errors since the driver was loaded; reset or drain it"
     if gpu.rows_pending or gpu.pages_pending:
         yield f"has memory {'rows to remap' if gpu.rows_pending else 'pages to retire'} at the next reset; reset it"
+    # Temperature and power of a GPU in use say nothing about its health.
     if busy:
         return
     if gpu.temperature_celsius is not None and gpu.temperature_celsius > MAX_IDLE_CELSIUS:

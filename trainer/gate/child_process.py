@@ -39,6 +39,7 @@ class ChildProcess:
         """Writes one line. What the child has not read by `until` is dropped: then it hangs, and will not answer."""
         assert self._process.stdin is not None
         handle = self._process.stdin.fileno()
+        # A blocking write would hang together with the child once the pipe is full.
         os.set_blocking(handle, False)
         poll = select.poll()
         poll.register(handle, select.POLLOUT)
@@ -58,7 +59,7 @@ class ChildProcess:
                 return None
             data = os.read(handle, 65536)
             self._buffer += data
-            self.ended = not data
+            self.ended = not data  # an empty read is the end of the pipe
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode("utf-8", "replace") if line or not self.ended else None
 

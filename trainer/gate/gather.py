@@ -97,11 +97,13 @@ def gather_reports(
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ)
         try:
+            # One thread and a selector: a peer that sends slowly, or nothing, must not delay the others.
             while missing and (left := until - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
                     if key.fileobj is listener:
                         with contextlib.suppress(OSError):  # the peer may have gone again
                             connection, _ = listener.accept()
+                            # A peer that does not read its welcome or the answer costs this long, not forever.
                             connection.settimeout(SEND_SECONDS)
                             peers[connection] = _Peer(connection)
                             selector.register(connection, selectors.EVENT_READ)
@@ -114,6 +116,7 @@ def gather_reports(
                         del peers[peer.connection]
                     elif peer.report is not None:
                         missing -= set(peer.report.ranks)
+                        # Kept open for the answer; it has nothing more to say.
                         selector.unregister(peer.connection)
             reports = [own, *(peer.report for peer in peers.values() if peer.report is not None)]
             answer = json.dumps({"reports": [asdict(report) for report in reports]}).encode() + b"\n"
@@ -147,9 +150,11 @@ def _receive(peer: _Peer, rendezvous: Rendezvous, welcome: dict[str, Any]) -> bo
                 peer.welcomed = True
             else:
                 report = parse_dataclass(NodeReport, message.get("report"), "report")
+                # The member sets `wall` just before sending, so this is the clock difference plus the transfer time.
                 peer.report = replace(report, skew_seconds=time.time() - report.wall)
         except OSError:
             return False
+        # Whatever a port scanner or another version sends: it is told, and the gather goes on.
         except (ValueError, AttributeError, RecursionError) as error:
             with contextlib.suppress(OSError):
                 peer.connection.sendall(_refusal_line(str(error)))
@@ -220,6 +225,7 @@ class GatherMember:
             raise GatherError(f"{self._rendezvous} broke the connection: {error.strerror or error}") from None
 
     def _read_message(self) -> dict[str, Any]:
+        # Rank 0 answers all members at once, when the last report has arrived or its own deadline has passed.
         until = self._until + ANSWER_GRACE_SECONDS
         while b"\n" not in self._buffer:
             self._connection.settimeout(max(0.01, until - time.monotonic()))

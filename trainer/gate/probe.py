@@ -71,6 +71,7 @@ def probe_shards(request: JsonObject) -> Iterator[JsonObject]:
                 answer["manifest_text"] = file.read(MAX_TEXT_BYTES).decode()
         except (OSError, ValueError) as error:
             answer["trouble"] = "no manifest" if isinstance(error, FileNotFoundError) else describe_error(error)
+        # Even without a manifest: its size alone decides whether the block count is known.
         try:
             answer |= inspect_token_file(path, answer.get("manifest_text", "{}"))
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -139,6 +140,7 @@ def probe_checkpoint(request: JsonObject) -> Iterator[JsonObject]:
 
         with contextlib.suppress(OSError):  # an unreadable run directory was reported above, or contains no ranks
             answer["beats"] = [asdict(heartbeat) for heartbeat in find_live_heartbeats(request["beats"])]
+    # Other nodes only prove that they can write; their files would pile up in the run directory.
     if not request["hold"] and written:
         os.unlink(written)
         written = None
@@ -151,7 +153,7 @@ def probe_checkpoint(request: JsonObject) -> Iterator[JsonObject]:
                 yield {"published": publication["path"]}
             except OSError as error:
                 yield {"trouble": describe_error(error)}
-    finally:
+    finally:  # also if the gate is killed: then standard input ends, and the mark goes
         if written:
             with contextlib.suppress(OSError):
                 os.unlink(written)

@@ -144,6 +144,7 @@ def run_gate(
                 note = str(error)
         timer.seconds["gather"] = round(time.monotonic() - timer.begun, 4)
         verdict = run_checks(reports, note)
+        # The time of the gather is only known now, after the report was sent.
         reports[0] = replace(reports[0], seconds=dict(timer.seconds)) if is_host else reports[0]
         record = build_gate_record(str(welcome.get("gate_id", "")), verdict, reports)
         unrecorded = None
@@ -224,6 +225,7 @@ class _NodeProbes:
         if process.model or process.resume or process.config:
             paths = {"model": process.model, "resume": process.resume, "config": process.config}
             self._model = self._start({"kind": "model", "weights": not settings.random_weights, **paths})
+        # nvidia-smi may take a second on a node with many GPUs, so it runs beside everything else.
         self._devices = stack.enter_context(contextlib.closing(NvidiaSmiProbe()))
 
     def _start(self, request: dict[str, Any]) -> ChildProcess:
@@ -276,6 +278,7 @@ class _NodeProbes:
 
     def _shard_reports(self) -> tuple[ShardReport, ...]:
         """The probe answers rank by rank, so that the first rank without an answer is the one whose path hangs."""
+        # One deadline for all ranks of the node: with one per rank, a dead mount would take eight times as long.
         until, reports, hung = self._deadline(), [], False
         for rank in self._process.ranks:
             path = token_file(self._process.data, rank)

@@ -115,12 +115,14 @@ def run_gate_on_nodes(
     Rank 0's output is shown; the others' only if theirs differs from it, or if the gate itself failed.
     """
     nodes = context.placement.nodes
+    # A gate.json that was there before must not be taken for the result of this gate.
     id_before = read_gate_json(context.run).get("gate_id")
     codes: dict[int, int | None] = {}
     other_lines: list[str] = []
     lost: list[LostNode] = []
     refused = ""
     with contextlib.closing(context.start_on_nodes(commands, environment, ports=context.placement.ports)) as links:
+        # One node that is lost or refuses decides the outcome: the others would only wait for it at the gather.
         while links.running and not lost and not refused and not context.interrupts.count:
             for message in links.receive(POLL_SECONDS):
                 if isinstance(message, LostNode):
@@ -181,6 +183,8 @@ def run_ranks(
         while links.running and not monitor.gave_up():
             for message in links.receive(POLL_SECONDS):
                 monitor.handle(message)
+            # The log is read as a file, not through the node: rank 0 writes it into the run directory, and what it
+            # printed before it was killed is there too.
             for line in filter(tracebacks.is_shown, log.lines()):
                 context.print_line(line)
             monitor.check_deadlines()
@@ -214,10 +218,12 @@ class _RanksMonitor:
         elif message.kind == MessageKind.ENDED:
             self.outcome.codes[message.index] = message.code
             self.outcome.failures += parse_rank_failures(message.text)
+            # After a failure torchrun ends only its own node's ranks; those of other nodes wait in a collective.
             if message.code != 0:
                 self._terminate_soon()
 
     def _terminate_soon(self) -> None:
+        # Counted from the first failure: further ones must not extend it.
         self._terminate_at = self._terminate_at or time.monotonic() + self._context.grace_seconds
 
     def check_deadlines(self) -> None:
@@ -225,6 +231,7 @@ class _RanksMonitor:
         count, now = self._context.interrupts.count, time.monotonic()
         if count and not self.outcome.stop_requested:
             self.outcome.stop_requested = True
+            # Not a signal: torchrun answers SIGTERM by ending its ranks, and all ranks must save at the same step.
             self._context.run.stop_file.touch()
             self._context.print_line(
                 "launch: asked the ranks to save and stop; interrupt again to end them now, without saving"
@@ -277,6 +284,7 @@ def read_evidence(
         for rank in failed | without_exit
         if (found := _heartbeat_pid_and_step(run.heartbeat(rank), attempt)) is not None
     }
+    # A torchrun whose ranks failed has said which; its own last line would only repeat it.
     nodes_with_failures = {rank // placement.ranks_per_node for rank in failed}
     torchruns = tuple(
         TorchrunExit(index, code, _torchrun_error(node_log_path(run, attempt, placement.nodes[index])))
@@ -348,6 +356,7 @@ class LogTail:
         except OSError:
             data = b""
         self._offset += len(data)
+        # Split as bytes: a character may be cut in two between two reads.
         *lines, self._rest = (self._rest + data).split(b"\n")
         if end and self._rest:
             lines.append(self._rest)

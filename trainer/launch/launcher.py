@@ -176,6 +176,7 @@ class JobLauncher:
         if read_job_file(self._job.path).sha256 != self._job.sha256:
             why = f"{self._job.path} has changed since this launch began: start a new launch"
             return LaunchDecision(NextAction.REFUSED, why)
+        # Determined again before every attempt: the last one may have saved, or its newest checkpoint may be damaged.
         attempt = next_attempt_number(self._run)
         newest = NewestCheckpoint(None) if self._options.smoke else self._newest_checkpoint()
         if first and self._options.fresh:
@@ -196,6 +197,7 @@ class JobLauncher:
             self._remove_stale_files()
         if first and self._options.fresh:
             self._move_checkpoints_aside(attempt)
+        # Also for the dumps of NCCL's watchdog, which may not create a directory while it handles a timeout.
         for directory in (self._run.logs(attempt), self._run.flight_records(attempt)):
             directory.mkdir(parents=True, exist_ok=True)
         program = self._options.program(self._job, resume, self._options.smoke)
@@ -249,6 +251,7 @@ class JobLauncher:
             self._print_line(f"launch: {line}")
         steps = steps_from_run_record(self._run, attempt)
         completion = self._newest_checkpoint(deep=False).completion
+        # run.json may be unreadable while the shared file system has problems; a checkpoint of this gate says the same.
         if steps is None and completion and completion.gate_id == gate_id:
             steps = completion.steps
         if completion and steps and completion.step >= steps:
@@ -308,6 +311,7 @@ class StaleFiles:
         except FileNotFoundError:
             return
         for path in (self._run.path / name for name in names):
+            # A link is removed, never what it points to: a user may have linked checkpoints from elsewhere.
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             elif path not in (self._run.gate_json, self._run.launch_lock):
@@ -328,6 +332,7 @@ def lock_run_directory(run: RunDirectory) -> Iterator[None]:
     without locks keeps nobody out; then only the gate's search for live ranks remains.
     """
     try:
+        # "a+": opening must not truncate the holder's name before we know that we have the lock.
         lock_file = open(run.launch_lock, "a+", encoding="utf-8")  # noqa: SIM115 - closed below, by the with
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror or error}; nothing was started") from None
@@ -341,6 +346,7 @@ def lock_run_directory(run: RunDirectory) -> Iterator[None]:
         except OSError:
             yield
             return
+        # Only for the message to a second launch; the lock itself is the kernel's, and ends with this process.
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -70,6 +70,7 @@ class NodeLinks:
         link = _Link(transport, process, set(transport.indices))
         for stream, is_stderr in ((process.stdout, False), (process.stderr, True)):
             assert stream is not None
+            # Standard error too: ssh blocks, and with it the node's messages, once an unread pipe is full.
             os.set_blocking(stream.fileno(), False)
             self._selector.register(stream, selectors.EVENT_READ, (link, is_stderr))
         assert process.stdin is not None

@@ -82,6 +82,7 @@ class NodeProgram:
         inherited = {key: value for key, value in os.environ.items() if key not in SRUN_RANK_VARIABLES}
         environment = inherited | request.environment | {"WATTWATCH_NODE": name, REPORT_VARIABLE: str(report_writer)}
         with contextlib.ExitStack() as stack:
+            # Our copy of the writing end: while it is open, the reading end would never see the end of the report.
             stack.callback(os.close, report_writer)
             output: int | IO[bytes] = subprocess.PIPE
             if request.log is not None:
@@ -124,6 +125,7 @@ class NodeSupervisor:
                 os.set_blocking(process.stdout.fileno(), False)
                 selector.register(process.stdout, selectors.EVENT_READ, self._forward_output)
             while process.poll() is None and not self._deadline_passed():
+                # With a timeout: neither the end of the process nor a signal makes a descriptor readable.
                 for key, _ in selector.select(POLL_SECONDS):
                     if key.data() and key.fileobj is process.stdout:
                         selector.unregister(process.stdout)
@@ -203,6 +205,7 @@ def port_problem(port: int, node: str) -> str | None:
 
 
 def main() -> None:
+    # Before anything is started, so that no descendant can escape to init.
     adopt_orphans()
     pipe = LauncherPipe()
     line = pipe.first_line()
@@ -212,6 +215,7 @@ def main() -> None:
     try:
         request = parse_request(line)
         index = find_node_index(request)
+        # Only the first node listens on these ports.
         for problem in (port_problem(port, request.nodes[0]) for port in request.ports if index == 0):
             if problem is not None:
                 send_message(NodeMessage(PROTOCOL_VERSION, index, MessageKind.REFUSED, problem))

@@ -138,6 +138,7 @@ def _torchrun_outcome(evidence: AttemptEvidence, placement: Placement) -> Attemp
     """No rank is known to have failed: how the torchruns ended."""
     if not evidence.torchruns:
         return None
+    # Our torchrun exits with this code when it was terminated; it is then a consequence, if any other one failed.
     sigterm_code = 128 + signal.SIGTERM
     first = min(evidence.torchruns, key=lambda each: each.code == sigterm_code)  # that one was terminated by us
     node, error = placement.node_of(placement.ranks(first.index)[0]), first.error or "its log is empty"
@@ -209,6 +210,7 @@ def _hang_outcome(
 def _failures_only_in_exit_files(evidence: AttemptEvidence) -> list[RankFailure]:
     """Ranks with an error in their exit file whose torchrun did not report them: it was ended itself."""
     seen = {failure.rank for failure in evidence.failures}
+    # Without a time of its own a rank comes after those that torchrun saw fail.
     later = max((failure.time for failure in evidence.failures), default=0) + 1
     return [
         RankFailure(rank, rank_exit.code, 0, int(evidence.exit_times.get(rank, later)))

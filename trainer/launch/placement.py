@@ -87,6 +87,7 @@ def resolve_placement(launch: LaunchSettings, environment: Mapping[str, str]) ->
             raise UserError(f"launch.nodes: {', '.join(outside)} not in this allocation, {allocated}")
     if via is LaunchMethod.LOCAL and len(nodes) > 1:
         raise UserError(f'launch.nodes names {len(nodes)} nodes and launch.via is "local": set it to "ssh" or "srun"')
+    # A single host must work without name resolution, and without its name leading to another interface.
     address = launch.address or (LOOPBACK if via is LaunchMethod.LOCAL else nodes[0])
     return Placement(via, nodes, launch.ranks_per_node, address, launch.port)
 
@@ -95,6 +96,7 @@ def expand_node_list(text: str) -> tuple[str, ...]:
     """`gpu-[01-16],old-3`: node names, in the order in which they are written. Raises UserError."""
     try:
         nodes = list(
+            # dict.fromkeys removes duplicates and keeps the order.
             dict.fromkeys(name for part in split_names(text) for name in NodeSet(part, resolver=RESOLVER_NOGROUP))
         )
     except NodeSetException as error:

@@ -41,6 +41,7 @@ def descendants(pid: int) -> list[int]:
             with contextlib.suppress(OSError, ValueError, IndexError):  # it may exit between listdir and open
                 with open(f"/proc/{name}/stat") as file:
                     state, parent = file.read().rpartition(")")[2].split()[:2]
+                # Zombies have ended already; they only wait for their parent.
                 if state not in "ZX":
                     children.setdefault(int(parent), []).append(int(name))
     found, frontier = [], [pid]

@@ -54,6 +54,7 @@ class PackedBlocks:
             raise UserError(f"{self.path}: contains no block; pack again")
         self._ids = np.memmap(self.path, dtype=TOKEN_DTYPE, mode="r", shape=(self.count, seq_len))
         self._starts: NDArray[np.int64] | None = None
+        # An empty file cannot be mapped; without a record start there is nothing to map anyway.
         if self.manifest.document_starts:
             path = Path(starts_file(str(directory), rank))
             self._starts = _read_starts(path, self.count * seq_len)
@@ -72,6 +73,7 @@ class PackedBlocks:
         if self._starts is None:
             raise ValueError(f"{self.path}: packed without --document-mask")
         begin = self._checked(index) * self.manifest.seq_len
+        # Binary search in the mapped file: a block needs no index in memory, and no block before it.
         low, high = np.searchsorted(self._starts, (begin, begin + self.manifest.seq_len))
         inside = np.asarray(self._starts[low:high]) - begin
         return inside if inside.size and inside[0] == 0 else np.concatenate((np.zeros(1, np.int64), inside))

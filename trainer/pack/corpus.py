@@ -68,6 +68,7 @@ def read_corpus(source: str, split: str, column: str | None) -> Corpus:
     if not names or names[0] not in dataset.column_names:
         problem = f"no column {column!r}" if column else "neither a column 'text' nor 'messages'"
         raise UserError(f"{source}: {problem}; the columns are {', '.join(dataset.column_names)}: choose with --column")
+    # Guessing one of two columns would train on the wrong one without a sign of it.
     if len(names) > 1:
         raise UserError(f"{source}: has a column 'text' and a column 'messages': choose with --column")
     rows = dataset.select_columns(names[0])
@@ -86,6 +87,7 @@ def shard_corpus(corpus: Corpus, world: int, rank: int, contiguous: bool) -> Cor
         raise UserError(
             f"{corpus.source}: rank {rank} of {world} gets none of the {len(corpus):,} rows: use fewer ranks"
         )
+    # The row ids travel through the same shard call as the rows, so they are right whatever that call does.
     rows = corpus.rows.shard(num_shards=world, index=rank, contiguous=contiguous)
     return CorpusShard(world, rank, contiguous, rows, np.asarray(rows[:][ROW_ID], dtype=np.int64))
 
@@ -124,6 +126,7 @@ def _record_kind(record: object, where: str) -> str:
 
 def _sampled_sha256(rows: Any, column: str) -> str:
     positions = sorted({int(position) for position in np.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows)))})
+    # Evenly spread, first and last row included: a corpus that was extended or reordered then has another hash.
     digest = hashlib.sha256(f"{len(rows)}\0{column}\0".encode())
     for record in rows.select(positions)[column]:
         digest.update(json.dumps(record, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "replace"))

@@ -61,6 +61,7 @@ class BlockPacker:
         starts = self.tokens + np.cumsum(batch.lengths) - batch.lengths
         self.empty_rows += int(np.count_nonzero(batch.lengths == 0))
         self.tokens += batch.ids.size
+        # Records continue across batches and blocks: what did not fill a block is put in front of the next ids.
         ids = np.concatenate((self.rest, batch.ids))
         full = ids.size // self.seq_len
         ids, self.rest = ids[: full * self.seq_len], ids[full * self.seq_len :]
@@ -96,6 +97,7 @@ def pack_shard(
         ):
             for batch in pool.tokenized(_batches_with_labels(corpus, shard)):
                 ids, begins = packer.push(batch)
+                # Hashed while it is written, so that the file need not be read again.
                 data = ids.astype(TOKEN_DTYPE, copy=False).tobytes()
                 out.write(data)
                 digest.update(data)
@@ -111,6 +113,7 @@ def pack_shard(
             # Before the new token file gets its name: if we are killed in between, there is a file without a manifest,
             # which the gate refuses, and not a new file with the old manifest.
             Path(manifest_path).unlink(missing_ok=True)
+        # Left over from packing with --document-mask: it would not belong to these blocks.
         if starts_out is None:
             Path(starts_path).unlink(missing_ok=True)
         manifest = _build_manifest(corpus, shard, settings, tokenizer, packer, tokens_path, digest.hexdigest(), starts)

@@ -67,11 +67,12 @@ def read_tokenizer(name: str, kind: str) -> tuple[TokenizerRecipe, TokenizerIden
         raise UserError(f"{name}: the tokenizer has no EOS token, which must end each record")
     if kind == "chat" and not tokenizer.chat_template:
         raise UserError(f"{name}: the records are chats, but the tokenizer has no chat template")
+    # Some tokenizer.json files truncate to the model's context length, which would silently drop text here.
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.backend_tokenizer.no_truncation()
     backend, file = tokenizer.backend_tokenizer.to_str(), _tokenizer_file(name)
     template = tokenizer.chat_template if kind == "chat" else ""
-    facts = TokenizerIdentity(
+    identity = TokenizerIdentity(
         sha256=canonical_tokenizer_sha256(backend.encode()),
         file_sha256=hashlib.sha256(file).hexdigest() if file else "",
         meaning_sha256=canonical_tokenizer_sha256(file) if file else "",
@@ -80,7 +81,7 @@ def read_tokenizer(name: str, kind: str) -> tuple[TokenizerRecipe, TokenizerIden
         eos_id=int(tokenizer.eos_token_id),
         version=tokenizers.__version__,
     )
-    return TokenizerRecipe(name, kind, backend, facts.eos_id), facts
+    return TokenizerRecipe(name, kind, backend, identity.eos_id), identity
 
 
 class RecordTokenizer:
@@ -97,9 +98,12 @@ class RecordTokenizer:
     def __call__(self, records: list[Any], where: list[str]) -> TokenBatch:
         """`where` names each record for error messages. Raises UserError for one that is neither text nor a chat."""
         texts = [self._text(record, place) for record, place in zip(records, where, strict=True)]
+        # Special tokens off: a BOS that the tokenizer adds by itself would be in the middle of a block. An array, not a
+        # list: it is pickled and sent to the parent process as bytes.
         joined, lengths = array("i"), []
         for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False):
             ids = encoding.ids
+            # A template that writes EOS usually does so after each turn; another one would teach two in a row.
             if ids and not (self.chat and self.recipe.eos_id in ids):
                 ids.append(self.recipe.eos_id)
             joined.fromlist(ids)
@@ -129,9 +133,8 @@ class TokenizerPool:
         self._here = RecordTokenizer(recipe) if workers == 1 else None
         self._pool: ProcessPoolExecutor | None = None
         if workers > 1:
-            spawn = multiprocessing.get_context(
-                "spawn"
-            )  # fork copies the locks of Arrow's threads, but not the threads
+            # Not fork: it copies the locks of Arrow's threads, but not the threads that would release them.
+            spawn = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(recipe,))
 
     def __enter__(self) -> TokenizerPool:
@@ -151,6 +154,7 @@ class TokenizerPool:
         try:
             for batch in batches:
                 pending.append(self._pool.submit(_tokenize, *batch))
+                # Oldest first, so that the order is kept although workers finish in any order.
                 if len(pending) >= self.workers * BATCHES_PER_WORKER:
                     yield pending.popleft().result()
             while pending:
@@ -164,6 +168,7 @@ _worker: RecordTokenizer | None = None  # in a worker process
 
 def _start_worker(recipe: TokenizerRecipe) -> None:
     global _worker
+    # Before the tokenizer is loaded, which takes seconds: the command may be killed meanwhile.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _worker = RecordTokenizer(recipe)
 
@@ -182,9 +187,8 @@ def _tokenize(records: list[Any], where: list[str]) -> TokenBatch:
 
 
 def _load_tokenizer(name: str) -> Any:
-    os.environ.setdefault(
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-    )  # it warns if torch is missing, which packing does not need
+    # It warns if torch is missing, which packing does not need.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     if Path(name).is_dir() and not (Path(name) / "tokenizer_config.json").exists():

@@ -38,6 +38,7 @@ class BatchReader:
     def read(self, step: int, micro: int) -> MicroBatch:
         """The micro-batch, on the CPU."""
         indices = self.block_indices(step, micro)
+        # int64 because torch's embedding and cross entropy take it; the file has int32 to be half the size.
         ids = torch.from_numpy(np.stack([self._blocks.ids(index) for index in indices]).astype(np.int64))
         targets = torch.full_like(ids, IGNORE_INDEX)
         if not self._document_mask:

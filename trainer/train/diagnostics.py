@@ -60,6 +60,7 @@ def worker_socket(directory: RunDirectory, rank: int, log: Callable[[str], None]
 def _start_server(link: Path) -> tuple[_WorkerServer, Path]:
     """Raises OSError, or torch's RuntimeError."""
     link.parent.mkdir(parents=True, exist_ok=True)
+    # The server executes requests of anybody who can connect; stacks may show data.
     link.parent.chmod(0o700)
     _remove_socket(link)  # of an attempt that was killed: torch fails if the name exists
     if len(os.fsencode(link)) <= MAX_SOCKET_PATH_BYTES:

@@ -163,6 +163,7 @@ class HeartbeatWriter:
             "loss": loss,
         }
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        # The lock is held for an assignment only, never during a write, so this cannot block the training loop.
         with self._changed:
             if changes.get("step", self._record.step) != self._record.step:
                 changes["t_step"] = now
@@ -187,6 +188,7 @@ class HeartbeatWriter:
                 self.problem = ""
             except Exception as error:  # noqa: BLE001 - no error of a heartbeat may end a job
                 self.problem = f"{self._path}: {error}"
+            # Also after an error: retrying at once would spin while the file system is broken.
             self._written_phase = record.phase
             due = time.monotonic() + self._interval_seconds
 

@@ -63,6 +63,7 @@ class ThroughputMeter:
         """None if there was no step since the last call."""
         if not self._steps:
             return None
+        # Steps end with a float() of the loss, which waits for the GPU, so that wall-clock time is the real time.
         rate = self._tokens / (time.perf_counter() - self._since)
         mfu = rate * self._flops_per_token / self._peak_flops if self._peak_flops else None
         found = Throughput(rate, mfu, 1e3 * self._waited_seconds / self._steps)

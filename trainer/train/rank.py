@@ -41,6 +41,7 @@ def run_rank_process(job: str, resume: str | None, smoke: bool) -> NoReturn:
     if attempt:
         redirect_output(directory.rank_log(attempt, rank))
         reserve_exit_file(directory.exit_file(attempt, rank))
+    # To standard output, which is the log file by now, so that log lines and tracebacks stay in order.
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format=f"%(asctime)s rank={rank} %(message)s")
     rank_exit = run_rank(job_file, attempt or 1, Path(resume) if resume else None, smoke)
     if attempt:
@@ -91,6 +92,7 @@ def train_rank(
         )
         os._exit(RankExitCode.FAILED)
 
+    # One rank watches the file: the others learn of it in the next step's all_reduce, all at the same step.
     stop_file = directory.stop_file if info.rank == 0 else None
     # In this order: signals and the worker socket must work while the process group is being created, which waits for
     # all ranks and is the first place where a job hangs.
@@ -171,7 +173,7 @@ def write_exit_file(path: Path, rank_exit: RankExit) -> None:
     try:
         with open(reserved, "r+b") as file:
             file.write(dumps(asdict(rank_exit)).encode())
-            file.truncate()
+            file.truncate()  # the rest of the reserved spaces
             file.flush()
             os.fsync(file.fileno())
         os.replace(reserved, path)

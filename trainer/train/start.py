@@ -92,6 +92,8 @@ def prepare_training(
 ) -> TrainingJob:  # fmt: skip
     """Everything that the loop works with. Raises UserError, on all ranks."""
     settings, train, directory = job.settings, job.settings.train, RunDirectory(Path(job.settings.run))
+    # Everything that can fail on one rank alone, such as a missing file, must be inside a refused_by_all block; every
+    # collective must be outside.
     with refused_by_all():
         gate = read_passed_gate(directory, job, info.world, options.gate_id)
         blocks = PackedBlocks(Path(settings.data), info.rank)
@@ -119,6 +121,7 @@ def prepare_training(
     if info.rank == 0:
         write_run_record(directory, record)
         log.info("step %d of %d, %s", start.step, plan.steps, start.description)
+    # From here on the watcher can tell the end of the job from a hang at its last step.
     heartbeat.update(steps=plan.steps, step=start.step)
     peak = peak_flops_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     meter = ThroughputMeter(flops_per_token(model, blocks.manifest.seq_len), peak and peak * info.world)
@@ -237,6 +240,7 @@ def make_optimizer(model: Any, settings: TrainSettings) -> torch.optim.Optimizer
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
+        # fused: one kernel for all parameters instead of several for each.
         lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True,
     )  # fmt: skip
 

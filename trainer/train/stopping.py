@@ -61,6 +61,7 @@ class StopListener:
 
     def ask(self, request: StopRequest, why: str) -> None:
         """Records a request, unless an equal or stronger one was made before."""
+        # A stop file must not weaken a SIGTERM that came before it.
         if request > self._request:
             self._request, self.why = request, why
 
@@ -81,6 +82,7 @@ class StopListener:
         self._ended.set()
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
+        # In this order: a signal in between must not write to a closed descriptor.
         signal.set_wakeup_fd(-1)
         os.close(self._writer)
 
