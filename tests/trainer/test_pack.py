@@ -49,15 +49,17 @@ def test_every_token_of_a_rank_is_in_its_blocks_once_and_in_order(
     for rank in range(3):
         mine = texts[rank::3] if deal == "--strided" else texts[sum((67, 67, 66)[:rank]) :][: (67, 67, 66)[rank]]
         expected = ids_of(tokenizer, mine)
-        said = manifest(tmp_path, rank)
+        packed_manifest = manifest(tmp_path, rank)
         stored = np.fromfile(tmp_path / f"rank-{rank:05d}.i32", dtype="<i4")
-        assert stored.tolist() == expected[: said.blocks * SEQ_LEN]
-        assert (said.tokens, said.dropped_tokens) == (len(expected), len(expected) % SEQ_LEN)
-        assert said.rows == len(mine)
-        assert said.empty_rows == sum(not text for text in mine)
-        assert (said.contiguous, said.corpus_rows) == (deal == "--contiguous", 200)
-        assert (said.rows, said.first_row, said.last_row) == shard_row_range(200, 3, rank, said.contiguous)
-        assert said.sha256 == hashlib.sha256(stored.tobytes()).hexdigest()
+        assert stored.tolist() == expected[: packed_manifest.blocks * SEQ_LEN]
+        assert (packed_manifest.tokens, packed_manifest.dropped_tokens) == (len(expected), len(expected) % SEQ_LEN)
+        assert packed_manifest.rows == len(mine)
+        assert packed_manifest.empty_rows == sum(not text for text in mine)
+        assert (packed_manifest.contiguous, packed_manifest.corpus_rows) == (deal == "--contiguous", 200)
+        assert (packed_manifest.rows, packed_manifest.first_row, packed_manifest.last_row) == shard_row_range(
+            200, 3, rank, packed_manifest.contiguous
+        )
+        assert packed_manifest.sha256 == hashlib.sha256(stored.tobytes()).hexdigest()
     assert manifest(tmp_path, 0).row_xor ^ manifest(tmp_path, 1).row_xor ^ manifest(tmp_path, 2).row_xor == xor_below(
         200
     )
@@ -112,11 +114,11 @@ def test_chats_are_rendered_by_the_template_and_end_with_one_eos(
         tmp_path / "ends", template="{% for m in messages %}{{ m['content'] }}<eos>\n{% endfor %}"
     )
     packed(capsys, source, "-o", tmp_path / "theirs", "--tokenizer", ends_itself, "--world", "1", "--workers", "1")
-    said = manifest(tmp_path / "theirs", 0)
+    packed_manifest = manifest(tmp_path / "theirs", 0)
     stored = np.fromfile(tmp_path / "theirs" / "rank-00000.i32", dtype="<i4").tolist()
     assert stored.count(0) in (39, 40)  # two turns each, the last perhaps in the dropped tail
-    assert said.template_sha256 != manifest(tmp_path / "own", 0).template_sha256
-    assert said.tokenizer_sha256 == manifest(tmp_path / "own", 0).tokenizer_sha256
+    assert packed_manifest.template_sha256 != manifest(tmp_path / "own", 0).template_sha256
+    assert packed_manifest.tokenizer_sha256 == manifest(tmp_path / "own", 0).tokenizer_sha256
 
 
 def test_a_saved_dataset_packs_like_the_jsonl_it_came_from(
@@ -161,7 +163,7 @@ def test_any_block_can_be_read_without_those_before_it(
 
 
 @pytest.mark.parametrize(
-    ("records", "world", "says"),
+    ("records", "world", "message"),
     [
         ([], 1, "source.jsonl: "),
         ([{"text": "few"}], 1, "fewer than one block of 32"),
@@ -175,7 +177,7 @@ def test_any_block_can_be_read_without_those_before_it(
 def test_records_that_cannot_be_packed_are_refused_in_one_line_and_nothing_is_written(
     records: list[object],
     world: int,
-    says: str,
+    message: str,
     tokenizer: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -186,7 +188,7 @@ def test_records_that_cannot_be_packed_are_refused_in_one_line_and_nothing_is_wr
         "--workers", "1", "--seq-len", "32",
     )  # fmt: skip
     assert answer.exit_code == 2
-    assert says in answer.err
+    assert message in answer.err
     assert "Traceback" not in answer.err
     assert not list(tmp_path.glob("out/*"))
 

@@ -73,7 +73,7 @@ def test_everything_that_a_launch_starts_is_ours(markers: tuple[Path, ...], tmp_
     job.file.write_text(
         "\n".join(f"PYTHONPATH = {root}" if "PYTHONPATH" in line else line for line in text.splitlines())
     )
-    assert job.start(QUICK) == 0, job.said
+    assert job.start(QUICK) == 0, job.output
     assert not any(marker.exists() for marker in markers)
 
 

@@ -80,7 +80,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "marker of a later version": (lambda d: remark(d, v=2), "version 2, this program reads version 1"),
     "marker without a field": (lambda d: remark(d, world=None), "world: expected int, found None"),
     "marker with a field more": (lambda d: remark(d, more=1), "more: unknown field"),
-    "marker of another step": (lambda d: remark(d, step=400), "says step 400, but the directory is named step-00000500"),
+    "marker of another step": (
+        lambda d: remark(d, step=400),
+        "says step 400, but the directory is named step-00000500",
+    ),
     "marker names a file outside": (
         lambda d: remark(d, files={"../config.json": {"bytes": 1, "sha256": ""}}),
         "not a file of this directory",

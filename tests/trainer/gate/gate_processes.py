@@ -26,7 +26,7 @@ def write_shard(directory: Path, rank: int, world: int, blocks: int, **changes: 
     directory.mkdir(parents=True, exist_ok=True)
     ids = array("i", [(rank + place) % 100 for place in range(blocks * SEQ_LEN)])
     data = ids.tobytes()
-    said = replace(
+    packed = replace(
         manifest(rank, world, blocks),
         seq_len=SEQ_LEN,
         size_bytes=len(data),
@@ -37,7 +37,7 @@ def write_shard(directory: Path, rank: int, world: int, blocks: int, **changes: 
     )
     path = Path(token_file(str(directory), rank))
     path.write_bytes(data)
-    Path(manifest_file(str(directory), rank)).write_text(manifest_text(replace(said, **changes)))
+    Path(manifest_file(str(directory), rank)).write_text(manifest_text(replace(packed, **changes)))
     return path
 
 
@@ -53,7 +53,7 @@ def change_manifest(directory: Path, rank: int, **changes: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class FinishedGate:
     exit_code: int
     out: str
     err: str
@@ -102,8 +102,8 @@ class Gates:
         )
         return self.start(data, *place, *arguments, **environ)
 
-    def alone(self, data: Path, world: int, *arguments: object) -> Said:
-        return said(self.start(data, "--world", world, *arguments))
+    def alone(self, data: Path, world: int, *arguments: object) -> FinishedGate:
+        return finish(self.start(data, "--world", world, *arguments))
 
     @property
     def record(self) -> Any:
@@ -116,6 +116,6 @@ class Gates:
             process.communicate()
 
 
-def said(process: subprocess.Popen[str]) -> Said:
+def finish(process: subprocess.Popen[str]) -> FinishedGate:
     out, err = process.communicate(timeout=DEADLINE_SECONDS)
-    return Said(process.returncode, out, err)
+    return FinishedGate(process.returncode, out, err)

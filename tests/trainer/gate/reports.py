@@ -29,7 +29,7 @@ PAPER_BLOCKS: Final = (30_849, 30_850, 30_860, 30_835, 30_866, 30_870, 30_851, 3
 def manifest(rank: int, world: int, blocks: int, **changes: Any) -> PackManifest:
     rows, first, last = shard_row_range(CORPUS_ROWS, world, rank, True)
     size = blocks * SEQ_LEN * 4
-    said = PackManifest(
+    packed = PackManifest(
         v=1, world=world, rank=rank, contiguous=True, corpus_sha256="c" * 64, corpus_rows=CORPUS_ROWS, rows=rows,
         first_row=first, last_row=last, row_xor=reduce(lambda a, b: a ^ b, range(first or 0, (last or 0) + 1), 0),
         empty_rows=0, column="text", kind="text", seq_len=SEQ_LEN, blocks=blocks, tokens=blocks * SEQ_LEN + 9,
@@ -39,12 +39,12 @@ def manifest(rank: int, world: int, blocks: int, **changes: Any) -> PackManifest
         samples=tuple(ByteSample(offset, length, "0" * 64) for offset, length in sample_ranges(size)),
         document_starts=None,
     )  # fmt: skip
-    return replace(said, **changes)
+    return replace(packed, **changes)
 
 
-def shard(rank: int, said: PackManifest, **changes: Any) -> ShardReport:
+def shard(rank: int, packed: PackManifest, **changes: Any) -> ShardReport:
     report = ShardReport(
-        rank, f"/local/rank-{rank:05d}.i32", manifest=said, size_bytes=said.size_bytes, min_id=3, max_id=151_000,
+        rank, f"/local/rank-{rank:05d}.i32", manifest=packed, size_bytes=packed.size_bytes, min_id=3, max_id=151_000,
         filesystem="xfs",
     )  # fmt: skip
     return replace(report, **changes)
@@ -81,15 +81,17 @@ def job(blocks: tuple[int, ...] = PAPER_BLOCKS) -> list[NodeReport]:
 
 def with_shard(reports: list[NodeReport], rank: int, **changes: Any) -> list[NodeReport]:
     """The same job with one rank's report changed; `manifest_...` changes its manifest."""
-    said = {key.removeprefix("manifest_"): value for key, value in changes.items() if key.startswith("manifest_")}
+    changed_manifest = {
+        key.removeprefix("manifest_"): value for key, value in changes.items() if key.startswith("manifest_")
+    }
     own = {key: value for key, value in changes.items() if not key.startswith("manifest_")}
 
     def changed(report: ShardReport) -> ShardReport:
         if report.rank != rank:
             return report
         assert report.manifest is not None
-        spoiled = replace(report, manifest=replace(report.manifest, **said)) if said else report
-        return replace(spoiled, **own)
+        new = replace(report, manifest=replace(report.manifest, **changed_manifest)) if changed_manifest else report
+        return replace(new, **own)
 
     return [replace(report, shards=tuple(changed(report) for report in report.shards)) for report in reports]
 
@@ -98,7 +100,7 @@ def with_node(reports: list[NodeReport], index: int, **changes: Any) -> list[Nod
     return [replace(report, **changes) if place == index else report for place, report in enumerate(reports)]
 
 
-def said(verdict: GateVerdict, check: str) -> tuple[CheckLevel, str]:
+def level_and_problems(verdict: GateVerdict, check: str) -> tuple[CheckLevel, str]:
     """(level, all problems) of one check."""
     (found,) = [one for one in verdict.checks if one.name == check]
     return found.level, "\n".join(problem.text for problem in found.problems)

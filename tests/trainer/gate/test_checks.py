@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.gate.reports import PAPER_BLOCKS, SEQ_LEN, gpu, job, manifest, said, with_node, with_shard
+from tests.trainer.gate.reports import (
+    PAPER_BLOCKS,
+    SEQ_LEN,
+    gpu,
+    job,
+    level_and_problems,
+    manifest,
+    with_node,
+    with_shard,
+)
 from wattwatch.trainer.gate.checks import run_checks
 from wattwatch.trainer.gate.model import (
     CheckLevel,
@@ -45,7 +54,7 @@ def test_the_papers_job_gets_a_warning_about_its_spread_and_the_minimum_is_recor
     assert (even.global_min_blocks, even.spread, even.steps) == (30_835, 53, 3_854)
     assert (even.shortest_rank, even.longest_rank) == (3, 11)
     assert even.lost_share == pytest.approx(1 - 3_854 * 8 * 16 / sum(PAPER_BLOCKS))
-    assert said(verdict, "evenness") == (
+    assert level_and_problems(verdict, "evenness") == (
         CheckLevel.WARN,
         "spread 53: rank 3 has 30,835 blocks, rank 11 has 30,888; all ranks must stop at the minimum",
     )
@@ -85,13 +94,13 @@ def test_the_papers_job_gets_a_warning_about_its_spread_and_the_minimum_is_recor
 def test_a_problem_with_one_ranks_data_is_reported_with_the_rank(
     changes: dict[str, Any], check: str, level: str, words: str
 ) -> None:
-    found, text = said(run_checks(with_shard(job(), 5, **changes)), check)
+    found, text = level_and_problems(run_checks(with_shard(job(), 5, **changes)), check)
     assert found == level
     assert words in text
 
 
 def test_a_rank_with_less_data_than_one_step_refuses_the_job() -> None:
-    level, text = said(run_checks(job((40, 40, 7, 40))), "evenness")
+    level, text = level_and_problems(run_checks(job((40, 40, 7, 40))), "evenness")
     assert (level, text) == (
         CheckLevel.FAIL,
         "rank 2 has 7 blocks, a step takes 8: not enough for one step; pack more data, or reduce the accumulation",
@@ -99,14 +108,14 @@ def test_a_rank_with_less_data_than_one_step_refuses_the_job() -> None:
 
 
 def test_many_blocks_in_no_step_are_a_separate_warning() -> None:
-    _, text = said(run_checks(job((100, 100, 100, 90))), "evenness")
+    _, text = level_and_problems(run_checks(job((100, 100, 100, 90))), "evenness")
     assert "9.74% of all blocks are in no step" in text
 
 
 def test_ranks_that_did_not_report_are_named_and_their_counts_are_not_guessed() -> None:
     verdict = run_checks(job()[:1], "waited 60 s")
-    assert said(verdict, "world") == (CheckLevel.FAIL, "ranks 8-15 did not report: waited 60 s")
-    assert said(verdict, "evenness") == (CheckLevel.FAIL, "the block counts of ranks 8-15 are unknown")
+    assert level_and_problems(verdict, "world") == (CheckLevel.FAIL, "ranks 8-15 did not report: waited 60 s")
+    assert level_and_problems(verdict, "evenness") == (CheckLevel.FAIL, "the block counts of ranks 8-15 are unknown")
     assert verdict.evenness is None
 
 
@@ -129,7 +138,7 @@ def test_ranks_that_did_not_report_are_named_and_their_counts_are_not_guessed() 
     ],
 )  # fmt: skip
 def test_a_node_that_differs_from_the_other_is_named(changes: dict[str, Any], level: str, words: str) -> None:
-    found, text = said(run_checks(with_node(job(), 1, **changes)), "world")
+    found, text = level_and_problems(run_checks(with_node(job(), 1, **changes)), "world")
     assert (found, words in text) == (level, True), text
 
 
@@ -150,7 +159,7 @@ def test_a_node_that_differs_from_the_other_is_named(changes: dict[str, Any], le
 def test_a_checkpoint_directory_that_cannot_take_a_save_is_named(
     changes: dict[str, Any], level: str, words: str
 ) -> None:
-    found, text = said(run_checks(with_node(job(), 1, **changes)), "checkpoint")
+    found, text = level_and_problems(run_checks(with_node(job(), 1, **changes)), "checkpoint")
     assert (found, words in text) == (level, True), text
 
 
@@ -172,24 +181,24 @@ def test_a_checkpoint_directory_that_cannot_take_a_save_is_named(
 def test_gpus_that_are_missing_different_or_in_use_are_named(
     devices: DevicesReport | None, level: str, words: str
 ) -> None:
-    found, text = said(run_checks(with_node(job(), 1, devices=devices)), "devices")
+    found, text = level_and_problems(run_checks(with_node(job(), 1, devices=devices)), "devices")
     assert (found, words in text) == (level, True), text
 
 
 def test_a_flight_recorder_that_is_off_is_a_warning_on_nodes_with_gpus() -> None:
     reports = [replace(report, environment={}) for report in job((8, 8))]
-    assert said(run_checks(reports), "devices")[0] is CheckLevel.WARN
+    assert level_and_problems(run_checks(reports), "devices")[0] is CheckLevel.WARN
     without = [replace(report, devices=DevicesReport(skipped="no nvidia-smi on this node")) for report in reports]
-    assert said(run_checks(without), "devices") == (CheckLevel.PASS, "")
+    assert level_and_problems(run_checks(without), "devices") == (CheckLevel.PASS, "")
 
 
 def test_token_ids_are_compared_with_the_models_vocabulary_if_it_is_known() -> None:
     model = ModelReport(vocab_size=150_000, tokenizer_file_sha256="f" * 64, tokenizer_meaning_sha256="e" * 64)
     reports = [replace(report, model=model) for report in job()]
-    assert "outside the vocabulary of 150,000" in said(run_checks(reports), "evenness")[1]
-    assert said(run_checks(reports), "shards")[0] is CheckLevel.PASS
+    assert "outside the vocabulary of 150,000" in level_and_problems(run_checks(reports), "evenness")[1]
+    assert level_and_problems(run_checks(reports), "shards")[0] is CheckLevel.PASS
     other = [replace(r, model=replace(model, tokenizer_file_sha256="1", tokenizer_meaning_sha256="2")) for r in job()]
-    level, text = said(run_checks(other), "shards")
+    level, text = level_and_problems(run_checks(other), "shards")
     assert level is CheckLevel.FAIL
     assert "node-b: ranks 8-15 packed with another tokenizer than the model's" in text
 
@@ -224,7 +233,7 @@ def resuming(settings: dict[str, Any], **changes: Any) -> list[NodeReport]:
 def test_a_checkpoint_with_other_data_shapes_or_ranks_is_not_resumed_from(
     settings: dict[str, Any], changes: dict[str, Any], level: str, words: str
 ) -> None:
-    found, text = said(run_checks(resuming(settings, **changes)), "checkpoint")
+    found, text = level_and_problems(run_checks(resuming(settings, **changes)), "checkpoint")
     assert (found, words in text) == (level, True), text
     if level == "FAIL":
         assert text.startswith("node-a, node-b: cannot resume: /nfs/step-00000500: ")
@@ -242,7 +251,7 @@ def with_live_rank(alive: tuple[bool | None, bool | None]) -> list[NodeReport]:
 def test_a_rank_that_still_runs_in_the_run_directory_refuses_the_job(
     alive: tuple[bool | None, bool | None], level: str
 ) -> None:
-    found, text = said(run_checks(with_live_rank(alive)), "checkpoint")
+    found, text = level_and_problems(run_checks(with_live_rank(alive)), "checkpoint")
     assert found == level
     assert ("rank 3 of run 'other' still runs in this run directory: pid 77 on host-b, heartbeat 4 s old" in text) == (
         level == "FAIL"
@@ -261,7 +270,7 @@ def test_a_checkpoint_directory_that_is_too_slow_for_a_save_is_a_warning(rate: f
         )
         for report in job()
     ]
-    found, text = said(run_checks(reports), "checkpoint")
+    found, text = level_and_problems(run_checks(reports), "checkpoint")
     assert (found, seconds in text) == (level, True), text
 
 
@@ -277,7 +286,7 @@ def test_a_checkpoint_directory_that_is_too_slow_for_a_save_is_a_warning(rate: f
 )
 def test_a_gpu_in_poor_health_is_a_warning(health: dict[str, Any], words: str) -> None:
     devices = DevicesReport(gpus=(*(gpu(n) for n in range(7)), gpu(7, **health)))
-    found, text = said(run_checks(with_node(job(), 1, devices=devices)), "devices")
+    found, text = level_and_problems(run_checks(with_node(job(), 1, devices=devices)), "devices")
     assert (found, f"node-b: {words}" in text) == (CheckLevel.WARN, True), text
 
 
@@ -289,7 +298,7 @@ def test_the_number_of_steps_is_the_one_that_the_ranks_will_agree_on(evenness: s
     verdict = run_checks([replace(r, settings=replace(r.settings, evenness=evenness)) for r in job()])
     assert verdict.evenness is not None
     assert verdict.evenness.steps == steps
-    assert words in said(verdict, "evenness")[1]
+    assert words in level_and_problems(verdict, "evenness")[1]
 
 
 def test_a_check_prints_sixteen_problems_at_most() -> None:

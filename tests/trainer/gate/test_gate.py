@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.gate.gate_processes import Gates, change_manifest, said, write_job, write_shard
+from tests.trainer.gate.gate_processes import Gates, change_manifest, finish, write_job, write_shard
 from wattwatch.trainer.checkpoint.complete import MARKER, Completion, FileRecord, completion_text
 from wattwatch.trainer.pack.manifest import blocks_sha256
 
@@ -28,8 +28,8 @@ def gates(tmp_path: Path) -> Iterator[Gates]:
 def test_two_nodes_exchange_reports_and_gate_json_contains_them(gates: Gates, tmp_path: Path) -> None:
     data = write_job(tmp_path / "data", [30, 33, 31, 30])
     second = gates.member(data, "2-3", 4)
-    first = said(gates.member(data, "0-1", 4))
-    other = said(second)
+    first = finish(gates.member(data, "0-1", 4))
+    other = finish(second)
     assert (first.exit_code, other.exit_code) == (1, 1), first.out + first.err + other.err
     assert first.problems[0] == (
         "WARN  spread 3: rank 0 has 30 blocks, rank 1 has 33; all ranks must stop at the minimum"
@@ -53,7 +53,7 @@ def test_one_process_per_rank_takes_its_rank_from_the_launchers_environment(gate
     data = write_job(tmp_path / "data", [16, 16, 16])
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gates.port), "WORLD_SIZE": "3"}
     processes = [gates.start(data, **place, RANK=str(rank)) for rank in (2, 1, 0)]
-    answers = [said(process) for process in processes]
+    answers = [finish(process) for process in processes]
     assert [answer.exit_code for answer in answers] == [0, 0, 0], [a.out + a.err for a in answers]
     assert "ranks=3/3" in answers[2].out
 
@@ -71,14 +71,14 @@ def test_the_same_inputs_have_the_same_hash_and_other_inputs_have_another(gates:
 def test_a_rank_that_does_not_report_is_named_by_all_that_did(gates: Gates, tmp_path: Path) -> None:
     data = write_job(tmp_path / "data", [16, 16, 16, 16])
     second = gates.member(data, "1", 4, "--wait", "3")
-    first = said(gates.member(data, "0", 4, "--wait", "3"))
-    assert (first.exit_code, said(second).exit_code) == (2, 2)
+    first = finish(gates.member(data, "0", 4, "--wait", "3"))
+    assert (first.exit_code, finish(second).exit_code) == (2, 2)
     assert first.problems[0] == "FAIL  ranks 2-3 did not report: waited 3 s"
     assert gates.record["level"] == "FAIL"
 
 
 def test_without_rank_0_the_others_report_that(gates: Gates, tmp_path: Path) -> None:
-    answer = said(gates.member(write_job(tmp_path / "data", [16, 16]), "1", 2, "--wait", "1"))
+    answer = finish(gates.member(write_job(tmp_path / "data", [16, 16]), "1", 2, "--wait", "1"))
     assert answer.exit_code == 2
     assert answer.problems[0].startswith(
         f"FAIL  rank 0 did not report: rank 0 did not answer at 127.0.0.1:{gates.port} for 1 s: "
@@ -88,8 +88,8 @@ def test_without_rank_0_the_others_report_that(gates: Gates, tmp_path: Path) -> 
 def test_a_rank_that_fails_on_its_own_node_still_reaches_the_others(gates: Gates, tmp_path: Path) -> None:
     data = write_job(tmp_path / "data", [16, 16])
     second = gates.member(tmp_path / "nowhere", "1", 2)
-    first = said(gates.member(data, "0", 2))
-    assert (first.exit_code, said(second).exit_code) == (2, 2)
+    first = finish(gates.member(data, "0", 2))
+    assert (first.exit_code, finish(second).exit_code) == (2, 2)
     assert f"FAIL  rank 1: {tmp_path}/nowhere/rank-00001.i32: no such file" in first.problems
 
 
@@ -100,13 +100,13 @@ def test_another_directory_with_the_same_name_is_not_shared(gates: Gates, tmp_pa
         "--node", "b",
     )  # fmt: skip
     (tmp_path / "own" / "checkpoints").mkdir(parents=True)
-    first = said(gates.member(data, "0", 2))
+    first = finish(gates.member(data, "0", 2))
     assert first.exit_code == 2
     assert first.problems == [
         f"FAIL  b: {tmp_path}/own/checkpoints: not shared: it is not the directory that node-0 "
         "writes to; use a run directory on a shared file system"
     ]
-    assert said(second).exit_code == 2
+    assert finish(second).exit_code == 2
 
 
 def test_a_hung_path_costs_its_deadline_and_is_named(gates: Gates, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def write_toml(tmp_path: Path, data: Path, more: str = "") -> Path:
 def test_a_job_file_sets_all_options_and_options_override_it(gates: Gates, tmp_path: Path) -> None:
     job = write_toml(tmp_path, write_job(tmp_path / "data", [16, 16]))
     for more, accumulation in (((), 4), (("--accumulation", "2"), 2)):
-        answer = said(gates.command("--job", job, *more))
+        answer = finish(gates.command("--job", job, *more))
         assert answer.exit_code == 0, answer.out + answer.err
         settings = gates.record["settings"]
         assert (settings["world"], settings["accumulation"], settings["epochs"]) == (2, accumulation, 3)
@@ -277,12 +277,12 @@ def test_a_job_file_sets_all_options_and_options_override_it(gates: Gates, tmp_p
 
 def test_a_missing_job_file_or_one_for_another_world_is_a_usage_error(gates: Gates, tmp_path: Path) -> None:
     job = write_toml(tmp_path, write_job(tmp_path / "data", [16, 16]))
-    answer = said(gates.command("--job", job, WORLD_SIZE="8"))
+    answer = finish(gates.command("--job", job, WORLD_SIZE="8"))
     assert (answer.exit_code, answer.err.startswith(f"{job}: 1 nodes with 2 ranks each are a world of 2, ")) == (
         2,
         True,
     )
-    answer = said(gates.command("--job", tmp_path / "none.toml"))
+    answer = finish(gates.command("--job", tmp_path / "none.toml"))
     assert (answer.exit_code, answer.err) == (2, f"{tmp_path}/none.toml: No such file or directory\n")
 
 
@@ -306,11 +306,11 @@ def test_other_clients_and_another_jobs_gate_do_not_disturb_the_gather(gates: Ga
         client = connected(gates.port)
         with client:
             client.sendall(data_sent)
-    other = said(gates.member(data, "1", 2, "--wait", "5", SLURM_JOB_ID="8"))
+    other = finish(gates.member(data, "1", 2, "--wait", "5", SLURM_JOB_ID="8"))
     assert other.exit_code == 2
     assert "refused this process: the gate that listens there belongs to another job" in other.out
-    assert said(gates.member(data, "1", 2, SLURM_JOB_ID="7")).exit_code == 0
-    assert said(first).exit_code == 0
+    assert finish(gates.member(data, "1", 2, SLURM_JOB_ID="7")).exit_code == 0
+    assert finish(first).exit_code == 0
 
 
 def connected(port: int) -> socket.socket:
@@ -324,13 +324,13 @@ def connected(port: int) -> socket.socket:
 def test_a_port_in_use_and_a_missing_rendezvous_are_usage_errors(gates: Gates, tmp_path: Path) -> None:
     data = write_job(tmp_path / "data", [16, 16])
     with socket.create_server(("127.0.0.1", gates.port)):
-        answer = said(gates.member(data, "0", 2))
+        answer = finish(gates.member(data, "0", 2))
     assert answer.exit_code == 2
     assert answer.err.startswith(f"127.0.0.1:{gates.port}: rank 0's gate cannot listen there: Address already in use")
-    answer = said(gates.start(data, "--world", 2, "--ranks", 1))
+    answer = finish(gates.start(data, "--world", 2, "--ranks", 1))
     assert answer.exit_code == 2
     assert "set where rank 0's listens with --rendezvous" in answer.err
-    answer = said(gates.start(data, "--world", 2, "--ranks", "1-5"))
+    answer = finish(gates.start(data, "--world", 2, "--ranks", "1-5"))
     assert "rank 5 is outside a world of 2" in answer.err
 
 
@@ -356,6 +356,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_the_gate_imports_no_heavy_library(gates: Gates, tmp_path: Path) -> None:
     data = write_job(tmp_path / "data", [16, 16])
     process = gates.start(data, "--world", 2, PYTHONPROFILEIMPORTTIME="1")
-    loaded = {line.rpartition("|")[2].strip() for line in said(process).err.splitlines() if line.startswith("import ")}
+    loaded = {
+        line.rpartition("|")[2].strip() for line in finish(process).err.splitlines() if line.startswith("import ")
+    }
     assert "wattwatch.trainer.gate.checks" in loaded
     assert not loaded & {"torch", "numpy", "datasets", "transformers", "tokenizers", "rich", "pydantic", "pickle"}

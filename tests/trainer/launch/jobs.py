@@ -47,7 +47,7 @@ class MadeJob:
     blocks: int = 32
     plan: Plan = field(default_factory=Plan)
     launch: dict[str, Any] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)
+    output: list[str] = field(default_factory=list)
 
     @property
     def run(self) -> RunDirectory:
@@ -80,7 +80,7 @@ class MadeJob:
         interrupts = InterruptCount()
 
         def print_line(line: str) -> None:
-            self.said.append(line)
+            self.output.append(line)
             if on_line is not None:
                 on_line(line, interrupts)
 
@@ -89,7 +89,7 @@ class MadeJob:
 
     def printed(self, *parts: str) -> bool:
         """Whether a line of the output contains all of `parts`."""
-        return any(all(part in line for part in parts) for line in self.said)
+        return any(all(part in line for part in parts) for line in self.output)
 
     def left_running(self) -> list[str]:
         """Command lines of processes that name this directory: everything that a launch started."""

@@ -72,7 +72,7 @@ def main() -> None:
         write_run_record(
             run, RunRecord(1, "made", world, nodes, plan.steps, 1, 2, 16, gate_id, attempt, None, time.time())
         )
-    say(f"node {os.environ['WATTWATCH_NODE']} rank {rank} begins at step {state['step']}")
+    write_line(f"node {os.environ['WATTWATCH_NODE']} rank {rank} begins at step {state['step']}")
     while True:
         beat(run, rank, world, state["step"], plan)
         if (rank, state["step"]) == (plan.rank, plan.at) and attempt <= plan.until_attempt:
@@ -86,12 +86,12 @@ def main() -> None:
         state["step"] += 1
         beat(run, rank, world, state["step"], plan)
         if rank == 0:
-            say(f"step {state['step']}/{plan.steps} loss 1.0")
+            write_line(f"step {state['step']}/{plan.steps} loss 1.0")
         if state["step"] % plan.save_every == 0 or state["step"] == plan.steps:
             save(run, rank, world, state["step"], plan, gate)
 
 
-def say(line: str) -> None:
+def write_line(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
@@ -135,19 +135,19 @@ def await_ranks(run: RunDirectory, world: int, step: int) -> None:
 def heartbeat_step(run: RunDirectory, rank: int) -> int:
     """Step in the heartbeat of this attempt; -1 if there is none yet."""
     with contextlib.suppress(OSError):
-        said = json.loads(run.heartbeat(rank).read_bytes())
-        if said["restart"] == int(os.environ["WATTWATCH_ATTEMPT"]) - 1:
-            return int(said["step"])
+        record = json.loads(run.heartbeat(rank).read_bytes())
+        if record["restart"] == int(os.environ["WATTWATCH_ATTEMPT"]) - 1:
+            return int(record["step"])
     return -1
 
 
 def beat(run: RunDirectory, rank: int, world: int, step: int, plan: Plan) -> None:
     attempt = int(os.environ["WATTWATCH_ATTEMPT"])
-    said = HeartbeatRecord(
+    record = HeartbeatRecord(
         1, "made", rank, world, socket.gethostname(), os.getpid(), attempt - 1, "train", step, plan.steps,
         0, 0, 1.0, 0.1, 1.0, time.time(), time.time(),
     )  # fmt: skip
-    replace_file(run.heartbeat(rank), json.dumps(asdict(said)).encode())
+    replace_file(run.heartbeat(rank), json.dumps(asdict(record)).encode())
 
 
 def save(run: RunDirectory, rank: int, world: int, step: int, plan: Plan, gate: dict[str, Any]) -> None:
@@ -166,10 +166,10 @@ def save(run: RunDirectory, rank: int, world: int, step: int, plan: Plan, gate: 
         tokens = (
             step * world * gate["settings"]["accumulation"] * gate["reports"][0]["shards"][0]["manifest"]["seq_len"]
         )
-        said = Completion(
+        record = Completion(
             1, "made", step, plan.steps, 0, tokens, world, gate["gate_id"], blocks, False, time.time(), facts
         )
-        (staged / "COMPLETE.json").write_text(completion_text(said))
+        (staged / "COMPLETE.json").write_text(completion_text(record))
         staged.rename(directory)
     await_path(directory)
 

@@ -38,7 +38,7 @@ def test_a_job_runs_to_its_last_checkpoint(tmp_path: Path) -> None:
     assert job.start() == 0
     assert job.printed("gate open: PASS")
     assert job.printed("step 4/4 loss 1.0"), "rank 0's log is shown to its end"
-    assert job.said[-1] == "launch: done: all 4 steps are done and saved"
+    assert job.output[-1] == "launch: done: all 4 steps are done and saved"
     assert newest_step(job) == 4
     assert job.left_running() == []
 
@@ -60,8 +60,8 @@ def test_retries_run_out_and_the_last_line_says_what_is_saved(tmp_path: Path) ->
     job = MadeJob(tmp_path, plan=Plan(rank=1, at=3, until_attempt=99, act="code:5"), launch={"retries": 2})
     job.write()
     assert job.start() == 5
-    assert len([line for line in job.said if line.startswith("launch: attempt ")]) == 3
-    assert job.said[-1] == (
+    assert len([line for line in job.output if line.startswith("launch: attempt ")]) == 3
+    assert job.output[-1] == (
         "launch: failed: attempt 3: rank 1 on localhost exited with code 5 after step 3: as planned; the other "
         "ranks failed as a result; no retries left, saved up to step 2 of 4"
     )
@@ -71,21 +71,21 @@ def test_ranks_that_all_exit_with_0_before_the_last_step_have_not_done_the_work(
     job = MadeJob(tmp_path, ranks=1, plan=Plan(rank=0, at=3, until_attempt=99, act="code:0"), launch={"retries": 1})
     job.write()
     assert job.start() == 5
-    assert "all ranks exited with code 0, but the last step is not saved" in job.said[-1]
+    assert "all ranks exited with code 0, but the last step is not saved" in job.output[-1]
 
 
 def test_a_rank_that_refuses_is_not_retried(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, plan=Plan(rank=0, at=0, until_attempt=99, act="code:2"))
     job.write()
     assert job.start() == 2
-    assert job.said[-1].startswith("launch: refused: attempt 1: rank 0 on localhost exited with code 2")
+    assert job.output[-1].startswith("launch: refused: attempt 1: rank 0 on localhost exited with code 2")
 
 
 def test_a_rank_that_fails_at_once_is_not_retried_and_its_log_is_quoted(tmp_path: Path) -> None:
     job = MadeJob(tmp_path, ranks=1, plan=Plan(rank=0, at=0, until_attempt=99, act="exit:1"))
     job.write()
     assert job.start() == 5
-    assert "exited with code 1; the last line of its log: node localhost rank 0 begins at step 0" in job.said[-1]
+    assert "exited with code 1; the last line of its log: node localhost rank 0 begins at step 0" in job.output[-1]
 
 
 def test_an_empty_shard_starts_nothing(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_an_empty_shard_starts_nothing(tmp_path: Path) -> None:
     write_shard(tmp_path / "data", 1, 2, 0)
     assert job.start() == 2
     assert job.printed("FAIL", "rank 1")
-    assert job.said[-1] == "launch: refused: the gate refused the job; nothing was started"
+    assert job.output[-1] == "launch: refused: the gate refused the job; nothing was started"
     assert not list((job.run.path / "logs").iterdir()), "no attempt has logs, since no torchrun was started"
 
 
@@ -144,7 +144,7 @@ def test_one_signal_saves_and_exits_with_4_and_the_next_launch_continues(tmp_pat
     saved = newest_step(job)
     assert saved
     assert saved >= 3
-    assert job.said[-1] == (
+    assert job.output[-1] == (
         f"launch: stopped by a signal at step {saved} of 10,000, saved; run the same command to continue"
     )
     assert not job.run.stop_file.exists(), "the launcher created it, and removes it"
@@ -187,7 +187,7 @@ def test_a_job_file_that_changes_during_the_launch_ends_it(tmp_path: Path) -> No
             job.file.write_text(job.file.read_text() + "# edited\n")
 
     assert job.start(on_line=edit) == 2
-    assert "has changed since this launch began" in job.said[-1]
+    assert "has changed since this launch began" in job.output[-1]
 
 
 def test_a_run_directory_that_cannot_be_created_is_reported_in_one_sentence(tmp_path: Path) -> None:
@@ -218,9 +218,9 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -
         assert any(line.startswith("step 3/") for line in launcher.stdout)
         assert len(left_running(str(tmp_path))) > 4, "launcher, node program, torchrun and ranks"
         launcher.send_signal(number)
-        said = launcher.stdout.read()
+        text = launcher.stdout.read()
         by = {signal.SIGINT: "Ctrl-C"}.get(number, number.name)
-        assert number == signal.SIGKILL or f"launch: stopped by {by} at step " in said
+        assert number == signal.SIGKILL or f"launch: stopped by {by} at step " in text
         assert launcher.wait(DEADLINE_SECONDS) == (-number if number == signal.SIGKILL else 4)
         await_nothing_left(str(tmp_path))
 
@@ -235,7 +235,7 @@ def test_a_node_program_that_is_killed_is_a_lost_node_and_no_rank_outlives_it(tm
             os.kill(pid, signal.SIGKILL)
 
     assert job.start(on_line=kill_node_program) == 5
-    assert "localhost was lost" in job.said[-1]
+    assert "localhost was lost" in job.output[-1]
     await_nothing_left(str(tmp_path))
 
 
@@ -286,7 +286,7 @@ def test_a_port_that_is_in_use_is_refused_before_anything_is_started(tmp_path: P
         job.write()
         assert job.start() == 2
     assert (
-        job.said[-1]
+        job.output[-1]
         == f"launch: refused: port {port} of localhost is in use; set launch.port to a free one; nothing was started"
     )
     assert not list((job.run.path / "logs").iterdir())
@@ -297,11 +297,11 @@ def test_a_torchrun_that_fails_before_any_rank_started_is_quoted_and_retried_onc
     job = MadeJob(tmp_path)
     job.write()
     assert job.start("tests.trainer.launch.no_such_torchrun") == 5
-    said = "torchrun on localhost failed before any rank started: "
-    assert len([line for line in job.said if said in line]) == 2
-    assert job.said[-1].startswith(f"launch: failed: attempt 2: {said}")
-    assert "No module named tests.trainer.launch.no_such_torchrun" in job.said[-1]
-    assert "The previous attempt failed in the same way" in job.said[-1]
+    text = "torchrun on localhost failed before any rank started: "
+    assert len([line for line in job.output if text in line]) == 2
+    assert job.output[-1].startswith(f"launch: failed: attempt 2: {text}")
+    assert "No module named tests.trainer.launch.no_such_torchrun" in job.output[-1]
+    assert "The previous attempt failed in the same way" in job.output[-1]
 
 
 def write_live_heartbeat(job: MadeJob, pid: int) -> None:
@@ -339,10 +339,10 @@ def test_files_of_a_running_smoke_test_stay_until_the_gate_finds_no_live_rank(tm
     (kept / "old").touch()
     write_live_heartbeat(job, os.getpid())
     options = LaunchOptions("boundary", False, rank_program, QUICK, grace_seconds=2.0)
-    assert JobLauncher(read_job_file(str(job.file)), options, InterruptCount(), job.said.append).run() == 2
+    assert JobLauncher(read_job_file(str(job.file)), options, InterruptCount(), job.output.append).run() == 2
     assert (kept / "old").exists()
     write_live_heartbeat(job, NO_SUCH_PID)
-    assert JobLauncher(read_job_file(str(job.file)), options, InterruptCount(), job.said.append).run() == 0
+    assert JobLauncher(read_job_file(str(job.file)), options, InterruptCount(), job.output.append).run() == 0
     assert not kept.joinpath("old").exists()
 
 
@@ -359,7 +359,7 @@ def test_a_stop_file_created_during_the_gate_is_meant_for_this_launch(tmp_path: 
 
     assert job.start(on_line=stop_at_the_gate) == 4
     assert not job.printed("launch: removed")
-    assert job.said[-1].startswith("launch: stopped by the stop file at step ")
+    assert job.output[-1].startswith("launch: stopped by the stop file at step ")
     assert job.run.stop_file.exists(), "the launcher did not create it"
 
 
@@ -367,9 +367,9 @@ def test_a_job_that_is_done_is_not_started_again(tmp_path: Path) -> None:
     job = MadeJob(tmp_path)
     job.write()
     assert job.start() == 0
-    job.said.clear()
+    job.output.clear()
     assert job.start() == 0
-    assert job.said == ["launch: nothing to do: step 4 of 4 is saved"]
+    assert job.output == ["launch: nothing to do: step 4 of 4 is saved"]
     job.file.write_text(job.file.read_text() + "# it may want more steps now\n")
     job.start()
     assert job.printed("gate open"), "with a changed job file the gate decides whether there is something to do"

@@ -82,7 +82,7 @@ def test_a_connection_that_breaks_is_a_lost_node_and_ends_everything_there(tmp_p
 
     assert job.start(QUICK, on_line=break_one) == 5
     assert job.printed("launch: node-b is lost: ssh exited with code 255")
-    assert "node-b was lost" in job.said[-1]
+    assert "node-b was lost" in job.output[-1]
     await_nothing_left(str(job.run.path))
     await_nothing_left(str(job.file))
 
@@ -92,8 +92,8 @@ def test_a_node_that_cannot_be_reached_is_named_and_nothing_is_started(tmp_path:
     nodes.close("node-b")
     began = job.start(QUICK)
     assert began == 2
-    assert "node-b cannot be reached: ssh exited with code 255: " in job.said[-1]
-    assert "nothing was started" in job.said[-1]
+    assert "node-b cannot be reached: ssh exited with code 255: " in job.output[-1]
+    assert "nothing was started" in job.output[-1]
     assert not list((job.run.path / "logs").iterdir())
 
 

@@ -38,16 +38,18 @@ def spoiled(model: Path, directory: Path, name: str, tensor: torch.Tensor | None
 
 
 @pytest.mark.parametrize(
-    ("tensor", "says"),
+    ("tensor", "message"),
     [
         (None, "no weights for model.norm.weight"),
         (torch.ones(32, dtype=torch.int8), "model.norm.weight is I8, not one of F64, F32, BF16, F16"),
         (torch.ones(31), "model.norm.weight is (31,), the model's is (32,)"),
     ],
 )
-def test_weights_that_do_not_fit_are_named(tensor: torch.Tensor | None, says: str, model: Path, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_named(
+    tensor: torch.Tensor | None, message: str, model: Path, tmp_path: Path
+) -> None:
     empty = build_model(model).to_empty(device="cpu")
-    with pytest.raises(UserError, match=says.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(UserError, match=message.replace("(", r"\(").replace(")", r"\)")):
         load_weights(empty, spoiled(model, tmp_path / "spoiled", "model.norm.weight", tensor))
 
 
@@ -79,15 +81,15 @@ def test_the_exit_file_uses_the_disk_space_reserved_for_it(tmp_path: Path) -> No
 
 
 def test_a_lost_peer_is_a_consequence_and_gloos_greeting_is_removed(capsys: pytest.CaptureFixture[str]) -> None:
-    said = describe_failure(
+    rank_exit = describe_failure(
         RuntimeError("[gloo/tcp/pair.cc:554] Connection closed by peer. This may indicate a crash. GLHF!")
     )
-    assert (said.code, said.follows) == (RankExitCode.FAILED, True)
-    assert said.why.endswith("Connection closed by peer")
+    assert (rank_exit.code, rank_exit.follows) == (RankExitCode.FAILED, True)
+    assert rank_exit.why.endswith("Connection closed by peer")
 
 
 @pytest.mark.parametrize(
-    ("table", "says"),
+    ("table", "message"),
     [
         ({"train": {"beta1": 1.0}}, "train.beta1: expected from 0 to less than 1, found 1.0"),
         ({"train": {"learning_rate": 1e39}}, "train.learning_rate: expected more than 0, at most 1"),
@@ -99,7 +101,7 @@ def test_a_lost_peer_is_a_consequence_and_gloos_greeting_is_removed(capsys: pyte
         ({"train": {"warmup_stps": 1}}, "train.warmup_stps: unknown key, did you mean warmup_steps?"),
     ],
 )
-def test_invalid_settings_are_named_with_the_valid_range(table: dict[str, object], says: str) -> None:
+def test_invalid_settings_are_named_with_the_valid_range(table: dict[str, object], message: str) -> None:
     with pytest.raises(UserError) as refused:
         parse_job_settings(MINIMUM | table, "job.toml")
-    assert says in str(refused.value)
+    assert message in str(refused.value)

@@ -118,9 +118,9 @@ def test_ranks_that_wait_in_different_collectives_report_which_and_where(stuck: 
 
 def test_a_collective_that_times_out_leaves_a_flight_record(tmp_path: Path) -> None:
     for process in start(tmp_path, timeout_seconds=2.0):
-        said, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        output, _ = process.communicate(timeout=DEADLINE_SECONDS)
         assert process.returncode == 5
-        assert f"flight record: {tmp_path}/flight/attempt-02/rank-0000" in said
+        assert f"flight record: {tmp_path}/flight/attempt-02/rank-0000" in output
     assert not list((tmp_path / "worker").iterdir())
     for rank, last in enumerate(("gloo:barrier", "gloo:all_reduce")):
         with (tmp_path / "flight" / "attempt-02" / f"rank-{rank:05d}").open("rb") as file:
@@ -156,12 +156,12 @@ def test_the_stack_of_a_waiting_main_thread_is_available_and_the_socket_is_remov
 
 def serve(run: Path) -> list[str]:
     """Starts the server, sends a request, stops it; returns what was logged."""
-    said: list[str] = []
-    with worker_socket(RunDirectory(run), 3, said.append) as path:
+    output: list[str] = []
+    with worker_socket(RunDirectory(run), 3, output.append) as path:
         if path is not None:
             assert path.parent.stat().st_mode & 0o777 == 0o700
             assert ask(RunDirectory(run).worker_socket(3), "ping") == "pong"
-    return said
+    return output
 
 
 def test_a_run_directory_with_a_long_path_gets_a_link_to_a_private_socket(
@@ -188,6 +188,6 @@ def test_the_socket_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
 
 def test_a_rank_without_a_socket_logs_that_and_trains(tmp_path: Path) -> None:
     (tmp_path / "worker").write_text("a file where the directory should be")
-    said = serve(tmp_path)
-    assert len(said) == 1
-    assert "no worker socket" in said[0]
+    output = serve(tmp_path)
+    assert len(output) == 1
+    assert "no worker socket" in output[0]
