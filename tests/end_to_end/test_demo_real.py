@@ -31,7 +31,8 @@ def test_a_real_deadlock_is_detected_and_evenness_min_prevents_it() -> None:
 
     kinds = [event["kind"] for event in played["events"] if event["kind"] not in ("told", "gate", "diagnosed")]
     once = list(dict.fromkeys(kinds))
-    (diagnosis,) = (event["text"] for event in played["events"] if event["kind"] == "diagnosed")
+    # On a busy machine an earlier suspicion may have been diagnosed, and resolved at the next step.
+    diagnosis = [event["text"] for event in played["events"] if event["kind"] == "diagnosed"][-1]
     assert diagnosis.startswith("diagnosis: rank 3 ")
     assert diagnosis.endswith(" (conclusive)")
     assert once == [
@@ -48,7 +49,11 @@ def test_a_real_deadlock_is_detected_and_evenness_min_prevents_it() -> None:
 
     said = [(notice["status"], notice["alert"]) for notice in played["notices"]]
     assert said.index(("firing", "JobHung")) < said.index(("firing", "JobCompleted"))
-    hung = [n for n in played["notices"] if (n["alert"], n["status"]) == ("JobHung", "firing")]
+    about_hang = [notice for notice in played["notices"] if notice["alert"] == "JobHung"]
+    begun = next(index for index, notice in enumerate(about_hang) if notice["severity"] == "critical")
+    resolved = [index for index, notice in enumerate(about_hang[:begun]) if notice["status"] == "resolved"]
+    hung = [n for n in about_hang[max(resolved, default=-1) + 1 :] if n["status"] == "firing" and n["suspects"]]
+    assert hung
     assert all("rank 3" in notice["suspects"] for notice in hung)
     assert hung[-1]["severity"] == "critical"
 
