@@ -1,7 +1,7 @@
 """The samples that collectors produce: frozen types with units in their names. Everything downstream reads these.
 
 A value is a number or None, and every None has a reason: `unsupported` (this GPU has no such reading) and `unreadable`
-(it should have one and the driver did not return it) are different findings and never merge.
+(it should have one and the driver did not return it) are different and are never merged.
 
 A reading of a GPU is declared once, as a field of `GpuSample`: its name with the unit, its type, and where it comes
 from (`GpuReading`). The probe, the NVML reader and the nvidia-smi readers take it from there.

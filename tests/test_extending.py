@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_architecture import classes_defined_twice
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("collectors", "trainer", "watcher")
 
@@ -294,6 +296,10 @@ def test_an_extension_works_with_these_edits_alone(extension: Extension, extende
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == extension.expected
+
+
+def test_the_extended_tree_still_has_one_definition_per_class(extended: Path) -> None:
+    assert classes_defined_twice(extended) == {}
 
 
 def test_contributing_lists_these_places_and_no_others() -> None:

@@ -101,7 +101,7 @@ def run_commands(driver: Driver, servers: Mapping[str, NodeServer]) -> None:
 
 
 def wait_for_children(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Pids of commands that outlived their connection. They are ours, so they get SIGTERM in the end."""
+    """Pids of commands that outlived their connection, so that they can be terminated at exit."""
     deadline = time.monotonic() + EXIT_WAIT_SECONDS
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Runs the scenarios: one thread that writes what each GPU, process, rank and checkpoint shows at the moment."""
+"""Runs the scenarios: one thread that writes what each GPU, process, rank and checkpoint currently shows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The files of one simulated job, shared by its nodes: heartbeats or a log of another trainer, and checkpoints.
 
-The run directory has the layout of our trainer, the log that of torchtitan. Modification times are the scenario's.
+The run directory has the layout of wattwatch-train; the log imitates torchtitan. Modification times are the scenario's.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ COMPANION_PATTERNS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class SavePoint:
-    """The training loop's part of Completion, the same on all ranks."""
+    """What the training loop contributes to the completion marker, the same on all ranks."""
 
     run: str
     step: int  # steps done
@@ -149,7 +149,7 @@ class CheckpointSaver:
             raise UserError(str(error)) from None
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, point: SavePoint) -> SaveReport:
-        """Returns on all ranks when the checkpoint has its final name. With an optimizer it allows an exact resume.
+        """Returns on all ranks when the checkpoint has its final name. With the optimizer, training can resume exactly.
 
         Raises SaveError on all ranks, with the staged directory removed. If a rank has died, the others raise SaveError
         after the timeout, and the next CheckpointSaver removes the directory. Raises UserError for a model that cannot

@@ -1,4 +1,4 @@
-"""The six checks: from all nodes' reports to the verdict. Pure: every gate process computes the same from the same.
+"""The six checks: from all nodes' reports to the verdict. Pure functions, so every gate process gets the same result.
 
 arXiv 2608.05944, section 7, says that there were six checks, that unequal block counts are a warning, and that the
 minimum is recorded. It does not say which six they were; these are ours.
@@ -98,7 +98,7 @@ def run_checks(reports: Sequence[NodeReport], note: str = "") -> GateVerdict:
 
 
 def check_world(reports: Sequence[NodeReport], note: str) -> GateCheck:
-    """Every rank once, and nodes that agree on settings, code, versions and environment."""
+    """Checks that every rank appears once and that all nodes agree on settings, code, versions and environment."""
     settings = reports[0].settings
     seen = Counter(rank for report in reports for rank in report.ranks)
     problems = []
@@ -136,7 +136,7 @@ def check_world(reports: Sequence[NodeReport], note: str) -> GateCheck:
 
 
 def check_block_files(settings: GateSettings, shards: dict[int, ShardReport]) -> GateCheck:
-    """Each rank's token file exists, is whole, and is the one that its manifest describes."""
+    """Checks that each rank's token file exists, is complete, and is the one that its manifest describes."""
     problems = []
     for rank, shard in sorted(shards.items()):
         problems += [fail(f"rank {rank}: {shard.path}: {text}") for text in block_file_problems(settings, shard)]
@@ -184,7 +184,7 @@ def block_file_problems(settings: GateSettings, shard: ShardReport) -> list[str]
 
 
 def check_shards(reports: Sequence[NodeReport], shards: dict[int, ShardReport]) -> GateCheck:
-    """Together the ranks have each row of the corpus once, all tokenized in the same way."""
+    """Checks that the ranks together have each row of the corpus once, all tokenized in the same way."""
     world = reports[0].settings.world
     manifests = {rank: shard.manifest for rank, shard in sorted(shards.items()) if shard.manifest is not None}
     problems = []

@@ -1,4 +1,4 @@
-"""A child process with a deadline: a mount or a driver that hangs blocks the child, and the gate goes on without it."""
+"""A child process with a deadline: a mount or a driver that hangs blocks the child, and the gate continues."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ChildProcess:
         self.ended = False
 
     def send(self, message: dict[str, Any], until: float) -> None:
-        """Writes one line. What the child has not read by `until` is dropped: then it hangs, and will not answer."""
+        """Writes one line. What the child has not read by `until` is dropped: such a child hangs."""
         assert self._process.stdin is not None
         handle = self._process.stdin.fileno()
         # A blocking write would hang together with the child once the pipe is full.

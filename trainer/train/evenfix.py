@@ -57,7 +57,7 @@ def agree_on_blocks(
 ) -> StepPlan:
     """One all_reduce over the training group, MIN or MAX; none if evenness is off.
 
-    Raises UserError, on all ranks, if the blocks are not enough for one step.
+    Raises UserError if the blocks are not enough for one step: on all ranks alike, unless evenness is off.
     """
     blocks = local_blocks
     if evenness is not Evenness.OFF:

@@ -113,9 +113,9 @@ def log_step(job: TrainingJob, done: int, result: StepResult, rate: float) -> No
 
 
 def save_checkpoint(job: TrainingJob, done: int) -> None:
-    """Barrier first, save second: a rank that hangs in the step is found under the step's short timeout.
+    """Barrier first, save second: a rank that hangs in the step is found under the timeout of a step.
 
-    Without the barrier the others would wait for it in the first collective of the save, under its long timeout.
+    Without the barrier the others would wait for it in the first collective of the save, under its longer timeout.
     """
     job.heartbeat.update(RankPhase.BARRIER, done)
     barrier(job.device)

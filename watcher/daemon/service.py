@@ -1,4 +1,4 @@
-"""The daemon behind `wattwatch serve`: everything it runs is created and started in `Service._start`, in this order.
+"""The daemon behind `wattwatch serve`: everything that it runs is created in `Service._start`, in this order.
 
 1. The web server's socket, so that a port in use fails first.
 2. The state store (SQLite) and the alert manager, which loads the open episodes and the undelivered messages.
@@ -7,9 +7,10 @@
 5. The capture scheduler, which gathers evidence of a hung job and diagnoses it in a separate process.
 6. The engine, the web server, and the maintenance tasks.
 
-Threads: those of the fleet, one per receiver, one that ticks the engine, one with the web server's event loop, one for
-maintenance, and one that writes incident recordings. They share only the frozen snapshot. The main thread waits for
-signals and notifies systemd. `stop` undoes the start in reverse order.
+Threads: those of the fleet (SSH connections, logins), one per receiver, one that ticks the engine, one with the web
+server's event loop, one for maintenance, one that writes incident recordings, and one per capture of a hung job. Job
+data crosses between them only as the frozen snapshot; the store, the alert manager and the counters have locks of
+their own. The main thread waits for signals and notifies systemd. `stop` undoes the start in reverse order.
 """
 
 from __future__ import annotations
@@ -211,7 +212,10 @@ class Service:
         self._undo.close()
 
     def run(self, systemd: SystemdNotifier) -> int:
-        """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if the web server died."""
+        """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if the web server died.
+
+        A stop that takes too long ends the process with code 1: systemd must not wait for a hung file system.
+        """
         # The signals are blocked and taken by sigtimedwait. A handler that sets a threading.Event can deadlock, if it
         # interrupts this thread while it holds the event's lock. Threads inherit the mask, so block before any starts.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -1,4 +1,4 @@
-"""Puts the samples of a job's nodes side by side: one `JobSample` per evaluation.
+"""Combines the latest sample of each node of a job into one `JobSample` per evaluation.
 
 Keeps what a single line of a node cannot show: all GPUs a node has ever had, when the step counter last changed, and
 the kernel log lines since the last evaluation. Time is an argument.
@@ -75,7 +75,7 @@ class NodeHistory:
         }
 
     def count_reading(self, sample: NodeSample) -> None:
-        """Tell a new GPU reading from an old answer that is repeated."""
+        """Tell a new GPU reading from a repeated old one."""
         if sample.gpus is None or (self.sample is not None and sample.sequence == self.sample.sequence):
             return
         read = sample.node_seconds - sample.gpus_age_seconds
@@ -103,7 +103,7 @@ def without_replaced_gpus(known: Mapping[str, GpuSample], now: Mapping[str, GpuS
 
 
 class JobAssembler:
-    """Puts the samples of one job's nodes side by side."""
+    """Combines the samples of one job's nodes."""
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
@@ -114,7 +114,7 @@ class JobAssembler:
         self._step_changed_seconds: float | None = None
 
     def add(self, sample: NodeSample) -> None:
-        """Take one node's sample. Of several since the last evaluation the newest counts; all kernel lines do."""
+        """Take one node's sample. Of several since the last evaluation the newest counts; all kernel lines are kept."""
         history = self._nodes.get(sample.node)
         if history is None:
             return

@@ -1,18 +1,22 @@
-"""Decides where and why a job is hung. The step counter decides; power and utilization only suspect, and name the rank.
+"""Decides when a job is hung, and why. Where a step counter can be read, it decides, and power and utilization only
+raise the suspicion and name the rank. Without a counter, they decide alone, after minutes instead of seconds.
 
 There are four ways to a JobHung finding, tried in this order by `HangDetector.update`:
 
-1. `_by_counter`: no step for longer than the job's own timeout (trackers/step_timeout.py). Confirmed, except while all
-   ranks are idle, which a save by all of them looks like too.
+1. `_by_counter`: no step for longer than the job's own timeout (trackers/step_timeout.py, from the job's usual step
+   interval in trackers/step_rate.py). Confirmed; later where all ranks are idle, which a save by all of them looks
+   like too, and where power is unknown.
 2. `_by_signature`: the GPUs show the pattern of a deadlock (one rank idle, or none, while the rest spin at the power
    floor) in two rounds of samples, after the job was seen to work. Suspected within seconds; the counter confirms or
-   withdraws it. Without a readable counter it must last 60 s to be suspected and 300 s to be confirmed.
+   withdraws it. Without a readable counter it must last 60 s to be suspected and 300 s to be confirmed; longer, or
+   never, for a pattern that the job's own healthy work has shown (`_required_seconds`).
 3. `_by_endless_save`: rank 0 alone idle for longer than any save, where neither counter nor files can be read.
+   Confirmed at three times that limit.
 4. `_by_endless_idle`: another pattern at the power floor for 300 s, without a readable counter. Suspected only.
 
 The reason for these durations: in 13.9 h of public logs of healthy jobs, no pattern of a hang other than rank 0 alone
-idle lasted 10 s. A confirmed hang stays until something contradicts it (`_still_confirmed`). What a single sample
-looks like is decided by the classifier (classifier/), and by which rank (`Verdict.suspects`).
+idle lasted 10 s. A hang that the counter confirmed stays until something contradicts it (`_still_confirmed`). What a
+single sample looks like is decided by the classifier (classifier/), and by which rank (`Verdict.suspects`).
 
 Not detectable: a hang at the power of full work, or one that looks like a save, without a step counter.
 """

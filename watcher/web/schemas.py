@@ -52,7 +52,7 @@ class AlternativeAnswer(BaseModel):
 
 
 class VerdictAnswer(BaseModel):
-    """What one sample of the job's GPUs shows, independent of the time before."""
+    """What one sample of the job's GPUs shows, regardless of earlier samples."""
 
     state: PowerState
     shape: UtilizationPattern = Field(description="the pattern of utilization over the ranks")
@@ -66,7 +66,7 @@ class VerdictAnswer(BaseModel):
 
 
 class ProgressAnswer(BaseModel):
-    """The job's progress as it reports it."""
+    """The job's progress, as reported by the job."""
 
     step: int | None = Field(description="highest step in any source; null: progress cannot be read")
     slowest_step: int | None

@@ -39,7 +39,7 @@ def test_each_registered_type_has_a_module(type_name: str) -> None:
 
 
 def test_an_unregistered_type_is_rejected_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="expected 'slack' or 'webhook', got 'pager'"):
+    with pytest.raises(ValidationError, match=f"expected {' or '.join(map(repr, RECEIVER_TYPES))}, got 'pager'"):
         ReceiverSection(name="ops", type="pager", url_file=tmp_path / "url")
 
 

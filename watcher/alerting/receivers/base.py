@@ -1,6 +1,6 @@
 """What a receiver type implements, and what the response to a delivery means.
 
-To add a receiver type: write a module in this package that ends with `RECEIVER = YourReceiver()`, and add its name to
+To add a receiver type: write a module in this package that defines `RECEIVER = YourReceiver()`, and add its name to
 `RECEIVER_TYPES` in watcher/config/settings.py. The name is both the `type` in wattwatch.toml and the module's name.
 """
 
@@ -81,7 +81,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def render(self, message: AlertMessage, receiver_name: str) -> bytes:
-        """The JSON body to post."""
+        """The body to post, valid UTF-8 without lone surrogates: a log line may contain any bytes."""
 
     def fallback_payload(self, status: int, body: str, payload: bytes) -> bytes | None:
         """A simpler body to post at once because the receiver rejected this one; None if there is none."""
