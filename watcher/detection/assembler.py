@@ -208,7 +208,7 @@ class JobAssembler:
         ]
         found, expected = len(present) + len(sample.missing_gpus) + len(vanished), self._spec.gpus_per_node
         if expected is not None and found < expected:
-            text = f"{len(present)} GPUs are listed where the configuration says {expected}"
+            text = f"{len(present)} GPUs are listed, but the configuration expects {expected}"
             vanished.append(MissingGpu(None, None, ReadingStatus.LOST, text))
         return vanished
 

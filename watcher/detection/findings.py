@@ -158,7 +158,7 @@ def _starvation_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
     summary = f"{job} is waiting for data: its GPUs do not get input fast enough."
     if not hysteresis.is_proved:
         summary = f"{job} may be waiting for data: its GPUs are unevenly busy."
-        evidence.append("steps are no slower than before; healthy small models look the same")
+        evidence.append("steps are no slower than before; a healthy small model shows the same pattern")
     advice = _add_bottleneck(AlertName.JOB_STARVING, observation, evidence)
     _add_lost_share(step_rate, evidence)
     return _persistent_finding(
@@ -304,7 +304,7 @@ def _add_bottleneck(alert: AlertName, observation: Observation, evidence: list[s
     if not starving and not bottleneck.is_named:
         return advice
     if not any(bottleneck.description in text for text in evidence):
-        evidence.append(f"input bottleneck: {bottleneck.description}")
+        evidence.append(f"cause of the slow input: {bottleneck.description}")
     return bottleneck.next_step if starving else f"{advice} {bottleneck.next_step}"
 
 

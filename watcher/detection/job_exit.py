@@ -33,8 +33,8 @@ MAX_NAMED: Final = 4  # ranks or processes named in one sentence
 
 CRASH_ADVICE: Final = "Read the log of the named rank first: the timeouts of the other ranks follow from it. "
 SIMULTANEOUS_EXIT_ADVICE: Final = (
-    "Find which process failed first by the last lines of their logs. With wattwatch-train, a rank without "
-    "logs/attempt-*/rank-*.ending.json was killed. "
+    "Compare the last lines of the ranks' logs to find the process that failed first. With wattwatch-train, a rank "
+    "without logs/attempt-*/rank-*.ending.json was probably killed. "
 )
 
 

@@ -106,7 +106,7 @@ def test_a_replaced_gpu_is_no_missing_one() -> None:
 
 def test_gpus_that_never_showed_are_missing_where_their_number_is_configured() -> None:
     sample = look(JobAssembler(spec(gpus_per_node=8)), 10.0, line("a", 10.0, boards(0, 1, 2, 3, 4, 5, 6)))
-    assert [m.text for m in sample.nodes[0].missing_gpus] == ["7 GPUs are listed where the configuration says 8"]
+    assert [m.text for m in sample.nodes[0].missing_gpus] == ["7 GPUs are listed, but the configuration expects 8"]
 
 
 def test_gpus_that_could_not_be_asked_are_not_missing() -> None:

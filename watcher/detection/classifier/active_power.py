@@ -53,14 +53,14 @@ def classify_active_power(features: PowerFeatures) -> Verdict:
         return _no_kernels(features)
     suspects = features.single_outlier
     if watts >= features.profile.compute_watts:
-        why = "Most GPUs draw full compute power; some read idle at this moment"
+        why = "Most GPUs draw compute-level power; some are idle at this moment"
         return make_verdict(features, PowerState.COMPUTE, 0.55, why, (PowerState.HANG, 0.3), suspects)
     if _is_alternating(features):
         why = (
-            "The working GPUs draw full compute power while others are idle: two jobs, or pipeline stages taking turns"
+            "The working GPUs draw compute-level power while others are idle: two jobs, or pipeline stages taking turns"
         )
         return make_verdict(features, PowerState.COMPUTE, 0.45, why, (PowerState.HANG, 0.3))
-    why = "Some GPUs are idle while others work above the power floor: no known power range matches"
+    why = "Some GPUs are idle while others work: no known power range matches"
     return make_verdict(features, PowerState.UNKNOWN, 0.35, why, (PowerState.HANG, 0.3), suspects)
 
 
@@ -81,7 +81,7 @@ def _floor_unknown(features: PowerFeatures) -> Verdict:
         if features.profile_known:
             state, other = other, state
         return make_verdict(features, state, 0.5, f"Steps advance; {problem}", (other, 0.3))
-    why = f"GPUs are busy, but {problem}: power cannot tell work from waiting"
+    why = f"GPUs are busy, but {problem}, so power cannot tell work from waiting"
     return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3), features.single_outlier)
 
 
@@ -89,11 +89,11 @@ def _evenly_busy(features: PowerFeatures) -> Verdict:
     profile, watts = features.profile, features.median_watts
     advancing = features.progress is StepProgress.ADVANCING
     if len(features.gpus) == 1 and profile.floor_watts < watts < profile.compute_watts:
-        why = "One GPU works below full compute power, and no other is in this sample for it to wait for: light work"
+        why = "One GPU works below compute-level power and has no other GPU in this sample to wait for: light work"
         return make_verdict(features, PowerState.COMPUTE, 0.6 if advancing else 0.45, why, (PowerState.HANG, 0.3))
     if profile.communication is not None and watts in profile.communication:
         source = f", scaled from {profile.bands_from} to this GPU model" if profile.bands_from else " of this GPU model"
-        why = f"All ranks are evenly busy in the power range of communication{source}"
+        why = f"All GPUs are evenly busy in the power range of communication{source}"
         confidence = 0.75 * profile.bands_certain
         other = (PowerState.COMPUTE, 0.95 - confidence)
         return make_verdict(features, PowerState.COMMUNICATION, confidence, why, other)
@@ -102,22 +102,22 @@ def _evenly_busy(features: PowerFeatures) -> Verdict:
     light = any(watts in band for band in profile.light)
     barely = watts < profile.floor_watts + LIGHT_LOAD_SHARE * (profile.compute_watts - profile.floor_watts)
     if advancing and barely and not light:
-        why = "Steps advance, and all ranks are evenly busy at little more than the power floor"
+        why = "Steps advance, and all GPUs are evenly busy at little more power than GPUs that only wait"
         return make_verdict(features, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.35))
     if advancing or light:
-        why = "All ranks are evenly busy below full compute power, as in light healthy training on this GPU model"
+        why = "All GPUs are evenly busy below compute-level power, as in light healthy training on this GPU model"
         confidence = 0.7 if advancing else 0.45
         return make_verdict(features, PowerState.COMPUTE, confidence, why, (PowerState.COMMUNICATION, 0.3))
     if is_memory_busy(features.gpus) and watts <= profile.floor_watts:
-        why = "All GPUs are busy and move memory, at no more than the power floor: light work, or a slow link"
+        why = "All GPUs are busy and move memory but draw no more than GPUs that only wait: light work or a slow link"
         return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.3))
     if watts <= profile.floor_watts:
-        why = "Some GPUs spin at the power floor, others draw more"
+        why = "Some GPUs are only waiting (power at the floor), others draw more"
         return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3))
     if barely:
-        why = "All ranks are evenly busy at little more than the power floor"
+        why = "All GPUs are evenly busy at little more power than GPUs that only wait"
         return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.35))
-    why = "All ranks are evenly busy, well above the power floor and below full compute power"
+    why = "All GPUs are evenly busy, between the power of GPUs that only wait and compute-level power"
     # GPUs of an unknown model may draw a third of their limit when idle, so spinning is not out of the question.
     other = (PowerState.HANG, 0.3) if profile.name == generic_profile().name else (PowerState.COMPUTE, 0.4)
     return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, other)
@@ -128,33 +128,33 @@ def _full_compute(features: PowerFeatures) -> Verdict:
     band = features.profile.communication
     confidence = 0.9 if features.profile_known else 0.6
     if band is not None and features.median_watts < band.low_watts:
-        why = "All ranks are busy at the lower end of full compute power"
+        why = "All GPUs are busy at the lower end of compute-level power"
         other = (PowerState.COMMUNICATION, 0.25)
         return make_verdict(features, PowerState.COMPUTE, min(confidence, 0.7), why, other)
-    return make_verdict(features, PowerState.COMPUTE, confidence, "All ranks are busy at full compute power")
+    return make_verdict(features, PowerState.COMPUTE, confidence, "All GPUs are busy and draw compute-level power")
 
 
 def _unevenly_busy(features: PowerFeatures) -> Verdict:
     profile, watts = features.profile, features.median_watts
     if watts >= NEAR_PLATEAU * profile.compute_watts and _is_even(features):
-        why = "All ranks are about evenly busy at full compute power"
+        why = "All GPUs are busy and draw compute-level power"
         confidence = 0.9 if features.profile_known else 0.6
         return make_verdict(features, PowerState.COMPUTE, confidence, why, (PowerState.STARVATION, 0.1))
     # A rank that runs nothing beside others that do may be the one they wait for.
     any_idle = min(g.gpu.utilization_percent or 0.0 for g in features.gpus) <= IDLE_PERCENT
     other = (PowerState.HANG if any_idle else PowerState.COMPUTE, 0.25)
     if profile.starvation is not None and watts in profile.starvation:
-        why = f"{features.scatter_text} in the power range of starvation: GPUs wait for input"
+        why = f"{features.scatter_text} in the power range of starvation: the GPUs are probably waiting for input"
         confidence = max(0.5, 0.75 * profile.bands_certain)
         return make_verdict(features, PowerState.STARVATION, confidence, why, other)
     if watts >= profile.compute_watts:
-        why = "Full compute power; utilization dips on some ranks"
+        why = "GPUs draw compute-level power; utilization is lower on some ranks"
         return make_verdict(features, PowerState.COMPUTE, 0.65, why, (PowerState.STARVATION, 0.25))
     if _is_alternating(features):
         # In a starving job no GPU draws full compute power; here those that have work do.
-        why = "The working GPUs draw full compute power while others are idle: pipeline stages taking turns"
+        why = "The working GPUs draw compute-level power while others are idle: pipeline stages taking turns"
         return make_verdict(features, PowerState.COMPUTE, 0.45, why, (PowerState.STARVATION, 0.35))
-    why = f"{features.scatter_text} at medium power: GPUs wait for input"
+    why = f"{features.scatter_text} at medium power: the GPUs are probably waiting for input"
     any_at_floor = any(
         (g.gpu.utilization_percent or 0.0) <= IDLE_PERCENT
         and (valid_power_watts(g.gpu) or 0.0) <= FLOOR_TOLERANCE * profile.floor_watts
@@ -180,15 +180,15 @@ def _no_kernels(features: PowerFeatures) -> Verdict:
     """0 % says that no kernel runs. Clocks that are still up, or a power average over the last second, explain the
     power."""
     if features.median_watts >= features.profile.compute_watts:
-        why = "Utilization reads idle at full compute power: a moment between two kernels"
+        why = "Utilization is near 0 % at compute-level power: probably a sampling artifact between kernels"
         return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.COMPUTE, 0.3))
     above_floor = features.floor_known and features.median_watts > FLOOR_TOLERANCE * features.profile.floor_watts
     if above_floor and features.has_contexts and not no_model_loaded(features.gpus):
         if statistics.median(g.gpu.utilization_percent or 0.0 for g in features.gpus) >= OCCASIONAL_WORK_PERCENT:
-            why = "GPUs run a kernel now and then and draw more than when idle: they wait for data"
+            why = "GPUs run a kernel now and then but draw more than when idle: they are probably waiting for input"
             return make_verdict(features, PowerState.STARVATION, 0.45, why, (PowerState.HANG, 0.3))
         if len(features.gpus) > 1:
-            why = "No kernel runs, but GPUs draw more than when idle: they worked a moment ago and are pausing"
+            why = "No kernel runs, but GPUs draw more than when idle: they probably worked a moment ago"
             return make_verdict(features, PowerState.CHECKPOINT, 0.6, why, (PowerState.HANG, 0.25))
     why = "No kernel runs although GPU clocks are up: start-up, or a pause between phases"
     return make_verdict(features, PowerState.IDLE, 0.45, why, (PowerState.HANG, 0.3))

@@ -101,14 +101,17 @@ def _classify(
 
 
 def _no_readable_gpu(sample: JobSample) -> Verdict:
-    reasons = [f"{node.node}: {node.unreadable_reason_in_full}" for node in sample.nodes]
+    reasons = [
+        f"{node.node}: {'no GPU reading received' if node.status is HostStatus.OK else node.unreadable_reason_in_full}"
+        for node in sample.nodes
+    ]
     driver_lost = any(node.status in (HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES) for node in sample.nodes)
     return Verdict(
         state=PowerState.UNKNOWN,
         confidence=0.9 if driver_lost else 0.5,
         pattern=UtilizationPattern.UNKNOWN,
         why="No GPU could be read. " + "; ".join(reasons[:4]),
-        advice="The job itself may be fine. Log in to the node and run nvidia-smi there."
+        advice="The job itself may be fine. Run nvidia-smi on the node to see whether its GPUs respond."
         + (" The NVIDIA driver was replaced or has failed." if driver_lost else ""),
     )
 
@@ -171,10 +174,12 @@ def _readings_missing(sample: JobSample, progress: StepProgress | None) -> Verdi
     no_power = sum(valid_power_watts(g) is None for g in gpus)
     no_utilization = sum(g.utilization_percent is None for g in gpus)
     if mig:
-        why = "MIG is enabled: utilization has no value for the whole GPU, and its power is shared by all slices."
+        why = "MIG is enabled: nvidia-smi reports power for the whole GPU only, and no utilization."
     else:
-        why = f"Power is missing on {no_power} of {len(gpus)} GPUs, utilization on {no_utilization}."
-    advice = f"{PROVIDE_PROGRESS}: without power and utilization only steps can decide."
+        counts = (("power", no_power), ("utilization", no_utilization))
+        unreadable = [f"{name} cannot be read on {n} of {len(gpus)} GPUs" for name, n in counts if n]
+        why = f"{', '.join(unreadable).capitalize()}."
+    advice = f"{PROVIDE_PROGRESS}: when power or utilization cannot be read, only the step counter can settle it."
     return verdict(PowerState.UNKNOWN, 0.3, why, advice, Alternative(PowerState.HANG, 0.3))
 
 
@@ -193,7 +198,7 @@ def _straggler(features: PowerFeatures) -> Verdict | None:
     )
     if ratio < STRAGGLER_POWER_RATIO:
         return None
-    why = f"{len(working)} of {len(gpus)} busy GPUs compute, at {ratio:.1f} times the power of the others, which wait"
+    why = f"{len(working)} of {len(gpus)} GPUs compute, at {ratio:.1f} times the power of the others, which only wait"
     confidence = 0.6 * features.floor_confidence
     return make_verdict(features, PowerState.STRAGGLER, confidence, why, (PowerState.HANG, 0.3), working)
 

@@ -24,12 +24,13 @@ ADVICE: Final[dict[PowerState, str]] = {
     PowerState.HANG: "Check whether the job's step counter is moving. If it is not, collect flight recorder dumps and "
     "stacks before the NCCL watchdog or anyone ends the job (`wattwatch serve` does so by itself where capture is on), "
     "then restart from the last checkpoint.",
-    PowerState.IDLE: "Nothing is running on these GPUs. If a job should be, find out why it ended.",
+    PowerState.IDLE: "The GPUs are not working now. If a job should be running here, check whether it has ended "
+    "or has stopped making progress.",
     PowerState.GPU_FAULT: ALERT_KINDS[AlertName.GPU_FAULT].advice,
     PowerState.STRAGGLER: ALERT_KINDS[AlertName.STRAGGLER].advice,
     PowerState.THROTTLE: ALERT_KINDS[AlertName.GPU_THROTTLED].advice,
     PowerState.WAITING: "Check the job's step counter: start-up and evaluation look the same as a job without input.",
-    PowerState.UNKNOWN: f"{PROVIDE_PROGRESS} so that it can be decided.",
+    PowerState.UNKNOWN: f"{PROVIDE_PROGRESS} to settle it.",
 }
 
 

@@ -130,8 +130,8 @@ class PowerFeatures:
     def scatter_text(self) -> str:
         """The pattern SCATTER in words: of a single GPU it is the reading between idle and busy."""
         if len(self.gpus) == 1:
-            return "Utilization is neither idle nor busy"
-        return "Utilization varies widely over the ranks"
+            return "Utilization is between idle and busy"
+        return "Utilization varies widely between the ranks"
 
     @property
     def floor_known(self) -> bool:
@@ -275,6 +275,9 @@ def observed_floor_watts(gpus: Sequence[RankGpu], floor_watts: float | None = No
     return FLOOR_TOLERANCE * median if high_floor else max_spin_watts(median)
 
 
+NO_FLOOR: Final = "power floor unknown: the input names neither the GPU model nor its power limit"
+
+
 def _describe_floor(profile: PowerProfile, known: bool, learned: JobBaseline | None) -> list[str]:
     if not known:
         return []
@@ -295,15 +298,16 @@ def _describe(
 ) -> str:
     watts = [w for g in gpus if (w := valid_power_watts(g.gpu)) is not None]
     utilization = [g.gpu.utilization_percent for g in gpus if g.gpu.utilization_percent is not None]
-    share = "" if fraction is None else f", {fraction:.2f} of the limit"
+    share = "" if fraction is None else f", {fraction * 100:.0f} % of {'its' if len(gpus) == 1 else 'the'} limit"
+    median = "" if min(watts) == max(watts) else f", median {statistics.median(watts):.0f} W"
     if observed_floor is not None:
-        floors = [*floors, f"{observed_floor:.0f} W judging by the idle GPUs in this sample"]
+        floors = [*floors, f"power floor {observed_floor:.0f} W estimated from the idle GPUs in this sample"]
     text = (
-        f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''} at {_range(watts)} W (median {statistics.median(watts):.0f} W"
-        f"{share}; {', '.join(floors) or 'power floor unknown: neither GPU model nor power limit'}), "
+        f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''} at {_range(watts)} W{median}{share}; "
+        f"{', '.join(floors) or NO_FLOOR}; "
         f"utilization {_range(utilization)} %"
     )
-    return text if not left_out else f"{text}; {left_out} without a CUDA context ignored"
+    return text if not left_out else f"{text}; {left_out} without allocated memory ignored"
 
 
 def _range(values: Sequence[float]) -> str:

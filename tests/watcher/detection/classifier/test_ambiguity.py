@@ -143,7 +143,7 @@ def test_mig_says_why_power_does_not_decide() -> None:
     sliced = job_sample([400.0] * 8, [None] * 8, mig=True, reasons={"utilization_percent": ReadingStatus.MIG})
     assert classify(sliced).state is PowerState.UNKNOWN
     assert "--progress" in told(sliced)
-    assert "power is that of the whole GPU" in told(sliced)
+    assert "nvidia-smi reports power for the whole GPU only" in told(sliced)
 
 
 def test_an_unknown_state_without_gpus_says_what_to_check() -> None:

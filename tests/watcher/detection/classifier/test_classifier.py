@@ -63,7 +63,7 @@ def test_full_utilization_without_memory_or_process_is_a_false_reading() -> None
 def test_zero_power_beside_high_utilization_is_not_readable() -> None:
     verdict = classify(job_sample([0] * 8, [100] * 8))
     assert verdict.state is PowerState.UNKNOWN
-    assert "Power is missing on 8 of 8 GPUs" in verdict.why
+    assert "Power cannot be read on 8 of 8 GPUs" in verdict.why
 
 
 def test_mig_has_no_utilization_of_the_whole_gpu() -> None:
