@@ -142,7 +142,7 @@ class ProbeReader:
         try:
             sequence, now, wall = _to_int(message["seq"]), _to_float(message["t"]), _to_float(message["w"])
         except WRONG_VALUE_ERRORS:
-            return self._unreadable("seq, t or w is missing or not a number", 0, 0.0, 0.0, received_seconds)
+            return self._unreadable("the line has no valid number in seq, t or w", 0, 0.0, 0.0, received_seconds)
         try:
             return self._sample(message, sequence, now, wall, received_seconds)
         except WRONG_VALUE_ERRORS as error:

@@ -284,7 +284,7 @@ def job_panels() -> list[DashboardPanel]:
         ),
         time_series_panel(
             "Power per job",
-            "Sum over its GPUs, from their energy counters, averaged over 5 min.",
+            "Power of all GPUs of the job, from their energy counters, averaged over 5 min.",
             (PromQuery(f"sum by (train_job) (rate({metric('gpu_energy_joules_total')}[5m]))", "{{train_job}}"),),
             "watt",
         ),

@@ -133,7 +133,7 @@ def read_job_defaults(ctx: click.Context, _: click.Parameter, path: str | None) 
 @click.option(
     "--job", is_eager=True, callback=read_job_defaults, help="JOB.toml: sets all options below except --resume."
 )
-@click.option("--run", required=True, help="Run directory, shared by all nodes: gate.json, checkpoints/.")
+@click.option("--run", required=True, help="Run directory, shared by all nodes; holds gate.json and checkpoints/.")
 @click.option("--data", required=True, help="Directory of the packed blocks on this node.")
 @click.option(
     "--world", type=click.IntRange(1), envvar=WORLD_VARIABLES, required=True, help="Number of ranks of the job."

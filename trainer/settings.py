@@ -83,7 +83,9 @@ class TrainSettings:
     compile: bool = setting(False, "torch.compile each layer")
     document_mask: bool = setting(False, "no attention across records; needs blocks packed with --document-mask")
     log_every: int = setting(10, "steps between two log lines")
-    step_timeout_seconds: float = setting(1800.0, "a collective of a step that takes longer ends the job")
+    step_timeout_seconds: float = setting(
+        1800.0, "the job is ended if a collective during a step takes longer than this"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class CheckpointSettings:
     keep: int = setting(2, "complete checkpoints to keep")
     optimizer: bool = setting(False, "also save optimizer state, for an exact resume: 12 bytes per parameter")
     file_gigabytes: float = setting(5.0, "size of a weights file; each rank writes whole files")
-    timeout_seconds: float = setting(3600.0, "a collective of a save that takes longer ends the job")
+    timeout_seconds: float = setting(3600.0, "the job is ended if a collective during a save takes longer than this")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class LaunchSettings:
     nodes: str = setting("localhost", "such as gpu-[01-16]; rank 0 runs on the first")
     ranks_per_node: int = setting(1, "processes on each node: one per GPU")
     via: str = setting("local", "local: this host only; ssh; srun: inside a Slurm allocation")
-    address: str = setting("", "address of the first node for the other nodes. Default: its name")
+    address: str = setting("", "address at which the other nodes reach the first node. Default: the first node's name")
     port: int = setting(29500, "port of torch's store on the first node; the gate uses the next one")
     retries: int = setting(3, "new attempts from the last complete checkpoint after a failure")
     retry_wait_seconds: float = setting(10.0, "delay before the first retry, doubled for each further one")
@@ -234,7 +236,7 @@ def _bad_values(settings: JobSettings) -> list[str]:
         if not VARIABLE_NAME.fullmatch(name) or "\0" in value:
             problems.append(f"launch.environment.{name!r}: not a valid environment variable")
         elif name in RESERVED_VARIABLES:
-            problems.append(f"launch.environment.{name}: set by the launcher; remove it")
+            problems.append(f"launch.environment.{name}: the launcher sets this itself; remove it")
     problems += [f"{name}: empty" for name in ("run", "data", "model") if not getattr(settings, name)]
     return problems
 

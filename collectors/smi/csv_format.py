@@ -116,7 +116,7 @@ def _collect(lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple
                 found.unreadable += 1
                 messages.warn(f"line {number + 1}: {len(cells)} cells, expected {len(columns)}: {line.strip()!r}")
             elif not line.lstrip().startswith("#"):
-                messages.warn(f"not understood: {line.strip()!r}")
+                messages.warn(f"line not understood: {line.strip()!r}")
     if cut and found.rows and found.rows[-1][0] == len(lines) - 1:
         _drop_cut_row(found)
     return found
@@ -176,7 +176,7 @@ def _why_not_gpus(columns: tuple[Column, ...]) -> str:
             "rows without a header, and the values alone do not show what each column is: "
             f"name the columns, e.g. {REQUIRED_COLUMNS}"
         )
-    return f"no GPU readings in these columns: {names}; needed: {REQUIRED_COLUMNS}"
+    return f"no power or utilization in these columns: {names}; needed: {REQUIRED_COLUMNS}"
 
 
 def _gpu_rows(

@@ -68,7 +68,7 @@ def parse_table(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
         elif is_timestamp(line):
             timestamp, block = line.strip(), block + 1
         elif not _is_border(line) and not messages.recognize(line, number):
-            messages.warn(f"not understood: {line.strip()!r}")
+            messages.warn(f"line not understood: {line.strip()!r}")
     seconds = parse_timestamps([timestamp for _, _, timestamp in gpus])
     rows = [
         GpuRow(gpu_from_cells(cells, PowerSource.TABLE), second, block)
@@ -167,7 +167,7 @@ def parse_xml(text: str, messages: MessageLog) -> ParsedRows:
         if gpus:
             snapshots.append(GpuSnapshot(parse_timestamps([timestamp[1] if timestamp else ""])[0], tuple(gpus)))
     _log_text_outside_xml(text, messages)
-    problem = "" if snapshots else "nvidia-smi -q -x lists no GPU"
+    problem = "" if snapshots else "no complete GPU in the output of nvidia-smi -q -x (cut off?)"
     # A complete document proves that a GPU it does not list is missing; one that is cut off does not.
     return ParsedRows(tuple(drop_cut_rounds(snapshots) if cut else snapshots), tuple(warnings), unreadable, problem, 0)
 
@@ -283,6 +283,6 @@ def parse_listing(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
         elif _LISTED_SLICE.match(line) and found:
             found[-1]["mig"] = ("Enabled", "")
         elif line.strip() and not messages.recognize(line, number):
-            messages.warn(f"not understood: {line.strip()!r}")
+            messages.warn(f"line not understood: {line.strip()!r}")
     messages.warn("nvidia-smi -L lists GPUs that are lost as well: it says nothing about their health")
     return ParsedRows(group_into_snapshots([GpuRow(gpu_from_cells(cells), None) for cells in found]), (), 0, "", last)

@@ -123,7 +123,7 @@ def _why_nothing(rows: ParsedRows, messages: MessageLog, empty: bool) -> str:
         return rows.problem
     if rows.unreadable_rows:
         return f"{rows.unreadable_rows} rows without a GPU: all cells are absent, or cells are missing"
-    first = f"; it begins with {messages.warnings[0]}" if messages.warnings else ""
+    first = f"; first problem: {messages.warnings[0]}" if messages.warnings else ""
     query = REQUIRED_COLUMNS.replace(", ", ",")
     return f"no GPU row found{first}. Needed: nvidia-smi --query-gpu={query} --format=csv"
 
@@ -201,5 +201,5 @@ def parse_wandb(lines: Sequence[str]) -> ParsedRows:
                 others.add(key)
     if not gpus:
         found = ", ".join(sorted(others)[:10])
-        return ParsedRows(problem=f"no GPU readings: this logger recorded only {found}; needed: powerWatts, gpu, temp")
+        return ParsedRows(problem=f"this logger recorded only {found}; needed: powerWatts, gpu, temp")
     return ParsedRows((GpuSnapshot(None, tuple(gpu_from_cells(gpus[index]) for index in sorted(gpus))),))

@@ -80,7 +80,7 @@ def parse_rocm(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
                 and "End of ROCm" not in text
                 and text[0] not in "=-"
             ):
-                messages.warn(f"not understood: {text!r}")
+                messages.warn(f"line not understood: {text!r}")
             continue
         last = number
     gpus = _with_secondary_dies(

@@ -188,7 +188,7 @@ def parse_steps(answer: str) -> Iterator[CheckStep]:
                 f"path {name}",
                 None,
                 f"{name} does not exist on the node",
-                "expected only before the job's first start",
+                "normal only if the job has never been started",
             )
         else:
             yield CheckStep(f"path {name}", False, f"{name} cannot be read", "give our user read access")
@@ -270,7 +270,7 @@ def _sockets(target: CaptureTarget, found_worker: tuple[str, str] | None, user: 
         return "no run_directory is configured, so no worker sockets: only existing dumps, NCCL RAS and processes"
     verdict, text = found_worker
     if verdict == "absent":
-        return f"no worker sockets in {target.run_directory}/worker yet: expected only before the job's first start"
+        return f"no worker sockets in {target.run_directory}/worker yet: normal only if the job has never been started"
     owner, _, number = text.partition(" ")
     if verdict == "no":
         return f"worker sockets are accessible to {owner} only, but we log in as {user}: log in as {owner} or root"

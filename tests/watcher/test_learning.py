@@ -107,7 +107,7 @@ def test_garbage_in_the_table_is_ignored_with_a_warning(tmp_path: Path, caplog: 
     with caplog.at_level(logging.WARNING):
         watch = Watch(store)
     assert len(caplog.records) == 6
-    assert "cannot be read and is learned again" in caplog.text
+    assert "cannot be read, so it is being learned again" in caplog.text
     watch.play(int(SAVE_LEARNED_EVERY_SECONDS) + 5, working())
     assert "floor 235 W from profile b300" in watch.why
     assert store.load_learned() == {}

@@ -153,7 +153,7 @@ def _read_marker(directory: Path) -> Completion:
     # Before the fields: another version may have other ones, and "unknown field" would hide the real reason.
     version = data.get("v") if isinstance(data, dict) else None
     if isinstance(version, int) and version != COMPLETION_VERSION:
-        raise _IncompleteError(f"{path}: version {version}, this program reads version {COMPLETION_VERSION}")
+        raise _IncompleteError(f"{path}: format version {version}, but this program reads version {COMPLETION_VERSION}")
     try:
         return parse_dataclass(Completion, data)
     except InvalidDataError as error:
@@ -249,7 +249,7 @@ def read_tensor_names(path: Path, size_bytes: int) -> frozenset[str]:
             raise InvalidHeaderError(f"{size_bytes} bytes are too short for a safetensors file")
         header_bytes = int.from_bytes(file.read(8), "little")
         if size_bytes < 8 + header_bytes or header_bytes > MAX_HEADER_BYTES:
-            raise InvalidHeaderError(f"its header would have {header_bytes:,} bytes, the file has {size_bytes:,}")
+            raise InvalidHeaderError(f"its header claims {header_bytes:,} bytes, but the file has {size_bytes:,}")
         raw = file.read(header_bytes)
     try:
         header = json.loads(raw)

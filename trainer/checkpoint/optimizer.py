@@ -46,7 +46,7 @@ def load_optimizer_state(
     checkpoint without optimizer state; model and optimizer are then unchanged.
     """
     completion = read_completion(directory)
-    advice = "resume with weights only, or with the settings that it was saved with"
+    advice = "resume with weights only, or with the settings it was saved with"
     if not completion.optimizer:
         raise UserError(f"{directory}: saved without the optimizer; resume with weights only")
     if completion.world != world:

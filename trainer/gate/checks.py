@@ -170,12 +170,14 @@ def block_file_problems(settings: GateSettings, shard: ShardReport) -> list[str]
             "pack again"
         )
     elif shard.differing_offsets:
-        problems.append(f"the bytes at {shard.differing_offsets[0]:,} are not those that were packed: pack again")
+        problems.append(
+            f"the bytes at {shard.differing_offsets[0]:,} are not those that were packed: pack the dataset again"
+        )
     # A manifest without hashes would let any file of the right size pass.
     elif manifest.blocks and tuple((sample.offset, sample.bytes) for sample in manifest.samples) != sample_ranges(
         manifest.size_bytes
     ):
-        problems.append("its manifest has no hashes to compare with: pack again")
+        problems.append("its manifest has no hashes to compare with: pack the dataset again")
     if settings.document_mask and manifest.document_starts is None:
         problems.append("packed without --document-mask, which train.document_mask needs: pack again with it")
     if manifest.document_starts is not None and shard.starts_bytes != manifest.document_starts * START_BYTES:

@@ -193,7 +193,7 @@ def find_weight_files(directory: Path) -> dict[str, Path]:
         with safe_open(directory / SINGLE_FILE, framework="pt") as file:
             return dict.fromkeys(file.keys(), directory / SINGLE_FILE)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index}: not an index of weights: {type(error).__name__}: {error}") from None
+        raise UserError(f"{index}: not a valid weight index file: {type(error).__name__}: {error}") from None
     except FileNotFoundError:
         raise UserError(
             f"{directory}: neither {INDEX_FILE} nor {SINGLE_FILE}; set train.random_weights to start without weights"

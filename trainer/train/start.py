@@ -198,9 +198,9 @@ def read_resume_checkpoint(
         raise UserError(f"{resume}: trained on other blocks, so its step {completion.step:,} means nothing here")
     if completion.tokens != completion.step * tokens_per_step:
         raise UserError(
-            f"{resume}: used {completion.tokens:,} tokens in {completion.step:,} steps, this job uses "
-            f"{tokens_per_step:,} per step: blocks would be skipped or repeated; "
-            "use the same micro_batch x accumulation"
+            f"{resume}: saved after {completion.step:,} steps and {completion.tokens:,} tokens, but this job uses "
+            f"{tokens_per_step:,} tokens per step, so data blocks would be skipped or repeated. "
+            "Use the micro_batch x accumulation of that run."
         )
     if completion.step > plan.steps:
         raise UserError(f"{resume}: step {completion.step:,} is beyond this job's {plan.steps:,}")

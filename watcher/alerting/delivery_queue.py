@@ -246,7 +246,7 @@ class DeliveryQueue:
                 self._queues[delivery.receiver].add([delivery])
                 continue
             self._lost[delivery.receiver, DeliveryFailure.NOT_CONFIGURED.value] += 1
-            log.error("receiver %s is no longer configured: message %s is lost", delivery.receiver, delivery.key)
+            log.error("receiver %s is no longer configured: message %s was dropped", delivery.receiver, delivery.key)
             store.record_outcome(delivery, DeliveryFailure.NOT_CONFIGURED.value, clock.wall())
 
     def start(self) -> None:

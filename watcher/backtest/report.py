@@ -155,11 +155,12 @@ def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:
     yield ""
     yield from _matrix_lines(plain)
     yield ""
-    yield "  confidence   mean   right   off     without GPU model: mean   right   off"
+    yield "  confidence   mean   right   difference     without GPU model: mean   right   difference"
     left_out = {each.low: each for each in result.left_out_reliability}
     for low in sorted({each.low for each in plain.reliability} | set(left_out)):
         ours = next((each for each in plain.reliability if each.low == low), None)
-        yield f"  {low:.1f} - {low + 0.1:.1f}   {_bin_words(ours)}                    {_bin_words(left_out.get(low))}"
+        without = _bin_words(left_out.get(low))
+        yield f"  {low:.1f} - {low + 0.1:.1f}   {_bin_words(ours)}                           {without}"
     yield ""
     yield "  GPU model                          right"
     for name, share in plain.models.items():

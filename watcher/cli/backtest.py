@@ -20,8 +20,7 @@ from wattwatch.watcher.cli.shared import UNKNOWN, exit_unknown, json_option, pri
 @click.option(
     "--progress",
     type=click.Choice([knowledge.value for knowledge in ProgressKnowledge]),
-    help="Judge the samples with nothing known about the steps (none), or with what the reporter knew (word).  "
-    "[default: both]",
+    help="none: ignore what is known about steps; word: use the reporter's statement. Default: score both ways.",
 )
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Also write the JSON object to this file.")
 @json_option("All figures as one object.")

@@ -47,9 +47,9 @@ MIN_SAMPLES: Final = 10  # fewer cannot show whether the power is steady
 @click.option("--samples", type=click.IntRange(MIN_SAMPLES, 3600), default=30, show_default=True,
               help="Samples to take of each host, one per second.")  # fmt: skip
 @click.option("--progress", type=click.Choice([StepProgress.ADVANCING.value]),
-              help="State that steps advanced all the time in a log that does not count them.")  # fmt: skip
+              help="Declare that steps advanced throughout a log that contains no step counter.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
-              help="Write the [[profiles]] tables to this file, which must not exist.")  # fmt: skip
+              help="Write the [[profiles]] tables to this file, which must not exist yet.")  # fmt: skip
 @ssh_config_option()
 @json_option("One object: what was learned, what was not, and the profiles.")
 def calibrate_command(
@@ -62,9 +62,9 @@ def calibrate_command(
 ) -> None:
     """Measure what your GPUs draw, and print it as [[profiles]] tables for wattwatch.toml.
 
-    SOURCE is a host whose GPUs are idle now (sampled over SSH), a recording, or a log of nvidia-smi. A host teaches the
-    idle power. A recording or log also teaches the power with a CUDA context, from the start-up of a job, and the power
-    while computing, from its steps.
+    SOURCE is a host whose GPUs are idle now (sampled over SSH), a recording, or a log of nvidia-smi. From a host,
+    idle power is learned. From a recording or log, the power with a CUDA context (from the start-up of a job) and the
+    power while computing (from its steps) are learned too.
 
     Writes nothing on a node.
 

@@ -74,7 +74,7 @@ class DiagnoseCommand(click.Command):
     "page",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="With DIR: also write a report as HTML page.",
+    help="With DIR: also write a report as an HTML page.",
 )
 @api_options("With JOB: ")
 def diagnose_command(source: str, as_json: bool, page: Path | None, url: str, token_file: Path | None) -> None:

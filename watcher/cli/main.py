@@ -23,7 +23,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "triage": (
         "wattwatch.watcher.cli.triage",
         "triage_command",
-        "One verdict now, from hosts, nvidia-smi output, logs or recordings.",
+        "Give one verdict now, from hosts, nvidia-smi output, logs or recordings.",
     ),
     "calibrate": (
         "wattwatch.watcher.cli.calibrate",
@@ -41,7 +41,11 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
         "Print the effective configuration, or the reference of all keys.",
     ),
     "serve": ("wattwatch.watcher.cli.serve", "serve_command", "Run the watcher: alerts, web page, API, metrics."),
-    "status": ("wattwatch.watcher.cli.status", "status_command", "Jobs and open alerts of a running watcher, once."),
+    "status": (
+        "wattwatch.watcher.cli.status",
+        "status_command",
+        "Print the jobs and open alerts of a running watcher, then exit.",
+    ),
     "diagnose": (
         "wattwatch.watcher.cli.diagnose",
         "diagnose_command",
@@ -56,12 +60,12 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "progress": (
         "wattwatch.watcher.cli.inspect",
         "progress_command",
-        "What the watcher reads from a training log.",
+        "Show what the watcher reads from a training log.",
     ),
     "checkpoints": (
         "wattwatch.watcher.cli.inspect",
         "checkpoints_command",
-        "What the watcher reads from a checkpoint directory.",
+        "Show what the watcher reads from a checkpoint directory.",
     ),
 }
 
@@ -89,7 +93,8 @@ class LazyCommandGroup(click.Group):
 @click.group(cls=LazyCommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="wattwatch", message="wattwatch %(version)s")
 def wattwatch() -> None:
-    """Watches multi-node GPU training from outside the job: tells computing from hanging by power, not by utilization.
+    """Watches multi-node GPU training from outside the job: uses GPU power draw, not utilization, to tell computing
+    from hanging.
 
     To begin: `wattwatch demo`, or `nvidia-smi | wattwatch triage -`.
     """

@@ -154,7 +154,7 @@ def replay_object(result: ReplayResult) -> dict[str, Any]:
 
 def print_replay(result: ReplayResult) -> None:
     console = text_console()
-    console.print(f"[bold]{escape(result.source)}[/]: {result.rounds} rounds in {format_elapsed(result.seconds)}")
+    console.print(f"[bold]{escape(result.source)}[/]: {result.rounds} samples over {format_elapsed(result.seconds)}")
     several = len({change.job for change in result.changes}) > 1
     lines = [
         (c.at_seconds, f"{escape(c.job) + ': ' if several else ''}{c.state.value:<14} {escape(c.reason)}")

@@ -59,14 +59,24 @@ def api_options(subject: str = "") -> Callable[[Decorated], Decorated]:
 
     def decorate(command: Decorated) -> Decorated:
         token = click.option(
-            "--token-file", type=FilePath, metavar="FILE", help=f"{subject}File with the bearer token of the API."
+            "--token-file",
+            type=FilePath,
+            metavar="FILE",
+            help=_option_help(subject, "File with the bearer token of the API."),
         )
         url = click.option(
-            "--url", default=DEFAULT_API_URL, show_default=True, help=f"{subject}Address of the running watcher."
+            "--url",
+            default=DEFAULT_API_URL,
+            show_default=True,
+            help=_option_help(subject, "Address of the running watcher."),
         )
         return url(token(command))
 
     return decorate
+
+
+def _option_help(subject: str, text: str) -> str:
+    return f"{subject}{text[0].lower()}{text[1:]}" if subject else text
 
 
 def print_json(value: Any) -> None:

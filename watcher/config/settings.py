@@ -125,8 +125,12 @@ class WatcherSection(Section):
 class SshSection(Section):
     """How the watcher logs in to the nodes. Host keys are always verified."""
 
-    user: str | None = Field(None, description="login name; if not set, from ssh_config, then the current user")
-    port: int | None = Field(None, description="TCP port; if not set, from ssh_config, then 22", ge=1, le=65535)
+    user: str | None = Field(
+        None, description="login name; if not set, taken from ssh_config, or else the current user"
+    )
+    port: int | None = Field(
+        None, description="TCP port; if not set, taken from ssh_config, or else 22", ge=1, le=65535
+    )
     config_file: Path = Field(
         Path("~/.ssh/config"),
         strict=False,
@@ -134,12 +138,16 @@ class SshSection(Section):
         "UserKnownHostsFile are honored",
     )
     known_hosts_file: Path | None = Field(
-        None, strict=False, description="known host keys; if not set, from ssh_config, then ~/.ssh/known_hosts"
+        None, strict=False, description="known host keys; if not set, taken from ssh_config, or else ~/.ssh/known_hosts"
     )
     identity_files: tuple[Annotated[Path, Field(strict=False)], ...] = Field(
-        (), strict=False, description="private keys; if empty, from ssh_config, then the default names in ~/.ssh"
+        (),
+        strict=False,
+        description="private keys; if empty, taken from ssh_config, or else the default names in ~/.ssh",
     )
-    certificate_file: Path | None = Field(None, strict=False, description="user certificate of the first key")
+    certificate_file: Path | None = Field(
+        None, strict=False, description="SSH user certificate for the first of identity_files"
+    )
     passphrase_file: Path | None = Field(None, strict=False, description="file with the passphrase of the keys")
     use_agent: bool = Field(False, description="also use the keys of a running SSH agent")
     connect_timeout: Duration = Field(
@@ -180,13 +188,17 @@ class JobSection(Section):
         None, description="regular expression for the names of the job's processes; if not set, any process on a GPU"
     )
     gpus_per_node: int | None = Field(
-        None, description="GPUs that each node should have; if not set, the most that were ever seen on it", ge=1
+        None,
+        description="GPUs that each node should have; if not set, the highest number seen on that node so far",
+        ge=1,
     )
     floor_tokens_per_second: float | None = Field(
         None, strict=False, description="throughput below which JobSlow is raised", gt=0
     )
     checkpoint_every: Duration | None = Field(
-        None, description="interval of checkpoints; CheckpointOverdue is raised after twice this time without one"
+        None,
+        description="interval of checkpoints; CheckpointOverdue is raised when no checkpoint has been completed for "
+        "twice this time",
     )
     stall_limit: Duration | None = Field(
         None,
@@ -205,8 +217,8 @@ class JobSection(Section):
     flight_recorder_pipe: str | None = Field(
         None,
         description="path prefix of torch's dump pipes, as in the job's TORCH_NCCL_DEBUG_INFO_PIPE_FILE; a capture "
-        "then requests dumps through them, which makes the job write flight_recorder_files on its nodes; never during "
-        "a checkpoint, and never if not set",
+        "then requests dumps through them, which makes the job write flight_recorder_files on its nodes. If not "
+        "set, no dumps are requested. None are requested during a checkpoint.",
     )
     nccl_ras_port: int = Field(
         NCCL_RAS_PORT, description="port of NCCL RAS on the nodes, as in the job's NCCL_RAS_ADDR", ge=1, le=65535
@@ -343,7 +355,9 @@ class ProfileSection(Section):
     communication_watts: float | None = Field(
         None, strict=False, gt=0, description="power while all ranks are busy with communication"
     )
-    compute_watts: float | None = Field(None, strict=False, gt=0, description="lower end of the power while computing")
+    compute_watts: float | None = Field(
+        None, strict=False, gt=0, description="lowest power that still counts as computing"
+    )
 
     @model_validator(mode="after")
     def watts_rise(self) -> ProfileSection:

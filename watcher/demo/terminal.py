@@ -76,7 +76,7 @@ class TerminalScreen:
         if outcome.too_slow:
             self._console.print(
                 f"[yellow]This machine was too slow: {outcome.too_slow} (scenario time). "
-                "The delays above are those of the machine, not of the watcher; try a lower --speed.[/]"
+                "The delays above come from this machine, not from the watcher; try a lower --speed.[/]"
             )
         for problem in outcome.score.problems:
             self._console.print(f"[red]✗ {escape(problem)}[/]")
@@ -88,7 +88,11 @@ class TerminalScreen:
 
 
 def truncate(text: str) -> str:
-    return text if len(text) <= MAX_LINE_LENGTH else text[: MAX_LINE_LENGTH - 1] + "…"
+    """Cut at the last space that fits; inside a word only where the text has no space."""
+    if len(text) <= MAX_LINE_LENGTH:
+        return text
+    shown = text[: MAX_LINE_LENGTH - 1]
+    return (shown.rpartition(" ")[0] or shown) + " …"
 
 
 def summary_table(rows: Sequence[ExpectedAlertResult]) -> Table:

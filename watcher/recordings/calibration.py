@@ -267,7 +267,7 @@ def _profile(model: str, limit: float, members: Sequence[GpuId], knowledge: Base
     )
     grounds = {
         "idle_watts": describe_learned(idles) if idles else shipped,
-        "floor_watts": f"{describe_learned(contexts)}, plus what spinning in a collective adds"
+        "floor_watts": f"{describe_learned(contexts)}, plus the extra power of waiting in a collective"
         if contexts
         else shipped,
         "compute_watts": f"{PLATEAU_LOWER_END:.0%} of {describe_learned(plateaus)}" if plateaus else shipped,

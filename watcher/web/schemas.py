@@ -120,7 +120,9 @@ class JobAnswer(BaseModel):
     age_seconds: float = Field(description="time since it was last evaluated")
     verdict: VerdictAnswer
     progress: ProgressAnswer
-    checkpoint: CheckpointAnswer | None = Field(description="null: none is complete, or the directory cannot be read")
+    checkpoint: CheckpointAnswer | None = Field(
+        description="null if no checkpoint is complete or the directory cannot be read"
+    )
     gpus: int = Field(description="GPUs in the last sample")
     expected_gpus: int | None
     nodes: list[JobNodeAnswer]
@@ -521,7 +523,7 @@ def report_path(view: DiagnosisView) -> str:
 def no_diagnosis_reason(job: str, view: DiagnosisView | None) -> str:
     """Why there is no diagnosis, one sentence."""
     if view is None:
-        return f"{job!r} was never captured: no hang and no stalled checkpoint of it was detected so far"
+        return f"nothing has been captured for {job!r}: no hang or stalled checkpoint has been detected so far"
     if view.stage is DiagnosisStage.OFF:
         return f"{job!r} is never captured: its configuration says `capture = false`"
     if view.stage is DiagnosisStage.RUNNING:

@@ -115,7 +115,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: relist(d, SHARD, (2).to_bytes(8, "little") + b"[]"),
         f"{SHARD}: it does not have the header of a safetensors file",
     ),
-    "header longer than the file": (lambda d: relist(d, SHARD, b"\xff" * 8), f"{SHARD}: its header would have"),
+    "header longer than the file": (lambda d: relist(d, SHARD, b"\xff" * 8), f"{SHARD}: its header claims"),
     "empty shard": (lambda d: relist(d, SHARD, b""), f"{SHARD}: 0 bytes are too short for a safetensors file"),
     "index names a file not there": (
         lambda d: change_index(d, c="model-00003-of-00003.safetensors"),

@@ -97,7 +97,7 @@ def test_a_lost_peer_is_a_consequence_and_gloos_greeting_is_removed(capsys: pyte
         ({"train": {"step_timeout_seconds": 1e15}}, "at most 30 days"),
         ({"launch": {"environment": {"A=B": "1"}}}, "launch.environment.'A=B': not a valid environment variable"),
         ({"launch": {"environment": {"A": "\0"}}}, "launch.environment.'A': not a valid environment variable"),
-        ({"launch": {"environment": {"RANK": "1"}}}, "launch.environment.RANK: set by the launcher"),
+        ({"launch": {"environment": {"RANK": "1"}}}, "launch.environment.RANK: the launcher sets this itself"),
         ({"train": {"warmup_stps": 1}}, "train.warmup_stps: unknown key, did you mean warmup_steps?"),
     ],
 )

@@ -93,7 +93,7 @@ def test_the_profile_says_where_each_number_comes_from(tmp_path: Path) -> None:
     made, refused = build_profiles([calibration])
     assert refused == ()
     text = format_profiles_toml(made)
-    assert "at start-up, plus what spinning in a collective adds" in text.replace(")", "")
+    assert "at start-up, plus the extra power of waiting in a collective" in text.replace(")", "")
     assert "with nothing running" in text
     assert "85% of" in text
     assert tomllib.loads(text)["profiles"][0]["match"] == "^NVIDIA H100 80GB HBM3$"

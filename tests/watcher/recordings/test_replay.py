@@ -121,7 +121,7 @@ def test_a_healthy_log_has_no_alerts(shell: Shell, tmp_path: Path) -> None:
     path.write_text(log((60, "640.00 W", "100 %")))
     answer = shell.run("replay", path)
     assert answer.exit_code == 0
-    assert answer.out.splitlines()[0] == f"{path}: 60 rounds in 0:00:59"
+    assert answer.out.splitlines()[0] == f"{path}: 60 samples over 0:00:59"
     assert "no alerts" in answer.out
     (said,) = shell.run("replay", "--json", path).json
     assert list(said) == ["source", "seconds", "rounds", "states", "alerts"]

@@ -73,7 +73,7 @@ def test_the_api_returns_who_where_why_and_how_certain(done: DiagnosisView) -> N
 @pytest.mark.parametrize(
     ("view", "says"),
     [
-        (None, "no hang and no stalled checkpoint of it was detected so far"),
+        (None, "no hang or stalled checkpoint has been detected so far"),
         (DiagnosisView(JOB, DiagnosisStage.OFF), "`capture = false`"),
         (replace(NO_REPORT, stage=DiagnosisStage.RUNNING, diagnosis=None), "has been running since 10:11:25 UTC"),
         (

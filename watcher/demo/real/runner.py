@@ -209,7 +209,7 @@ class RealDemoRun:
             f"{shortest} has {steps[shortest]} steps, the others {sorted(steps)[1]} or more",
         )
         if steps.count(steps[shortest]) > 1:
-            raise ExpectationFailed(f"expected one rank with the fewest steps, packed were {steps}")
+            raise ExpectationFailed(f"expected one rank with the fewest steps, got {steps}")
 
     @property
     def _shortest(self) -> int:
@@ -291,7 +291,7 @@ class RealDemoRun:
             record: Mapping[str, Any] = orjson.loads(query_worker(self._job.socket_of(rank), "fr_trace_json"))
             stacks = query_worker(self._job.socket_of(rank), "dump_traceback").decode("utf-8", "replace")
         except (OSError, httpx.HTTPError, ValueError) as error:
-            raise ExpectationFailed(f"expected an answer at rank {rank}'s worker socket: {error}") from None
+            raise ExpectationFailed(f"rank {rank}'s worker socket did not answer: {error}") from None
         return find_current_wait(rank, record, stacks)
 
     # The remedy
@@ -312,7 +312,9 @@ class RealDemoRun:
         )
         codes = self._job.exit_codes()
         if any(codes):
-            raise ExpectationFailed(f"expected exit code 0 of both launchers, found {codes}: {self._job.last_output()}")
+            raise ExpectationFailed(
+                f"expected exit code 0 from both launchers, found {codes}: {self._job.last_output()}"
+            )
         checkpoint = self._job.checkpoint()
         if not checkpoint:
             raise ExpectationFailed("expected a complete checkpoint at the end of the epoch, there is none")

@@ -165,7 +165,9 @@ def load_baselines(rows: Mapping[str, bytes], wall_seconds: float) -> tuple[Base
             value = BASELINE_ADAPTER.validate_json(content)
         except (ValidationError, TypeError) as error:
             first_line = str(error).splitlines()[0]
-            warnings.append(f"a stored power baseline cannot be read and is learned again ({key[:100]}): {first_line}")
+            warnings.append(
+                f"a stored power baseline cannot be read, so it is being learned again ({key[:100]}): {first_line}"
+            )
             unusable.append(key)
             continue
         if value.key != key or not is_valid_baseline(value):

@@ -322,7 +322,7 @@ class NodeAgent:
                 answer += part
                 # 4096 bytes for the HTTP headers.
                 if len(answer) > self.request["rank_bytes"] + 4096:
-                    raise Unavailable(f"its worker socket sends more than {self.request['rank_bytes']:,} bytes")
+                    raise Unavailable(f"its worker socket sent more than {self.request['rank_bytes']:,} bytes")
                 if not part:
                     break
         top, _, body = bytes(answer).partition(b"\r\n\r\n")

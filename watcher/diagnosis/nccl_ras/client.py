@@ -187,7 +187,7 @@ class _Session:
         while b"\n" not in self.received:
             if len(self.received) > _MAX_LINE_BYTES:
                 raise _SessionFailed(
-                    f"it answers {line!r} with {len(self.received):,} bytes and no line break: it is not NCCL RAS"
+                    f"it answers {line!r} with {len(self.received):,} bytes and no line break: probably not NCCL RAS"
                 )
             if not self.receive():
                 raise _SessionFailed(f"it closed the connection after {line!r}")

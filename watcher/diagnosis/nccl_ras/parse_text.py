@@ -300,7 +300,7 @@ def _finish_report(draft: _ReportDraft, source: str) -> RasReport:
 
 def _report_problem(draft: _ReportDraft) -> str | None:
     if draft.nccl_version is not None and "Warnings" not in draft.sections:
-        return "its text ends early; the part before that was used"
+        return "the text is cut off; the part before that was used"
     if not (draft.sections or draft.groups or draft.communicators):
         return "it is neither a JSON nor a text report of RAS"
     if not (draft.groups or draft.communicators or draft.processes or draft.none_collected):

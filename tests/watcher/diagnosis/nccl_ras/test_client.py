@@ -114,7 +114,7 @@ def test_bytes_without_a_line_break_are_not_a_greeting() -> None:
     with serving(sends(b"\x16\x03" * 50_000)) as server:
         answer = request_report(server.connect(), Clock())
     assert answer.problem is not None
-    assert "no line break: it is not NCCL RAS" in answer.problem
+    assert "no line break: probably not NCCL RAS" in answer.problem
 
 
 def test_another_service_on_the_port_is_reported() -> None:

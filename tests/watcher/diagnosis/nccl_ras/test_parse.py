@@ -62,7 +62,7 @@ def test_json_that_ends_early_is_parsed_up_to_there() -> None:
 def test_text_that_ends_early_is_parsed_up_to_there() -> None:
     data = sample("status_stopped_process.txt")
     found = parse_report(data[: data.index(b"Warnings")])
-    assert found.problem == "its text ends early; the part before that was used"
+    assert found.problem == "the text is cut off; the part before that was used"
     assert [rank.rank for rank in found.communicators[0].ranks] == [13]
 
 
