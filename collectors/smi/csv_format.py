@@ -176,7 +176,7 @@ def _why_not_gpus(columns: tuple[Column, ...]) -> str:
             "rows without a header, and the values alone do not show what each column is: "
             f"name the columns, e.g. {REQUIRED_COLUMNS}"
         )
-    return f"no power or utilization in these columns: {names}; needed: {REQUIRED_COLUMNS}"
+    return f"these columns have no per-GPU values: {names}; needed: {REQUIRED_COLUMNS}"
 
 
 def _gpu_rows(

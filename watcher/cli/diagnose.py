@@ -176,23 +176,32 @@ def diagnosis_exit_code(document: Mapping[str, Any]) -> int:
 def print_diagnosis(source: str, document: Mapping[str, Any], code: int) -> None:
     console = text_console()
     proven = "proven by the flight records" if document["conclusive"] else f"confidence {document['confidence']:.2f}"
-    cause = safe_markup(document.get("cause") or "unknown")
-    certainty = "" if document.get("nothing_open") else f" ({proven}; cause: {cause})"
+    # A confidence beside "UNKNOWN" would be read as that of a finding.
+    unknown = document["verdict"] == "unknown" and not document["culprits"]
+    certainty = "" if document.get("nothing_open") or unknown else f" ({proven}; cause: {cause_text(document)})"
     verdict = f"[bold {EXIT_CODE_COLORS[code]}]{safe_markup(headline(document))}[/]"
     console.print(f"[bold]{safe_markup(source)}[/]: {verdict}{certainty}")
-    console.print(f"  who       {safe_markup(document.get('summary') or '')}")
+    console.print(f"  finding   {safe_markup(document.get('summary') or '')}")
     console.print(f"  why       {safe_markup(document['why'])}")
-    for label, agrees in (("agrees", True), ("against", False)):
+    for label, agrees in (("evidence", True), ("against", False)):
         sources = [source_label(each["source"]) for each in document.get("testimonies", ()) if each["agrees"] is agrees]
         if sources:
             console.print(f"  {label:<9} {safe_markup(', '.join(sources))}")
-    console.print(f"  next      {safe_markup(document.get('advice') or '')}")
+    console.print(f"  do next   {safe_markup(document.get('advice') or '')}")
     for group in document["groups"][:MAX_GROUPS]:
         _group(console, group)
     _waits(console, document.get("waits", ()), document["culprits"])
     _stacks(console, document.get("stacks", ()))
     _logs(console, document.get("logs", ()))
     _missing(console, document)
+
+
+def cause_text(document: Mapping[str, Any]) -> str:
+    """What is to blame, in words."""
+    cause = document.get("cause") or "unknown"
+    if cause == "rank":
+        return "this rank's process" if len(document["culprits"]) == 1 else "these ranks' processes"
+    return "the training code" if cause == "program" else safe_markup(cause)
 
 
 def headline(document: Mapping[str, Any]) -> str:
@@ -221,7 +230,7 @@ def _group(console: Console, group: Mapping[str, Any]) -> None:
         )
         first, *rest = map(safe_markup, cells)
         table.add_row(f"  {first}", *rest)
-    console.print(f"\n{safe_markup(group['group'])} ({group['size']:,} ranks), sequence number {group['slot']:,}")
+    console.print(f"\n{safe_markup(group['group'])} ({group['size']:,} ranks), sequence number {group['slot']}")
     console.print(table)
     if len(group["members"]) > MAX_ROWS:
         console.print(f"  {len(group['members']) - MAX_ROWS:,} more rows: see --json")
@@ -237,7 +246,7 @@ def _waits(console: Console, waits: Sequence[Mapping[str, Any]], culprits: Seque
         waiting, awaited = format_ranks(wait["ranks"]), format_ranks(wait["awaited"])
         verb = "waits" if len(wait["ranks"]) == 1 else "wait"
         why = agree_with_count(str(wait["why"]), len(wait["awaited"]))
-        what = f"{wait['operation']} at sequence number {wait['slot']:,} of {wait['group']}"
+        what = f"{wait['operation']} at sequence number {wait['slot']} of {wait['group']}"
         console.print(f"  {waiting} {verb} in {safe_markup(what)} for {awaited}, which {safe_markup(why)}")
     if len(waits) > MAX_WAITS:
         console.print(f"  {len(waits) - MAX_WAITS:,} more: see --json")

@@ -45,8 +45,8 @@ from wattwatch.watcher.recordings.replay import AlertChange, AlertTransition, Re
 def replay_command(files: tuple[Path, ...], profile_file: Path | None, anonymous: Path | None, as_json: bool) -> None:
     """Run recordings or GPU logs through the detector, at their own times, and print every change of state and alert.
 
-    With --anonymous, the copy is checked to give the same verdicts as the recording, and is then the one that is
-    replayed. Look through it before you share it.
+    With --anonymous, the copy is checked to give the same verdicts as the recording, and the copy is replayed.
+    Look through it before you share it.
 
     Exit code: 0 nothing to report, 1 a warning, 2 a critical alert, 3 a file could not be read.
     """

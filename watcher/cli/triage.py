@@ -211,13 +211,17 @@ def print_triage(result: TriageResult) -> None:
     console = text_console()
     color = EXIT_CODE_COLORS[triage_exit_code(result)]
     state = verdict.state.value.replace("_", " ").upper()
-    console.print(f"[bold]{escape(result.source)}[/]: [bold {color}]{state}[/] (confidence {verdict.confidence:.2f})")
-    console.print(f"  why       {escape(verdict.why)}")
+    # A confidence beside "UNKNOWN" would be read as that of a finding.
+    unknown = verdict.state is PowerState.UNKNOWN
+    confidence = "" if unknown else f" (confidence {verdict.confidence:.2f})"
+    console.print(f"[bold]{escape(result.source)}[/]: [bold {color}]{state}[/]{confidence}")
+    console.print(f"  why           {escape(verdict.why)}")
     if verdict.suspects:
-        console.print(f"  suspect   {escape(', '.join(str(s) for s in verdict.suspects))}")
+        console.print(f"  suspect       {escape(', '.join(str(s) for s in verdict.suspects))}")
     if verdict.alternative is not None:
         other = verdict.alternative
-        console.print(f"  or        {other.state.value.replace('_', ' ')} (confidence {other.confidence:.2f})")
+        label = "could be" if unknown else "otherwise"
+        console.print(f"  {label:<12}  {other.state.value.replace('_', ' ')} (confidence {other.confidence:.2f})")
     if verdict.deciding_check is not None:
-        console.print(f"  to decide {escape(verdict.deciding_check)}.")
-    console.print(f"  next      {escape(verdict.advice)}")
+        console.print(f"  to settle it  {escape(verdict.deciding_check)}.")
+    console.print(f"  do next       {escape(verdict.advice)}")

@@ -20,7 +20,7 @@ DURATION_UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 MAX_RANK_RANGES: Final = 8  # chosen so that one line of a pager holds the ranks of any job
 MAX_NODES_LISTED: Final = 3
 PLURAL_VERBS: Final = {"has": "have", "is": "are", "waits": "wait"}
-SINGULAR_VERB: Final = re.compile(r"^(has|is|waits)\b|(?<= and )(waits|is)\b")
+SINGULAR_VERB: Final = re.compile(r"^(has|is|waits)\b|(?<= and )(waits|is|has)\b")
 LINE_BREAKS: Final = str.maketrans(dict.fromkeys("\n\t", "\N{REPLACEMENT CHARACTER}"))
 # Lines of a capture's `missing` list that many ranks or nodes may have in common.
 RANK_OR_NODE_SENTENCE: Final = re.compile(
@@ -31,7 +31,7 @@ PROCESS_NUMBER: Final = re.compile(r"process \d+")
 MEMBER_STATE_TEXT: Final = {
     "waiting": "waits in it",
     "behind": "waits in another operation",
-    "silent": "in its own code",
+    "silent": "not in a collective",
     "ahead": "finished it",
     "absent": "no record",
 }

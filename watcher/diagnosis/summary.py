@@ -22,7 +22,9 @@ from wattwatch.watcher.diagnosis.model import (
     MemberState,
     nodes_by_rank,
 )
+from wattwatch.watcher.diagnosis.nccl_ras.model import RasFinding
 from wattwatch.watcher.diagnosis.signals.combine import CombinedSignals
+from wattwatch.watcher.diagnosis.signals.from_job import RAS_RANK_TEXT
 from wattwatch.watcher.diagnosis.signals.root_cause import is_behind_its_group
 from wattwatch.watcher.diagnosis.signals.signal import (
     EXIT_REPORTS,
@@ -42,7 +44,7 @@ MOST_INFORMATIVE_FIRST: Final = (KERNEL_LOG, REACHABILITY, LOGS, PROCESSES, EXIT
 MAX_NODES_NAMED: Final = 3
 
 NOT_ARRIVED_TEXT: Final[Mapping[MemberState | None, str]] = {
-    MemberState.SILENT: "has not launched it and is in no other collective",
+    MemberState.SILENT: "has not launched it and has no pending operation",
     MemberState.BEHIND: "has not launched it and waits in another operation",
     MemberState.ABSENT: "left no record",
 }
@@ -88,7 +90,7 @@ def describe_member_state(collectives: CollectiveAnalysis, rank: int) -> str:
         if member.state is MemberState.ABSENT:
             return f"left no record at {where}"
         if member.state in (MemberState.SILENT, MemberState.BEHIND):
-            last = "" if member.last_enqueued is None else f"last launched: {member.last_enqueued:,}"
+            last = "" if member.last_enqueued is None else f"last launched: {member.last_enqueued}"
             return _with_details(f"has not reached {where}", last, frame)
         if member.state is MemberState.AHEAD:
             return _with_details(f"finished {where}", frame)
@@ -151,7 +153,15 @@ def summarize(
         return f"{who} and the other ranks launched a collective with different sizes{detail}{at_step}"
     if group is not None and verdict is DiagnosisVerdict.NEVER_ARRIVED:
         return _never_arrived_sentence(who, culprits, group, collectives, detail) + at_step
-    return f"the job waits for {who}{detail}{at_step}"
+    return f"{_job_waits_sentence(who, several, detail, text)}{at_step}"
+
+
+def _job_waits_sentence(who: str, several: bool, detail: str, text: str) -> str:
+    """A rank that only fails to answer NCCL RAS is a likely culprit, not a proven one."""
+    if text == RAS_RANK_TEXT[RasFinding.UNRESPONSIVE]:
+        answer, hold = ("do not answer", "hold") if several else ("does not answer", "holds")
+        return f"{who} {answer} NCCL RAS and probably {hold} up the job"
+    return f"the job waits for {who}{detail}"
 
 
 def _relevant_group(collectives: CollectiveAnalysis | None, culprits: Sequence[Culprit]) -> GroupSlotStatus | None:
@@ -219,7 +229,10 @@ def _never_arrived_sentence(
         ahead = sum(member.state is MemberState.AHEAD for member in group.members)
         operation = next((m.operation for m in group.members if m.rank == culprits[0].rank), None)
         what = "its operation" if operation is None else describe_operation(operation)
-        return f"{who} did not finish {what} at {where}, while {format_count(ahead, 'rank')} of the group did{detail}"
+        finished = f"{format_count(ahead, 'rank')} of the group did"
+        if not {culprit.rank for culprit in culprits} <= {member.rank for member in group.members}:
+            finished = "other ranks of their groups did"  # the count is that of one group only
+        return f"{who} did not finish {what} at {where}, while {finished}{detail}"
     ranks = {culprit.rank for culprit in culprits}
     # The others may be in several operations; the most common one is named, the report lists all.
     waiting = [m for m in group.members if m.state is MemberState.WAITING and m.rank not in ranks]

@@ -275,7 +275,8 @@ def _from_json(name: str, jobs: Mapping[str, JsonSamples]) -> GpuLog:
     if len(specs) > 1:
         events.sort(key=lambda event: event.seconds)
     status, detail = (HostStatus.OK, "") if events else (HostStatus.PARSE_ERROR, "these JSON samples have no GPUs")
-    return GpuLog(tuple(specs) or (JobSpec(name, (name,)),), tuple(events), status, detail, ranks)
+    advice = "" if events else "Check what wrote this file: each sample needs a list of GPUs with their readings."
+    return GpuLog(tuple(specs) or (JobSpec(name, (name,)),), tuple(events), status, detail, ranks, advice=advice)
 
 
 def _gpu(json_gpu: JsonGpu, content: JsonSamples) -> GpuSample:

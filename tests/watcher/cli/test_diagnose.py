@@ -30,9 +30,9 @@ def test_a_proven_culprit_is_critical(shell: Shell) -> None:
     answer = shell.run("diagnose", PROVEN)
     assert answer.exit_code == 2
     first, second = answer.out.splitlines()[:2]
-    assert first.endswith("DESYNC (proven by the flight records; cause: program)")
+    assert first.endswith("DESYNC (proven by the flight records; cause: the training code)")
     assert (
-        second == "  who       rank 3 is in barrier while 3 ranks are in all_gather at sequence number 7 of default_pg"
+        second == "  finding   rank 3 is in barrier while 3 ranks are in all_gather at sequence number 7 of default_pg"
     )
 
 
@@ -45,7 +45,7 @@ def test_a_likely_culprit_is_a_warning_with_its_stack(shell: Shell) -> None:
     )
     assert "stack of rank 1 (rank1_dump_traceback.txt, innermost first)" in answer.out
     assert "w (train/dbg2.py:18)" in answer.out
-    assert "agrees    flight recorder, stacks" in answer.out
+    assert "evidence  flight recorder, stacks" in answer.out
 
 
 def test_the_headline_matches_the_verdict() -> None:

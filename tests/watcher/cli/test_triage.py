@@ -170,7 +170,7 @@ def test_the_text_output_does_not_wrap_lines(shell: Shell, tmp_path: Path) -> No
     path.write_bytes(TRAINING.replace(b"641.10 W", b"[GPU requires reset]"))
     lines = shell.run("triage", path).out.splitlines()
     assert lines[0] == f"{path}: GPU FAULT (confidence 0.90)"
-    assert [line.split()[0] for line in lines[1:]] == ["why", "suspect", "next"]
+    assert [line.split()[0] for line in lines[1:]] == ["why", "suspect", "do"]
     assert "GPU 0" in lines[2]
 
 

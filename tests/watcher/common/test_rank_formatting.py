@@ -15,6 +15,7 @@ def test_a_verb_agrees_with_the_number_of_ranks() -> None:
     assert agree_with_count("has not launched it and waits in nothing", 1) == "has not launched it and waits in nothing"
     assert agree_with_count("has not launched it and waits in nothing", 2) == "have not launched it and wait in nothing"
     assert agree_with_count("has not launched it and is in no other", 2) == "have not launched it and are in no other"
+    assert agree_with_count("has not launched it and has nothing", 2) == "have not launched it and have nothing"
     assert agree_with_count("is still in barrier", 3) == "are still in barrier"
     assert agree_with_count("left no record", 3) == "left no record"
 

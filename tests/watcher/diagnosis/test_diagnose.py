@@ -317,7 +317,7 @@ def test_the_summary_says_what_a_missing_rank_does_instead() -> None:
     found = diagnose(Evidence(records({3: None}), stacks=stacks({3: "own"}), live=live((3,))))
     assert found.summary == (
         "7 ranks wait in all_reduce at sequence number 7 of default_pg for rank 3 (node-01, GPU 3), which has not "
-        "launched it and is in no other collective: it is executing its own code at count_forever "
+        "launched it and has no pending operation: it is executing the job's code at count_forever "
         "(/job/metrics.py:12), step 1,204"
     )
     assert [each.rank for each in found.stacks] == [3]

@@ -118,9 +118,13 @@ def conclude_blocking_ranks(outcome: WaitOutcome, hang: CollectiveHang) -> Colle
     """The waits lead to ranks that are silent, or that did not finish what their peers finished."""
     culprits = tuple(sorted(outcome.blocking))
     sentences, positions = [], []
+    described_wait = ""
     for rank in culprits:
         sentence, group, slot = _describe_blocking_rank(rank, outcome.blocking[rank], hang)
-        sentences.append(sentence)
+        wait, _, about_rank = sentence.partition("; ")
+        # Several ranks may be awaited in one operation: its waiting ranks are listed once.
+        sentences.append(about_rank if about_rank and wait == described_wait else sentence)
+        described_wait = wait
         positions.append((group, slot))
     why = _join_limited(sentences)
     without_record = sorted({rank for each in outcome.unexplained for rank in each.awaited} - set(culprits))
@@ -158,7 +162,7 @@ def _describe_blocking_rank(rank: int, reason: BlockingReason, hang: CollectiveH
         )
     awaiting = [each for each in hang.graph.stalled if rank in each.awaited]
     stall = with_most_waiters(awaiting)  # where most ranks wait, it is most evident that this one is missing
-    sentence = f"{describe_wait(stall)}; rank {rank} has not launched it and is not waiting in any operation"
+    sentence = f"{describe_wait(stall)}; rank {rank} has not launched it and has no pending operation"
     return sentence, stall.group, stall.slot
 
 

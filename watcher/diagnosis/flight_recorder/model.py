@@ -112,4 +112,4 @@ class UnreadableRecord:
 
 def position_text(group: ProcessGroup, slot: int) -> str:
     """`sequence number 7 of default_pg`: a slot as PyTorch's logs call it (SeqNum)."""
-    return f"sequence number {slot:,} of {group}"
+    return f"sequence number {slot} of {group}"

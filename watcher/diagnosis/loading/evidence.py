@@ -244,8 +244,10 @@ def _require_one_record_per_rank(directory: Path, records: Sequence[ListedFile])
 
 def _no_evidence_message(directory: Path, files: int, missing: Sequence[str]) -> str:
     if missing:
-        return f"{directory}: nothing in it can be used: {'; '.join(missing[:3])}"
-    held = "it is empty" if not files else f"none of its {files:,} files is one of these"
+        return f"{directory}: no usable evidence in it: {'; '.join(missing[:3])}"
+    held = f"none of its {files:,} files is one of these"
+    if files < 2:
+        held = "its only file is none of these" if files else "it is empty"
     return (
         f"{directory}: no flight records, stacks or NCCL RAS reports: {held}. Name a directory of torch's dumps "
         "(TORCH_FR_DUMP_TEMP_FILE), a capture of wattwatch, or a run directory"
@@ -317,7 +319,7 @@ def _load_stacks(files: Iterable[ListedFile], missing: list[str]) -> Iterable[Ra
         elif stacks := parse_stacks(data.decode("utf-8", "replace"), rank, file.name):
             yield stacks
         else:
-            missing.append(f"{file.name}: it contains no Python stacks")
+            missing.append(f"{file.name}: no stack dump (faulthandler or py-spy)")
 
 
 def _load_exit_reports(directory: Path, files: Iterable[ListedFile], missing: list[str]) -> Iterable[RankExitReport]:

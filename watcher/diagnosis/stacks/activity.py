@@ -85,7 +85,7 @@ def rank_activity(stacks: RankStacks) -> RankActivity | None:
         # Frames after it show how the job got there, which usually says nothing about what it does now.
         if any(activity.frames.search(place) for place in (places if activity.anywhere else places[:depth])):
             return RankActivity(stacks.rank, activity.name, activity.words, own, stacks.source)
-    words = "is executing its own code" if depth == 0 else "is in a library called by its own code"
+    words = "is executing the job's code" if depth == 0 else "is in a library called by the job's code"
     return RankActivity(stacks.rank, USER_CODE, words, own, stacks.source)
 
 
