@@ -77,7 +77,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "marker empty": (lambda d: cut(d / "COMPLETE.json", 0), "COMPLETE.json: truncated or damaged"),
     "marker cut": (lambda d: cut(d / "COMPLETE.json", 100), "COMPLETE.json: truncated or damaged"),
     "marker is a list": (lambda d: (d / "COMPLETE.json").write_text("[]"), "expected an object"),
-    "marker of a later version": (lambda d: remark(d, v=2), "version 2, this program reads version 1"),
+    "marker of a later version": (lambda d: remark(d, v=2), "format version 2, but this program reads version 1"),
     "marker without a field": (lambda d: remark(d, world=None), "world: expected int, found None"),
     "marker with a field more": (lambda d: remark(d, more=1), "more: unknown field"),
     "marker of another step": (

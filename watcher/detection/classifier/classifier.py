@@ -175,10 +175,11 @@ def _readings_missing(sample: JobSample, progress: StepProgress | None) -> Verdi
     no_utilization = sum(g.utilization_percent is None for g in gpus)
     if mig:
         why = "MIG is enabled: nvidia-smi reports power for the whole GPU only, and no utilization."
+    elif no_power == no_utilization:
+        why = f"Power and utilization cannot be read on {no_power} of {len(gpus)} GPUs."
     else:
-        counts = (("power", no_power), ("utilization", no_utilization))
-        unreadable = [f"{name} cannot be read on {n} of {len(gpus)} GPUs" for name, n in counts if n]
-        why = f"{', '.join(unreadable).capitalize()}."
+        counts = (("Power", no_power), ("Utilization", no_utilization))
+        why = "; ".join(f"{name} cannot be read on {n} of {len(gpus)} GPUs" for name, n in counts if n) + "."
     advice = f"{PROVIDE_PROGRESS}: when power or utilization cannot be read, only the step counter can settle it."
     return verdict(PowerState.UNKNOWN, 0.3, why, advice, Alternative(PowerState.HANG, 0.3))
 
