@@ -132,7 +132,7 @@ def test_the_verdict_of_starvation_says_it(name: str) -> None:
     verdict = classify(sample_of(TABLE[name]))
     bottleneck = find_input_bottleneck(sample_of(TABLE[name]))
     assert verdict.state is PowerState.STARVATION
-    assert f"Input bottleneck: {bottleneck.description}." in verdict.why
+    assert f"Cause of the slow input: {bottleneck.description}." in verdict.why
     assert verdict.advice == bottleneck.next_step
 
 
