@@ -160,7 +160,7 @@ def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:
     for low in sorted({each.low for each in plain.reliability} | set(left_out)):
         ours = next((each for each in plain.reliability if each.low == low), None)
         without = _bin_words(left_out.get(low))
-        yield f"  {low:.1f} - {low + 0.1:.1f}   {_bin_words(ours)}                           {without}"
+        yield f"  {low:.1f} - {low + 0.1:.1f}   {_bin_words(ours)}                               {without}"
     yield ""
     yield "  GPU model                          right"
     for name, share in plain.models.items():
