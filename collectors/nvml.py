@@ -186,6 +186,8 @@ def gpu_from_nvml(
     row = (*row, *(None,) * (missing + 1)) if missing >= 0 else (*row[: columns.width], None)
     at_index, at_mig, at_power, at_throttle, at_state = columns.special
     reasons: dict[str, ReadingStatus] = _statuses_of_errors(errors) if errors else {}
+    # Decided before MIG and the energy counter replace the status of single readings.
+    lost = bool(reasons) and ReadingStatus.LOST in reasons.values()
     values: list[Any] = [None] * len(_SLOTS)
     if row[at_mig] is not None:
         values[_MIG] = row[at_mig] == 1
@@ -219,7 +221,7 @@ def gpu_from_nvml(
         values[_INDEX] = index
     values[_REASONS_SLOT] = reasons or NO_REASONS
     sample = GpuSample(*values)
-    return discard_live_readings(sample) if reasons and ReadingStatus.LOST in reasons.values() else sample
+    return discard_live_readings(sample) if lost else sample
 
 
 def missing_from_nvml(

@@ -86,6 +86,14 @@ def test_one_lost_reading_discards_the_stale_values_of_the_others() -> None:
     assert gpu.reading("power_watts").reason is ReadingStatus.LOST
 
 
+def test_a_lost_gpu_is_lost_although_mig_or_its_energy_counter_replaces_that_reading() -> None:
+    in_mig_mode = gpu_from_nvml(row(mig=1), {"util": 15}, None, 100.0)
+    with_counter = gpu_from_nvml(row(energy_mj=2_000_000), {"power_mw": 15}, (99.0, 1000.0), 100.0)
+    for gpu in (in_mig_mode, with_counter):
+        assert gpu.fault is ReadingStatus.LOST
+        assert gpu.power_watts is gpu.temperature_celsius is None
+
+
 def test_a_gpu_that_needs_a_reset_keeps_its_readings() -> None:
     gpu = gpu_from_nvml(row(util=None), {"util": 16}, None, 100.0)
     assert gpu.fault is ReadingStatus.RESET_REQUIRED
