@@ -15,8 +15,7 @@ from importlib import resources
 from typing import Any, Final
 
 # Power of memory and clocks does not shrink with the limit: on small GPUs idling with a context takes up to 0.6 of it
-# (T4
-# 0.59, K80 0.57, A10 0.44, L4 0.4), which leaves no gap between waiting and work.
+# (T4 0.59, K80 0.57, A10 0.44, L4 0.4), which leaves no gap between waiting and work.
 SMALL_LIMIT_WATTS: Final = 150.0
 SMALL_FLOOR_SHARE: Final = 0.6
 SMALL_COMPUTE_SHARE: Final = 0.72
