@@ -29,7 +29,7 @@ docs: $(VENV)/.dev ## write the documents that are generated from the code
 	$(BIN)/wattwatch config --reference --markdown > docs/configuration.md
 
 # What the rules get right on public cases: the committed result shows what a change of them does.
-backtest: $(VENV)/.dev ## score the verdicts on labelled public cases and write the committed result
+backtest: $(VENV)/.dev ## score the verdicts on labeled public cases and write the committed result
 	$(BIN)/wattwatch backtest tests/data/backtest --out tests/data/backtest/result.json
 
 bench: $(VENV)/.dev ## all benchmarks; each prints figures and ratios

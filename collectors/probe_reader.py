@@ -60,13 +60,13 @@ UNNAMED_QUERY_FIELDS: Final = (
     "utilization.memory", "memory.used", "memory.total", "temperature.gpu", "clocks.sm", "pstate",
     "clocks_event_reasons.active", "mig.mode.current", "power.draw.average", "power.draw.instant",
 )  # fmt: skip
-"""What nvidia-smi was asked_seconds for in recordings made before release 0.2.0, whose lines name the columns only
+"""What nvidia-smi was asked for in recordings made before release 0.2.0, whose lines name the columns only
 where the driver refused some. Never change."""
 
 
 @dataclass(slots=True)
 class GpuQueryResult:
-    """The last answer to a GPU query. `read_seconds`: the node's clock when it was asked_seconds; None: no answer
+    """The last answer to a GPU query. `read_seconds`: the node's clock when it was asked; None: no answer
     yet."""
 
     status: HostStatus = HostStatus.SAMPLER_TIMEOUT
