@@ -138,8 +138,9 @@ def interrupted(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Inter
     logs = directory / "run" / "logs" / "attempt-01"
     endings = [json.loads(path.read_text()) for path in sorted(logs.glob("*.ending.json"))]
 
+    # Beyond the step of the interruption before, wherever the speed of this machine put it.
     second = launch(directory, inputs)
-    second.wait_for_step(10)
+    second.wait_for_step(endings[0]["step"] + 1)
     (directory / "run" / "stop").touch()
     stopped = second.end()
     newest = directory / "run" / "checkpoints" / checkpoints(directory)[-1]
@@ -148,7 +149,7 @@ def interrupted(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Inter
     os.truncate(weights, weights.stat().st_size - 1)
 
     third = launch(directory, inputs)
-    os.kill(third.wait_for_step(14)["pid"], signal.SIGKILL)
+    os.kill(third.wait_for_step(newest_step + 1)["pid"], signal.SIGKILL)
     return InterruptedJob(directory, terminated, endings, stopped, newest, newest_step, third.end())
 
 

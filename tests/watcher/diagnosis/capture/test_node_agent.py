@@ -67,7 +67,7 @@ def test_ranks_with_broken_answers_cost_one_sentence_each_and_the_others_nothing
     assert "no handler for the flight record" in answer.why(2)
     assert "returned no flight record within 2 s" in answer.why(3)
     assert "returned no flight record within 2 s" in answer.why(4)
-    assert "sends more than 100,000 bytes" in answer.why(5)
+    assert "sent more than 100,000 bytes" in answer.why(5)
     assert "ESMTP" in answer.why(6)
 
 
