@@ -203,38 +203,19 @@ def _low_throughput_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Findi
 # Single GPUs.
 
 
-def _has_straggler(inputs: RuleInputs) -> bool:
-    observation = inputs.observation
-    return observation.verdict.state is PowerState.STRAGGLER
+def _power_state_rule(alert: AlertName, state: PowerState, description: str) -> PersistentRule:
+    """A rule whose condition is the classifier's state alone; the suspects are those of its last verdict."""
 
+    def holds(inputs: RuleInputs) -> bool:
+        return inputs.observation.verdict.state is state
 
-def _straggler_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
-    observation = inputs.observation
-    return _persistent_finding(
-        AlertName.STRAGGLER,
-        observation,
-        hysteresis,
-        f"{observation.spec.name}: a few GPUs are holding up the others.",
-        [observation.verdict.why],
-        suspects=hysteresis.suspects,
-    )
+    def finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
+        observation = inputs.observation
+        summary = f"{observation.spec.name}: {description}"
+        evidence = [observation.verdict.why]
+        return _persistent_finding(alert, observation, hysteresis, summary, evidence, suspects=hysteresis.suspects)
 
-
-def _is_throttled(inputs: RuleInputs) -> bool:
-    observation = inputs.observation
-    return observation.verdict.state is PowerState.THROTTLE
-
-
-def _throttle_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
-    observation = inputs.observation
-    return _persistent_finding(
-        AlertName.GPU_THROTTLED,
-        observation,
-        hysteresis,
-        f"{observation.spec.name}: GPUs are throttled by heat or power supply.",
-        [observation.verdict.why],
-        suspects=hysteresis.suspects,
-    )
+    return PersistentRule(alert, holds, finding)
 
 
 # The loss.
@@ -261,8 +242,8 @@ def _loss_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
 PERSISTENT_RULES: Final = (
     PersistentRule(AlertName.JOB_STARVING, _is_starving, _starvation_finding, _starvation_seconds),
     PersistentRule(AlertName.JOB_SLOW, _is_below_throughput_floor, _low_throughput_finding),
-    PersistentRule(AlertName.STRAGGLER, _has_straggler, _straggler_finding),
-    PersistentRule(AlertName.GPU_THROTTLED, _is_throttled, _throttle_finding),
+    _power_state_rule(AlertName.STRAGGLER, PowerState.STRAGGLER, "a few GPUs are holding up the others."),
+    _power_state_rule(AlertName.GPU_THROTTLED, PowerState.THROTTLE, "GPUs are throttled by heat or power supply."),
     PersistentRule(AlertName.LOSS_NOT_FINITE, _is_loss_not_finite, _loss_finding),
 )
 
