@@ -68,7 +68,10 @@ def slack_payload(message: AlertMessage) -> bytes:
     share = 1.0
     while True:
         payload = orjson.dumps(
-            {"text": escape_mrkdwn(message.text, round(3000 * share)), "blocks": list(message_blocks(message, share))}
+            {
+                "text": escape_mrkdwn(message.text, round(MAX_SECTION_CHARACTERS * share)),
+                "blocks": list(message_blocks(message, share)),
+            }
         )
         # JSON escaping doubles quotes and backslashes, so measure the result and shorten the texts until it fits.
         if len(payload.decode("utf-8")) <= MAX_CHARACTERS:
