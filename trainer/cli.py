@@ -172,7 +172,7 @@ def read_job_defaults(ctx: click.Context, _: click.Parameter, path: str | None) 
     show_default=True,
     help="Seconds that a path or nvidia-smi may take to respond.",
 )
-@click.option("--strict", is_flag=True, help="Warnings refuse the job too.")
+@click.option("--strict", is_flag=True, help="Refuse the job on warnings too, not only on failures.")
 @click.option("--json", "as_json", is_flag=True, help="Print gate.json, in every process.")
 def gate_command(
     job: JobFile | None,

@@ -49,7 +49,7 @@ def listen_problems(section: WatcherSection) -> Iterator[str]:
     if section.token_file is None and not section.allow_unauthenticated and not is_loopback(section.listen_host):
         yield (
             f"watcher.listen: {section.listen} can be reached from other machines, but there is no token: set "
-            "watcher.token_file, or allow_unauthenticated = true if anyone who reaches it may read everything"
+            "watcher.token_file, or, to let anyone who can reach it read everything, allow_unauthenticated = true"
         )
 
 
