@@ -29,7 +29,8 @@ MAX_WILDCARDS: Final = 3
 """A regex with k times `.*` may take time proportional to the k-th power of the line's length. A user's pattern must
 not stall the watcher; three on MAX_USER_PATTERN_LINE_CHARS characters stay harmless."""
 USER_PATTERN_SECONDS: Final = 0.2
-"""A pattern that takes longer on one text is not applied to the rest: a regex may take exponential time."""
+"""Limit for one pattern on one text. A slower pattern is not tried on further texts: a regex can take exponential
+time."""
 
 TOO_SLOW: Final = f"the pattern took more than {USER_PATTERN_SECONDS} s on this log and is no longer used: simplify it"
 SLOW_PATTERNS: Final[set[str]] = set()  # not used again in this process

@@ -22,8 +22,8 @@ BURST_SECONDS: Final = 0.05  # GPUs of one query are printed about 3 ms apart
 _TICK: Final = 0.001  # resolution of nvidia-smi's timestamps
 _CLEAR_JUMP: Final = 3.0
 ORDERED_SHARE: Final = 0.9
-"""Share of the rows with a lower index than the row before that must be the first GPU's, for a log to count as
-ordered. Chosen, not measured."""
+"""Of the rows whose GPU index is lower than the previous row's, at least this share must belong to the first GPU for a
+log to count as ordered. Chosen, not measured."""
 MAX_UNNAMED_GPUS: Final = 16
 """More rows than this without any identity are a log of one GPU, not one moment of many."""
 

@@ -475,7 +475,10 @@ def _resume_mismatches(
     seq_len = max((manifest.seq_len for manifest in manifests.values()), default=0)
     step_tokens = settings.blocks_per_step * settings.world * seq_len
     if resume.blocks_sha256 and len(by_rank) == settings.world and resume.blocks_sha256 != blocks_sha256(by_rank):
-        yield "it was trained on other blocks, so its step number means nothing here; use it as the model instead"
+        yield (
+            "it was trained on other blocks, so training cannot resume from its step; to start from its weights, set "
+            "`model` to its directory"
+        )
     elif manifests and resume.step and resume.tokens is not None and resume.tokens != resume.step * step_tokens:
         yield (
             f"it used {resume.tokens:,} tokens in {resume.step:,} steps, this job uses {step_tokens:,} per step: "

@@ -195,7 +195,10 @@ def read_resume_checkpoint(
         raise UserError(f"{reason}; resume from another checkpoint")
     completion = read_completion(resume)
     if completion.blocks_sha256 != gate.blocks_sha256:
-        raise UserError(f"{resume}: trained on other blocks, so its step {completion.step:,} means nothing here")
+        raise UserError(
+            f"{resume}: trained on other blocks, so training cannot resume from its step {completion.step:,}; to start "
+            "from its weights, set `model` to its directory"
+        )
     if completion.tokens != completion.step * tokens_per_step:
         raise UserError(
             f"{resume}: saved after {completion.step:,} steps and {completion.tokens:,} tokens, but this job uses "

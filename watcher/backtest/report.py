@@ -119,7 +119,7 @@ def backtest_text(test: BacktestResult) -> str:
 def _lines(test: BacktestResult) -> Iterator[str]:
     unscored = test.unscored
     if test.scored or unscored.state_unknown or unscored.no_such_state or unscored.no_reading:
-        yield f"{test.scored} cases with power, utilization and a state that samples can show"
+        yield f"{test.scored} cases scored: they have power and utilization, and a state that samples can show"
         yield f"  not scored: {_counts('state unknown, verdicts', test.unscored.state_unknown)}"
         yield f"              {_counts('state not visible in samples', test.unscored.no_such_state)}"
         yield f"              {_counts('power or utilization not reported', test.unscored.no_reading)}"

@@ -107,7 +107,7 @@ def _missing_values(
     """One sentence for each kind of value that is missing for some GPU."""
     no_steps = "the source has no step counter; if you know that steps advanced, add --progress advancing"
     usual = {
-        BaselineKind.IDLE: "no full minute at 0 % utilization without a process and without memory in use",
+        BaselineKind.IDLE: "no full minute at 0 % utilization, with no process and no memory in use",
         BaselineKind.CONTEXT: "no start-up from an empty GPU to its first kernel, and no pauses between steps, at 0 % "
         "utilization with memory in use",
         BaselineKind.PLATEAU: "no two minutes in which steps advance and all GPUs are equally busy"
