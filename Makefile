@@ -17,7 +17,7 @@ demo: $(VENV)/.demo ## a simulated cluster behind real SSH, watched by the real 
 	$(BIN)/wattwatch demo $(DEMO)
 
 test: $(VENV)/.dev lint ## lint, types and all tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.dev ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
