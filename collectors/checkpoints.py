@@ -152,7 +152,7 @@ def classify_folder(
         return entry(None, f"cannot be read: {folder.error}")
     # The order of the checks matters for the message only: the most telling reason first.
     if STAGING.search(name):
-        return entry(False, "still being written under a temporary name")
+        return entry(False, "the save has not finished: the folder still has a temporary name")
     for path in layout.absent:
         if path in folder.sizes:
             return entry(False, f"{path} exists")
@@ -177,7 +177,9 @@ def classify_folder(
     if layout.quiet_seconds and (age_seconds is None or age_seconds < layout.quiet_seconds):
         quiet = 0.0 if age_seconds is None else age_seconds
         return entry(
-            None, f"unchanged for {quiet:.0f} s; counts as complete after {layout.quiet_seconds:.0f} s without a change"
+            None,
+            f"the folder has not changed for {quiet:.0f} s, and counts as complete after {layout.quiet_seconds:.0f} s "
+            "without a change",
         )
     return entry(True, describe_completion(layout, age_seconds))
 
@@ -187,7 +189,7 @@ def describe_completion(layout: CheckpointLayout, age_seconds: float | None) -> 
     if layout.pointers:
         marks.append(f"{' or '.join(layout.pointers)} points to it")
     if layout.index is not None:
-        marks.append("all files of its index are complete")
+        marks.append("all files listed in the index are complete")
     if layout.quiet_seconds and age_seconds is not None:
         marks.append(f"unchanged for {age_seconds:.0f} s")
     return ", ".join(marks) or "it exists"
@@ -198,8 +200,8 @@ def describe_size_mismatch(folder: CheckpointFolder) -> str:
     for name, stated in folder.stated_bytes.items():
         size = folder.sizes.get(name)
         if size is not None and size != stated:
-            kind = "truncated or still being written" if size < stated else "longer than its header says"
-            return f"{name} is {kind}: {size} of {stated} bytes"
+            kind = "truncated or still being written" if size < stated else "too long"
+            return f"{name} is {kind}: it has {size} bytes, but its header says {stated} bytes"
     return ""
 
 
@@ -209,7 +211,7 @@ def describe_missing_shard(folder: CheckpointFolder) -> str:
         for name in names:
             path = f"{parent}/{name}" if parent else name
             if path not in folder.sizes:
-                return f"{name}, listed in {index}, does not exist yet"
+                return f"{index} lists {name}, which does not exist yet"
     return ""
 
 
@@ -231,7 +233,7 @@ def check_pointer(
         if later is not None and step is not None and int(later.group(1)) > step:
             return None  # the pointer has moved on, so it referred to this one before
         return False, f"{pointer} points to {target or 'nothing'}"
-    return False, f"{' or '.join(layout.pointers)} does not exist yet"
+    return False, f"the pointer file {' or '.join(layout.pointers)} does not exist yet"
 
 
 def classify_single_file(

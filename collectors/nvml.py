@@ -47,12 +47,12 @@ UNNAMED_COLUMNS: Final = (
     "pstate",
     "mig",
 )
-"""Order of the rows in recordings made before release 0.2.0, whose lines do not name their columns. Never changes."""
+"""Order of the columns in recordings made before release 0.2.0, whose lines do not name them. Never change it."""
 HANDLE_ERROR: Final = "handle"
-"""Key in the errors of a GPU whose handle could not be opened: its row then holds the index and nothing else."""
+"""Error key of a GPU whose handle could not be opened. The row of such a GPU contains only the index."""
 
 LIVE_FIELDS: Final = tuple(name for name, reading in GPU_READINGS.items() if reading.live)
-"""What must not be trusted of a lost GPU: it keeps returning some of these, with old numbers or zeros."""
+"""Readings that must not be trusted once a GPU is lost: it keeps returning some of them, as old numbers or zeros."""
 
 THROTTLE_BITS: Final = (
     (0x001, "gpu_idle"),
@@ -65,11 +65,11 @@ THROTTLE_BITS: Final = (
     (0x080, "hw_power_brake_slowdown"),
     (0x100, "display_clock_setting"),
 )
-"""nvml.h, nvmlClocksEventReason*; the names are those of nvidia-smi's columns."""
+"""The bits are nvmlClocksEventReason* of nvml.h, and the names are those of nvidia-smi's columns."""
 
 MAX_ENERGY_INTERVAL_SECONDS: Final = 120.0
-"""After a longer gap (a reconnect) the mean would describe what the GPU did before it, not what it does now. Chosen
-to span a renewed connection and a slow node, not measured."""
+"""Longest interval for which a mean power is computed. After a longer gap, such as a reconnect, the mean would describe
+the past of the GPU, not its present. The value was chosen to span a renewed connection or a slow node, not measured."""
 
 _NOT_AVAILABLE: Final = frozenset({0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})  # NVML_VALUE_NOT_AVAILABLE, 32 and 64 bits
 _MAX_VALUE: Final = 1e18  # of no reading; larger numbers are garbage in memory that NVML did not fill
@@ -139,7 +139,7 @@ def host_status_of(code: int) -> tuple[HostStatus, str]:
     """What the return code of nvmlInit or nvmlDeviceGetCount says of the whole host, with a sentence."""
     entry = _code_entry(code)
     status = HostStatus(entry.get("host", HostStatus.DRIVER_DOWN))
-    return status, f"{entry['detail']} (NVML {code})"
+    return status, f"{entry['detail']} (NVML error {code})"
 
 
 def throttle_names(bitmask: int) -> frozenset[str]:
@@ -233,7 +233,7 @@ def missing_from_nvml(
         return None
     index, bus = (row[place] if 0 <= place < len(row) else None for place in columns.identity)
     index = index if type(index) is int else None
-    detail = f"NVML cannot open GPU {index}: {_code_entry(code)['detail']} (NVML {code})"
+    detail = f"NVML cannot open GPU {index}: {_code_entry(code)['detail']} (NVML error {code})"
     return MissingGpu(index, bus if type(bus) is str else None, status_of_code(code), detail)
 
 

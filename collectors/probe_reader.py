@@ -46,9 +46,10 @@ from wattwatch.collectors.smi import SmiReport, read_query_csv
 MAX_LINE_BYTES: Final = 64 * 1024
 GPU_CALLS: Final = frozenset({"nvml", "nvidia-smi"})
 PROCESS_LIST_MAX_AGE_SECONDS: Final = 10.0
-"""How long the last process list is used for lines that were printed before the node had read a new one."""
+"""How long the last process list is kept if the node prints lines before it has read a new process list."""
 CHECKPOINT_REFRESH_SECONDS: Final = 5.0
-"""How often an unchanged directory is evaluated again: completeness may depend on how long it has been quiet."""
+"""How often a directory is evaluated again even if nothing changed: some checkpoints count as complete only after a
+while without changes."""
 WRONG_VALUE_ERRORS: Final = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError)
 HEARTBEAT_HOST: Final = re.compile(r'"host":\s*"([^"]*)"')
 UNNAMED_OLD_QUERY_FIELDS: Final = (
@@ -60,8 +61,8 @@ UNNAMED_QUERY_FIELDS: Final = (
     "utilization.memory", "memory.used", "memory.total", "temperature.gpu", "clocks.sm", "pstate",
     "clocks_event_reasons.active", "mig.mode.current", "power.draw.average", "power.draw.instant",
 )  # fmt: skip
-"""What nvidia-smi was asked for in recordings made before release 0.2.0, whose lines name the columns only
-where the driver refused some. Never change."""
+"""Columns that nvidia-smi was asked for in recordings made before release 0.2.0. Lines of those recordings name the
+columns only where the driver refused some of them. Never change this list."""
 
 
 @dataclass(slots=True)
@@ -142,7 +143,9 @@ class ProbeReader:
         try:
             sequence, now, wall = _to_int(message["seq"]), _to_float(message["t"]), _to_float(message["w"])
         except WRONG_VALUE_ERRORS:
-            return self._unreadable("the line has no valid number in seq, t or w", 0, 0.0, 0.0, received_seconds)
+            return self._unreadable(
+                "the field seq, t or w of the line is missing or not a number", 0, 0.0, 0.0, received_seconds
+            )
         try:
             return self._sample(message, sequence, now, wall, received_seconds)
         except WRONG_VALUE_ERRORS as error:
@@ -217,7 +220,7 @@ class ProbeReader:
                     status, gpus = HostStatus.SAMPLER_TIMEOUT, None
                     detail = f"{call} has not answered for {seconds:.0f} s"
                 elif answer.read_seconds is None:
-                    detail = f"{call} has not answered yet, after {seconds:.1f} s"
+                    detail = f"{call} has not answered yet ({seconds:.1f} s so far)"
         return NodeSample(
             self.node,
             status,
@@ -502,8 +505,8 @@ def _to_optional_text(value: Any) -> str | None:
 
 WINDOW_SECONDS: Final = 10.0
 MIN_SPAN_SECONDS: Final = 4.0
-"""Over a shorter span the share describes the moment rather than the process. Just under the 5 s between two reports of
-loader workers, so that two of them are enough."""
+"""Shortest span over which a CPU share is computed: over a shorter one, it would vary too much from moment to moment.
+Loader workers are reported every 5 s, so two reports are enough."""
 FORGET_SECONDS: Final = 60.0
 
 ProcessKey = tuple[int, float]  # pid and start time: the kernel reuses pids

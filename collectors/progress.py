@@ -26,13 +26,15 @@ from wattwatch.collectors.samples import ProgressSample
 MAX_LINE_CHARS: Final = 2000
 MAX_USER_PATTERN_LINE_CHARS: Final = 300
 MAX_WILDCARDS: Final = 3
-"""A regex with k times `.*` may take time proportional to the k-th power of the line's length. A user's pattern must
-not stall the watcher; three on MAX_USER_PATTERN_LINE_CHARS characters stay harmless."""
+"""A regex with k wildcards such as `.*` may take time proportional to the k-th power of the line's length. A user's
+pattern must not stall the watcher. Three wildcards are harmless on lines of MAX_USER_PATTERN_LINE_CHARS characters."""
 USER_PATTERN_SECONDS: Final = 0.2
-"""Limit for one pattern on one text. A slower pattern is not tried on further texts: a regex can take exponential
-time."""
+"""Time limit for one pattern on one text. A pattern that exceeds it is never used again, because a regex can take
+exponential time."""
 
-TOO_SLOW: Final = f"the pattern took more than {USER_PATTERN_SECONDS} s on this log and is no longer used: simplify it"
+TOO_SLOW: Final = (
+    f"the pattern took more than {USER_PATTERN_SECONDS} s on this log and is no longer used: simplify the pattern"
+)
 SLOW_PATTERNS: Final[set[str]] = set()  # not used again in this process
 
 ANSI: Final = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -109,9 +111,10 @@ def read_progress(
             return summarize_progress(one, events, source, world, age_seconds)
     if not clean.strip():
         return ProgressSample(source, "", None, age_seconds=age_seconds, why="the file is empty")
-    known = "the pattern matches no line" if pattern is not None else "no line of a known format"
+    known = "the pattern matches no line" if pattern is not None else "no line has a known format"
     count = len(lines) + (torn is not None)
-    return ProgressSample(source, "", None, age_seconds=age_seconds, why=f"{known} in {count} lines")
+    why = f"{known} ({count} line{'' if count == 1 else 's'} read)"
+    return ProgressSample(source, "", None, age_seconds=age_seconds, why=why)
 
 
 def find_progress_lines(one: ProgressFormat, lines: Sequence[str], torn: str | None) -> tuple[list[ProgressLine], bool]:
@@ -175,7 +178,9 @@ def summarize_progress(
         phase = None  # a step after the end belongs to another run
     found = [f"{one.name}: step {last.step}" + (f" of {total}" if total else "")]
     if per_gpu is not None:
-        found.append(f"{per_gpu:.0f} tokens/s per GPU" + ("" if whole is not None else ", number of GPUs unknown"))
+        found.append(
+            f"{per_gpu:.0f} tokens/s per GPU" + ("" if whole is not None else ", but the number of GPUs is unknown")
+        )
     if phase is not None:
         found.append(f"in {phase}")
     if one.note:
@@ -279,7 +284,10 @@ def compile_user_pattern(pattern: str) -> ProgressFormat | str:
     if unknown:
         return f"the pattern has an unknown group {unknown[0]!r}; known groups are {', '.join(USER_PATTERN_GROUPS)}"
     if NESTED_REPEAT.search(pattern):
-        return "the pattern contains a nested repetition such as (a+)+, which may never finish: remove one of the two"
+        return (
+            "the pattern contains a nested repetition such as (a+)+, which may never finish: "
+            "remove one of the two repetitions"
+        )
     if len(WILDCARD.findall(pattern)) > MAX_WILDCARDS:
         return (
             f"the pattern has more than {MAX_WILDCARDS} wildcards (.* or .+): "
@@ -356,7 +364,7 @@ def _load_formats() -> tuple[ProgressFormat, ...]:
 FORMATS: Final = _load_formats()
 
 
-# External stops: preempted, requeued, out of time, cancelled --------------------------------------------------------
+# External stops: preempted, requeued, out of time, canceled ---------------------------------------------------------
 
 MAX_STOP_LINE_CHARS: Final = 2000
 MAX_QUOTE_CHARS: Final = 160

@@ -51,9 +51,10 @@ class PowerSource(StrEnum):
 
 
 MIN_UNREADABLE_FIELDS: Final = 2
-"""One sensor can fail on a GPU that works; in the public reports of broken GPUs several readings fail together."""
+"""How many readings must fail to indicate a broken GPU. A single sensor can fail on a GPU that works; in the public
+reports of broken GPUs, several readings fail together."""
 FAULT_IF_UNREADABLE: Final = frozenset({"ecc", "name"})
-"""Exceptions: memory errors that cannot be counted, and a GPU that no longer knows its name, are faults alone."""
+"""Readings that indicate a broken GPU even if only one of them fails: the memory error counters and the name."""
 NO_REASONS: Final[Mapping[str, ReadingStatus]] = MappingProxyType({})
 
 
@@ -75,14 +76,15 @@ class GpuReading:
 
     kind: Literal["number", "text", "special"] = "number"
     nvml_key: str = ""
-    """Its column in the rows that the probe sends, and its key among their errors. Recordings contain it: never
-    rename one. Empty: not read through NVML."""
+    """Name of the reading's column in the rows that the probe sends, and its key in their errors. Recordings contain
+    these names, so never rename one. Empty if the reading does not come from NVML."""
     nvml_calls: tuple[tuple[str | int, ...], ...] = ()
     """Functions of pynvml that take a device handle, each with its further arguments (a string names a constant of
-    pynvml). The first that the driver accepts is used: newer drivers renamed some, older ones lack some."""
+    pynvml). The first function that the driver accepts is used: newer drivers renamed some functions, and older drivers
+    lack some."""
     nvml_part: str | int | None = None
-    """Attribute or item of what the function returns; None for the result itself. Readings that come from the same
-    call share it: the driver is asked once."""
+    """Attribute or item of what the function returns; None for the result itself. If several readings come from the
+    same call, the driver is called only once."""
     nvml_divisor: float = 1.0  # NVML's units in one of ours: 1000 for milliwatts
     steady: bool = False  # only an administrator changes it: read every ten seconds, which halves the driver calls
     live: bool = False  # must not be trusted once the GPU is lost: it keeps returning old numbers, or zeros
@@ -220,7 +222,7 @@ class GpuSample:
 GPU_READINGS: Final[Mapping[str, GpuReading]] = MappingProxyType(
     {each.name: each.metadata["reading"] for each in fields(GpuSample) if "reading" in each.metadata}
 )
-"""Field of `GpuSample` -> where it comes from, in the order of the class."""
+"""Maps each field of `GpuSample` to its source, in the order in which the class declares the fields."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,11 @@ DISCOVERY_SECONDS = 10.0
 KERNEL_HISTORY_SECONDS = 300.0  # a fault shortly before we (re)connected is still worth reporting
 
 ROOT = os.environ.get("WATTWATCH_NODE_ROOT", "")
-"""Prefix of /proc, /sys and /dev/kmsg only, with which a simulated node shows its own processes and kernel log. Paths
-of jobs, logs and checkpoints are never prefixed. Empty on a real node."""
+"""Prefix of /proc, /sys and /dev/kmsg: a simulated node uses it to show its own processes and kernel log. It is empty
+on a real node. Paths of jobs, logs and checkpoints never get this prefix."""
 
 TOOL_PATH = os.environ.get("PATH", "") + ":/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/nvidia/bin:/opt/bin"
-"""sshd starts commands with a short PATH, and container runtimes mount nvidia-smi in other places."""
+"""Where to look for nvidia-smi: sshd starts commands with a short PATH, and container runtimes mount it elsewhere."""
 
 FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED = 13, 15, 16  # nvml.h, enum nvmlReturn_t
 

@@ -23,7 +23,8 @@ from wattwatch.collectors.samples import GPU_READINGS
 from wattwatch.collectors.smi import FALLBACK_QUERY_FIELDS, QUERY_FIELDS, QUERY_FORMAT
 
 LEASE_RENEWAL_SECONDS: Final = 20.0
-"""How often the control host writes LEASE_LINE: the probe exits after 60 s without one, so two may be lost."""
+"""Interval at which the control host writes LEASE_LINE. The probe exits after 60 s without this line, so two lines may
+be lost."""
 LEASE_LINE: Final = b"\n"
 
 NVML_READINGS: Final = [
@@ -31,8 +32,8 @@ NVML_READINGS: Final = [
     for reading in GPU_READINGS.values()
     if reading.nvml_key
 ]
-"""What the probe reads through NVML, as declared in `GpuSample`. Part of the program that is sent, not of the request:
-compressed with it, and the same for every node."""
+"""The readings that the probe takes through NVML, as declared in `GpuSample`. They are the same for every node, so they
+belong to the compressed program that every node gets, not to the request for one node."""
 
 PYTHON_CANDIDATES: Final = "python3 python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python"
 

@@ -210,7 +210,7 @@ class SimulatedCluster:
         with self._changed:
             found = self._changed.wait_for(lambda: self._find(scenario, number), timeout_seconds)
         if not found:
-            raise SimulationError(f"phase {number} of {scenario} did not start: {self._last_output()}")
+            raise SimulationError(f"phase {number} of scenario {scenario} did not start: {self._last_output()}")
         return found
 
     def _find(self, scenario: str, number: int) -> PhaseStarted | None:

@@ -147,7 +147,7 @@ def lists_to_tuples(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def get_scenario(name: str) -> Scenario:
     if name not in SCENARIOS:
-        raise UnknownScenario(f"no scenario is named {name!r}; there are: {', '.join(SCENARIOS)}")
+        raise UnknownScenario(f"no scenario is named {name!r}; choose one of: {', '.join(SCENARIOS)}")
     return SCENARIOS[name]
 
 

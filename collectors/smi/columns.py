@@ -36,10 +36,10 @@ DEFAULT_UNITS: Final[Mapping[str, str]] = {
 READING_FIELDS: Final = frozenset(
     {"power_draw", "power_average", "power_instant", "utilization", "memory_used", "memory_utilization", "temperature"}
 )
-"""A table with none of these, and without a GPU's identity, contains nothing about GPUs."""
+"""A table contains GPU readings only if it has one of these columns, or a column that identifies a GPU."""
 IDENTITY_FIELDS: Final = frozenset({"index", "uuid", "pci_bus_id", "name"})
 REQUIRED_COLUMNS: Final = "timestamp, index, power.draw, utilization.gpu, memory.used, enforced.power.limit"
-"""The columns that messages tell people to ask for."""
+"""The columns that error messages tell people to query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ _ABSENT_WORDS: Final = re.compile(
     r"not (supported|available|applicable|active)|permission|deprecat|unsupported|secondary"
 )
 CELL_CACHE_SIZE: Final = 1 << 15
-"""A log of one day has half a million rows and few distinct cells."""
+"""Large enough to parse each distinct cell only once: a log of one day has 500,000 rows but few distinct cells."""
 
 
 @lru_cache(CELL_CACHE_SIZE)

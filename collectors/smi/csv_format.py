@@ -74,7 +74,7 @@ def parse_csv(
         else:
             usable.append((number, block, columns, cells))
     if not usable and not problem and not found.unreadable and found.headers:
-        problem = _why_not_gpus(found.headers[-1]) or "a header and no rows below it"
+        problem = _why_not_gpus(found.headers[-1]) or "there are no rows below the header"
     rows, last = _gpu_rows(usable, found)
     snapshots = group_into_snapshots(rows, number_bursts=True)
     return ParsedRows(snapshots, (), found.unreadable, problem, last)
@@ -87,7 +87,7 @@ def _collect(lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple
         if not line or line.isspace():
             continue
         if len(line) > _MAX_LINE_CHARS:
-            messages.warn(f"line {number + 1} has {len(line)} characters: longer than any query output")
+            messages.warn(f"line {number + 1} has {len(line)} characters, which is too long for query output")
             continue
         if "," in line and (host := _HOST_PREFIX.match(line)):
             line = line[host.end() :]
@@ -146,7 +146,8 @@ def _with_columns(found: _CsvRows, messages: MessageLog) -> list[tuple[int, int,
         if later is None and any(column.field for column in inferred):
             names = ", ".join(column.field or "?" for column in inferred)
             messages.warn(
-                f"no header: columns inferred from the values as {names}; name the columns to read all of them"
+                f"there is no header, so the columns were inferred from the values as {names}; "
+                "add a header to read all columns"
             )
     result = []
     for number, block, columns, cells in found.rows:
@@ -165,7 +166,7 @@ def _why_not_gpus(columns: tuple[Column, ...]) -> str:
     printed = {column.printed for column in columns}
     names = ", ".join(column.printed or "?" for column in columns)
     if printed & _PROCESS_COLUMNS:
-        return f"this is a list of processes, not of GPUs (columns: {names}); needed: {REQUIRED_COLUMNS}"
+        return f"this output lists processes, not GPUs (columns: {names}); required columns: {REQUIRED_COLUMNS}"
     node_level = not fields & IDENTITY_FIELDS and {name.casefold() for name in printed} & _NODE_COLUMNS
     if fields & {"uuid", "pci_bus_id"} or {"index", "name"} <= fields or (fields & READING_FIELDS and not node_level):
         return ""
@@ -173,10 +174,10 @@ def _why_not_gpus(columns: tuple[Column, ...]) -> str:
         return ""  # inferred: these rows contain nothing but a name or an index
     if printed == {"?"} or not printed - {"?", "timestamp"}:
         return (
-            "rows without a header, and the values alone do not show what each column is: "
-            f"name the columns, e.g. {REQUIRED_COLUMNS}"
+            "the rows have no header, and the values alone do not show what each column contains: "
+            f"add a header, e.g. {REQUIRED_COLUMNS}"
         )
-    return f"these columns have no per-GPU values: {names}; needed: {REQUIRED_COLUMNS}"
+    return f"these columns contain no values for individual GPUs: {names}; required columns: {REQUIRED_COLUMNS}"
 
 
 def _gpu_rows(

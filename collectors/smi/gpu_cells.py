@@ -10,7 +10,7 @@ from wattwatch.collectors.samples import GPU_READINGS, NO_REASONS, GpuSample, Po
 from wattwatch.collectors.smi.columns import read_number, status_of_text
 
 GpuCells = Mapping[str, tuple[str, str]]
-"""Field of columns.toml -> (text of the cell, unit where the text names none)."""
+"""Maps each field of columns.toml to (text of the cell, unit to use if the text has none)."""
 
 _POWER: Final = (
     ("power_draw", PowerSource.DRAW),

@@ -127,4 +127,4 @@ def explain_exit_code(exit_code: int | None) -> ExitCode | None:
         return EXIT_CODES[exit_code]
     if 128 < exit_code < 160:
         return ExitCode(HostStatus.DRIVER_DOWN, f"nvidia-smi was killed by signal {exit_code - 128}")
-    return ExitCode(HostStatus.PARSE_ERROR, "an undocumented exit status")
+    return ExitCode(HostStatus.PARSE_ERROR, "this exit status is not documented")

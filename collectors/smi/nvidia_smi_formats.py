@@ -158,16 +158,16 @@ def parse_xml(text: str, messages: MessageLog) -> ParsedRows:
                 gpus.append(_gpu_from_xml(_parse_element(element), number))
             except ElementTree.ParseError as error:
                 unreadable += 1
-                warnings.append(f"GPU element {number} cannot be read: {error}")
+                warnings.append(f"GPU element {number} of the XML document cannot be read: {error}")
         cut = not document[0].rstrip().endswith(">") or "</nvidia_smi_log" not in document[0]
         if cut:
             unreadable += 1
-            warnings.append("the XML document is cut off: only whole GPU elements were read")
+            warnings.append("the XML document is cut off: only complete GPU elements were read")
         timestamp = _XML_TIMESTAMP.search(document[0])
         if gpus:
             snapshots.append(GpuSnapshot(parse_timestamps([timestamp[1] if timestamp else ""])[0], tuple(gpus)))
     _log_text_outside_xml(text, messages)
-    problem = "" if snapshots else "no complete GPU in the output of nvidia-smi -q -x (cut off?)"
+    problem = "" if snapshots else "the output of nvidia-smi -q -x contains no complete GPU; it may be cut off"
     # A complete document proves that a GPU it does not list is missing; one that is cut off does not.
     return ParsedRows(tuple(drop_cut_rounds(snapshots) if cut else snapshots), tuple(warnings), unreadable, problem, 0)
 
@@ -238,7 +238,7 @@ def parse_dmon(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
                     (),
                     (),
                     0,
-                    f"nvidia-smi pmon lists processes, not GPUs; needed: {REQUIRED_COLUMNS}",
+                    f"nvidia-smi pmon lists processes, not GPUs; required columns: {REQUIRED_COLUMNS}",
                     -1,
                 )
         elif not cells or line.startswith("#"):
@@ -259,7 +259,7 @@ def parse_dmon(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
             messages.warn(f"line {number + 1} is not a dmon row: {line.strip()!r}")
     seconds = parse_timestamps([timestamp for _, timestamp in found])
     rows = [GpuRow(gpu_from_cells(named), second) for (named, _), second in zip(found, seconds, strict=True)]
-    return ParsedRows(group_into_snapshots(rows), (), unreadable, "a dmon header without rows below it", last)
+    return ParsedRows(group_into_snapshots(rows), (), unreadable, "there are no rows below the dmon header", last)
 
 
 # `nvidia-smi -L`: names of GPUs. Lost ones remain in it: it says nothing about their health -------------------------
@@ -284,5 +284,5 @@ def parse_listing(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
             found[-1]["mig"] = ("Enabled", "")
         elif line.strip() and not messages.recognize(line, number):
             messages.warn(f"line not understood: {line.strip()!r}")
-    messages.warn("nvidia-smi -L lists GPUs that are lost as well: it says nothing about their health")
+    messages.warn("nvidia-smi -L also lists lost GPUs, so its output does not show whether a GPU works")
     return ParsedRows(group_into_snapshots([GpuRow(gpu_from_cells(cells), None) for cells in found]), (), 0, "", last)

@@ -19,10 +19,11 @@ QUERY_FIELDS: Final = (
     *(reading.query for reading in GPU_READINGS.values() if reading.query),
     *_OTHER_POWER,
 )
-"""What to ask for: `nvidia-smi --query-gpu=<these, with commas> --format=csv,noheader,nounits`. One column that the
-driver does not know empties the whole answer (exit 2, `SmiReport.invalid_fields`): then ask for fewer."""
+"""Fields of the query `nvidia-smi --query-gpu=<fields, separated by commas> --format=csv,noheader,nounits`. If the
+driver does not know one of them, the whole answer is empty (exit 2, `SmiReport.invalid_fields`): then query
+fewer fields."""
 FALLBACK_QUERY_FIELDS: Final = ("index", *(reading.old_query for reading in GPU_READINGS.values() if reading.old_query))
-"""Known to every driver since 2013: for the shell probe, which cannot drop single columns."""
+"""Fields that every driver since 2013 knows: for the shell probe, which cannot drop single columns."""
 QUERY_FORMAT: Final = "csv,noheader,nounits"
 
 _FIELDS: Final = tuple(column.field for column in columns_from_names(QUERY_FIELDS))

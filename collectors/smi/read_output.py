@@ -84,21 +84,22 @@ def _build_report(source: str, rows: ParsedRows, messages: MessageLog, exit_code
     if rows.snapshots:
         # A message before the rows was transient; one after them is the current state.
         if messages.status and messages.status_line > rows.last_row_line >= 0:
-            status, detail = messages.status, f"after the last row: {messages.detail}"
+            status, detail = messages.status, f"reported after the last row: {messages.detail}"
         elif messages.status:
             messages.warn(messages.detail)
         if ended:
             messages.warn(f"nvidia-smi exited with status {exit_code} but printed readable rows: {ended.text}")
     elif messages.invalid_fields:
+        noun = "field" if len(messages.invalid_fields) == 1 else "fields"
         names = ", ".join(repr(name) for name in messages.invalid_fields)
-        status, detail = HostStatus.PARSE_ERROR, f"this driver does not know the field {names}: query fewer fields"
+        status, detail = HostStatus.PARSE_ERROR, f"this driver does not know the {noun} {names}: query fewer fields"
     elif messages.status:
         status, detail = messages.status, messages.detail
     elif messages.missing:
         named = "; ".join(gpu.text for gpu in messages.missing[:4])
         status, detail = (
             HostStatus.DRIVER_DOWN,
-            f"nvidia-smi stopped at a GPU that it cannot open, and lists none: {named}",
+            f"nvidia-smi stopped at a GPU that it could not open, and listed no GPU: {named}",
         )
     elif ended and (empty or exit_code != _INFOROM):
         status, detail = ended.status, f"nvidia-smi exited with status {exit_code} and printed no rows: {ended.text}"
@@ -118,14 +119,15 @@ def _build_report(source: str, rows: ParsedRows, messages: MessageLog, exit_code
 
 def _why_nothing(rows: ParsedRows, messages: MessageLog, empty: bool) -> str:
     if empty:
-        return "no output: the query printed nothing, or did not return"
+        return "the query printed nothing or did not return"
     if rows.problem:
         return rows.problem
     if rows.unreadable_rows:
-        return f"{rows.unreadable_rows} rows without a GPU: all cells are absent, or cells are missing"
+        noun = "row" if rows.unreadable_rows == 1 else "rows"
+        return f"no GPU could be read from {rows.unreadable_rows} {noun}: cells are missing or contain no value"
     first = f"; first problem: {messages.warnings[0]}" if messages.warnings else ""
     query = REQUIRED_COLUMNS.replace(", ", ",")
-    return f"no GPU row found{first}. Needed: nvidia-smi --query-gpu={query} --format=csv"
+    return f"no GPU row found{first}. Use this query: nvidia-smi --query-gpu={query} --format=csv"
 
 
 # Bytes of any tool, shell or logger -> lines ------------------------------------------------------------------------
@@ -201,5 +203,5 @@ def parse_wandb(lines: Sequence[str]) -> ParsedRows:
                 others.add(key)
     if not gpus:
         found = ", ".join(sorted(others)[:10])
-        return ParsedRows(problem=f"this logger recorded only {found}; needed: powerWatts, gpu, temp")
+        return ParsedRows(problem=f"this logger recorded only {found}; required keys: powerWatts, gpu, temp")
     return ParsedRows((GpuSnapshot(None, tuple(gpu_from_cells(gpus[index]) for index in sorted(gpus))),))

@@ -8,7 +8,7 @@ from typing import Final
 from wattwatch.collectors.samples import GpuSample, HostStatus, MissingGpu
 
 MAX_WARNINGS: Final = 20
-"""Enough to see what is wrong; a log with a million odd lines must not fill memory."""
+"""Enough to see what is wrong. The limit keeps a log with a million unreadable lines from filling the memory."""
 
 
 @dataclass(frozen=True, slots=True)

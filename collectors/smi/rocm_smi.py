@@ -87,7 +87,7 @@ def parse_rocm(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
         [(_gpu_from_device(index, devices[index]), devices[index]) for index in sorted(devices)]
     )
     snapshots = (GpuSnapshot(None, tuple(gpus)),) if gpus else ()
-    return ParsedRows(snapshots, (), 0, "rocm-smi printed no device", last)
+    return ParsedRows(snapshots, (), 0, "rocm-smi listed no GPU", last)
 
 
 def _from_json(text: str) -> dict[int, RocmDevice]:

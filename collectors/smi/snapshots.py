@@ -22,10 +22,10 @@ BURST_SECONDS: Final = 0.05  # GPUs of one query are printed about 3 ms apart
 _TICK: Final = 0.001  # resolution of nvidia-smi's timestamps
 _CLEAR_JUMP: Final = 3.0
 ORDERED_SHARE: Final = 0.9
-"""Of the rows whose GPU index is lower than the previous row's, at least this share must belong to the first GPU for a
-log to count as ordered. Chosen, not measured."""
+"""In an ordered log, the GPU index decreases only when a new round begins with the first GPU. A log counts as ordered
+if at least this share of all decreases go back to the first GPU. Chosen, not measured."""
 MAX_UNNAMED_GPUS: Final = 16
-"""More rows than this without any identity are a log of one GPU, not one moment of many."""
+"""If more rows than this have no GPU identity, they are a log of one GPU, not a snapshot of many GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +180,8 @@ def _burst_limit(rows: Sequence[GpuRow]) -> float:
 # row proves nothing; a GPU that is missing from several complete rounds is absent.
 
 ABSENT_AFTER_ROUNDS: Final = 3.0
-"""A GPU that is normally in every round is absent after this many rounds without it. One that is normally in every
-fifth round: after five times as many. Chosen, not measured."""
+"""A GPU that normally appears in every round counts as absent after this many rounds without it. If it normally appears
+in every fifth round, five times as many rounds are needed. Chosen, not measured."""
 
 
 def fill_unproven_gaps(snapshots: Sequence[GpuSnapshot]) -> tuple[GpuSnapshot, ...]:

@@ -29,10 +29,13 @@ STDERR_TAIL_BYTES: Final = 300
 STATUS_SECONDS: Final = 1.0  # how long the exit status may arrive after the end of the output
 PROHIBITED: Final = 1  # reasons of RFC 4254, section 5.1, for not opening a channel
 CONNECT_FAILED: Final = 2
-ONE_SESSION: Final = "its sshd allows no session beside the probe's: MaxSessions 1 there, or too many processes"
+ONE_SESSION: Final = (
+    "sshd on the node does not allow a second session besides the probe's: MaxSessions may be 1, or too many processes "
+    "may be running there"
+)
 NO_FORWARDING: Final = (
-    "its sshd does not allow our key to forward to that port: it needs port-forwarding and "
-    'permitopen="127.0.0.1:{port}" in authorized_keys, and AllowTcpForwarding in sshd_config'
+    "sshd on the node does not allow our key to forward to port {port}: the key needs port-forwarding and "
+    'permitopen="127.0.0.1:{port}" in authorized_keys, and sshd_config must set AllowTcpForwarding'
 )
 
 
@@ -68,7 +71,9 @@ class NodeChannels:
         than MAX_STDIN_BYTES.
         """
         if len(stdin) > MAX_STDIN_BYTES:
-            raise ValueError(f"{len(stdin):,} bytes: at most {MAX_STDIN_BYTES:,} can be written without blocking")
+            raise ValueError(
+                f"stdin has {len(stdin):,} bytes, but at most {MAX_STDIN_BYTES:,} can be written without blocking"
+            )
         transport = self._transport()
         if isinstance(transport, str):
             return CommandResult(None, error=transport)
@@ -77,7 +82,7 @@ class NodeChannels:
         except paramiko.ChannelException:
             return CommandResult(None, error=ONE_SESSION)
         except (paramiko.SSHException, EOFError, OSError) as failure:
-            return CommandResult(None, error=f"no session on the connection to it: {error_text(failure)}")
+            return CommandResult(None, error=f"cannot open another session on the node: {error_text(failure)}")
         stderr_tail, error = b"", None
         # paramiko has no deadline for exec_command or for a slow reader: closing the channel from a timer unblocks all.
         with _closed_after(channel, deadline_seconds) as expired:
@@ -91,12 +96,12 @@ class NodeChannels:
                 if channel.recv_stderr_ready():
                     stderr_tail = channel.recv_stderr(READ_BYTES)[-STDERR_TAIL_BYTES:]
             except (paramiko.SSHException, EOFError, OSError) as failure:
-                error = f"the connection to it failed: {error_text(failure)}"
+                error = f"the connection to the node failed: {error_text(failure)}"
             status = channel.exit_status if channel.exit_status >= 0 else None
             if expired.is_set():
-                error = f"not finished within {deadline_seconds:g} s"
+                error = f"the command did not finish within {deadline_seconds:g} s"
             elif error is None and status is None:
-                error = "the connection to it was lost before the command ended"
+                error = "the connection to the node was lost before the command ended"
         return CommandResult(status, stderr_tail.decode("utf-8", "replace").strip(), error)
 
     def connect(self, port: int, deadline_seconds: float) -> paramiko.Channel:
@@ -117,9 +122,11 @@ class NodeChannels:
                 raise PermissionError(NO_FORWARDING.format(port=port)) from None
             if error.code == CONNECT_FAILED:
                 raise ConnectionRefusedError(f"nothing listens on 127.0.0.1:{port}") from None
-            raise ConnectionError(f"its sshd cannot connect to 127.0.0.1:{port}: {error.text}") from None
+            raise ConnectionError(f"sshd on the node cannot connect to 127.0.0.1:{port}: {error.text}") from None
         except (paramiko.SSHException, EOFError) as error:
-            raise ConnectionError(f"cannot open a channel to 127.0.0.1:{port}: {error_text(error)}") from None
+            raise ConnectionError(
+                f"cannot open an SSH channel to 127.0.0.1:{port} on the node: {error_text(error)}"
+            ) from None
 
 
 def _send(channel: paramiko.Channel, stdin: bytes) -> None:
@@ -138,7 +145,7 @@ def _read(channel: paramiko.Channel, on_output: Callable[[bytes], None], byte_li
     while chunk := channel.recv(READ_BYTES):
         if len(chunk) > left:
             on_output(chunk[:left])
-            return f"it sent more than {byte_limit:,} bytes"
+            return f"the command printed more than {byte_limit:,} bytes"
         on_output(chunk)
         left -= len(chunk)
     return None

@@ -79,7 +79,7 @@ def check_host(
         connection = Connector(KeyRing(settings.passphrase)).connect(resolution.route, attempt)
         try:
             answer = run_script(connection, check_script(request or ProbeRequest()) + capture_script(targets), attempt)
-            attempt.enter("testing the way to NCCL RAS")
+            attempt.enter("testing access to NCCL RAS")
             ports = dict.fromkeys(target.ras_port for target in targets)
             ras = {
                 port: describe_ras_access(connection.transport, port, attempt.real_timeout_seconds) for port in ports
@@ -157,7 +157,7 @@ def run_script(connection: SshConnection, text: str, attempt: LoginAttempt) -> s
         ) from None
     except paramiko.ChannelException as error:
         raise unreachable(
-            f"logged in, but the node refused a session: {error.text}", "check MaxSessions in its sshd_config"
+            f"logged in, but the node refused a session: {error.text}", "check MaxSessions in sshd_config on the node"
         ) from None
     except (paramiko.SSHException, EOFError, OSError) as error:
         raise unreachable(f"logged in, but could not run a command: {error_text(error)}") from None
@@ -172,8 +172,8 @@ def parse_steps(answer: str) -> Iterator[CheckStep]:
         yield CheckStep(
             "shell",
             False,
-            f"commands do not run: the node answered {answer[:80]!r}",
-            "check for a forced command, or a login shell such as nologin",
+            f"commands do not run on the node, which answered {answer[:80]!r}",
+            "check for a forced command in authorized_keys, or a login shell such as nologin",
         )
         return
     for name, verdict, text in found:
@@ -188,10 +188,10 @@ def parse_steps(answer: str) -> Iterator[CheckStep]:
                 f"path {name}",
                 None,
                 f"{name} does not exist on the node",
-                "normal only if the job has never been started",
+                "this is normal only if the job has never been started",
             )
         else:
-            yield CheckStep(f"path {name}", False, f"{name} cannot be read", "give our user read access")
+            yield CheckStep(f"path {name}", False, f"{name} cannot be read", "give the login user read access")
 
 
 def _python_step(verdict: str, text: str) -> CheckStep:
@@ -200,8 +200,8 @@ def _python_step(verdict: str, text: str) -> CheckStep:
     return CheckStep(
         "python",
         None,
-        "no Python 3.8 or later",
-        "the shell probe will be used: no NVML, no logs, no checkpoints",
+        "Python 3.8 or later was not found",
+        "the shell probe will be used; it cannot read NVML, logs or checkpoints",
     )
 
 
@@ -267,22 +267,28 @@ def capture_notes(answer: str, targets: Sequence[CaptureTarget], ras: dict[int, 
 
 def _sockets(target: CaptureTarget, found_worker: tuple[str, str] | None, user: str) -> str:
     if target.run_directory is None or found_worker is None:
-        return "no run_directory is configured, so no worker sockets: only existing dumps, NCCL RAS and processes"
+        return (
+            "no run_directory is configured, so worker sockets cannot be used: "
+            "a capture can use only existing dumps, NCCL RAS and processes"
+        )
     verdict, text = found_worker
     if verdict == "absent":
-        return f"no worker sockets in {target.run_directory}/worker yet: normal only if the job has never been started"
+        return (
+            f"no worker sockets in {target.run_directory}/worker yet: "
+            "this is normal only if the job has never been started"
+        )
     owner, _, number = text.partition(" ")
     if verdict == "no":
-        return f"worker sockets are accessible to {owner} only, but we log in as {user}: log in as {owner} or root"
-    return f"worker sockets: {number}, owned by {owner}" + ("" if owner == user else f", but we log in as {user}")
+        return f"only {owner} can access the worker sockets, but the login user is {user}: log in as {owner} or root"
+    return f"worker sockets: {number}, owned by {owner}" + ("" if owner == user else f", but the login user is {user}")
 
 
 def _recorders(found: dict[str, tuple[str, str]]) -> str:
     number = found.get(f"{CAPTURE_PREFIX}recorders", ("", ""))[1]
     if number in ("", "0"):
         return (
-            "no process with a flight recorder: set TORCH_FR_BUFFER_SIZE when starting the job (before torch 2.8: "
-            "TORCH_NCCL_TRACE_BUFFER_SIZE)"
+            "no process with a flight recorder was found: set TORCH_FR_BUFFER_SIZE when starting the job "
+            "(before torch 2.8: TORCH_NCCL_TRACE_BUFFER_SIZE)"
         )
     return f"flight recorder enabled in {number} process{'' if number == '1' else 'es'}"
 
@@ -293,7 +299,7 @@ def describe_ras_access(transport: paramiko.Transport, port: int, timeout_second
     try:
         NodeChannels("", lambda: transport).connect(port, timeout_seconds).close()
     except ConnectionRefusedError:
-        return f"{place}: forwarding works, but nothing listens: no NCCL job is running, or RAS has another port"
+        return f"{place}: forwarding works, but nothing listens there: no NCCL job is running, or RAS uses another port"
     except OSError as error:
         return f"{place}: {error}"
     return f"{place}: reachable"

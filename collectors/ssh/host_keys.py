@@ -121,7 +121,7 @@ def verify_host_key(route: HostRoute, key: paramiko.PKey, known: Sequence[KnownK
     shown = f"{route.place} presented {key.get_name()} {key_fingerprint(blob)}"
     for entry in known:
         if entry.marker == "@revoked" and entry.blob == blob:
-            raise _host_key_failure(f"host key is revoked: {shown}, which {entry.place} marks @revoked")
+            raise _host_key_failure(f"host key is revoked: {shown}; {entry.place} marks this key as @revoked")
     # A certificate is checked first: a host with a valid one needs no line of its own.
     authorities = [entry for entry in known if entry.marker == "@cert-authority"]
     problem = ""
@@ -137,20 +137,20 @@ def verify_host_key(route: HostRoute, key: paramiko.PKey, known: Sequence[KnownK
         raise _host_key_failure(f"host certificate not accepted: {problem}; {shown}")
     if not plain and authorities:
         raise _host_key_failure(
-            f"host key is not certified: {shown} without a certificate, and {authorities[0].place} requires one",
-            "renew the host certificate on the node (HostCertificate of its sshd_config)",
+            f"host key is not certified: {shown} without a certificate, but {authorities[0].place} requires one",
+            "renew the host certificate on the node (HostCertificate in its sshd_config)",
         )
     if not plain:
         files = ", ".join(map(str, route.known_hosts_files))
         raise _host_key_failure(
-            f"host key is unknown: {shown}; no line for {route.host_key_name} in {files}",
-            f"compare it with the key on the node ({command}) and add it to known_hosts",
+            f"host key is unknown: {shown}; there is no line for {route.host_key_name} in {files}",
+            f"compare this key with the key on the node ({command}), then add it to known_hosts",
         )
     expected = " or ".join(f"{entry.type} {entry.fingerprint} ({entry.place})" for entry in plain)
     raise _host_key_failure(
-        f"host key has CHANGED: {shown}, expected {expected}",
+        f"host key has CHANGED: {shown}, but expected {expected}",
         f"if the node was reinstalled, compare the keys ({command}), run ssh-keygen -R '{route.host_key_name}' and "
-        "add the new key; if not, the connection may be intercepted",
+        "add the new key; otherwise the connection may be intercepted",
     )
 
 
@@ -164,25 +164,25 @@ def certificate_problem(blob: bytes, route: HostRoute, known: Sequence[KnownKey]
     try:
         certificate = load_ssh_public_identity(kind + b" " + base64.b64encode(blob))
         if not isinstance(certificate, SSHCertificate):
-            return "it is not a certificate"
+            return "the presented key is not a certificate"
         certificate.verify_cert_signature()
         authority = certificate.signature_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     except (ValueError, InvalidSignature, UnsupportedAlgorithm) as error:
-        return f"it cannot be verified: {str(error) or 'wrong signature'}"
+        return f"the certificate cannot be verified: {str(error) or 'wrong signature'}"
     signer = base64.b64decode(authority.split()[1])
     if any(entry.marker == "@revoked" and entry.blob == signer for entry in known):
-        return "its authority is revoked"
+        return "the authority that signed the certificate is revoked"
     if not any(entry.marker == "@cert-authority" and entry.blob == signer for entry in known):
-        return f"its authority {key_fingerprint(signer)} is not in known_hosts"
+        return f"the authority that signed the certificate ({key_fingerprint(signer)}) is not in known_hosts"
     if certificate.type is not SSHCertificateType.HOST:
-        return "it is a user certificate"
+        return "the certificate is a user certificate, not a host certificate"
     if certificate.critical_options:
-        return "it has critical options that are not understood"
+        return "the certificate has critical options that are not supported"
     if not certificate.valid_after <= time.time() < certificate.valid_before:
-        return "it has expired, or is not valid yet"
+        return "the certificate has expired or is not valid yet"
     names = [principal.decode("utf-8", "replace") for principal in certificate.valid_principals]
     # Principals contain no port: "[name]:2222" is compared as "name".
     own = route.host_key_name.split("]")[0].removeprefix("[")
     if names and not any(fnmatch.fnmatchcase(own, name.lower()) for name in names):
-        return f"it is for {', '.join(names)}, not for {own}"
+        return f"the certificate is valid for {', '.join(names)}, not for {own}"
     return ""

@@ -65,7 +65,7 @@ class KeyRing:
             if not found:
                 raise ConnectionFailure(
                     HostStatus.AUTH_FAILED,
-                    "no key to log in with: "
+                    "there is no key to log in with: "
                     + ("; ".join(problems) or "none of the default key files in ~/.ssh exists"),
                     "set [ssh] identity_files, or IdentityFile in ssh_config",
                 )
@@ -100,10 +100,10 @@ def load_private_key(file: Path, passphrase: str | None) -> paramiko.PKey:
             problem = problem or error
     first_line = file.read_bytes()[:64].split(b"\n")[0]
     if b"PRIVATE KEY" not in first_line:
-        raise paramiko.SSHException("is not a private key")
+        raise paramiko.SSHException("the file is not a private key")
     if passphrase is not None:
-        raise paramiko.SSHException("cannot be decrypted with this passphrase, or has an unsupported type")
-    raise paramiko.SSHException(f"cannot be read: {problem}")
+        raise paramiko.SSHException("the key cannot be decrypted with this passphrase, or its type is not supported")
+    raise paramiko.SSHException(f"the key cannot be read: {problem}")
 
 
 def _certified(key: paramiko.PKey, file: Path, route: HostRoute) -> Iterator[Identity]:

@@ -27,12 +27,13 @@ from wattwatch.collectors.ssh.model import ConnectionFailure, error_text, tcp_fa
 from wattwatch.collectors.ssh.ssh_config import HostRoute
 
 STACK_BYTES: Final = 512 * 1024
-"""Stack of a transport's thread. Only pages in use cost memory, but the default of 8 MB times 1,000 nodes would reserve
-8 GB of address space."""
+"""Stack size of a transport's thread. Only pages in use cost memory, but the default of 8 MB would reserve 8 GB of
+address space for 1,000 nodes."""
 POLL_SECONDS: Final = 5.0
-"""How often an idle transport polls its flags. paramiko's 0.1 s alone was two thirds of the CPU of watching a node."""
+"""How often an idle transport polls its flags. With paramiko's default of 0.1 s, this polling took two thirds of the
+CPU time of watching a node."""
 REKEY_WAIT_SECONDS: Final = 5.0
-"""How long a message may wait while keys are exchanged: a chosen figure, well above a round trip."""
+"""How long a message may wait while keys are exchanged. Chosen to be well above a round trip, not measured."""
 
 logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # it logs tracebacks; what matters is in our ConnectionFailure
 
@@ -150,7 +151,7 @@ def open_forwarded(
         if error.code == 1:
             raise unreachable(
                 f"gateway {via.name} does not allow forwarding to {route.place}",
-                "check AllowTcpForwarding and PermitOpen in its sshd_config",
+                "check AllowTcpForwarding and PermitOpen in the gateway's sshd_config",
             ) from None
         raise unreachable(f"gateway {via.name} cannot connect to {route.place}: {error.text}") from None
     except (paramiko.SSHException, EOFError, OSError) as error:
@@ -192,19 +193,19 @@ def ssh_handshake(
 def _handshake_failure(error: Exception, route: HostRoute, attempt: LoginAttempt, silent: bool) -> ConnectionFailure:
     text = error_text(error)
     if isinstance(error, IncompatiblePeer):
-        return unreachable(f"no common SSH algorithm with {route.place}: {text}")
+        return unreachable(f"this host and {route.place} have no SSH algorithm in common: {text}")
     if "Indecipherable protocol version" in text:
         return unreachable(f"{route.place} answers, but is not an SSH server", "check Port")
     # paramiko reports a timeout and a closed connection with the same text: the time that passed separates them.
     if "protocol banner" in text and silent:
         return unreachable(
-            f"{route.place} accepts connections but sent no SSH banner within {attempt.timeout_seconds:.0f} s",
+            f"{route.place} accepted the connection but sent no SSH banner within {attempt.timeout_seconds:.0f} s",
             "sshd or the whole node may be hung",
         )
     if "protocol banner" in text or isinstance(error, EOFError):
         return unreachable(
             f"{route.place} closed the connection before the SSH handshake was complete",
-            "possible causes: MaxStartups reached, process table full, or our address is banned there",
+            "possible causes: sshd reached MaxStartups, the process table is full, or our address is banned there",
         )
     return unreachable(f"SSH handshake with {route.place} failed: {text}")
 
@@ -245,7 +246,7 @@ def authenticate(transport: paramiko.Transport, route: HostRoute, attempt: Login
                 more = transport.auth_publickey(route.user, identity.key)
             except paramiko.BadAuthenticationType as error:
                 raise _auth_failure(
-                    route, f"the host does not accept keys, only {', '.join(error.allowed_types)}"
+                    route, f"the host does not accept keys; it accepts only {', '.join(error.allowed_types)}"
                 ) from None
             except (paramiko.SSHException, EOFError, OSError) as error:
                 tried.append(identity.description)
@@ -259,11 +260,14 @@ def authenticate(transport: paramiko.Transport, route: HostRoute, attempt: Login
                 if len(tried) > 1:
                     raise _auth_failure(
                         route,
-                        f"the host disconnected after {len(tried)} keys (MaxAuthTries?): {', '.join(tried)}",
+                        f"the host disconnected after {len(tried)} keys, perhaps because of MaxAuthTries: "
+                        f"{', '.join(tried)}",
                     ) from None
                 raise unreachable(f"{route.place} disconnected during authentication") from None
             if more:
-                raise _auth_failure(route, f"it accepts {identity.description} but also requires {', '.join(more)}")
+                raise _auth_failure(
+                    route, f"the host accepts {identity.description} but also requires {', '.join(more)}"
+                )
             return
         raise _auth_failure(route, f"tried {', '.join(tried)}")
 
@@ -272,5 +276,5 @@ def _auth_failure(route: HostRoute, detail: str) -> ConnectionFailure:
     return ConnectionFailure(
         HostStatus.AUTH_FAILED,
         f"{route.user}@{route.place} rejected our login: {detail}",
-        "check that the public key is in authorized_keys there, and that the user is right",
+        "check that the public key is in authorized_keys on that host, and that the user name is correct",
     )

@@ -12,7 +12,7 @@ from typing import Final
 from wattwatch.collectors.samples import HostStatus
 
 SLOW_RETRY_STATUSES: Final = frozenset({HostStatus.AUTH_FAILED, HostStatus.HOST_KEY_CHANGED})
-"""Retrying these soon cannot help, and may lock an account or trigger an intrusion alarm."""
+"""An early retry after one of these failures cannot help, and may lock an account or trigger an intrusion alarm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,14 @@ def tcp_failure(error: OSError, place: str, limit_seconds: float) -> ConnectionF
     """Why a TCP connection to `place` ("host:port") failed. The wording separates causes that need different action."""
     if isinstance(error, socket.timeout):
         return unreachable(
-            f"no answer from {place} within {limit_seconds:.0f} s", "host down, or a firewall drops the packets"
+            f"no answer from {place} within {limit_seconds:.0f} s", "the host is down, or a firewall drops the packets"
         )
     if error.errno == errno.ECONNREFUSED:
         return unreachable(
             f"connection refused by {place}", "the host is up but nothing listens on that port: is sshd running?"
         )
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return unreachable(f"no route to {place}", "host down, or a network problem on the way")
+        return unreachable(f"no route to {place}", "the host is down, or the network has a problem")
     return unreachable(f"cannot connect to {place}: {error_text(error)}")
 
 

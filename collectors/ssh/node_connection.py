@@ -143,15 +143,16 @@ class NodeConnection:
             return unreachable(f"logged in, but the probe has sent nothing for {waited:.0f} s")
         if since is not None and now - since > self.replace_seconds:
             return unreachable(
-                f"no line for {now - since:.0f} s: the node or its sshd is frozen, or the network is cut"
+                f"the probe has sent no line for {now - since:.0f} s: "
+                "the node or its sshd is frozen, or the network is down"
             )
         return None
 
     def _describe_garbage(self, stream: ProbeStream) -> str:
-        begin = f"; it begins with {stream.excerpt.decode('utf-8', 'replace')!a}" if stream.excerpt else ""
+        begin = f" (the first are {stream.excerpt.decode('utf-8', 'replace')!a})" if stream.excerpt else ""
         return (
-            f"received {stream.unread_garbage} bytes without a line of the probe{begin}: "
-            "check for a forced command, or a shell start-up file that prints"
+            f"received {stream.unread_garbage} bytes that are not from the probe{begin}: "
+            "check for a forced command, or for a shell start-up file that prints text"
         )
 
     def _drop(self, stream: ProbeStream, reason: ConnectionFailure, now: float) -> None:
@@ -237,7 +238,7 @@ class NodeConnection:
         if stream is None or link.status is not HostStatus.OK:
             return link.detail or "not connected"
         if self.last_line_seconds is not None and now - self.last_line_seconds > self.silent_seconds:
-            return f"no line from it for {now - self.last_line_seconds:.0f} s"
+            return f"the probe has sent no line for {now - self.last_line_seconds:.0f} s"
         return stream.connection.transport
 
     def link(self, now: float, wall_skew: float | None) -> NodeLink:
@@ -266,7 +267,7 @@ class NodeConnection:
             ):
                 return HostStatus.PARSE_ERROR, self._describe_garbage(stream)
             if stream.last_line_seconds is not None and age is not None:
-                return HostStatus.UNREACHABLE, f"connected, but no line for {age:.0f} s"
+                return HostStatus.UNREACHABLE, f"connected, but the probe has sent no line for {age:.0f} s"
         if failure is not None:
             return failure.status, f"{failure.sentence}; {self._describe_next_attempt(now)}"
         if stream is not None:
@@ -282,6 +283,7 @@ class NodeConnection:
         if len(self.ghosts) >= MAX_PROBES:
             wait = max(wait, min(self.ghosts.values()) - now)
             return (
-                f"{len(self.ghosts)} probes may still be running there, so the next login is in {max(0.0, wait):.0f} s"
+                f"{len(self.ghosts)} probes may still be running on the node, "
+                f"so the next login is in {max(0.0, wait):.0f} s"
             )
-        return f"next login in {wait:.0f} s" if wait > 0 else "the next login is waiting for a free slot"
+        return f"next login in {wait:.0f} s" if wait > 0 else "the next login is waiting for a free login slot"

@@ -170,8 +170,8 @@ KNOWN_CRITERIA: Final = frozenset({"all", "canonical", "final", "host", "origina
 MATCHES_NO_HOST: Final = 'Host "!*"'  # matches no host: the block below it is parsed and never applied
 UNSUPPORTED: Final = {
     "proxycommand": "use ProxyJump",
-    "pkcs11provider": "use a key file or the agent",
-    "securitykeyprovider": "use a key file or the agent",
+    "pkcs11provider": "use a key file or the SSH agent",
+    "securitykeyprovider": "use a key file or the SSH agent",
     "identityagent": "set SSH_AUTH_SOCK and [ssh] use_agent",
     "knownhostscommand": "use UserKnownHostsFile",
     "revokedhostkeys": "use @revoked lines in known_hosts",
@@ -273,7 +273,7 @@ def _supported_match(line: str, value: str, path: Path, reading: _ConfigFiles) -
     while criteria:
         criterion = criteria.pop(0).lstrip("!").lower()
         if criterion not in KNOWN_CRITERIA:
-            reading.notes[f"{path}: Match {criterion} is not supported: that block is not applied"] = None
+            reading.notes[f"{path}: Match {criterion} is not supported, so its block is ignored"] = None
             return MATCHES_NO_HOST
         if criterion not in ("all", "canonical", "final") and criteria:
             criteria.pop(0)

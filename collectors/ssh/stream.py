@@ -235,7 +235,7 @@ def start_probe(node: str, request: ProbeRequest, connection: SshConnection, att
     except paramiko.ChannelException as error:
         raise unreachable(
             f"logged in, but the node refused a session: {error.text}",
-            "check MaxSessions in its sshd_config, and the number of processes there",
+            "check MaxSessions in sshd_config and the number of processes on the node",
         ) from None
     except (paramiko.SSHException, EOFError, OSError) as error:
         raise unreachable(f"logged in, but could not open a session: {error_text(error)}") from None

@@ -22,7 +22,7 @@ FAILED = "E0616 api.py:882] failed (exitcode: 1) local_rank: 3 (pid: 7) of binar
         (f"{SLURM} DUE TO JOB REQUEUE ***\n", "requeued by its scheduler"),
         (f"{SLURM} DUE TO TIME LIMIT ***\n", "ended at its time limit"),
         (f"{FAILED}{SLURM} DUE TO PREEMPTION ***\n", "preempted"),
-        (f"{SLURM} ***\n", "cancelled"),
+        (f"{SLURM} ***\n", "canceled"),
         (f"{TORCHRUN} Signals.SIGTERM death signal, shutting down workers\n", "stopped by a signal to its launcher"),
         (f"{TORCHRUN} 15 death signal, shutting down workers\n", "stopped by a signal to its launcher"),
         ("[exiting program after receiving SIGTERM.] datetime: 2026-09-06 17:57:10\n", "stopped by SIGTERM"),

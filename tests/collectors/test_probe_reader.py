@@ -116,7 +116,7 @@ def test_a_hung_file_system_does_not_hide_the_gpus() -> None:
 def test_before_the_first_answer_the_detail_says_which_call_is_pending() -> None:
     sample = read(reader(), line(busy=[["nvml", 2.0]]))
     assert (sample.status, sample.gpus) == (HostStatus.SAMPLER_TIMEOUT, None)
-    assert sample.detail == "nvml has not answered yet, after 2.0 s"
+    assert sample.detail == "nvml has not answered yet (2.0 s so far)"
 
 
 # Processes, progress, checkpoints, kernel

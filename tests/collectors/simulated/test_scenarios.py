@@ -66,7 +66,7 @@ def test_all_scenarios_fit_into_one_cluster() -> None:
 
 
 def test_an_unknown_scenario_lists_those_that_exist() -> None:
-    with pytest.raises(UnknownScenario, match="no scenario is named 'dedlock'; there are: healthy, deadlock"):
+    with pytest.raises(UnknownScenario, match="no scenario is named 'dedlock'; choose one of: healthy, deadlock"):
         get_scenario("dedlock")
 
 

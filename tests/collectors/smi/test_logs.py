@@ -109,7 +109,7 @@ def test_columns_given_by_the_caller_are_used() -> None:
 def test_bare_integers_without_a_header_are_an_error_that_names_what_is_needed() -> None:
     report = read_gpu_output(b"64, 97, 75\n66, 98, 71\n")
     assert report.status is HostStatus.PARSE_ERROR
-    assert "name the columns" in report.detail
+    assert "add a header, e.g. timestamp, index" in report.detail
 
 
 def test_tables_of_a_loop_are_samples_with_the_time_above_them() -> None:

@@ -54,13 +54,13 @@ def test_a_command_that_exits_before_reading_its_input_reports_its_exit_status(w
 def test_a_command_that_floods_is_cut_off(watch: RunningFleet) -> None:
     ran, output = run(watch, "yes", most=300_000)
     assert len(output) == 300_000
-    assert ran.error == "it sent more than 300,000 bytes"
+    assert ran.error == "the command printed more than 300,000 bytes"
 
 
 def test_a_command_that_does_not_end_is_stopped_at_the_deadline_and_its_output_kept(watch: RunningFleet) -> None:
     ran, output = run(watch, "echo first; exec sleep 60", seconds=1.0)
     assert output == b"first\n"
-    assert ran.error == "not finished within 1 s"
+    assert ran.error == "the command did not finish within 1 s"
 
 
 def test_many_concurrent_commands_have_a_channel_each(watch: RunningFleet) -> None:

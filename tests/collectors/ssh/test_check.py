@@ -80,14 +80,14 @@ def test_what_a_capture_would_find_is_a_note(here: Site) -> None:
 def test_forbidden_forwarding_to_ras_says_what_to_allow(here: Site) -> None:
     here.server("node", "AllowTcpForwarding no")
     ((_, words),) = check_host("node", here.settings(), targets=[CaptureTarget("train", None, 28028)]).capture
-    assert 'it needs port-forwarding and permitopen="127.0.0.1:28028" in authorized_keys' in words
+    assert 'the key needs port-forwarding and permitopen="127.0.0.1:28028" in authorized_keys' in words
 
 
 def test_sockets_of_another_user_say_which_user_to_log_in_as() -> None:
     answer = "capture user\tyes\t1001 wattwatch\ncapture 0\tno\ttrainer 0\n"
     ((_, words),) = capture_notes(answer, [CaptureTarget("train", "/run", 1)], {})
     assert words.startswith(
-        "worker sockets are accessible to trainer only, but we log in as wattwatch: log in as trainer or"
+        "only trainer can access the worker sockets, but the login user is wattwatch: log in as trainer or"
     )
 
 

@@ -147,4 +147,4 @@ def test_a_certificate_of_an_unknown_authority_is_rejected(here: Site) -> None:
     node.stop()
     node.start()
     with running_fleet(here.settings()) as watch:
-        assert "its authority" in watch.until_status(HostStatus.HOST_KEY_CHANGED).detail
+        assert "the authority that signed the certificate" in watch.until_status(HostStatus.HOST_KEY_CHANGED).detail

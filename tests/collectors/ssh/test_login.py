@@ -76,7 +76,7 @@ def test_missing_and_broken_keys_are_listed(here: Site) -> None:
     with running_fleet(here.settings(identity_files=(absent, broken))) as watch:
         detail = watch.until_status(HostStatus.AUTH_FAILED).detail
     assert f"{absent} does not exist" in detail
-    assert f"{broken}: is not a private key" in detail
+    assert f"{broken}: the file is not a private key" in detail
 
 
 def test_two_gateways_in_a_row_and_nodes_that_share_them(here: Site) -> None:

@@ -103,7 +103,7 @@ def test_rejected_authentication_has_its_own_status_and_is_not_retried_soon(here
         assert watch.samples == []
 
 
-NO_LINE = "without a line of the probe"
+NO_LINE = "bytes that are not from the probe"
 GARBAGE = {
     "10 MB of text": ("yes 'Welcome to the cluster.' | head -c 10000000; cat >/dev/null", "Welcome"),
     "10 MB of noise": ("head -c 10000000 /dev/urandom; cat >/dev/null", NO_LINE),
