@@ -93,7 +93,7 @@ def test_a_watcher_that_starts_again_knows_what_it_knew(tmp_path: Path) -> None:
     store = StateStore(tmp_path / "state.db")
     again = Watch(store, watch.time)
     again.play(5, working(260.0))
-    assert "power floor 285 W learned on this host from 55 samples per GPU at start-up" in again.why
+    assert "GPUs that only wait draw up to 285 W, learned on this host from 55 samples per GPU at start-up" in again.why
     store.close()
 
 
@@ -109,7 +109,7 @@ def test_garbage_in_the_table_is_ignored_with_a_warning(tmp_path: Path, caplog: 
     assert len(caplog.records) == 6
     assert "cannot be read, so it is being learned again" in caplog.text
     watch.play(int(SAVE_LEARNED_EVERY_SECONDS) + 5, working())
-    assert "floor 235 W from profile b300" in watch.why
+    assert "draw up to 235 W according to profile b300" in watch.why
     assert store.load_learned() == {}
     store.close()
 
@@ -119,7 +119,7 @@ def test_a_full_disk_costs_no_verdict(caplog: pytest.LogCaptureFixture) -> None:
     store.full = True
     watch = Watch(store)
     watch.start_and_work()
-    assert "learned GPU baselines are not saved" in caplog.text
+    assert "learned GPU power baselines cannot be saved" in caplog.text
     assert watch.engine.snapshot.jobs["single"].verdict is not None
     store.full = False
     watch.play(int(SAVE_LEARNED_EVERY_SECONDS) + 5, working())

@@ -317,7 +317,7 @@ class AlertManager:
             self.save_error = None
         except StateStoreError as error:
             if self.save_error is None:
-                log.error("episodes and messages are not saved: %s", error)
+                log.error("alerts and messages cannot be saved: %s", error)
             self.save_error = str(error)
 
     def _forget_old_episodes(self, now: float) -> None:
@@ -416,8 +416,8 @@ def episode_from_row(row: EpisodeRow) -> Episode:
         return EPISODE_ADAPTER.validate_json(row.content)
     except ValidationError:
         raise StateStoreError(
-            f"cannot read episode {row.id} ({row.alert} of {row.job or 'the watcher'}) in the state file: "
-            "was it written by another version?"
+            f"alert {row.alert} of {row.job or 'the watcher'} (id {row.id}) in the state file cannot be read: "
+            "another version of wattwatch may have written it"
         ) from None
 
 

@@ -223,14 +223,22 @@ class ReceiverQueue:
         if isinstance(outcome, GiveUp):
             self.failed[outcome.failure] += 1
             recorded = f"{outcome.failure.value}: {outcome.detail}"
-            log.error("receiver %s: message %s is lost: %s", self._section.name, delivery.key, recorded)
+            log.error(
+                "receiver %s: message %s was not delivered and will not be retried: %s",
+                self._section.name,
+                delivery.key,
+                recorded,
+            )
         else:
             self.sent += 1
         try:
             self._store.record_outcome(delivery, recorded, self._clock.wall())
         except StateStoreError as error:
             log.error(
-                "receiver %s: the outcome of message %s is not saved: %s", self._section.name, delivery.key, error
+                "receiver %s: cannot save the delivery result of message %s, so a restart may send it again: %s",
+                self._section.name,
+                delivery.key,
+                error,
             )
 
 
@@ -310,11 +318,12 @@ def post_message(
         if simpler is not None:
             status, headers, body = post_payload(client, url, delivery.key, simpler)
     except httpx.TimeoutException:
-        return RetryLater(DeliveryFailure.TIMEOUT, "no response in time")
+        return RetryLater(DeliveryFailure.TIMEOUT, "no response before the timeout")
     except httpx.ConnectError as error:
         if is_tls_error(error):
             return RetryLater(
-                DeliveryFailure.TLS, "TLS handshake failed: certificate untrusted, expired, or for another host"
+                DeliveryFailure.TLS,
+                "TLS handshake failed: the certificate may be untrusted, expired, or for another host",
             )
         return RetryLater(DeliveryFailure.UNREACHABLE, "cannot connect")
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
@@ -381,7 +390,7 @@ def check_receiver_reachable(section: ReceiverSection) -> str | None:
             if url.scheme == "https" and host == url.host:
                 httpx.create_ssl_context().wrap_socket(connection, server_hostname=host).close()
     except ssl.SSLCertVerificationError as error:
-        return f"{subject}: its TLS certificate is not accepted: {error.verify_message}"
+        return f"{subject}: the TLS certificate is not accepted: {error.verify_message}"
     except ssl.SSLError as error:
         return f"{subject}: TLS failed: {error.reason or 'the handshake failed'}"
     except TimeoutError:

@@ -45,7 +45,7 @@ class AlertMessage:
     @property
     def inhibited_sentence(self) -> str:
         return (
-            f"Also explains {', '.join(self.inhibited)}, for which no separate message is sent."
+            f"This alert also explains {', '.join(self.inhibited)}, so no separate message is sent."
             if self.inhibited
             else ""
         )

@@ -225,7 +225,7 @@ class StateStore:
                         self._connection.execute("ROLLBACK")
                     raise
             except sqlite3.Error as error:
-                raise StateStoreError(f"{self._path}: {error}: check free space and health of the disk") from None
+                raise StateStoreError(f"{self._path}: {error}: check the free space and health of the disk") from None
 
 
 def acquire_lock(path: Path) -> IO[bytes]:
@@ -237,13 +237,13 @@ def acquire_lock(path: Path) -> IO[bytes]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(path.name + ".lock").open("ab")
     except OSError as error:
-        raise StateStoreError(f"{path.parent}: cannot be used as state directory: {error.strerror}") from None
+        raise StateStoreError(f"{path.parent}: cannot be used as the state directory: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
         raise StateStoreError(
-            f"{path}: in use by another wattwatch: stop that one, or set another state_directory"
+            f"{path}: another wattwatch process is using this file: stop that process, or set another state_directory"
         ) from None
     return lock
 
@@ -253,7 +253,7 @@ def open_database(path: Path) -> sqlite3.Connection:
 
     A file that cannot be used is never deleted or moved: it may hold open episodes, so that is the user's decision.
     """
-    advice = f"to start with an empty one, move this one away: mv {path} {path}.old"
+    advice = f"to start with an empty database, move this file away: mv {path} {path}.old"
     try:
         if not path.exists():
             # sqlite3 would create it readable by everybody; messages name hosts and jobs.
@@ -284,11 +284,11 @@ def check_ownership_and_version(connection: sqlite3.Connection, path: Path, advi
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     if tables and application != APPLICATION_ID:
-        raise StateStoreError(f"{path}: this is the database of another program: set another state_directory")
+        raise StateStoreError(f"{path}: this database belongs to another program: set another state_directory")
     if version > len(MIGRATIONS):
         raise StateStoreError(
-            f"{path}: written by a newer wattwatch (schema {version}; this one supports up to {len(MIGRATIONS)}): "
-            f"install the newer version again; or, {advice}"
+            f"{path}: a newer wattwatch wrote this file (schema {version}; this version supports up to "
+            f"{len(MIGRATIONS)}): install the newer version again; or, {advice}"
         )
 
 

@@ -70,4 +70,4 @@ class MaintenanceScheduler:
             return
         reason = FAILURE_REASONS[event.code]
         self._metrics.slow_task_failures.labels(event.job_id, reason).inc()
-        log.warning("task %s did not run: %s", event.job_id, reason)
+        log.warning("maintenance task %s did not complete: %s", event.job_id, reason)

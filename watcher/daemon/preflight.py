@@ -48,8 +48,9 @@ def preflight_problems(config: Config) -> list[str]:
 def listen_problems(section: WatcherSection) -> Iterator[str]:
     if section.token_file is None and not section.allow_unauthenticated and not is_loopback(section.listen_host):
         yield (
-            f"watcher.listen: {section.listen} can be reached from other machines, but there is no token: set "
-            "watcher.token_file, or, to let anyone who can reach it read everything, allow_unauthenticated = true"
+            f"watcher.listen: other machines can reach {section.listen}, but no token is configured: set "
+            "watcher.token_file; or, to let anyone who can reach this address read everything, set "
+            "watcher.allow_unauthenticated = true"
         )
 
 

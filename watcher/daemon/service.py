@@ -28,6 +28,7 @@ from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.ssh.fleet import Fleet
 from wattwatch.watcher.alerting.alert_manager import AlertManager
 from wattwatch.watcher.alerting.episode import EpisodeDiagnosis
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.common.state_store import StateStore, StateStoreError
 from wattwatch.watcher.config.settings import Config, probe_request_for
 from wattwatch.watcher.daemon.maintenance import MaintenanceScheduler, MaintenanceTask
@@ -220,7 +221,8 @@ class Service:
         # interrupts this thread while it holds the event's lock. Threads inherit the mask, so block before any starts.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self.start()
-        log.info("serving %d jobs on %d nodes at %s", len(self._specs), len(self._fleet.links()), self.address)
+        jobs, nodes = format_count(len(self._specs), "job"), format_count(len(self._fleet.links()), "node")
+        log.info("serving %s on %s at %s", jobs, nodes, self.address)
         code = self._wait_for_signal(systemd)
         systemd.stopping()
         exit_after(STOP_SECONDS - 0.3)
@@ -238,7 +240,9 @@ class Service:
                 log.info("stopping on %s", signal.Signals(taken.si_signo).name)
                 return 0
             if ready and not self._web.running:
-                log.error("the web server has stopped unexpectedly: exiting, so that the service manager restarts us")
+                log.error(
+                    "the web server has stopped unexpectedly: exiting so that the service manager restarts the watcher"
+                )
                 return 1
             if not ready and self._web.running and self._latest.ticks:
                 systemd.ready(self.status())
@@ -253,8 +257,9 @@ class Service:
         answering = sum(view.link.status.value == "ok" for view in snapshot.nodes.values())
         open_alerts = sum(e.closed_wall_seconds is None and not e.suppressed_by for e in snapshot.episodes)
         return (
-            f"{len(self._specs)} jobs, {answering} of {len(snapshot.nodes)} nodes answer, "
-            f"{open_alerts} open alerts, {snapshot.deliveries.waiting} undelivered messages"
+            f"{format_count(len(self._specs), 'job')}, {answering} of {format_count(len(snapshot.nodes), 'node')} "
+            f"answering, {format_count(open_alerts, 'open alert')}, "
+            f"{format_count(snapshot.deliveries.waiting, 'undelivered message')}"
             + (", MOST NODES LOST" if snapshot.blind else "")
         )
 
@@ -324,12 +329,14 @@ class Service:
         self._metrics.engine_failures.labels(kind).inc()
         if kind not in self._logged_failures:
             self._logged_failures.add(kind)
-            log.error("a tick failed; further failures of this kind are only counted", exc_info=error)
+            log.error(
+                "the watcher failed to evaluate a job; further failures of this kind are not logged", exc_info=error
+            )
         self._report_problem(
             "engine",
             "The watcher failed to evaluate a job because of an internal error.",
             f"{kind}: {str(error)[:200]}",
-            "Jobs may not be watched. Please report this bug with the log of the service.",
+            "Some jobs may not be watched. Please report this bug and attach the log of the service.",
         )
         now = self._clock.monotonic()
         try:
@@ -356,8 +363,10 @@ class Service:
         now = self._clock.monotonic()
         hold = self._to_clock_seconds(3 * DISK_EVERY_SECONDS)
         if self._recording is not None and self._recording.error is not None:
-            advice = "Free disk space and restart the watcher to record again."
-            self._problems.report("recording", "The recording has stopped.", self._recording.error, advice, now, hold)
+            advice = "Free disk space, then restart the watcher to start recording again."
+            self._problems.report(
+                "recording", "The watcher has stopped recording (--record).", self._recording.error, advice, now, hold
+            )
         if self._incidents.error is not None:
             summary = "An incident is not being recorded."
             self._problems.report("incidents", summary, self._incidents.error, "Free disk space.", now, hold)
@@ -365,7 +374,7 @@ class Service:
         free = shutil.disk_usage(directory).free
         if free < DISK_MIN_FREE_BYTES:
             summary = "The disk with the watcher's state is nearly full: open alerts may not survive a restart."
-            evidence = f"{directory}: {free / 1e6:.0f} MB free, less than {DISK_MIN_FREE_BYTES / 1e6:.0f} MB"
+            evidence = f"{directory}: {free / 1e6:.0f} MB free; the minimum is {DISK_MIN_FREE_BYTES / 1e6:.0f} MB"
             self._problems.report("disk", summary, evidence, "Free disk space.", now, hold)
 
 
@@ -390,7 +399,7 @@ def exit_after(seconds: float) -> None:
 
     def end() -> None:
         names = ", ".join(thread.name for thread in threading.enumerate() if not thread.daemon)
-        log.error("stopping took longer than %.1f s (threads still running: %s): exiting now", seconds, names)
+        log.error("the shutdown took longer than %.1f s (threads still running: %s): exiting now", seconds, names)
         os._exit(1)
 
     # os._exit, because sys.exit in a thread ends only that thread, and atexit handlers may hang as well.

@@ -60,7 +60,9 @@ def load_alert_kinds() -> Mapping[AlertName, AlertKind]:
     rows = tomllib.loads(resources.files(__package__).joinpath("alerts.toml").read_text("utf-8"))["alert"]
     names = [AlertName(row["name"]) for row in rows]
     if sorted(names) != sorted(AlertName):
-        raise ValueError(f"alerts.toml and AlertName differ: {sorted(set(names) ^ set(AlertName)) or 'a name twice'}")
+        raise ValueError(
+            f"alerts.toml and AlertName differ: {sorted(set(names) ^ set(AlertName)) or 'a name occurs twice'}"
+        )
     kinds: dict[AlertName, AlertKind] = {}
     for place, row in enumerate(rows):
         kinds[names[place]] = _read_row(row, frozenset(names[place + 1 :]))
@@ -72,7 +74,9 @@ def _read_row(row: Mapping[str, Any], below: frozenset[AlertName]) -> AlertKind:
     listed = row.get("inhibits", [])
     inhibits = below if listed == EVERY_KIND_BELOW else frozenset(map(AlertName, listed))
     if not inhibits <= below:
-        raise ValueError(f"alerts.toml: {row['name']} inhibits a row above itself: {sorted(inhibits - below)}")
+        raise ValueError(
+            f"alerts.toml: {row['name']} may inhibit only rows below its own, not {sorted(inhibits - below)}"
+        )
     persistence = row.get("persistence_seconds", {})
     return AlertKind(
         name=AlertName(row["name"]),

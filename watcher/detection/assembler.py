@@ -201,14 +201,15 @@ class JobAssembler:
                 gpu.index,
                 gpu.pci_bus_id,
                 ReadingStatus.LOST,
-                f"GPU {gpu.key} was listed before and has disappeared",
+                f"GPU {gpu.key} was listed before but is missing now",
             )
             for key, gpu in history.gpus.items()
             if key not in present and gpu.pci_bus_id not in reported and gpu.index not in reported
         ]
         found, expected = len(present) + len(sample.missing_gpus) + len(vanished), self._spec.gpus_per_node
         if expected is not None and found < expected:
-            text = f"{len(present)} GPUs are listed, but the configuration expects {expected}"
+            listed = f"{len(present)} GPU{' is' if len(present) == 1 else 's are'} listed"
+            text = f"{listed}, but the configuration expects {expected}"
             vanished.append(MissingGpu(None, None, ReadingStatus.LOST, text))
         return vanished
 

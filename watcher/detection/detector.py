@@ -210,7 +210,8 @@ class JobDetector:
             if alert in found and found[alert].confirmed:
                 return state, found[alert].summary
         if self._saves.blocking is not None:
-            return JobState.CHECKPOINTING, f"saving a checkpoint for {self._saves.blocking.seconds:.0f} s"
+            seconds = self._saves.blocking.seconds
+            return JobState.CHECKPOINTING, f"a checkpoint save has been running for {seconds:.0f} s"
         if is_evaluating(observation) and verdict.state is PowerState.STARVATION:
             return JobState.COMPUTING, "ranks report that they are evaluating"
         if AlertName.JOB_STARVING in found:
@@ -220,7 +221,7 @@ class JobDetector:
         if observation.alive is False and not sample.progress.readable:
             return JobState.IDLE, "no process of the job is running on the nodes that answer"
         if self._spec.has_progress_source and self._step_rate.advances == 0 and verdict.state in NOT_YET_WORKING:
-            return JobState.STARTING, "no step seen yet"
+            return JobState.STARTING, "no step has been seen yet"
         return self._state_by_power(observation)
 
     def _state_by_power(self, observation: Observation) -> tuple[JobState, str]:
@@ -230,7 +231,7 @@ class JobDetector:
         advancing = usual is not None and stalled is not None and not self._step_rate.is_late
         if advancing and state not in (JobState.COMPUTING, JobState.COMMUNICATING, JobState.STARVING):
             # Light work near the power floor, or GPUs that cannot be read: the step counter is the better source.
-            return JobState.COMPUTING, f"steps advance, at most {usual:.1f} s apart; {verdict.why}"
+            return JobState.COMPUTING, f"steps advance at intervals of at most {usual:.1f} s; {verdict.why}"
         if verdict.state is PowerState.IDLE and not observation.alive:
             return JobState.IDLE, verdict.why
         return state or JobState.UNKNOWN, verdict.why

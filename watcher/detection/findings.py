@@ -158,7 +158,7 @@ def _starvation_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
     summary = f"{job} is waiting for data: its GPUs do not get input fast enough."
     if not hysteresis.is_proved:
         summary = f"{job} may be waiting for data: its GPUs are unevenly busy."
-        evidence.append("steps are no slower than before; a healthy small model shows the same pattern")
+        evidence.append("steps are not slower than before, and a healthy small model can show the same pattern")
     advice = _add_bottleneck(AlertName.JOB_STARVING, observation, evidence)
     _add_lost_share(step_rate, evidence)
     return _persistent_finding(
@@ -242,7 +242,7 @@ def _loss_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
 PERSISTENT_RULES: Final = (
     PersistentRule(AlertName.JOB_STARVING, _is_starving, _starvation_finding, _starvation_seconds),
     PersistentRule(AlertName.JOB_SLOW, _is_below_throughput_floor, _low_throughput_finding),
-    _power_state_rule(AlertName.STRAGGLER, PowerState.STRAGGLER, "a few GPUs are holding up the others."),
+    _power_state_rule(AlertName.STRAGGLER, PowerState.STRAGGLER, "a few GPUs are slowing down the others."),
     _power_state_rule(AlertName.GPU_THROTTLED, PowerState.THROTTLE, "GPUs are throttled by heat or power supply."),
     PersistentRule(AlertName.LOSS_NOT_FINITE, _is_loss_not_finite, _loss_finding),
 )
@@ -291,7 +291,7 @@ def _add_bottleneck(alert: AlertName, observation: Observation, evidence: list[s
 
 def _add_lost_share(step_rate: StepRateTracker, evidence: list[str]) -> None:
     if step_rate.lost_share >= MENTIONED_LOST_SHARE:
-        evidence.append(f"{step_rate.lost_share:.0%} slower than the job's own best step rate")
+        evidence.append(f"the step rate is {step_rate.lost_share:.0%} below the best step rate of this job")
 
 
 # Findings whose trackers have already decided that they are due.
@@ -302,18 +302,19 @@ def slowdown_finding(observation: Observation, slowdown: SlowdownTracker) -> Fin
     kind = ALERT_KINDS[AlertName.STRAGGLER if slowdown.suspects else AlertName.JOB_SLOW]
     who = ", ".join(str(suspect) for suspect in slowdown.suspects)
     evidence = [
-        f"a step takes {slowdown.seconds_per_step:.2f} s; usually {slowdown.usual_seconds_per_step:.2f} s in this run",
+        f"a step takes {slowdown.seconds_per_step:.2f} s; in this run it usually takes "
+        f"{slowdown.usual_seconds_per_step:.2f} s",
         observation.verdict.why,
     ]
     if who:
-        evidence.append(f"clock or power of {who} differed from the other GPUs in most samples")
+        evidence.append(f"the clock or power of {who} differed from that of the other GPUs in most samples")
     return Finding(
         job=observation.spec.name,
         alert=kind.name,
         severity=kind.severity,
         scope="",
         summary=f"{observation.spec.name} is {slowdown.lost_share:.0%} slower than before"
-        + (f": {who} may be holding up the others." if who else "."),
+        + (f": {who} may be slowing down the others." if who else "."),
         evidence=tuple(evidence),
         advice=kind.advice if who else _add_bottleneck(kind.name, observation, evidence),
         since_seconds=observation.now if slowdown.since is None else slowdown.since,
@@ -351,7 +352,7 @@ def checkpoint_stalled_finding(observation: Observation, saves: CheckpointSaveTr
         size, quiet = save.entry.bytes / 1e9, save.quiet_seconds or 0
         evidence.append(f"{save.entry.name}: {size:.1f} GB, nothing written for {quiet:.0f} s")
     if save.background:
-        evidence.append("steps advance meanwhile")
+        evidence.append("steps still advance during the save")
     evidence += [
         f"{node.node}: `{call.call}` has not returned for {call.age_seconds:.0f} s"
         for node in observation.sample.nodes

@@ -275,7 +275,7 @@ class HangDetector:
         confirmed = stalled > timeout.confirm_seconds
         usual = usual or observation.sample.progress.line_interval_seconds
         exceeded = timeout.confirm_seconds if confirmed else limit
-        rate = f", and steps usually come every {usual:.1f} s" if usual is not None else ""
+        rate = f", and a step usually takes {usual:.1f} s" if usual is not None else ""
         has_signature = bool(self._suspects) or self._signature.since is not None
         evidence = [
             f"no step for {stalled:.0f} s (last step {observation.sample.progress.step:,}); "
@@ -284,8 +284,8 @@ class HangDetector:
         ]
         if not confirmed:
             evidence.append(
-                "a save by all ranks or an evaluation can look the same; "
-                f"confirmed as a hang after {timeout.confirm_seconds:.0f} s"
+                "a checkpoint save by all ranks or an evaluation can look the same; the hang is confirmed after "
+                f"{timeout.confirm_seconds:.0f} s without a step"
             )
         suspects = self._suspects or outlier_suspects(observation)
         since = observation.now - stalled + (usual or 0.0)
@@ -314,8 +314,8 @@ class HangDetector:
         limit = step_rate.stall_limit_seconds(observation)
         evidence = (
             self._signature_text,
-            f"seen in {signature.rounds} rounds of samples; not confirmed yet: no step for "
-            f"{step_rate.stalled_seconds:.0f} s, the limit is {limit:.0f} s",
+            f"seen in {signature.rounds} rounds of samples; not confirmed yet: there has been no step for "
+            f"{step_rate.stalled_seconds:.0f} s, and the limit is {limit:.0f} s",
         )
         return self._finding(observation, signature.since, evidence, self._suspects, confirmed=False)
 
@@ -331,8 +331,8 @@ class HangDetector:
             return None
         evidence = (
             observation.verdict.why,
-            f"this has lasted for {save.seconds:.0f} s, longer than the {limit:.0f} s a save may take; neither the "
-            "job's progress nor its checkpoints can be read",
+            f"this has lasted for {save.seconds:.0f} s, longer than the limit of {limit:.0f} s for a checkpoint "
+            "save; the job's progress and its checkpoints cannot be read",
         )
         confirmed = save.seconds > NO_COUNTER_CONFIRM_FACTOR * limit
         since = observation.now - save.seconds

@@ -31,7 +31,9 @@ RELEASED_SECONDS: Final = 15.0
 DONE_PHASES: Final = frozenset({DONE_PHASE})
 MAX_NAMED: Final = 4  # ranks or processes named in one sentence
 
-CRASH_ADVICE: Final = "Read the log of the named rank first: the timeouts of the other ranks follow from it. "
+CRASH_ADVICE: Final = (
+    "Read the log of the named rank first: timeouts of other ranks are probably a consequence of its failure. "
+)
 SIMULTANEOUS_EXIT_ADVICE: Final = (
     "Compare the last lines of the ranks' logs to find the process that failed first. With wattwatch-train, a rank "
     "without logs/attempt-*/rank-*.ending.json was probably killed. "
@@ -208,7 +210,7 @@ def simultaneous_exit(observation: Observation, together: tuple[ExitedProcess, .
     who += f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     some_nodes = len(nodes) < len(observation.sample.nodes)
     who += f" on {nodes[0]}" if known and some_nodes and len(nodes) == 1 else ""
-    text = f"{who} exited between two samples; which was first is unknown"
+    text = f"{who} exited between two samples; it is unknown which exited first"
     return text, tuple(map(Suspect, nodes)) if some_nodes else ()
 
 
@@ -229,22 +231,22 @@ def crash_finding(
     advice = CRASH_ADVICE
     count = "1 process" if len(exited) == 1 else f"{len(exited)} processes"
     evidence = [
-        f"exited: {count} of the job" + (", none is left" if all_exited else "; the others are waiting"),
+        f"{count} of the job exited" + (", and none is left" if all_exited else "; the others are waiting"),
         *(
             f"process {one.process.pid} ({one.process.name}) of {one.suspect}: "
-            + (one.cause or "nothing about its end in the kernel log; see its own log")
+            + (one.cause or "the kernel log has no entry about its exit; read its own log")
             for one in named[:1]
         ),
     ]
     if exited and not named:
         who, suspects = simultaneous_exit(observation, first)
-        evidence.append("nothing about their ends in the kernel log")
+        evidence.append("the kernel log has no entry about these exits")
         advice = SIMULTANEOUS_EXIT_ADVICE
     if not exited:
         who = "all processes have exited"
         evidence = ["the memory of all GPUs was released; processes cannot be listed on these nodes"]
     if not confirmed:
-        evidence.append("no step of the job was ever seen: this may have been a test before the actual start")
+        evidence.append("no step of the job was seen, so this may have been a test run before the actual start")
     progress = observation.sample.progress
     if progress.step is not None:
         total = "" if progress.total_steps is None else f" of {progress.total_steps:,}"
@@ -298,8 +300,9 @@ def stop_finding(observation: Observation, since: float, stop_line: str, newest:
         severity=kind.severity,
         scope="",
         summary=f"{observation.spec.name} was {what}"
-        + ("." if step is None else f" at step {step:,}, before its end."),
+        + ("." if step is None else f" at step {step:,}, before it finished."),
         evidence=tuple(evidence),
-        advice="The job resumes from its last checkpoint once restarted. Check that it was put back into the queue.",
+        advice="Check that the job was put back into the queue. When it is restarted, it resumes from its last "
+        "checkpoint.",
         since_seconds=since,
     )

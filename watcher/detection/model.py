@@ -122,7 +122,8 @@ class NodeState:
         """Which of the job's progress sources are still readable on this node; "" for none."""
         if not self.step_formats:
             return ""
-        return "heartbeats are still readable" if HEARTBEAT_FORMAT in self.step_formats else "the log is still readable"
+        source = "heartbeats are" if HEARTBEAT_FORMAT in self.step_formats else "log is"
+        return f"the job's {source} still readable"
 
 
 HOST_STATUS_TEXT: Final = {

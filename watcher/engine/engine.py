@@ -257,7 +257,7 @@ class Engine:
         try:
             self._store.save_learned(changed)
         except StateStoreError as error:
-            log.warning("learned GPU baselines are not saved: %s", error)
+            log.warning("learned GPU power baselines cannot be saved: %s", error)
             return
         self._baselines.mark_saved(changed)
 
@@ -299,10 +299,10 @@ def load_learned(store: StateStore, wall_seconds: float) -> BaselineTable:
     try:
         baselines, warnings = load_baselines(store.load_learned(), wall_seconds)
     except StateStoreError as error:
-        log.warning("learned GPU baselines cannot be read and will be learned again: %s", error)
+        log.warning("learned GPU power baselines cannot be read and will be learned again: %s", error)
         return BaselineTable()
     for warning in warnings[:MAX_WARNINGS]:
         log.warning("%s", warning)
     if len(warnings) > MAX_WARNINGS:
-        log.warning("%d more learned GPU baselines cannot be read", len(warnings) - MAX_WARNINGS)
+        log.warning("more learned GPU power baselines that cannot be read: %d", len(warnings) - MAX_WARNINGS)
     return baselines

@@ -61,7 +61,7 @@ class DiagnosisProcesses:
             self._end(child)
         if child.returncode != 0:
             lines = errors.decode("utf-8", "replace").strip().splitlines()
-            reason = lines[-1] if lines else f"its process exited with code {child.returncode}"
+            reason = lines[-1] if lines else f"the diagnosis process exited with code {child.returncode}"
             no_evidence = child.returncode == NO_EVIDENCE_EXIT_CODE
             raise DiagnosisError(reason if no_evidence else f"reading {directory} failed: {reason}")
         evidence, diagnosis = pickle.loads(output)  # written by our own code, never by a node

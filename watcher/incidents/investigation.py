@@ -76,7 +76,7 @@ class Investigator:
             return self._investigate(episode, view, live, directory)
         # Without a result, the investigation would count as running forever.
         except Exception as error:
-            log.error("the diagnosis of %s failed", view.name, exc_info=error)
+            log.error("the diagnosis of job %s failed", view.name, exc_info=error)
             words = f"internal error ({type(error).__name__}: {str(error)[:200]}); see the watcher's log"
             return InvestigationResult(directory, live, self.wall(), trouble=words)
 
@@ -95,7 +95,7 @@ class Investigator:
         try:
             self.capture(view, directory)
         except Exception as error:
-            log.error("the capture of %s failed", view.name, exc_info=error)
+            log.error("the capture of job %s failed", view.name, exc_info=error)
             failure = f"the capture failed ({type(error).__name__}: {str(error)[:200]})"
         try:
             evidence, diagnosis = self.diagnose(directory)
@@ -117,7 +117,7 @@ class Investigator:
         try:
             path.write_bytes(self.report(view, episode, result).encode("utf-8", "replace"))
         except Exception as error:
-            log.error("the report of %s cannot be written", view.name, exc_info=error)
+            log.error("the incident report of job %s cannot be written", view.name, exc_info=error)
             return None
         return path
 

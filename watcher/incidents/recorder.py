@@ -280,11 +280,11 @@ class IncidentRecorder:
             self._prune()
             writer = RecordingWriter(path, [spec])
         except OSError as error:
-            self.error = f"the incident of {spec.name} is not recorded: {error.strerror or error}"
+            self.error = f"the incident of job {spec.name} cannot be recorded: {error.strerror or error}"
             return
         self.error = None
         self.newest[spec.name] = str(path)
-        log.info("recording the incident of %s, from %.0f s before it, in %s", spec.name, BEFORE_SECONDS, path)
+        log.info("recording the incident of job %s, starting %.0f s before it, in %s", spec.name, BEFORE_SECONDS, path)
         self._open[spec.name] = OpenRecording(spec, writer, now, last_finding=now)
         # Only references are copied here, under the lock: the writer thread unpacks, sorts and writes them.
         buffered = {

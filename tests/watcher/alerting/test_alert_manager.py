@@ -182,7 +182,7 @@ def test_an_alert_that_fires_again_is_a_new_episode_that_says_so(watch: Watch) -
     watch.evaluate(times=5)
     watch.evaluate(HUNG)
     assert [status for status, _, _ in watch.messages()] == ["firing", "resolved", "firing"]
-    assert "fires again" in watch.last()["annotations"]["reason"]
+    assert "firing again" in watch.last()["annotations"]["reason"]
     assert len({episode.id for episode in watch.manager.episodes()}) == 2
 
 
@@ -415,7 +415,7 @@ def test_a_hang_that_ends_in_a_crash_says_so(watch: Watch) -> None:
     watch.evaluate(crashed, times=5)
     assert watch.messages()[1:] == [("firing", "JobCrashed", "critical"), ("resolved", "JobHung", "critical")]
     reason = watch.last()["annotations"]["reason"]
-    assert "not a recovery" in reason
+    assert "The job has not recovered" in reason
     assert "JobCrashed: llama crashed: rank 3." in reason
 
 

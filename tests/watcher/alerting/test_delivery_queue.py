@@ -250,7 +250,7 @@ def test_a_message_three_days_old_is_given_up_counted_and_logged(
     with RunningQueue(store, clock, receiver(tmp_path, hook.port)) as running:
         wait_until(lambda: running.queue.stats().failed == {("webhook", "too_old"): 1})
     assert hook.posts == []
-    assert "message old-1 is lost" in caplog.text
+    assert "message old-1 was not delivered and will not be retried" in caplog.text
     assert store.waiting_deliveries() == []
 
 

@@ -240,7 +240,7 @@ def test_idle_gpus_of_a_host_teach_their_idle_power() -> None:
         (heard(board(), processes=[ProcessSample(7, "python3", "R", 1.0, None, (0,))]), "a process is using it"),
         (heard(board(memory=None)), "memory use or utilization is not readable"),
         (heard(replace(board(), power_watts=None)), "power is not readable"),
-        (heard(board(400.0)), "implausible as idle power of this GPU"),
+        (heard(board(400.0)), "implausible as this GPU's idle power"),
         ([*heard(board(60.0), seconds=15), *heard(board(130.0), seconds=15)], "not steady"),
         (heard(board(), seconds=3), "3 of 30 samples arrived"),
         ([], "0 of 30 samples arrived: the host did not answer in time"),

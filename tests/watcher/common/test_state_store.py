@@ -101,7 +101,7 @@ def test_the_number_of_closed_episodes_is_bounded(store: StateStore, monkeypatch
 
 
 def test_only_one_process_may_use_it(store: StateStore, path: Path) -> None:
-    with pytest.raises(StateStoreError, match="in use by another wattwatch"):
+    with pytest.raises(StateStoreError, match="another wattwatch process is using this file"):
         StateStore(path)
 
 
@@ -152,7 +152,7 @@ def test_a_database_of_a_newer_version_is_refused(path: Path) -> None:
     other = sqlite3.connect(path)
     other.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
     other.close()
-    assert "written by a newer wattwatch" in refusal_message(path)
+    assert "a newer wattwatch wrote this file" in refusal_message(path)
 
 
 def test_a_database_of_another_program_is_refused(path: Path) -> None:
@@ -161,12 +161,12 @@ def test_a_database_of_another_program_is_refused(path: Path) -> None:
     other.execute("CREATE TABLE bookmarks (url TEXT)")
     other.commit()
     other.close()
-    assert "the database of another program" in refusal_message(path)
+    assert "this database belongs to another program" in refusal_message(path)
 
 
 def test_a_state_directory_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StateStoreError, match="cannot be used as state directory"):
+    with pytest.raises(StateStoreError, match="cannot be used as the state directory"):
         StateStore(tmp_path / "file" / "state" / "state.db")
 
 

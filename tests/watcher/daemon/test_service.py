@@ -92,7 +92,7 @@ def test_only_one_service_uses_the_state_and_the_next_one_can_take_it_over(tmp_p
     for _ in range(2):
         service = Service(config)
         service.start()
-        with pytest.raises(ServiceStartError, match="in use by another wattwatch"):
+        with pytest.raises(ServiceStartError, match="another wattwatch process is using this file"):
             Service(config).start()
         service.stop()
 
@@ -134,8 +134,8 @@ def test_a_failure_kind_names_the_function_not_the_value() -> None:
 @pytest.mark.parametrize(
     ("watcher", "rest", "says"),
     [
-        ('listen = "0.0.0.0:0"', "", "watcher.listen: 0.0.0.0:0 can be reached from other machines"),
-        ('listen = "[::]:0"', "", "there is no token"),
+        ('listen = "0.0.0.0:0"', "", "watcher.listen: other machines can reach 0.0.0.0:0"),
+        ('listen = "[::]:0"', "", "no token is configured"),
         ('token_file = "/nowhere/token"', "", "watcher.token_file: /nowhere/token cannot be read: No such file"),
         (
             "",
@@ -253,9 +253,9 @@ def test_it_stops_on_a_signal_despite_an_open_stream_and_notifies_systemd_of_eac
             address = address_in(process.stderr)
             assert (
                 next_message(channel, "READY=1")
-                == "READY=1\nSTATUS=1 jobs, 0 of 1 nodes answer, 0 open alerts, 0 undelivered messages"
+                == "READY=1\nSTATUS=1 job, 0 of 1 node answering, 0 open alerts, 0 undelivered messages"
             )
-            assert "STATUS=1 jobs" in next_message(channel, "WATCHDOG=1")
+            assert "STATUS=1 job" in next_message(channel, "WATCHDOG=1")
             with httpx.stream("GET", f"{address}/api/v1/events", timeout=DEADLINE_SECONDS) as stream:
                 assert next(stream.iter_lines())
                 process.send_signal(ending)

@@ -35,7 +35,7 @@ def test_starvation_that_persists_is_reported_with_the_step_rate_that_is_lost() 
     finding = job.finding(AlertName.JOB_STARVING)
     assert job.alerts == {"JobStarving"}
     assert job.state is JobState.STARVING
-    assert any("slower than the job's own best step rate" in line for line in finding.evidence)
+    assert any("below the best step rate of this job" in line for line in finding.evidence)
     assert job.detector.wasted_gpu_seconds["JobStarving"] > 0
 
 

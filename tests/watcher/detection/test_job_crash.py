@@ -36,7 +36,7 @@ def test_a_process_missing_on_two_samples_is_a_crash_that_names_the_rank_and_the
 def test_a_crash_without_a_kernel_message_says_so() -> None:
     job = warmed_up()
     job.play(3, SPIN, {5: KILLED})
-    assert any("nothing about its end in the kernel log" in line for line in job.finding(CRASHED).evidence)
+    assert any("the kernel log has no entry about its exit" in line for line in job.finding(CRASHED).evidence)
 
 
 def test_all_processes_gone_in_the_middle_of_the_run_is_a_crash() -> None:
@@ -49,7 +49,7 @@ def test_of_ranks_that_exit_between_two_samples_none_is_named_as_the_first() -> 
     job = warmed_up(nodes=1, gpus=2)
     job.play(5, KILLED)
     crash = job.finding(CRASHED)
-    assert crash.summary == "pretrain crashed: ranks 0, 1 exited between two samples; which was first is unknown."
+    assert crash.summary == "pretrain crashed: ranks 0, 1 exited between two samples; it is unknown which exited first."
     assert crash.suspects == ()
 
 

@@ -23,7 +23,7 @@ def test_a_preempted_job_is_reported_as_information_with_its_line_and_step() -> 
     done = job.finding(AlertName.JOB_COMPLETED)
     assert job.alerts == {"JobCompleted"}
     assert done.severity is Severity.INFO
-    assert done.summary == f"pretrain was preempted at step {job.step:,}, before its end."
+    assert done.summary == f"pretrain was preempted at step {job.step:,}, before it finished."
     assert any("DUE TO PREEMPTION" in words for words in done.evidence)
     assert job.state is JobState.COMPLETED
 

@@ -70,7 +70,7 @@ def test_the_child_ends_with_the_watcher_and_none_is_started_after(
     processes.stop()
     thread.join(DEADLINE_SECONDS)
     assert not thread.is_alive()
-    assert "its process exited with code -9" in errors[0]
+    assert "the diagnosis process exited with code -9" in errors[0]
     with pytest.raises(DiagnosisError, match="is shutting down"):
         processes.diagnose(tmp_path)
 

@@ -84,7 +84,7 @@ def test_the_path_is_logged_and_published_and_only_the_owner_may_read_the_file(
     path = hung(tmp_path / "here", before_seconds=10)
     assert path.stat().st_mode & 0o777 == 0o600
     assert [record.message for record in caplog.records if str(path) in record.message] == [
-        f"recording the incident of pretrain, from 300 s before it, in {path}"
+        f"recording the incident of job pretrain, starting 300 s before it, in {path}"
     ]
     assert IncidentRecorder(tmp_path / "here", [SPEC, OTHER]).newest == {"pretrain": str(path)}  # after a restart
 
@@ -151,7 +151,7 @@ def test_a_directory_that_cannot_be_created_is_reported_and_stops_nothing(tmp_pa
     (tmp_path / "file").write_text("")
     play = Play(tmp_path / "file" / "incidents")
     play.play(Phase(5, "spin"), HANG)
-    assert play.recorder.error == "the incident of pretrain is not recorded: Not a directory"
+    assert play.recorder.error == "the incident of job pretrain cannot be recorded: Not a directory"
     play.recorder.stop()
 
 

@@ -168,7 +168,7 @@ def classify_slack_response(status: int, headers: Mapping[str, str], body: str, 
     error = body.strip()
     if status == 200 and error != "ok":
         # A proxy's login page, or a service that only looks like Slack: nobody has seen the message.
-        return RetryLater(DeliveryFailure.UNEXPECTED_RESPONSE, 'HTTP 200 without Slack\'s "ok"')
+        return RetryLater(DeliveryFailure.UNEXPECTED_RESPONSE, 'HTTP 200, but the response is not Slack\'s "ok"')
     if status in (400, 403, 404, 410):
         for permanent in PERMANENT_ERRORS:
             if permanent in error:

@@ -102,7 +102,7 @@ class JobBaseline:
 
     profile: PowerProfile  # with idle power, floor and plateau replaced by learned values
     floors: Mapping[GpuId, float]  # most power when spinning or idle with a context; GPUs not in it: the profile's
-    floor_source: str  # "floor 221 W learned on this host from 240 samples at start-up"; "" where none was learned
+    floor_source: str  # "GPUs that only wait draw up to 221 W, learned on this host ..."; "" where none was learned
     plateau_watts: float | None = None
 
 
@@ -172,7 +172,7 @@ def load_baselines(rows: Mapping[str, bytes], wall_seconds: float) -> tuple[Base
             continue
         if value.key != key or not is_valid_baseline(value):
             warnings.append(
-                f"a stored power baseline is invalid and is learned again ({key[:100]}): {value.watts:.0f} W"
+                f"a stored power baseline is invalid, so it is being learned again ({key[:100]}): {value.watts:.0f} W"
             )
             unusable.append(key)
         elif value.wall_seconds < wall_seconds - MAX_BASELINE_AGE_SECONDS:
@@ -202,13 +202,13 @@ def implausible_reason(value: Baseline, base: PowerProfile, table: BaselineTable
     gpu = (value.node, value.board)
     watts = value.watts
     if watts <= 0:
-        return "no power was read"
+        return "the GPU reported no power"
     model_known = base.name != generic_profile().name
     plateau = table.get(gpu, BaselineKind.PLATEAU, value.job)
     if value.kind is BaselineKind.PLATEAU:
         floor = expected_floor_watts(table, gpu, base)
         if watts < PLATEAU_ABOVE_FLOOR * floor:
-            return f"{watts:.0f} W is too low for compute: the power floor of this GPU is {floor:.0f} W"
+            return f"{watts:.0f} W is too low for compute: this GPU draws up to {floor:.0f} W while it only waits"
         if value.limit_watts is not None and watts > PLATEAU_ABOVE_LIMIT * value.limit_watts:
             return f"{watts:.0f} W is above the power limit of {value.limit_watts:.0f} W"
         return None
@@ -222,8 +222,8 @@ def implausible_reason(value: Baseline, base: PowerProfile, table: BaselineTable
         least = 0.0 if idle is None else CONTEXT_ABOVE_IDLE * idle.watts
         most = CONTEXT_ABOVE_FLOOR * base.floor_watts if model_known else highest
     if not least <= watts <= most:
-        kind = "idle power" if value.kind is BaselineKind.IDLE else "idle power with a context"
-        return f"{watts:.0f} W is implausible as {kind} of this GPU: expected {least:.0f} to {most:.0f} W"
+        kind = "idle power" if value.kind is BaselineKind.IDLE else "idle power with a CUDA context"
+        return f"{watts:.0f} W is implausible as this GPU's {kind}: expected {least:.0f} to {most:.0f} W"
     if plateau is not None and PLATEAU_ABOVE_FLOOR * max_spin_watts(watts) > plateau.watts:
         return f"{watts:.0f} W is too close to the compute power of {plateau.watts:.0f} W"
     return None
@@ -311,4 +311,4 @@ def _describe_floor_source(contexts: Sequence[Baseline], floor: float) -> str:
     samples = round(statistics.median(value.samples for value in contexts))
     each = " per GPU" if len(contexts) > 1 else ""
     phases = " and ".join(sorted({value.phase.value for value in contexts}))
-    return f"power floor {floor:.0f} W learned on {where} from {samples} samples{each} {phases}"
+    return f"GPUs that only wait draw up to {floor:.0f} W, learned on {where} from {samples} samples{each} {phases}"

@@ -57,10 +57,11 @@ def classify_active_power(features: PowerFeatures) -> Verdict:
         return make_verdict(features, PowerState.COMPUTE, 0.55, why, (PowerState.HANG, 0.3), suspects)
     if _is_alternating(features):
         why = (
-            "The working GPUs draw compute-level power while others are idle: two jobs, or pipeline stages taking turns"
+            "The working GPUs draw compute-level power while others are idle: there may be two jobs, or pipeline "
+            "stages that take turns"
         )
         return make_verdict(features, PowerState.COMPUTE, 0.45, why, (PowerState.HANG, 0.3))
-    why = "Some GPUs are idle while others work: no known power range matches"
+    why = "Some GPUs are idle while others work, and their power matches no known activity"
     return make_verdict(features, PowerState.UNKNOWN, 0.35, why, (PowerState.HANG, 0.3), suspects)
 
 
@@ -74,14 +75,14 @@ def _floor_unknown(features: PowerFeatures) -> Verdict:
     problem = (
         "waiting and working draw nearly the same power on this GPU model"
         if features.profile_known
-        else "the power floor of this GPU is unknown"
+        else "the power that this GPU draws while it only waits is unknown"
     )
     if features.progress is StepProgress.ADVANCING:
         state, other = PowerState.COMPUTE, PowerState.COMMUNICATION
         if features.profile_known:
             state, other = other, state
         return make_verdict(features, state, 0.5, f"Steps advance; {problem}", (other, 0.3))
-    why = f"GPUs are busy, but {problem}, so power cannot tell work from waiting"
+    why = f"GPUs are busy, but {problem}, so power does not show whether they work or wait"
     return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3), features.single_outlier)
 
 
@@ -89,11 +90,16 @@ def _evenly_busy(features: PowerFeatures) -> Verdict:
     profile, watts = features.profile, features.median_watts
     advancing = features.progress is StepProgress.ADVANCING
     if len(features.gpus) == 1 and profile.floor_watts < watts < profile.compute_watts:
-        why = "One GPU works below compute-level power and has no other GPU in this sample to wait for: light work"
+        why = (
+            "The only GPU in this sample is busy below compute-level power and has no other GPU to wait for: it is "
+            "probably doing light work"
+        )
         return make_verdict(features, PowerState.COMPUTE, 0.6 if advancing else 0.45, why, (PowerState.HANG, 0.3))
     if profile.communication is not None and watts in profile.communication:
-        source = f", scaled from {profile.bands_from} to this GPU model" if profile.bands_from else " of this GPU model"
-        why = f"All GPUs are evenly busy in the power range of communication{source}"
+        source = " on this GPU model"
+        if profile.bands_from:
+            source = f" (range scaled from {profile.bands_from} to this GPU model)"
+        why = f"All GPUs are evenly busy at the power that is typical of communication{source}"
         confidence = 0.75 * profile.bands_certain
         other = (PowerState.COMPUTE, 0.95 - confidence)
         return make_verdict(features, PowerState.COMMUNICATION, confidence, why, other)
@@ -102,22 +108,25 @@ def _evenly_busy(features: PowerFeatures) -> Verdict:
     light = any(watts in band for band in profile.light)
     barely = watts < profile.floor_watts + LIGHT_LOAD_SHARE * (profile.compute_watts - profile.floor_watts)
     if advancing and barely and not light:
-        why = "Steps advance, and all GPUs are evenly busy at little more power than GPUs that only wait"
+        why = "Steps advance; all GPUs are evenly busy but draw little more power than GPUs that only wait"
         return make_verdict(features, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.35))
     if advancing or light:
-        why = "All GPUs are evenly busy below compute-level power, as in light healthy training on this GPU model"
+        why = "All GPUs are evenly busy below compute-level power: probably healthy training with a light load"
         confidence = 0.7 if advancing else 0.45
         return make_verdict(features, PowerState.COMPUTE, confidence, why, (PowerState.COMMUNICATION, 0.3))
     if is_memory_busy(features.gpus) and watts <= profile.floor_watts:
-        why = "All GPUs are busy and move memory but draw no more than GPUs that only wait: light work or a slow link"
+        why = (
+            "All GPUs are busy and access memory but draw no more power than GPUs that only wait: this may be light "
+            "work or a slow network link"
+        )
         return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.3))
     if watts <= profile.floor_watts:
-        why = "Some GPUs are only waiting (power at the floor), others draw more"
+        why = "Some GPUs are only waiting (high utilization at low power), and others draw more power"
         return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3))
     if barely:
-        why = "All GPUs are evenly busy at little more power than GPUs that only wait"
+        why = "All GPUs are evenly busy but draw little more power than GPUs that only wait"
         return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.35))
-    why = "All GPUs are evenly busy, between the power of GPUs that only wait and compute-level power"
+    why = "All GPUs are evenly busy and draw more power than GPUs that only wait, but less than compute-level power"
     # GPUs of an unknown model may draw a third of their limit when idle, so spinning is not out of the question.
     other = (PowerState.HANG, 0.3) if profile.name == generic_profile().name else (PowerState.COMPUTE, 0.4)
     return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, other)
@@ -128,7 +137,7 @@ def _full_compute(features: PowerFeatures) -> Verdict:
     band = features.profile.communication
     confidence = 0.9 if features.profile_known else 0.6
     if band is not None and features.median_watts < band.low_watts:
-        why = "All GPUs are busy at the lower end of compute-level power"
+        why = "All GPUs are busy and draw power at the lower end of the compute range"
         other = (PowerState.COMMUNICATION, 0.25)
         return make_verdict(features, PowerState.COMPUTE, min(confidence, 0.7), why, other)
     return make_verdict(features, PowerState.COMPUTE, confidence, "All GPUs are busy and draw compute-level power")
@@ -144,7 +153,7 @@ def _unevenly_busy(features: PowerFeatures) -> Verdict:
     any_idle = min(g.gpu.utilization_percent or 0.0 for g in features.gpus) <= IDLE_PERCENT
     other = (PowerState.HANG if any_idle else PowerState.COMPUTE, 0.25)
     if profile.starvation is not None and watts in profile.starvation:
-        why = f"{features.scatter_text} in the power range of starvation: the GPUs are probably waiting for input"
+        why = f"{features.scatter_text}, and power is typical of GPUs that are waiting for input"
         confidence = max(0.5, 0.75 * profile.bands_certain)
         return make_verdict(features, PowerState.STARVATION, confidence, why, other)
     if watts >= profile.compute_watts:
@@ -152,9 +161,9 @@ def _unevenly_busy(features: PowerFeatures) -> Verdict:
         return make_verdict(features, PowerState.COMPUTE, 0.65, why, (PowerState.STARVATION, 0.25))
     if _is_alternating(features):
         # In a starving job no GPU draws full compute power; here those that have work do.
-        why = "The working GPUs draw compute-level power while others are idle: pipeline stages taking turns"
+        why = "The working GPUs draw compute-level power while others are idle: pipeline stages may be taking turns"
         return make_verdict(features, PowerState.COMPUTE, 0.45, why, (PowerState.STARVATION, 0.35))
-    why = f"{features.scatter_text} at medium power: the GPUs are probably waiting for input"
+    why = f"{features.scatter_text}, and power is medium: the GPUs are probably waiting for input"
     any_at_floor = any(
         (g.gpu.utilization_percent or 0.0) <= IDLE_PERCENT
         and (valid_power_watts(g.gpu) or 0.0) <= FLOOR_TOLERANCE * profile.floor_watts
@@ -180,15 +189,24 @@ def _no_kernels(features: PowerFeatures) -> Verdict:
     """0 % says that no kernel runs. Clocks that are still up, or a power average over the last second, explain the
     power."""
     if features.median_watts >= features.profile.compute_watts:
-        why = "Utilization is near 0 % at compute-level power: probably a sampling artifact between kernels"
+        why = (
+            "Utilization is near 0 % although GPUs draw compute-level power: the sample was probably taken between "
+            "two kernels"
+        )
         return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.COMPUTE, 0.3))
     above_floor = features.floor_known and features.median_watts > FLOOR_TOLERANCE * features.profile.floor_watts
     if above_floor and features.has_contexts and not no_model_loaded(features.gpus):
         if statistics.median(g.gpu.utilization_percent or 0.0 for g in features.gpus) >= OCCASIONAL_WORK_PERCENT:
-            why = "GPUs run a kernel now and then but draw more than when idle: they are probably waiting for input"
+            why = (
+                "GPUs run kernels only now and then but draw more power than idle GPUs: they are probably waiting "
+                "for input"
+            )
             return make_verdict(features, PowerState.STARVATION, 0.45, why, (PowerState.HANG, 0.3))
         if len(features.gpus) > 1:
-            why = "No kernel runs, but GPUs draw more than when idle: they probably worked a moment ago"
+            why = "No kernel is running, but GPUs draw more power than idle GPUs: they probably worked a moment ago"
             return make_verdict(features, PowerState.CHECKPOINT, 0.6, why, (PowerState.HANG, 0.25))
-    why = "No kernel runs although GPU clocks are up: start-up, or a pause between phases"
+    why = (
+        "No kernel is running, but GPU clocks are probably still high: the job may be starting up or pausing between "
+        "phases"
+    )
     return make_verdict(features, PowerState.IDLE, 0.45, why, (PowerState.HANG, 0.3))

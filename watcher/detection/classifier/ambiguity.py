@@ -14,6 +14,7 @@ from importlib import resources
 from typing import Any, Final
 
 from wattwatch.collectors.samples import ReadingStatus
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.detection.model import JobSample, PowerState, Verdict
 
 StatePair = frozenset[PowerState]
@@ -92,10 +93,12 @@ def _current_reading(source: str, sample: JobSample) -> str | None:
         return _checkpoint_reading(sample)
     if source == "data_wait":
         waits = [s.data_wait_ms for s in sample.progress.sources if s.data_wait_ms is not None]
-        return f"they report up to {max(waits):,.0f} ms per step" if waits else None
+        return f"ranks report waits of up to {max(waits):,.0f} ms per step" if waits else None
     listed = [node.processes for node in sample.nodes]
     known = [len(processes) for processes in listed if processes is not None]
-    return f"{sum(known)} found on {len(known)} of {len(listed)} nodes" if known else None
+    if not known:
+        return None
+    return f"{sum(known)} found; processes can be listed on {len(known)} of {format_count(len(listed), 'node')}"
 
 
 def _checkpoint_reading(sample: JobSample) -> str | None:
@@ -106,9 +109,9 @@ def _checkpoint_reading(sample: JobSample) -> str | None:
         return f"{listing.directory}: {listing.error}"
     aged = [entry for entry in listing.entries if entry.age_seconds is not None]
     if not aged:
-        return f"{listing.directory} contains none yet"
+        return f"{listing.directory} contains no checkpoint yet"
     newest = min(aged, key=lambda entry: entry.age_seconds or 0.0)
-    return f"{newest.name}: {newest.bytes / 1e9:.1f} GB, last change {newest.age_seconds:.0f} s ago"
+    return f"newest: {newest.name}, {newest.bytes / 1e9:.1f} GB, last changed {newest.age_seconds:.0f} s ago"
 
 
 def _missing_reading(sample: JobSample) -> str | None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Final
 
 from wattwatch.collectors.samples import HostStatus, ReadingStatus
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.detection.baselines.baseline import JobBaseline
 from wattwatch.watcher.detection.baselines.profiles import PowerProfile
 from wattwatch.watcher.detection.classifier.active_power import classify_active_power
@@ -169,20 +170,26 @@ def _readings_missing(sample: JobSample, progress: StepProgress | None) -> Verdi
         return verdict(
             PowerState.IDLE,
             NO_PROCESS_CONFIDENCE if no_process else NO_CONTEXT_CONFIDENCE,
-            "0 % utilization and no memory in use on any GPU; power cannot be read.",
+            "No GPU is working and no job has memory allocated on any GPU; power cannot be read.",
             ADVICE[PowerState.IDLE],
             None if no_process else Alternative(PowerState.HANG, 0.3),
         )
     no_power = sum(valid_power_watts(g) is None for g in gpus)
     no_utilization = sum(g.utilization_percent is None for g in gpus)
     if mig:
-        why = "MIG is enabled: nvidia-smi reports power for the whole GPU only, and no utilization."
+        why = "MIG is enabled: nvidia-smi reports power only for the whole GPU and does not report utilization."
     elif no_power == no_utilization:
-        why = f"Power and utilization cannot be read on {no_power} of {len(gpus)} GPUs."
+        why = f"Power and utilization cannot be read on {no_power} of {format_count(len(gpus), 'GPU')}."
     else:
         counts = (("Power", no_power), ("Utilization", no_utilization))
-        why = "; ".join(f"{name} cannot be read on {n} of {len(gpus)} GPUs" for name, n in counts if n) + "."
-    advice = f"{PROVIDE_PROGRESS}: when power or utilization cannot be read, only the step counter can settle it."
+        why = (
+            "; ".join(f"{name} cannot be read on {n} of {format_count(len(gpus), 'GPU')}" for name, n in counts if n)
+            + "."
+        )
+    advice = (
+        f"{PROVIDE_PROGRESS}: when power or utilization cannot be read, only the step counter shows whether the job "
+        "is working."
+    )
     return verdict(PowerState.UNKNOWN, 0.3, why, advice, Alternative(PowerState.HANG, 0.3))
 
 
@@ -201,7 +208,10 @@ def _straggler(features: PowerFeatures) -> Verdict | None:
     )
     if ratio < STRAGGLER_POWER_RATIO:
         return None
-    why = f"{len(working)} of {len(gpus)} GPUs compute, at {ratio:.1f} times the power of the others, which only wait"
+    why = (
+        f"{len(working)} of {len(gpus)} GPUs {'is' if len(working) == 1 else 'are'} computing at {ratio:.1f} times the "
+        "power of the others, and the others are only waiting"
+    )
     confidence = 0.6 * features.floor_confidence
     return make_verdict(features, PowerState.STRAGGLER, confidence, why, (PowerState.HANG, 0.3), working)
 

@@ -17,20 +17,21 @@ MAX_CONFIDENCE: Final = 0.99  # one sample is never proof
 # The next step, by state. Its reader was asleep a minute ago.
 ADVICE: Final[dict[PowerState, str]] = {
     PowerState.COMPUTE: "No action needed.",
-    PowerState.COMMUNICATION: "No action needed unless tokens per second have dropped; then check the network links.",
+    PowerState.COMMUNICATION: "No action needed. If tokens per second have dropped, check the network links.",
     PowerState.STARVATION: ALERT_KINDS[AlertName.JOB_STARVING].advice,
     PowerState.CHECKPOINT: "Wait for the save to finish. If no file in the checkpoint directory grows, check its file "
     "system.",
     PowerState.HANG: "Check whether the job's step counter is moving. If it is not, collect flight recorder dumps and "
-    "stacks before the NCCL watchdog or anyone ends the job (`wattwatch serve` does so by itself where capture is on), "
-    "then restart from the last checkpoint.",
+    "stacks before anyone or the NCCL watchdog ends the job. (`wattwatch serve` collects them by itself unless "
+    "`capture = false`.) Then restart the job from the last checkpoint.",
     PowerState.IDLE: "The GPUs are not working now. If a job should be running here, check whether it has ended "
     "or has stopped making progress.",
     PowerState.GPU_FAULT: ALERT_KINDS[AlertName.GPU_FAULT].advice,
     PowerState.STRAGGLER: ALERT_KINDS[AlertName.STRAGGLER].advice,
     PowerState.THROTTLE: ALERT_KINDS[AlertName.GPU_THROTTLED].advice,
-    PowerState.WAITING: "Check the job's step counter: start-up and evaluation look the same as a job without input.",
-    PowerState.UNKNOWN: f"{PROVIDE_PROGRESS} to settle it.",
+    PowerState.WAITING: "Check the job's step counter: a job that is starting up or evaluating looks the same as a job "
+    "that gets no input.",
+    PowerState.UNKNOWN: f"{PROVIDE_PROGRESS} so that the state can be determined.",
 }
 
 

@@ -21,6 +21,7 @@ from enum import StrEnum
 from typing import Final
 
 from wattwatch.collectors.samples import GpuSample
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.detection.baselines.baseline import (
     HIGHEST_FLOOR_FRACTION,
     HIGHEST_FLOOR_WATTS,
@@ -275,17 +276,19 @@ def observed_floor_watts(gpus: Sequence[RankGpu], floor_watts: float | None = No
     return FLOOR_TOLERANCE * median if high_floor else max_spin_watts(median)
 
 
-NO_FLOOR: Final = "power floor unknown: the input names neither the GPU model nor its power limit"
+NO_FLOOR: Final = (
+    "the power of GPUs that only wait is unknown, because the input does not name the GPU model or its power limit"
+)
 
 
 def _describe_floor(profile: PowerProfile, known: bool, learned: JobBaseline | None) -> list[str]:
     if not known:
         return []
-    parts = [f"power floor {profile.floor_watts:.0f} W from profile {profile.name}"]
+    parts = [f"GPUs that only wait draw up to {profile.floor_watts:.0f} W according to profile {profile.name}"]
     if learned is not None and learned.floor_source:
         parts = [learned.floor_source]
     if learned is not None and learned.plateau_watts is not None:
-        parts.append(f"compute power {learned.plateau_watts:.0f} W learned while steps advanced")
+        parts.append(f"compute power {learned.plateau_watts:.0f} W, learned while steps advanced")
     return parts
 
 
@@ -298,16 +301,18 @@ def _describe(
 ) -> str:
     watts = [w for g in gpus if (w := valid_power_watts(g.gpu)) is not None]
     utilization = [g.gpu.utilization_percent for g in gpus if g.gpu.utilization_percent is not None]
-    share = "" if fraction is None else f", {fraction * 100:.0f} % of {'its' if len(gpus) == 1 else 'the'} limit"
+    share = "" if fraction is None else f", {fraction * 100:.0f} % of {'its' if len(gpus) == 1 else 'the'} power limit"
     median = "" if min(watts) == max(watts) else f", median {statistics.median(watts):.0f} W"
     if observed_floor is not None:
-        floors = [*floors, f"power floor {observed_floor:.0f} W estimated from the idle GPUs in this sample"]
+        floors = [
+            *floors,
+            f"GPUs that only wait draw up to {observed_floor:.0f} W, estimated from the idle GPUs in this sample",
+        ]
     text = (
         f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''} at {_range(watts)} W{median}{share}; "
-        f"{', '.join(floors) or NO_FLOOR}; "
-        f"utilization {_range(utilization)} %"
+        f"{'; '.join(floors) or NO_FLOOR}; utilization {_range(utilization)} %"
     )
-    return text if not left_out else f"{text}; {left_out} without allocated memory ignored"
+    return text if not left_out else f"{text}; ignored: {format_count(left_out, 'GPU')} without allocated memory"
 
 
 def _range(values: Sequence[float]) -> str:

@@ -51,18 +51,18 @@ def no_context_verdict(features: PowerFeatures, nodes: Iterable[NodeState]) -> V
     """
     if features.progress is StepProgress.STALLED:
         why = (
-            "Steps have stopped and no GPU has a job's memory allocated: the job hangs before it initializes CUDA, or "
-            "has left the GPUs"
+            "Steps have stopped and no job has memory allocated on any GPU: the job either hangs before it "
+            "initializes CUDA or no longer uses the GPUs"
         )
         return make_verdict(features, PowerState.HANG, 0.55, why, (PowerState.IDLE, 0.4))
     no_process = no_process_listed(nodes)
     if features.match.pattern is not UtilizationPattern.ALL_LOW:
-        why = "No GPU has a job's memory allocated; utilization without memory or process is a known false reading"
+        why = "No job has memory allocated on any GPU, so the reported utilization is a known false reading"
         return make_verdict(features, PowerState.IDLE, 0.8 if no_process else 0.75, why)
     if no_process:
-        why = "No GPU has a job's memory allocated and no process of the job is running"
+        why = "No job has memory allocated on any GPU, and no process of the job is running"
         return make_verdict(features, PowerState.IDLE, NO_PROCESS_CONFIDENCE, why)
-    why = "No GPU has a job's memory allocated; a job that hangs before it initializes CUDA looks the same"
+    why = "No job has memory allocated on any GPU; a job that hangs before it initializes CUDA looks the same"
     return make_verdict(features, PowerState.IDLE, NO_CONTEXT_CONFIDENCE, why, (PowerState.HANG, 0.3))
 
 
@@ -73,15 +73,15 @@ def stalled_verdict(features: PowerFeatures) -> Verdict | None:
     suspects = features.single_outlier
     if features.match.pattern is UtilizationPattern.RANK0_LOW_REST_BUSY and features.at_floor:
         why = (
-            "Steps have stopped; rank 0 is idle and the other ranks are only waiting (power at the floor): a "
-            "checkpoint save that does not finish, or a deadlock in it"
+            "Steps have stopped; rank 0 is idle and the other ranks are only waiting (high utilization at low "
+            "power): a checkpoint save is probably stuck or deadlocked"
         )
         return make_verdict(features, PowerState.HANG, 0.75, why, (PowerState.CHECKPOINT, 0.25), suspects)
     confidence = 0.95 if features.at_floor else 0.8
     why = (
-        "Steps have stopped and all GPUs are idle or only waiting (power at the floor)"
+        "Steps have stopped, and all GPUs draw so little power that they are idle or only waiting"
         if features.at_floor
-        else "Steps have stopped although GPUs draw more power than GPUs that only wait"
+        else "Steps have stopped, although some GPUs draw more power than GPUs that only wait"
     )
     return make_verdict(features, PowerState.HANG, confidence, why, (PowerState.WAITING, 0.1), suspects)
 
@@ -104,12 +104,12 @@ def classify_idle_power(features: PowerFeatures) -> Verdict | None:
     suspects = features.single_outlier
     if one_low:
         if len(features.gpus) < MIN_GPUS_TO_COMPARE:
-            why = "One of two GPUs is idle and the other is only waiting (power at the floor)"
+            why = "One of two GPUs is idle and the other is only waiting (high utilization at low power)"
             confidence, other = 0.5 * certainty, (PowerState.CHECKPOINT, 0.4)
             return make_verdict(features, PowerState.HANG, confidence, why, other, suspects)
         why = (
-            "One rank is idle and all others are only waiting (power at the floor): it is missing from the collective "
-            "that they wait for"
+            "One rank is idle and all others are only waiting (high utilization at low power): the idle rank is "
+            "missing from the collective that the others wait for"
         )
         return make_verdict(features, PowerState.HANG, 0.85 * certainty, why, (PowerState.CHECKPOINT, 0.15), suspects)
     if pattern is UtilizationPattern.ALL_BUSY:
@@ -117,27 +117,31 @@ def classify_idle_power(features: PowerFeatures) -> Verdict | None:
     if pattern is UtilizationPattern.ALL_LOW:
         memory = "memory is in use" if features.has_contexts else "memory use is unknown"
         why = (
-            f"No GPU is working and {memory}: start-up, a pause between phases, or processes that no longer launch work"
+            f"No GPU is working and {memory}: the job may be starting up, pausing between phases, or no longer "
+            "launching work"
         )
         return make_verdict(features, PowerState.IDLE, IDLE_WITH_MEMORY_CONFIDENCE, why, (PowerState.HANG, 0.35))
     # Patterns other than rank 0 alone idle never lasted 10 s in 13.9 h of public logs of healthy jobs.
     if pattern is UtilizationPattern.ONE_BUSY_REST_LOW:
         why = (
-            "One GPU is only waiting (power at the floor) and all others are idle: it waits in a collective that they "
-            "did not enter"
+            "One GPU is only waiting (high utilization at low power) and all others are idle: the waiting GPU is in "
+            "a collective that the idle GPUs did not enter"
         )
         return make_verdict(features, PowerState.HANG, 0.8 * certainty, why, (PowerState.WAITING, 0.15), suspects)
     if pattern is UtilizationPattern.TWO_GROUPS:
         why = (
-            "Some ranks are only waiting (power at the floor) and the others are idle: the waiting ranks are in a "
-            "collective that the idle ranks did not enter"
+            "Some ranks are only waiting (high utilization at low power) and the others are idle: the waiting ranks "
+            "are in a collective that the idle ranks did not enter"
         )
         outliers = features.match.outliers
         return make_verdict(features, PowerState.HANG, 0.8 * certainty, why, (PowerState.WAITING, 0.15), outliers)
     if bare_contexts:
-        why = "No model is loaded on the GPUs and few kernels run: a desktop, or an idle context"
+        why = "No model is loaded on the GPUs and few kernels run: the GPUs may only serve a desktop or an idle process"
         return make_verdict(features, PowerState.IDLE, 0.5, why, (PowerState.HANG, 0.3))
-    why = f"{features.scatter_text} at no more power than GPUs that only wait: the GPUs get work only now and then"
+    why = (
+        f"{features.scatter_text}, and the GPUs draw no more power than GPUs that only wait: they get work only now "
+        "and then"
+    )
     return make_verdict(features, PowerState.STARVATION, 0.45, why, (PowerState.HANG, 0.3))
 
 
@@ -153,13 +157,13 @@ def _other_rank_saving(features: PowerFeatures, *, advancing: bool) -> Verdict:
     suspects = features.single_outlier
     if advancing:
         why = (
-            "Steps advance; one rank is idle and the others are only waiting (power at the floor): that rank is saving "
-            "a checkpoint"
+            "Steps advance; one rank is idle and the others are only waiting (high utilization at low power): the "
+            "idle rank is saving a checkpoint"
         )
         return make_verdict(features, PowerState.CHECKPOINT, 0.7, why, (PowerState.STARVATION, 0.2), suspects)
     why = (
-        "One rank shows light activity and the others are only waiting (power at the floor): that rank is probably "
-        "saving a checkpoint"
+        "One rank shows light activity and the others are only waiting (high utilization at low power): that rank is "
+        "probably saving a checkpoint"
     )
     return make_verdict(features, PowerState.CHECKPOINT, 0.6, why, (PowerState.HANG, 0.35), suspects)
 
@@ -169,22 +173,22 @@ def _rank_0_idle(features: PowerFeatures) -> Verdict:
     certainty = features.floor_confidence
     if no_model_loaded(features.gpus):
         why = (
-            "Rank 0 is idle and the other ranks are only waiting, but no model is loaded on the GPUs, so there is "
-            "nothing to save"
+            "Rank 0 is idle and the other ranks are only waiting; this is not a checkpoint save, because no model is "
+            "loaded on the GPUs"
         )
         suspects = features.single_outlier
         return make_verdict(features, PowerState.HANG, 0.5 * certainty, why, (PowerState.WAITING, 0.4), suspects)
     few = len(features.gpus) < MIN_GPUS_TO_COMPARE
     if _is_copying(features):
         why = (
-            "Rank 0 is nearly idle and the other ranks are only waiting (power at the floor): rank 0 is probably "
-            "saving a checkpoint"
+            "Rank 0 is nearly idle and the other ranks are only waiting (high utilization at low power): rank 0 is "
+            "probably saving a checkpoint"
         )
         confidence, other = (0.6, 0.3) if few else (0.97, 0.1)
     else:
         why = (
-            "Rank 0 is idle and the other ranks are only waiting (power at the floor): rank 0 may be saving a "
-            "checkpoint"
+            "Rank 0 is idle and the other ranks are only waiting (high utilization at low power): rank 0 may be "
+            "saving a checkpoint"
         )
         confidence, other = (0.5, 0.4) if few else (0.6, 0.35)
     return make_verdict(features, PowerState.CHECKPOINT, confidence * certainty, why, (PowerState.HANG, other))
@@ -194,14 +198,14 @@ def _all_spinning(features: PowerFeatures) -> Verdict:
     """Light kernels read 100 % near the floor as well; ranks that wait for each other are the more common cause."""
     if _kernels_are_short(features):
         why = (
-            "All GPUs are busy at little more power than GPUs that only wait, but below 100 % utilization: light work, "
-            "or a slow link"
+            "All GPUs are busy but stay below 100 % utilization and draw about the power of GPUs that only wait: "
+            "this may be light work or a slow network link"
         )
         return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.4))
     if len(features.gpus) > 1:
         why = (
-            "All GPUs report high utilization but draw no more than a GPU that is only waiting: the ranks appear to be "
-            "waiting for each other"
+            "All GPUs report high utilization but draw no more power than GPUs that only wait: the ranks are "
+            "probably waiting for each other"
         )
         confidence = 0.8 * features.floor_confidence
         return make_verdict(features, PowerState.HANG, confidence, why, (PowerState.WAITING, 0.15))
@@ -209,13 +213,13 @@ def _all_spinning(features: PowerFeatures) -> Verdict:
         # A small kernel in a loop on a single GPU (60 of 260 W in a public burn test) waits for nobody, and without a
         # memory reading it is not even known whether a job is on it.
         why = (
-            "The GPU is busy at little more power than a GPU that only waits, but its power floor or memory use is "
-            "unknown: light work, or waiting"
+            "The GPU is busy at low power, and the power range of its model or its memory use is unknown: it may be "
+            "doing light work or waiting"
         )
         return make_verdict(features, PowerState.UNKNOWN, 0.35, why, (PowerState.HANG, 0.35))
     why = (
-        "The GPU is busy but draws no more than a GPU that is only waiting; the ranks it may wait for are not in this "
-        "sample"
+        "The GPU is busy but draws no more power than a GPU that only waits: it may be waiting for ranks that are "
+        "not in this sample"
     )
     return make_verdict(features, PowerState.HANG, 0.55 * features.floor_confidence, why, (PowerState.WAITING, 0.3))
 
@@ -231,7 +235,10 @@ def _kernels_are_short(features: PowerFeatures) -> bool:
 def _advancing_at_idle_power(features: PowerFeatures) -> Verdict:
     """Steps advance at the floor: busy GPUs wait for each other, idle ones for data."""
     if features.match.pattern in (UtilizationPattern.ALL_LOW, UtilizationPattern.SCATTER):
-        why = "Steps advance while the GPUs are mostly idle: they wait for data"
+        why = "Steps advance while the GPUs are mostly idle: the GPUs are waiting for data"
         return make_verdict(features, PowerState.STARVATION, 0.6, why, (PowerState.COMMUNICATION, 0.2))
-    why = "Steps advance although GPUs draw little more power than GPUs that only wait: light work, or a slow link"
+    why = (
+        "Steps advance although the GPUs draw about the power of GPUs that only wait: this may be light work or a slow "
+        "network link"
+    )
     return make_verdict(features, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.3))

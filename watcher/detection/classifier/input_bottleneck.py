@@ -17,6 +17,7 @@ from importlib import resources
 from typing import Any, Final
 
 from wattwatch.collectors.samples import ProcessSample, WorkerSample
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.detection.model import MIN_DATA_WAIT_MS, JobSample, NodeState
 
 # The probe's calls that touch the job's own paths; all others ask the driver or the kernel.
@@ -110,10 +111,9 @@ def _blocked_processes(node: NodeState, _: JobSample) -> Evidence:
             blocked = sum(_is_in_group(channel, group) for channel in _wait_channels(node))
             total = len(node.processes or ()) + len(node.workers)
             pressure = _pressure("IO", node.load.io_pressure_percent)
-            return kind, (
-                f"{blocked} of {total} processes of the job wait for {what} "
-                f"(state D in {', '.join(channels[:2])}{pressure})"
-            )
+            processes = f"{blocked} of {total} process{'' if total == 1 else 'es'} of the job"
+            verb = "is" if blocked == 1 else "are"
+            return kind, (f"{processes} {verb} waiting for {what} (state D in {', '.join(channels[:2])}{pressure})")
     return None
 
 
@@ -162,8 +162,8 @@ def _workers_saturated(node: NodeState, sample: JobSample) -> Evidence:
     full = [share for share in shares if share >= WHOLE_CORE_PERCENT]
     if shares and 2 * len(full) >= len(shares):
         return BottleneckKind.LOADER, (
-            f"{len(full)} of {len(shares)} data loader workers use a whole core each ({min(full):.0f} to "
-            f"{max(full):.0f} % of one) and cannot go faster; {_describe_load(node)}"
+            f"{len(full)} of {format_count(len(shares), 'data loader worker')} cannot go faster, because each uses a "
+            f"whole core ({min(full):.0f} to {max(full):.0f} %); {_describe_load(node)}"
         )
     waits = {s.rank: s.data_wait_ms or 0.0 for s in sample.progress.sources if s.rank is not None}
     loading = [
@@ -177,8 +177,8 @@ def _workers_saturated(node: NodeState, sample: JobSample) -> Evidence:
         return None
     wait, process = max(loading, key=lambda each: each[0])
     return BottleneckKind.LOADER, (
-        f"rank {process.rank} waits {wait:,.0f} ms per step for data, uses {process.cpu_percent:.0f} % of one core and "
-        f"has no loader workers: it reads or tokenizes in its own process; {_describe_load(node)}"
+        f"rank {process.rank} waits {wait:,.0f} ms per step for data, uses {process.cpu_percent:.0f} % of one core "
+        f"and has no loader workers, so it reads or tokenizes in its own process; {_describe_load(node)}"
     )
 
 
@@ -194,7 +194,7 @@ def _outside_the_host(node: NodeState, sample: JobSample) -> Evidence:
         return None
     return BottleneckKind.OUTSIDE, (
         f"ranks wait up to {max(waits):,.0f} ms per step for data while their host is mostly idle "
-        f"({_describe_load(node)}): the source of the data is slow, or too few loader workers read from it"
+        f"({_describe_load(node)}): the data source is slow, or there are too few loader workers"
     )
 
 

@@ -270,7 +270,7 @@ def _overdue_finding(
 ) -> Finding:
     text = "no complete checkpoint of this run was seen"
     if newest is not None and newest.age_seconds is not None:
-        text = f"the newest complete one, {newest.name}, is {newest.age_seconds / 60:.0f} min old"
+        text = f"the newest complete checkpoint, {newest.name}, is {newest.age_seconds / 60:.0f} min old"
     kind = ALERT_KINDS[AlertName.CHECKPOINT_OVERDUE]
     return Finding(
         job=observation.spec.name,

@@ -222,7 +222,7 @@ class ProcessTracker:
         for event in reversed(events):
             text = event.text[:MAX_KERNEL_TEXT]
             if event.kind == "oom":
-                return f"killed by the kernel, out of memory (OOM): {text}"
+                return f"killed by the OOM killer of the kernel (out of memory): {text}"
             if event.kind == "xid":
                 return f"Xid {event.xid}: {text}"
             if event.kind == "segfault":

@@ -28,13 +28,14 @@ ALL_SILENT_SECONDS: Final = 60.0
 
 UNREADABLE_ADVICE: Final = {
     HostStatus.SAMPLER_TIMEOUT: "The job itself may be fine. Check the kernel log for Xid 119 (GSP firmware error). "
-    "Do not end the hung nvidia-smi with SIGKILL.",
-    HostStatus.DRIVER_DOWN: "The job itself may be fine. The driver was upgraded or unloaded while the job runs, or "
-    "the container lost its GPU devices.",
-    HostStatus.PARSE_ERROR: "Check what the node's login shell prints: it may be mixed into the output.",
-    HostStatus.AUTH_FAILED: "Check SSH key, user and certificate with `wattwatch check`.",
+    "Do not send SIGKILL to the hung nvidia-smi.",
+    HostStatus.DRIVER_DOWN: "The job itself may be fine. While the job was running, the driver was upgraded or "
+    "unloaded, or the container lost its GPU devices.",
+    HostStatus.PARSE_ERROR: "Check what the node's login shell prints: this text may be mixed into the output of the "
+    "GPU query.",
+    HostStatus.AUTH_FAILED: "Check the SSH key, user and certificate with `wattwatch check`.",
     HostStatus.HOST_KEY_CHANGED: "Find out why the host key changed before you accept the new one.",
-    HostStatus.NO_DEVICES: "The driver finds no GPU although the job needs them. Check the kernel log.",
+    HostStatus.NO_DEVICES: "The driver finds no GPU although the job needs GPUs. Check the kernel log.",
 }
 
 
@@ -96,9 +97,9 @@ class ReachabilityTracker:
         # No node is left that could report the job's progress: as serious as a stalled job.
         all_silent = self._all_silent and observation.now - since >= ALL_SILENT_SECONDS
         last_line = (
-            f"last line received {observation.now - since:.0f} s ago"
+            f"last data received {observation.now - since:.0f} s ago"
             if node.age_seconds is not None
-            else "no line received since the watcher started"
+            else "no data received since the watcher started"
         )
         evidence = [f"{node.node}: {node.detail}", last_line]
         if readable and stalled is not None:
@@ -109,7 +110,7 @@ class ReachabilityTracker:
         if job_stalled:
             summary += f", and {job} has stopped making steps."
         elif all_silent:
-            summary += f", nor does any other node of {job}."
+            summary += f", and no other node of {job} answers."
         else:
             summary += "."
         kind = ALERT_KINDS[AlertName.NODE_UNREACHABLE]
@@ -122,7 +123,7 @@ class ReachabilityTracker:
             evidence=tuple(evidence),
             advice=f"{kind.advice} "
             + (
-                "The job is waiting for it: restart without this node."
+                "The job is waiting for this node: restart the job without it."
                 if job_stalled
                 else "The job itself may be fine."
             ),

@@ -64,13 +64,18 @@ def test_why_says_where_the_floor_was_learned() -> None:
     job.play(5, SPIN)
     verdict = job.observed[-1].verdict
     assert verdict.state is PowerState.HANG
-    assert "power floor 221 W learned on this host from 55 samples per GPU at start-up" in verdict.why
-    assert "compute power 985 W learned while steps advanced" in verdict.why
+    assert (
+        "GPUs that only wait draw up to 221 W, learned on this host from 55 samples per GPU at start-up" in verdict.why
+    )
+    assert "compute power 985 W, learned while steps advanced" in verdict.why
     assert "by profile" not in verdict.why
 
 
 def test_nothing_learned_is_the_profile() -> None:
-    assert "power floor 235 W from profile b300" in judged(job_sample([191] * 8, [100] * 8), [])[1]
+    assert (
+        "GPUs that only wait draw up to 235 W according to profile b300"
+        in judged(job_sample([191] * 8, [100] * 8), [])[1]
+    )
 
 
 def test_a_host_that_draws_more_at_rest_has_its_own_floor() -> None:
@@ -124,7 +129,7 @@ def test_a_few_gpus_do_not_speak_for_all() -> None:
     few = of_all(BaselineKind.CONTEXT, 250, 3) + of_all(BaselineKind.PLATEAU, 505, 3)
     state, why, _ = judged(job_sample([500] * 8, [99] * 8), few)
     assert state is PowerState.COMMUNICATION
-    assert "from profile b300" in why
+    assert "according to profile b300" in why
 
 
 def test_a_floor_that_was_read_at_low_clocks_lowers_the_profile_a_little_at_most() -> None:
@@ -162,14 +167,18 @@ def test_a_job_that_rests_is_idle_by_the_learned_floor_too() -> None:
 @pytest.mark.parametrize(
     ("one", "others", "words"),
     [
-        (value(BaselineKind.CONTEXT, 700), [], "implausible as idle power with a context"),
+        (value(BaselineKind.CONTEXT, 700), [], "implausible as this GPU's idle power with a CUDA context"),
         (value(BaselineKind.CONTEXT, 100), [value(BaselineKind.IDLE, 139)], "expected 111 to"),
         (value(BaselineKind.CONTEXT, 186), [value(BaselineKind.PLATEAU, 250)], "too close to the compute power"),
-        (value(BaselineKind.CONTEXT, 0), [], "no power was read"),
-        (value(BaselineKind.IDLE, 20), [], "implausible as idle power of"),
-        (value(BaselineKind.IDLE, 400), [], "implausible as idle power of"),
-        (value(BaselineKind.PLATEAU, 240), [], "too low for compute: the power floor of this GPU is 235 W"),
-        (value(BaselineKind.PLATEAU, 270), [value(BaselineKind.CONTEXT, 245)], "the power floor of this GPU is 280 W"),
+        (value(BaselineKind.CONTEXT, 0), [], "the GPU reported no power"),
+        (value(BaselineKind.IDLE, 20), [], "implausible as this GPU's idle power:"),
+        (value(BaselineKind.IDLE, 400), [], "implausible as this GPU's idle power:"),
+        (value(BaselineKind.PLATEAU, 240), [], "too low for compute: this GPU draws up to 235 W while it only waits"),
+        (
+            value(BaselineKind.PLATEAU, 270),
+            [value(BaselineKind.CONTEXT, 245)],
+            "this GPU draws up to 280 W while it only waits",
+        ),
         (value(BaselineKind.PLATEAU, 1500), [], "above the power limit of 1100 W"),
         (value(BaselineKind.CONTEXT, 60, limit=130, name=ADA), [], "expected 0 to 46 W"),
     ],

@@ -197,7 +197,7 @@ def test_nonsense_is_refused_with_its_reason() -> None:
         None,
         985,
     )
-    assert "implausible as idle power" in hot.learner.rejected[("node-1", "GPU-0-0"), BaselineKind.IDLE]
+    assert "implausible as this GPU's idle power" in hot.learner.rejected[("node-1", "GPU-0-0"), BaselineKind.IDLE]
     light = LearningJob(step=0)
     light.play(300, replace(COMPUTE, watts=270))
     assert light.watts(BaselineKind.PLATEAU) is None

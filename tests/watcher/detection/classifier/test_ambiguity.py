@@ -122,7 +122,10 @@ def test_a_save_is_decided_by_its_files() -> None:
     assert told(sample).startswith("Check whether files in the checkpoint directory grow: provide")
     entry = CheckpointEntry("step-100", 100, None, int(3e9), 12.0, "")
     seen = replace(sample, checkpoints=(CheckpointSample("/ckpt/a", (entry,), 1.0),))
-    assert told(seen) == "Check whether files in the checkpoint directory grow (step-100: 3.0 GB, last change 12 s ago)"
+    assert (
+        told(seen)
+        == "Check whether files in the checkpoint directory grow (newest: step-100, 3.0 GB, last changed 12 s ago)"
+    )
 
 
 def test_starvation_is_decided_by_the_waits_for_data() -> None:
@@ -130,7 +133,7 @@ def test_starvation_is_decided_by_the_waits_for_data() -> None:
     sample = job_sample(row["watts"], row["utilization"], nodes=2)
     assert told(sample).startswith("Check whether ranks wait for data")
     waits = replace(sample, progress=at_step(5, 2.0, data_wait_ms=1300.0))
-    assert "they report up to 1,300 ms per step" in told(waits)
+    assert "ranks report waits of up to 1,300 ms per step" in told(waits)
 
 
 def test_light_work_is_decided_by_power_over_a_minute_where_steps_are_known() -> None:
@@ -143,7 +146,7 @@ def test_mig_says_why_power_does_not_decide() -> None:
     sliced = job_sample([400.0] * 8, [None] * 8, mig=True, reasons={"utilization_percent": ReadingStatus.MIG})
     assert classify(sliced).state is PowerState.UNKNOWN
     assert "--progress" in told(sliced)
-    assert "nvidia-smi reports power for the whole GPU only" in told(sliced)
+    assert "nvidia-smi reports power only for the whole GPU" in told(sliced)
 
 
 def test_an_unknown_state_without_gpus_says_what_to_check() -> None:

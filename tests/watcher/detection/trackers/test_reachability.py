@@ -67,8 +67,8 @@ def test_an_unreadable_node_is_a_warning_and_the_job_computes(status: HostStatus
 def test_a_node_without_nvidia_smi_says_what_is_still_readable_there() -> None:
     missing = "nvidia-smi is not installed or not in PATH; the NVML library is not visible here"
     for progress, still in (
-        ("heartbeat", " (heartbeats are still readable)"),
-        ("log", " (the log is still readable)"),
+        ("heartbeat", " (the job's heartbeats are still readable)"),
+        ("log", " (the job's log is still readable)"),
         (None, ""),
     ):
         job = training(nodes=1, progress=progress)

@@ -26,7 +26,7 @@ def test_steps_that_take_half_as_long_again_are_reported_after_five_minutes() ->
     said = job.finding(SLOW)
     assert said.severity is Severity.WARNING
     assert said.summary == "pretrain is 33% slower than before."
-    assert said.evidence[0] == "a step takes 6.00 s; usually 4.00 s in this run"
+    assert said.evidence[0] == "a step takes 6.00 s; in this run it usually takes 4.00 s"
     assert said.suspects == ()
 
 
