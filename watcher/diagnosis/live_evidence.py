@@ -27,7 +27,7 @@ KERNEL_CALLS: Final = frozenset({"read /proc"})  # hangs with the kernel, says n
 STOPPED_STATES: Final = {
     "T": "is stopped by a signal",
     "t": "is stopped by a debugger",
-    "Z": "has exited and was not reaped by its parent",
+    "Z": "has exited, but its parent process has not reaped it",
 }
 
 

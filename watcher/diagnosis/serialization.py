@@ -110,7 +110,7 @@ def waits_at_shared_slot(diagnosis: Diagnosis, culprits: frozenset[int]) -> list
     # Every pair of operations: the culprits may be in several, and so may the others.
     slot = str(group.group), group.slot
     return [
-        _wait_document(ranks, awaited, *slot, operation, f"in {theirs} at the same slot")
+        _wait_document(ranks, awaited, *slot, operation, f"in {theirs} at the same sequence number")
         for operation, ranks in others.items()
         for theirs, awaited in of_culprits.items()
     ]

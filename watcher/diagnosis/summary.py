@@ -46,7 +46,7 @@ MAX_NODES_NAMED: Final = 3
 NOT_ARRIVED_TEXT: Final[Mapping[MemberState | None, str]] = {
     MemberState.SILENT: "has not launched it and has no pending operation",
     MemberState.BEHIND: "has not launched it and waits in another operation",
-    MemberState.ABSENT: "left no record",
+    MemberState.ABSENT: "left no flight record",
 }
 
 
@@ -88,7 +88,7 @@ def describe_member_state(collectives: CollectiveAnalysis, rank: int) -> str:
         if member.operation is not None and member.state is MemberState.WAITING:
             return _with_details(f"in {describe_operation(member.operation)} at {where}", frame)
         if member.state is MemberState.ABSENT:
-            return f"left no record at {where}"
+            return f"left no flight record, so its state at {where} is unknown"
         if member.state in (MemberState.SILENT, MemberState.BEHIND):
             last = "" if member.last_enqueued is None else f"last launched: {member.last_enqueued}"
             return _with_details(f"has not reached {where}", last, frame)
@@ -197,7 +197,7 @@ def _opposite_order_sentence(who: str, culprits: Sequence[Culprit], collectives:
     if not of_culprits or of_others is None or of_others[0] in of_culprits:
         return None
     contrast = _contrast_sentence(who, culprits, of_culprits, of_others)
-    return f"{contrast}: they use these groups in different orders"
+    return f"{contrast}: the ranks use these groups in different orders"
 
 
 def _contrast_sentence(who: str, culprits: Sequence[Culprit], of_culprits: set[str], of_others: tuple[str, int]) -> str:
@@ -229,9 +229,9 @@ def _never_arrived_sentence(
         ahead = sum(member.state is MemberState.AHEAD for member in group.members)
         operation = next((m.operation for m in group.members if m.rank == culprits[0].rank), None)
         what = "its operation" if operation is None else describe_operation(operation)
-        finished = f"{format_count(ahead, 'rank')} of the group did"
+        finished = f"{format_count(ahead, 'rank')} of the group finished it"
         if not {culprit.rank for culprit in culprits} <= {member.rank for member in group.members}:
-            finished = "other ranks of their groups did"  # the count is that of one group only
+            finished = "other ranks of their groups finished it"  # the count is that of one group only
         return f"{who} did not finish {what} at {where}, while {finished}{detail}"
     ranks = {culprit.rank for culprit in culprits}
     # The others may be in several operations; the most common one is named, the report lists all.
@@ -259,8 +259,8 @@ def _no_culprit_sentence(
         sides = " and ".join(format_ranks(ranks) for ranks in collectives.tied[:3])
         where = "" if group is None else f" at {position_text(group.group, group.slot)}"
         return (
-            f"{sides} are in different collectives{where}; there are as many ranks on each side, so the records cannot "
-            "show which side is wrong"
+            f"{sides} are in different collectives{where}; no side has a majority, so the records do not show which "
+            "side is wrong"
         )
     if verdict is DiagnosisVerdict.NO_DESYNC:
         common = None if group is None else _most_common(_operation_names(group.members))
@@ -278,7 +278,7 @@ def _no_culprit_sentence(
     known = processes or waits or first
     if known:
         return f"no single rank can be identified as the cause: {known}"
-    return "no rank can be identified as the cause: no source of evidence points to one strongly enough"
+    return "no rank can be identified as the cause: the evidence against each rank is too weak"
 
 
 # The explanation
@@ -294,7 +294,7 @@ def explain(combined: CombinedSignals, signals: Sequence[Signal], collectives: C
     if not parts:
         parts = [_with_source(signal) for signal in signals if signal.text]
     if combined.tie_broken:
-        parts.append("the flight records are tied, so the other sources decide")
+        parts.append("the flight records do not show which side is wrong, so the other sources decide")
     return ". ".join(part[:1].upper() + part[1:] for part in parts) or "There is no evidence"
 
 

@@ -103,7 +103,7 @@ def test_bad_input_is_one_sentence_and_code_3(shell: Shell, tmp_path: Path, argu
     for source, words in (
         (tmp_path / "nothing", "No such file or directory"),
         (tmp_path / "file", "not a directory"),
-        (tmp_path / "empty", "it is empty"),
+        (tmp_path / "empty", "the directory is empty"),
         (".", "no flight records"),
     ):
         directory = tmp_path / "empty" if source == "." else source

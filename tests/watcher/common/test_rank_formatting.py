@@ -17,7 +17,7 @@ def test_a_verb_agrees_with_the_number_of_ranks() -> None:
     assert agree_with_count("has not launched it and is in no other", 2) == "have not launched it and are in no other"
     assert agree_with_count("has not launched it and has nothing", 2) == "have not launched it and have nothing"
     assert agree_with_count("is still in barrier", 3) == "are still in barrier"
-    assert agree_with_count("left no record", 3) == "left no record"
+    assert agree_with_count("left no flight record", 3) == "left no flight record"
 
 
 def test_a_sentence_begins_with_a_capital_and_keeps_its_names() -> None:

@@ -148,17 +148,17 @@ CASES = (
         HangCause.GPU,
     ),
     Case(
-        "one left no record, and is gone",
+        "one left no flight record, and is gone",
         Evidence(records(without=(3,)), processes=processes({3: (None, None)})),
         NEVER,
         (3,),
         HangCause.RANK,
         least=0.85,
     ),
-    Case("one left no record", Evidence(records(without=(3,))), UNKNOWN, (), HangCause.UNKNOWN, most=0.1),
-    Case("two left no record", Evidence(records(without=(3, 5))), UNKNOWN, (), HangCause.UNKNOWN, most=0.1),
+    Case("one left no flight record", Evidence(records(without=(3,))), UNKNOWN, (), HangCause.UNKNOWN, most=0.1),
+    Case("two left no flight record", Evidence(records(without=(3, 5))), UNKNOWN, (), HangCause.UNKNOWN, most=0.1),
     Case(
-        "two left no record, one was killed for memory",
+        "two left no flight record, one was killed for memory",
         Evidence(records(without=(3, 5)), live=fault("oom", "out-of-memory kill of python")),
         NEVER,
         (3,),
@@ -166,7 +166,7 @@ CASES = (
         least=0.7,
     ),
     Case(
-        "a node left no record and its processes are gone",
+        "a node left no flight record and its processes are gone",
         Evidence(records(without=(4, 5, 6, 7)), processes=processes(dict.fromkeys((4, 5), (None, None)))),
         NEVER,
         (4, 5),
@@ -275,7 +275,7 @@ def halves(**more: object) -> Evidence:
 def test_records_with_as_many_ranks_on_each_side_name_nobody() -> None:
     found = diagnose(halves())
     assert (found.verdict, found.culprits, found.conclusive) == (DESYNC, (), False)
-    assert "as many ranks on each side" in found.summary
+    assert "no side has a majority, so the records do not show which side is wrong" in found.summary
 
 
 @pytest.mark.parametrize(
@@ -445,8 +445,8 @@ def test_culprits_in_different_operations_are_described_with_all_of_them() -> No
 
     assert "ranks 1, 3 are in barrier and broadcast while 6 ranks are in all_reduce" in diagnosis.summary
     assert [(row["awaited"], row["why"]) for row in waits_at_shared_slot(diagnosis, frozenset({1, 3}))] == [
-        ([1], "in barrier at the same slot"),
-        ([3], "in broadcast at the same slot"),
+        ([1], "in barrier at the same sequence number"),
+        ([3], "in broadcast at the same sequence number"),
     ]
 
 
@@ -459,7 +459,7 @@ def test_groups_entered_in_different_orders_are_described_by_where_each_rank_wai
 
     assert diagnosis.summary == (
         "rank 3 is in broadcast at sequence number 1 of DATA while 3 ranks are in all_reduce at sequence number 1 "
-        "of default_pg: they use these groups in different orders"
+        "of default_pg: the ranks use these groups in different orders"
     )
 
 

@@ -171,13 +171,13 @@ def test_a_cut_off_record_is_reported(capture: Path) -> None:
 
 def test_stacks_of_an_unknown_rank_are_reported(capture: Path) -> None:
     shutil.copy(PAIR / "rank0_dump_traceback.txt", capture / "stacks.txt")
-    assert "stacks.txt: stacks of an unknown rank" in load_evidence(capture).missing[1]
+    assert "stacks.txt: the file name contains no rank" in load_evidence(capture).missing[1]
 
 
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, "it is empty"),
+        ({}, "the directory is empty"),
         ({"a.md": "x", "b.log": "y"}, "none of its 2 files"),
         ({"stacks.txt": "Thread 1 (idle)"}, "rank"),
     ],
@@ -208,16 +208,16 @@ def test_anything_but_a_file_in_place_of_a_record_is_reported_and_not_opened(tmp
     (tmp_path / "rank_8_dumps" / "note").write_text("a directory that is not empty is searched")
     os.mkfifo(tmp_path / "_dump_3.pipe")
     found = load_evidence(tmp_path)
-    assert [each for each in found.missing if "instead of" in each] == [
-        "trace_rank_5: a directory instead of a flight record",
-        "trace_rank_7: a link to a directory instead of a flight record",
-        "trace_rank_4: a FIFO instead of a flight record, not opened",
-        "trace_rank_6: a link to a device instead of a flight record, not opened",
+    assert [each for each in found.missing if ", not a flight record" in each] == [
+        "trace_rank_5: this is a directory, not a flight record",
+        "trace_rank_7: this is a link to a directory, not a flight record",
+        "trace_rank_4: not opened, because this is a FIFO, not a flight record",
+        "trace_rank_6: not opened, because this is a link to a device, not a flight record",
     ]
     assert len(found.records) == 4
 
 
 def test_archives_are_reported_with_the_advice_to_unpack_them(tmp_path: Path) -> None:
     (tmp_path / "_dump_0.gz").write_bytes(gzip.compress(b"x"))
-    with pytest.raises(NoEvidenceError, match=r"1 file is an archive, first _dump_0\.gz: unpack"):
+    with pytest.raises(NoEvidenceError, match=r"_dump_0\.gz is an archive: unpack"):
         load_evidence(tmp_path)

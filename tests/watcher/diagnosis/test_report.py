@@ -232,7 +232,7 @@ def test_ranks_in_different_operations_at_one_slot_are_shown_waiting_for_the_cul
     page = render_incident_report(replace(made, diagnosis=replace(made.diagnosis, collectives=parted)))
     assert "Who waits for whom" in page
     assert "15 ranks in all_reduce" in page
-    assert "in barrier at the same slot" in page
+    assert "in barrier at the same sequence number" in page
     alone = replace(parted, groups=())
     without = render_incident_report(replace(made, diagnosis=replace(made.diagnosis, collectives=alone)))
     assert "Who waits for whom" not in without

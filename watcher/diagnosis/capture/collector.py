@@ -221,7 +221,7 @@ def capture_evidence(plan: CapturePlan, channels: OpenChannels, directory: Path,
             try:
                 future.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                captured.add_missing(f"{what}: not done within {plan.deadline_seconds:g} s")
+                captured.add_missing(f"{what}: not finished within {plan.deadline_seconds:g} s")
             except Exception as error:  # noqa: BLE001 - a failure on one node must not end the capture of the others
                 captured.add_missing(f"{what}: {type(error).__name__}: {error}")
     finally:
@@ -245,7 +245,7 @@ def _unserved_sockets(unserved: dict[str, list[int]], node_of_rank: dict[int, st
     ranks = {rank for of_node in unserved.values() for rank in of_node} - set(node_of_rank)
     for rank in sorted(ranks):
         nodes = ", ".join(sorted(node for node, of_node in unserved.items() if rank in of_node))
-        yield f"rank {rank}: no process serves its worker socket on {nodes}"
+        yield f"rank {rank}: no process on {nodes} listens on its worker socket"
 
 
 def _run_node_agent(
@@ -257,11 +257,11 @@ def _run_node_agent(
     unserved: dict[str, list[int]],
 ) -> None:
     if node.unreachable is not None:
-        captured.add_missing(f"{node.node}: not asked: {node.unreachable}")
+        captured.add_missing(f"{node.node}: not queried: {node.unreachable}")
         return
     left = deadline - time.monotonic()
     if left <= 0.5:
-        captured.add_missing(f"{node.node}: not asked: no time was left")
+        captured.add_missing(f"{node.node}: not queried, because no time was left")
         return
     command, stdin = command_and_stdin(plan, node, left)
     reader = AgentFrameReader(plan.rank_bytes + PROTOCOL_BYTES)
@@ -285,13 +285,16 @@ def _failure_reason(result: CommandResult, reader: AgentFrameReader) -> str | No
     if reader.complete:
         return None
     if result.error is not None:
-        cut = f" (in the middle of a file, after {reader.cut_off_bytes:,} bytes)" if reader.cut_off_bytes else ""
+        cut = f" (the last file was cut off after {reader.cut_off_bytes:,} bytes)" if reader.cut_off_bytes else ""
         return f"{result.error}{cut}{stderr}"
     # A forced command in authorized_keys ignores our command line and runs its own program.
     if reader.garbage:
-        return f"unexpected output {reader.garbage!r}: does a forced command in authorized_keys run another program?"
+        return (
+            f"unexpected output {reader.garbage!r}: check whether a forced command in authorized_keys on the node runs "
+            "another program"
+        )
     if result.exit_status == NO_PYTHON_EXIT_STATUS:
-        return "no Python 3.8 or later there, which the capture needs"
+        return "no Python 3.8 or later was found on the node; the capture needs it"
     return f"the capture program exited early with status {result.exit_status}{stderr}"
 
 

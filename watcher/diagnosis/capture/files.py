@@ -59,7 +59,7 @@ class CaptureDirectory:
                 return
             if sum(file.bytes for file in self.files.values()) + len(data) > self.total_bytes:
                 self.missing.append(
-                    f"{node}: {name} of {len(data):,} bytes: left out, the capture would be larger than "
+                    f"{node}: {name} ({len(data):,} bytes) was left out: with it, the capture would exceed "
                     f"{self.total_bytes:,} bytes"
                 )
                 return

@@ -91,7 +91,7 @@ class NodeAgent:
             if what in ("stacks", "recorder", "recorder.json"):
                 (self.with_stacks if what == "stacks" else self.with_record).add(rank)
         else:
-            self.report_missing(f"rank {rank}: {what} of {len(data):,} bytes: over the size limit")
+            self.report_missing(f"rank {rank}: {what} ({len(data):,} bytes) was left out because of the size limit")
 
     def run_within(self, seconds: float, what: str, work: Callable[[], None]) -> bool:
         """Runs `work` in a thread, and continues without it after `seconds`. A failure becomes a sentence."""
@@ -101,7 +101,7 @@ class NodeAgent:
         thread.join(limit)
         if thread.is_alive():
             self.report_missing(
-                f"{what}: not done within {limit:.1f} s: the file system may be hung, or there are too many ranks"
+                f"{what}: not finished within {limit:.1f} s: the file system may hang, or there may be too many ranks"
             )
         return not thread.is_alive()
 
@@ -216,7 +216,7 @@ class NodeAgent:
         if rows:
             self.send({"file": "processes"}, json.dumps(rows).encode("utf-8"))
         else:
-            self.report_missing("processes: none known from heartbeats of this host or from the watcher")
+            self.report_missing("no process is known on this node: the watcher knows none, and no heartbeat names one")
 
     def process_state(self, rank: int) -> str:
         """The state of the rank's process, as the end of a sentence; empty if unknown."""
@@ -238,7 +238,7 @@ class NodeAgent:
             names = []
         except PermissionError:
             raise Unavailable(
-                f"worker sockets: only the job's user may open {directory}: let the watcher log in as that user"
+                f"no permission to list the worker sockets in {directory}: let the watcher log in as the job's user"
             ) from None
         found = {int(m.group(1)): m.group(0) for m in (re.match(r"rank-(\d{1,6})\.sock$", n) for n in names) if m}
         for rank in sorted(self.own_ranks - set(found)):
@@ -261,7 +261,7 @@ class NodeAgent:
             self.ask_record(rank, path, name, owner)
         except (FileNotFoundError, ConnectionRefusedError):
             if rank in self.own_ranks:
-                raise Unavailable("no process serves its worker socket" + self.process_state(rank)) from None
+                raise Unavailable("no process listens on its worker socket" + self.process_state(rank)) from None
             unserved.append(rank)
             return
         except socket.timeout:  # noqa: UP041 - Python 3.8
@@ -277,7 +277,7 @@ class NodeAgent:
         except socket.timeout:  # noqa: UP041 - Python 3.8
             raise Unavailable(
                 f"its worker socket returned no stacks within {STACKS_SECONDS:g} s{self.process_state(rank)}; "
-                "the code that runs there may be holding the GIL"
+                "its code may be holding the GIL"
             ) from None
         self.send_file("stacks", rank, stacks, source=name, owner_uid=owner)
 
@@ -287,7 +287,7 @@ class NodeAgent:
         nccl = self.ask(path, "dump_nccl_trace_json", RECORD_SECONDS)
         if not general and not nccl:
             self.report_missing(
-                f"rank {rank}: its worker socket has no handler for the flight record; newer versions of torch have one"
+                f"rank {rank}: its worker socket cannot return flight records; newer versions of torch can"
             )
         elif b'"entries"' in nccl:
             self.send_file("recorder.json", rank, nccl, source=name, owner_uid=owner)
@@ -328,12 +328,16 @@ class NodeAgent:
         top, _, body = bytes(answer).partition(b"\r\n\r\n")
         match = re.match(rb"HTTP/1\.[01] (\d{3})", top)
         if match is None:
-            raise Unavailable(f"its worker socket answers {bytes(answer[:60])!r}, not like torch's worker server")
+            raise Unavailable(
+                f"its worker socket answered {bytes(answer[:60])!r}, which is not an answer of torch's worker server"
+            )
         if match.group(1) == b"404":
             return b""
         length = re.search(rb"(?im)^content-length: *(\d{1,12})", top)
         if match.group(1) != b"200" or (length is not None and int(length.group(1)) != len(body)):
-            raise Unavailable(f"its worker socket answers {top[:60]!r} with {len(body)} bytes")
+            raise Unavailable(
+                f"its worker socket returned an error or an incomplete answer: {top[:60]!r}, then {len(body):,} bytes"
+            )
         return body
 
     # Exit reports and logs
@@ -345,7 +349,9 @@ class NodeAgent:
             return
         directory = os.path.join(run, "logs", newest[1])
         if self.attempt is not None and newest[0] < self.attempt:
-            self.report_missing(f"{directory}: logs of an earlier attempt, ignored: attempt {self.attempt} is running")
+            self.report_missing(
+                f"{directory}: ignored, because attempt {self.attempt} is running and these logs are older"
+            )
             return
         away = set(self.request["stands_in_for"])
         for name in sorted(os.listdir(directory))[: 2 * MAX_DIRECTORY_ENTRIES]:
@@ -376,7 +382,7 @@ class NodeAgent:
     def request_dumps(self) -> None:
         """Requests dumps through torch's FIFOs. A dump writes a file, so only if the configuration allows it."""
         if self.request["saving"] or "save" in self.phases.values():
-            raise Unavailable("no dump requested: the job is saving a checkpoint")
+            raise Unavailable("no dump was requested, because the job is saving a checkpoint")
         began, asked = time.time(), set()
         for rank in sorted(self.own_ranks - self.with_record):
             name = f"{self.request['recorder_pipe']}{rank}.pipe"
@@ -410,7 +416,7 @@ class NodeAgent:
         newest, name_of_newest = found
         if self.attempt is not None and newest < self.attempt:
             self.report_missing(
-                f"{flight}: its newest dumps are of attempt {newest}, ignored: attempt {self.attempt} is running"
+                f"{flight}: ignored, because attempt {self.attempt} is running and the dumps are from attempt {newest}"
             )
             return
         directory = os.path.join(flight, name_of_newest)
@@ -453,7 +459,7 @@ class NodeAgent:
             time.sleep(FILE_POLL_SECONDS)
         if not since:
             for rank in sorted(self.own_ranks - self.with_record - done):
-                self.report_missing(f"rank {rank}: no dump {prefix}{rank}")
+                self.report_missing(f"rank {rank}: the dump file {prefix}{rank} does not exist")
 
     def needs_record(self, rank: int) -> bool:
         return rank not in self.with_record and (
@@ -558,14 +564,14 @@ def open_owned_file(path: str, trusted_uids: set[int]) -> tuple[int, os.stat_res
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
-            raise Unavailable("a symbolic link, which is not followed") from None
+            raise Unavailable("it is a symbolic link, and links are not followed") from None
         raise
     found = os.fstat(descriptor)
     why = None
     if not stat.S_ISREG(found.st_mode):
-        why = "not a regular file"
+        why = "it is not a regular file"
     elif found.st_uid not in trusted_uids:
-        why = f"belongs to user {found.st_uid}, not to the job's user"
+        why = f"it belongs to user {found.st_uid}, not to the job's user"
     if why is not None:
         os.close(descriptor)
         raise Unavailable(why)
@@ -579,7 +585,7 @@ def read_owned_file(path: str, most: int, trusted_uids: set[int]) -> tuple[bytes
         # One byte more than allowed shows that the file is larger, also if it grows while it is read.
         data = file.read(most + 1)
     if len(data) > most:
-        raise Unavailable(f"{found.st_size:,} bytes: over the limit of {most:,} bytes")
+        raise Unavailable(f"it has {found.st_size:,} bytes, more than the limit of {most:,} bytes")
     return data, found
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from wattwatch.watcher.common.formatting import format_count, format_ranks
+from wattwatch.watcher.common.formatting import agree_with_count, format_count, format_ranks
 from wattwatch.watcher.diagnosis.collectives.conclusion import (
     CollectiveHang,
     describe_wait,
@@ -129,7 +129,7 @@ def conclude_blocking_ranks(outcome: WaitOutcome, hang: CollectiveHang) -> Colle
     why = _join_limited(sentences)
     without_record = sorted({rank for each in outcome.unexplained for rank in each.awaited} - set(culprits))
     if without_record:
-        why += f"; {format_ranks(without_record)} left no record and may be blocking others too"
+        why += f"; {format_ranks(without_record)} left no flight record and may also block other ranks"
     return hang.conclude(
         DiagnosisVerdict.NEVER_ARRIVED,
         False,
@@ -154,9 +154,12 @@ def _describe_blocking_rank(rank: int, reason: BlockingReason, hang: CollectiveH
         what = f"{describe_operation(launch.operation)} at {position_text(group, launch.slot)}"
         late = ""
         if rank in hang.graph.possibly_late:
-            late = f" (it lags by at most {FEW_OPERATIONS} operations, so its record may just be older)"
+            late = (
+                f" (rank {rank} is behind by at most {FEW_OPERATIONS} operations: its record may simply be older than "
+                "the others)"
+            )
         return (
-            f"rank {rank} did not finish {what}, which {format_ranks(finished_by)} finished{late}",
+            f"rank {rank} did not finish {what}, but {format_ranks(finished_by)} did{late}",
             group,
             launch.slot,
         )
@@ -188,9 +191,10 @@ def may_be_in_unrecorded_send(rank: int, reason: BlockingReason, hang: Collectiv
 def conclude_silent_or_sending(ranks: Sequence[int], hang: CollectiveHang) -> CollectiveAnalysis:
     """Of several ranks that seem to wait in nothing, some may wait for the others in sends that Gloo did not record."""
     stall = with_most_waiters(hang.graph.stalled)
+    verb = agree_with_count("is", len(ranks))
     return hang.unknown(
-        f"{describe_wait(stall)}; {format_ranks(ranks)} are not waiting in any recorded operation, but their recorder "
-        "(Gloo) omits sends and receives, so the records do not show which rank blocks the others"
+        f"{describe_wait(stall)}; {format_ranks(ranks)} {verb} not waiting in any recorded operation, but Gloo does "
+        "not record sends and receives, so the records do not show which rank blocks the others"
     )
 
 
@@ -215,7 +219,7 @@ def conclude_missing_records(outcome: WaitOutcome, hang: CollectiveHang) -> Coll
     """Only ranks without a record can be what the others wait for. None is named; see the module's docstring."""
     stall = with_most_waiters(outcome.unexplained)
     who = "it" if len(stall.awaited) == 1 else "any of them"
-    why = f"{describe_wait(stall)}; {format_ranks(stall.awaited)} left no record, so {who} may be blocking the others"
+    why = f"{describe_wait(stall)}; {format_ranks(stall.awaited)} left no flight record, so {who} may block the others"
     analysis = hang.conclude(DiagnosisVerdict.UNKNOWN, False, (), 0.0, why, [(stall.group, stall.slot)])
     return replace(analysis, absent=outcome.awaited_without_record)
 
@@ -230,19 +234,19 @@ def conclude_all_joined(outcome: WaitOutcome, hang: CollectiveHang) -> Collectiv
     # up (Gloo times out), or the operation lets some finish early. Neither shows who is at fault.
     others = set(job.groups[stall.group].records) - set(stall.waiters)
     if others and not stall.operation.point_to_point:
-        return hang.unknown(f"{describe_wait(stall)}, which {format_ranks(others)} finished or gave up")
+        return hang.unknown(f"{describe_wait(stall)}; {format_ranks(others)} finished this operation or gave up on it")
     if stall.group in job.guessed_groups and len(stall.waiters) == 1:
         return hang.unknown(f"{describe_wait(stall)}, and no record shows which other ranks are in this group")
     uneven = sizes_differ(job.groups[stall.group], stall.slot)
     what = f"{describe_operation(stall.operation, sizes=not uneven)} at {position_text(stall.group, stall.slot)}"
     more_groups = len(outcome.all_joined) - 1
     more = f" ({format_count(more_groups, 'more group')} like this)" if more_groups else ""
-    members = "both" if len(stall.waiters) == 2 else f"all {len(stall.waiters)}"
-    why = f"{members} members wait in the same {what}{more}"
+    ranks = "both ranks" if len(stall.waiters) == 2 else f"all {len(stall.waiters)} ranks"
+    why = f"{ranks} of the group wait in the same {what}{more}"
     if uneven:
         why += (
-            "; their sizes differ, which is correct only if they match pairwise, so the cause is the network, a "
-            "GPU, its driver, or these sizes"
+            "; the ranks use different sizes, which is correct only if each pair of ranks agrees on its sizes; the "
+            "cause is the network, a GPU or its driver, or a mismatch of these sizes"
         )
     else:
         why += "; all ranks agree, so the cause is the network, a GPU or its driver, not the program"
@@ -262,17 +266,20 @@ def conclude_no_wait(hang: CollectiveHang, unreadable: Sequence[UnreadableRecord
     launches = sum(len(part.launches) for group in job.groups.values() for part in group.records.values())
     if not launches:
         why = (
-            "the records contain no launches: the recorder is off (TORCH_FR_BUFFER_SIZE=2000 turns it on), or the job "
-            "only used sends and receives of Gloo, which it does not record"
+            "the records contain no launches: either the flight recorder is off (TORCH_FR_BUFFER_SIZE=2000 turns it "
+            "on), or the job used only sends and receives of Gloo, which are not recorded"
         )
         return hang.unknown(why + describe_unreadable(unreadable))
     number = len(job.ranks)
     if missing := job.ranks_without_record:
-        who = "the only rank with a record is not" if number == 1 else f"none of the {number} ranks with a record is"
-        why = f"{who} waiting in a collective; {format_ranks(missing)} left no record"
+        why = "the only rank with a flight record is not waiting in a collective"
+        if number > 1:
+            why = f"none of the {number} ranks with a flight record is waiting in a collective"
+        why += f"; {format_ranks(missing)} left no flight record"
         return hang.unknown(why + describe_unreadable(unreadable))
-    who = "the only rank is not" if number == 1 else f"none of the {number} ranks is"
-    why = f"{who} waiting in a collective: every recorded launch is finished"
+    why = "the only rank is not waiting in a collective: every recorded launch is finished"
+    if number > 1:
+        why = f"none of the {number} ranks is waiting in a collective: every recorded launch is finished"
     return hang.conclude(DiagnosisVerdict.NO_DESYNC, False, (), CONFIDENCE_NO_WAIT, why, [])
 
 
@@ -283,9 +290,9 @@ def conclude_undecided(hang: CollectiveHang) -> CollectiveAnalysis:
     if len(stalls) > MAX_OPERATIONS_DESCRIBED:
         described.append(f"and {format_count(len(stalls) - MAX_OPERATIONS_DESCRIBED, 'more operation')} like these")
     if hang.job.ranks_without_record:
-        described.append(f"{format_ranks(hang.job.ranks_without_record)} left no record")
+        described.append(f"{format_ranks(hang.job.ranks_without_record)} left no flight record")
     return hang.unknown(
-        f"all ranks wait for each other, and the records do not show where it began: {'; '.join(described)}"
+        f"all ranks wait for each other, and the records do not show where the hang began: {'; '.join(described)}"
     )
 
 
@@ -293,14 +300,16 @@ def conclude_ring_overflow(ranks: Sequence[int], hang: CollectiveHang) -> Collec
     """The ring buffer of these ranks was too small to still contain the operation that they wait in."""
     wait = describe_wait(with_most_waiters(hang.graph.stalled))
     return hang.unknown(
-        f"{wait}; {format_ranks(ranks)} launched more operations than a record can hold, so the one they wait in is no "
-        "longer in it (TORCH_FR_BUFFER_SIZE sets the size)"
+        f"{wait}; {format_ranks(ranks)} launched more operations than a flight record holds, so the oldest unfinished "
+        "operation is no longer recorded; set TORCH_FR_BUFFER_SIZE to a higher value"
     )
 
 
 def describe_unreadable(unreadable: Sequence[UnreadableRecord]) -> str:
-    """`; 2 records could not be used, the first is _dump_3: it is empty`; "" if there are none."""
+    """`; 2 records could not be used, for example _dump_3: the file is empty`; "" if there are none."""
     if not unreadable:
         return ""
     first = f"{unreadable[0].source}: {unreadable[0].why}"
-    return f"; {format_count(len(unreadable), 'record')} could not be used, the first is {first}"
+    if len(unreadable) == 1:
+        return f"; 1 record could not be used: {first}"
+    return f"; {len(unreadable):,} records could not be used, for example {first}"

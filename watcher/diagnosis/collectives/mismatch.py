@@ -39,7 +39,7 @@ CONFIDENCE_CYCLE: Final = 0.8
 CONFIDENCE_PEER_VOTE: Final = 0.7
 
 MAX_SIDES_DESCRIBED: Final = 4
-TIED: Final = "no side has a majority, so the records do not show which one is wrong"
+TIED: Final = "no side has a majority, so the records do not show which side is wrong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def conclude_disagreement(disagreements: list[Disagreement], hang: CollectiveHan
         culprits = minority_by_peer_groups(shown, hang.job)
         confidence = CONFIDENCE_PEER_VOTE if culprits else CONFIDENCE_DISAGREEMENT
         right = {rank for _, ranks in shown.sides for rank in ranks}.difference(culprits)
-        peers_agree = f"the other groups of this kind agree with {format_ranks(right)}"
+        peers_agree = f"other groups of this kind launched the same operation as {format_ranks(right)}"
         why += f"; {peers_agree if culprits else TIED}"
     return hang.conclude(
         DiagnosisVerdict.MISMATCH if only_sizes else DiagnosisVerdict.DESYNC,
@@ -171,7 +171,7 @@ def conclude_cycle(cycle: tuple[StalledOperation, ...], hang: CollectiveHang) ->
         culprits = minority_by_launch_counts(cycle, common, hang.job)
         confidence = CONFIDENCE_PEER_VOTE if culprits else CONFIDENCE_CYCLE
         counts_differ = (
-            f"{format_ranks(culprits)} launched a different number of operations before than the other ranks"
+            f"before that, {format_ranks(culprits)} launched a different number of operations than the other ranks"
         )
         why += f"; {counts_differ if culprits else TIED}"
     return hang.conclude(

@@ -26,7 +26,7 @@ from wattwatch.watcher.diagnosis.flight_recorder.model import Operation, Operati
 # Why a rank is awaited, for people.
 NOT_LAUNCHED: Final = "has not launched it"
 IN_EARLIER_OPERATION: Final = "is still in an earlier operation"
-NO_RECORD: Final = "left no record"
+NO_RECORD: Final = "left no flight record"
 
 MAX_LATE_RANKS_TRIED: Final = 8  # late ranks that are examined one by one; chosen, each costs a new graph
 # A record may lag by this many operations: completions are polled now and then, not noticed at once. Chosen.

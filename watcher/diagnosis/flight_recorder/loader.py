@@ -59,8 +59,8 @@ JSON_FIELDS: Final = (
 HEAD_BYTES: Final = 4096
 GLOBAL_ARGUMENT: Final = re.compile(r"[\w.]+ [\w.]+")  # of the instructions GLOBAL and INST: "posix system"
 
-RETRY_ADVICE: Final = "request it from the rank again, or use another copy"
-HOSTILE_ADVICE: Final = "do not open it with other tools; find out which user owns it on its node"
+RETRY_ADVICE: Final = "request the record from the rank again, or use another copy"
+HOSTILE_ADVICE: Final = "do not open the file with other tools; find out which user owns it on its node"
 
 T = TypeVar("T")
 
@@ -125,7 +125,9 @@ def _read_one(
         if data is None:
             return None
         if candidate.rank is None:
-            raise UnusableRecordError("its name contains no rank: rename it, for example to nccl_trace_rank_3")
+            raise UnusableRecordError(
+                "the file name contains no rank: rename the file, for example to nccl_trace_rank_3"
+            )
         table = reader.read(data, max_answer_bytes, max_launches)
     except UnusableRecordError as error:
         return UnreadableRecord(source, candidate.rank, _with_advice(error.why, error.incomplete), error.incomplete)
@@ -192,14 +194,14 @@ def read_candidate(candidate: RecordCandidate) -> bytes | None:
     except OSError as error:
         if not candidate.named:
             return None
-        raise UnusableRecordError(f"it cannot be read: {error.strerror or error}") from None
+        raise UnusableRecordError(f"the file cannot be read: {error.strerror or error}") from None
 
 
 def _read_regular_file(candidate: RecordCandidate) -> bytes | None:
     try:
         # Checked before open(): opening a device can have side effects, and opening a FIFO can block.
         if not stat.S_ISREG(candidate.path.stat().st_mode):
-            raise UnusableRecordError("it is not a regular file")
+            raise UnusableRecordError("this is not a regular file")
         # The file may have been replaced since: O_NONBLOCK returns at once even for a FIFO, and fstat() checks again.
         file = os.open(candidate.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
@@ -215,14 +217,16 @@ def _read_regular_file(candidate: RecordCandidate) -> bytes | None:
 def _read_open_file(file: int) -> bytes:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
-        raise UnusableRecordError("it is not a regular file")
+        raise UnusableRecordError("this is not a regular file")
     head = os.read(file, HEAD_BYTES)
     if not head:
-        raise UnusableRecordError("it is empty: the rank has not written it yet", incomplete=True)
+        raise UnusableRecordError("the file is empty: the rank has not written it yet", incomplete=True)
     if not looks_like_record(head):
-        raise UnusableRecordError(describe_old_pickle(head) or "it is neither a pickle nor JSON of a flight record")
+        raise UnusableRecordError(
+            describe_old_pickle(head) or "the file is not a flight record in pickle or JSON format"
+        )
     if status.st_size > MAX_FILE_BYTES:
-        raise UnusableRecordError(f"it has {status.st_size:,} bytes, more than the limit of {MAX_FILE_BYTES:,}")
+        raise UnusableRecordError(f"the file has {status.st_size:,} bytes, more than the limit of {MAX_FILE_BYTES:,}")
     parts = [head]
     left = MAX_FILE_BYTES - len(head)
     # Read up to the limit, not up to st_size: a rank may still be writing, and a file may also grow on purpose.
@@ -257,10 +261,10 @@ def describe_old_pickle(head: bytes) -> str | None:
             return None
     runs_code = next((name for name in found if name in CODE_INSTRUCTIONS.values()), None)
     if runs_code is None:
-        return "it is a pickle of protocol 0 or 1, which torch does not write" if len(found) > 1 else None
+        return "the file is a pickle of protocol 0 or 1, which torch does not write" if len(found) > 1 else None
     return (
-        f"it is a pickle of protocol 0 or 1 with the instruction {runs_code}, which runs code: "
-        "no flight record contains it"
+        f"the file is a pickle of protocol 0 or 1 with the instruction {runs_code}, which runs code; "
+        "flight records never contain this instruction"
     )
 
 

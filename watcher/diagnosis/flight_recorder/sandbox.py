@@ -67,7 +67,10 @@ class SandboxedReader:
         try:
             worker = self._worker = self._worker or self._start_worker()
         except OSError as error:
-            return {"why": f"the process that parses it could not be started: {error.strerror}", "incomplete": True}
+            return {
+                "why": f"the process that parses the file could not be started: {error.strerror}",
+                "incomplete": True,
+            }
         assert worker.stdin is not None
         assert worker.stdout is not None
         deadline = time.monotonic() + WALL_SECONDS
@@ -145,4 +148,4 @@ def _describe_exit(worker: subprocess.Popen[bytes], error: Exception) -> str:
         end = f"was killed by signal {-worker.returncode} because it used too much CPU time or memory"
     else:
         end = f"exited with status {worker.returncode}"
-    return f"the process that parsed it {end}: the file is damaged or hostile"
+    return f"the process that parsed the file {end}: the file is damaged or hostile"

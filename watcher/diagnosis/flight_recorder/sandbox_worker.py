@@ -69,7 +69,7 @@ def check_instructions(data: bytes) -> None:
     if len(data) < 2:
         raise TruncatedRecord
     if data[0] != PROTO or data[1] > MAX_PROTOCOL:
-        raise RejectedRecord(f"it is not a pickle of protocol 2 to {MAX_PROTOCOL}")
+        raise RejectedRecord(f"the file is not a pickle of protocol 2 to {MAX_PROTOCOL}")
     position, end = 2, len(data)
     while True:
         match = FIXED_LENGTH_INSTRUCTIONS.match(data, position)
@@ -92,23 +92,26 @@ def check_instructions(data: bytes) -> None:
 def _rejection_reason(code: int, position: int) -> str:
     if code == ord("r"):
         return (
-            f"its byte {position:,} stores a value at an index higher than any flight record needs: "
-            "it is damaged or hostile"
+            f"byte {position:,} of the file stores a value at an index that no flight record needs: "
+            "the file is damaged or hostile"
         )
     name = CODE_INSTRUCTIONS.get(chr(code))
     if name is None:
-        return f"its byte {position:,} is the pickle instruction 0x{code:02x}, which no flight record contains"
-    return f"its byte {position:,} is the pickle instruction {name}, which runs code: no flight record contains it"
+        return f"byte {position:,} of the file is the pickle instruction 0x{code:02x}, which no flight record contains"
+    return (
+        f"byte {position:,} of the file is the pickle instruction {name}, which runs code; "
+        "flight records never contain this instruction"
+    )
 
 
 class _PlainDataUnpickler(pickle.Unpickler):
     """Second line of defense, should `check_instructions` ever miss an instruction: there is no class to find."""
 
     def find_class(self, module: str, name: str, /) -> NoReturn:
-        raise RejectedRecord("it names a class or function: no flight record does")
+        raise RejectedRecord("the file names a class or function, which no valid flight record does")
 
     def persistent_load(self, pid: Any, /) -> NoReturn:
-        raise RejectedRecord("it refers to an object outside the file: no flight record does")
+        raise RejectedRecord("the file refers to an external object, which no valid flight record does")
 
 
 def load_plain_pickle(data: bytes) -> Any:
@@ -121,7 +124,7 @@ def load_plain_pickle(data: bytes) -> Any:
     except EOFError:
         raise TruncatedRecord from None
     except Exception:  # noqa: BLE001 - a damaged pickle can fail in any way: missing marks, wrong types, ...
-        raise RejectedRecord("its pickle instructions do not fit together: it is damaged") from None
+        raise RejectedRecord("the pickle instructions of the file contradict each other: the file is damaged") from None
 
 
 def decode_record(data: bytes) -> Any:
@@ -132,12 +135,12 @@ def decode_record(data: bytes) -> Any:
     try:
         return json.loads(document)
     except RecursionError:
-        raise RejectedRecord("its JSON is nested too deeply for a flight record") from None
+        raise RejectedRecord("the JSON is nested too deeply for a flight record") from None
     except ValueError as error:
         # A dump that was cut off fails at its very end, or has lost its closing brace.
         if not document.endswith(b"}") or getattr(error, "pos", 0) >= len(document):
             raise TruncatedRecord from None
-        raise RejectedRecord("it is neither a pickle nor valid JSON: it is damaged") from None
+        raise RejectedRecord("the file is not a pickle and not valid JSON: it is damaged") from None
 
 
 def parse_record_bytes(data: bytes, max_launches: int) -> dict[str, Any]:
@@ -145,12 +148,12 @@ def parse_record_bytes(data: bytes, max_launches: int) -> dict[str, Any]:
     try:
         return build_record_table(decode_record(data), max_launches)
     except TruncatedRecord:
-        return {"why": f"it is cut off after {len(data):,} bytes", "incomplete": True}
+        return {"why": f"the file is cut off after {len(data):,} bytes", "incomplete": True}
     except (RejectedRecord, MalformedRecord) as error:
         return {"why": str(error), "incomplete": False}
     except MemoryError:
         return {
-            "why": "it needs more memory than a flight record may use: it is damaged or hostile",
+            "why": "parsing needs more memory than any flight record does: the file is damaged or hostile",
             "incomplete": False,
         }
 
@@ -180,7 +183,7 @@ def serve_requests(requests: BinaryIO, answers: BinaryIO, cpu_seconds: int) -> N
             gc.collect()  # only a hostile file holds reference cycles; with the collector off they would never be freed
         answer = json.dumps(table, separators=(",", ":")).encode()
         if len(answer) > max_answer_bytes:
-            why = f"its content does not fit into {max_answer_bytes:,} bytes"
+            why = f"the parsed content is larger than {max_answer_bytes:,} bytes"
             answer = json.dumps({"why": why, "incomplete": False}).encode()
         answers.write(ANSWER_HEADER.pack(len(answer)) + answer)
         answers.flush()

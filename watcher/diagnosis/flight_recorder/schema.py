@@ -113,17 +113,17 @@ def build_record_table(decoded: Any, max_launches: int = MAX_ENTRIES) -> dict[st
     """
     if type(decoded) is not dict:
         raise MalformedRecord(
-            f"it contains {type_name(decoded)} where a dict of version, pg_config and entries was expected"
+            f"the file contains {type_name(decoded)} instead of a dict with version, pg_config and entries"
         )
     if "version" not in decoded or not ({"entries", "pg_config", "pg_status"} & decoded.keys()):
         raise MalformedRecord(
-            "it lacks the fields of a flight record (version, pg_config, entries), or is of torch 2.2 or older"
+            "the file lacks the fields of a flight record (version, pg_config, entries) or is from torch 2.2 or older"
         )
     version = printable_text("version", decoded["version"])
     library = printable_text("comm_lib_version", decoded.get("comm_lib_version", decoded.get("nccl_version", "")))
     rows = expect_type("entries", decoded.get("entries", []), list, tuple)
     if len(rows) > MAX_ENTRIES:
-        raise MalformedRecord(f"it has {len(rows):,} entries where at most {MAX_ENTRIES:,} were expected")
+        raise MalformedRecord(f"the file has {len(rows):,} entries, more than the limit of {MAX_ENTRIES:,}")
     entries = parse_entries(rows)
     config = _parse_config(decoded.get("pg_config", {}))
     status = _parse_status(decoded.get("pg_status", {}))
@@ -232,7 +232,7 @@ def _check_states(states: list[str]) -> list[str]:
     unknown = set(states) - set(STATES)
     if unknown:
         at = next(i for i, state in enumerate(states) if state in unknown)
-        raise MalformedRecord(f"entries[{at}].state is none of {', '.join(STATES)}")
+        raise MalformedRecord(f"entries[{at}].state is not one of {', '.join(STATES)}")
     return states
 
 
@@ -245,7 +245,7 @@ def _group_keys(ids: list[int], groups: list[Any]) -> tuple[list[tuple[int, str 
         if group is None:
             return pg_id, None, ""
         if len(group) != 2:
-            raise MalformedRecord(f"process_group has {len(group)} parts where a name and a description were expected")
+            raise MalformedRecord(f"process_group has {len(group)} parts instead of two: a name and a description")
         return pg_id, printable_text("process_group", group[0]), printable_text("process_group", group[1])
 
     indices = []
@@ -319,13 +319,13 @@ _frame_fields: Final = itemgetter(*FRAME_FIELDS)
 
 def _frame_index(frame: Any, frames: _DistinctRows) -> int:
     if type(frame) is not dict:
-        raise MalformedRecord("frames contains something other than dicts of name, filename and line")
+        raise MalformedRecord("frames contains an item that is not a dict with name, filename and line")
     try:
         function, file, line = _frame_fields(frame)
     except KeyError as error:
         raise MalformedRecord(f"a frame has no {error.args[0]}") from None
     if type(function) is not str or type(file) is not str or type(line) is not int:
-        raise MalformedRecord("a frame's name, filename and line are not a string, a string and an integer")
+        raise MalformedRecord("in a frame, name or filename is not a string, or line is not an integer")
 
     found = frames.indices.get((function, file, line))
     if found is not None:
@@ -378,7 +378,7 @@ def _parse_config(config: Any) -> GroupConfig:
     expect_type("pg_config", config, dict)
     expect_item_types("pg_config", config, str)
     if len(config) > MAX_GROUPS:
-        raise MalformedRecord(f"pg_config has {len(config):,} groups where at most {MAX_GROUPS:,} were expected")
+        raise MalformedRecord(f"pg_config has {len(config):,} groups, more than the limit of {MAX_GROUPS:,}")
     parsed = {}
     for name, row in config.items():
         expect_type("pg_config's group", row, dict)
@@ -393,10 +393,10 @@ def _parse_members(ranks: Any) -> list[int]:
         try:
             ranks = json.loads(ranks) if ranks.strip() else []
         except ValueError:
-            raise MalformedRecord('pg_config.ranks is a string other than "[0, 1]"') from None
+            raise MalformedRecord('pg_config.ranks is a string that is not a list of ranks such as "[0, 1]"') from None
     expect_type("pg_config.ranks", ranks, list, tuple)
     if len(ranks) > MAX_MEMBERS:
-        raise MalformedRecord(f"pg_config.ranks has {len(ranks):,} members where at most {MAX_MEMBERS:,} were expected")
+        raise MalformedRecord(f"pg_config.ranks has {len(ranks):,} members, more than the limit of {MAX_MEMBERS:,}")
     expect_item_types("pg_config.ranks", ranks, int)
     expect_64_bits("pg_config.ranks", ranks)
     return list(ranks)
@@ -421,7 +421,7 @@ def _parse_integer(field: str, value: int | str) -> int:
     if type(value) is str:
         digits = value.removeprefix("-")
         if not (len(value) < 20 and digits.isascii() and digits.isdigit()):
-            raise MalformedRecord(f"{field} is a string where an integer was expected")
+            raise MalformedRecord(f"{field} is a string instead of an integer")
         value = int(value)
     expect_64_bits(field, (int(value),))
     return int(value)
@@ -530,7 +530,7 @@ def type_name(value: object) -> str:
 
 def unexpected_type(field: str, value: object, expected: str) -> MalformedRecord:
     """The error for a field of the wrong type."""
-    return MalformedRecord(f"{field} is {type_name(value)} where {expected} was expected")
+    return MalformedRecord(f"{field} is {type_name(value)} instead of {expected}")
 
 
 def expect_type(field: str, value: Any, *types: type) -> Any:
@@ -551,7 +551,7 @@ def expect_item_types(field: str, values: Iterable[object], *types: type) -> Non
     """Check the items of lists. The error does not say which item."""
     for found in set(map(type, values)) - set(types):
         name = TYPE_NAMES.get(found, "something else")
-        raise MalformedRecord(f"{field} contains {name} where {TYPE_NAMES[types[0]]} was expected")
+        raise MalformedRecord(f"{field} contains {name} instead of {TYPE_NAMES[types[0]]}")
 
 
 def expect_64_bits(field: str, values: Iterable[int]) -> None:
@@ -559,7 +559,7 @@ def expect_64_bits(field: str, values: Iterable[int]) -> None:
     try:
         array("q", values)  # the fastest check of many values
     except OverflowError:
-        raise MalformedRecord(f"{field} contains a number that does not fit 64 bits") from None
+        raise MalformedRecord(f"{field} contains a number that does not fit into 64 bits") from None
 
 
 def printable_text(field: str, value: Any) -> str:
@@ -567,7 +567,7 @@ def printable_text(field: str, value: Any) -> str:
     expect_type(field, value, str)
     if len(value) > MAX_TEXT_CHARACTERS:
         raise MalformedRecord(
-            f"{field} is a string of {len(value):,} characters where at most {MAX_TEXT_CHARACTERS:,} were expected"
+            f"{field} is a string of {len(value):,} characters, more than the limit of {MAX_TEXT_CHARACTERS:,}"
         )
     return value if value.isprintable() else "".join(c if c.isprintable() else "?" for c in value)
 

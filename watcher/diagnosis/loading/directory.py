@@ -127,7 +127,7 @@ def list_evidence_files(directory: Path) -> EvidenceListing:
             missing.append(f"{name}: cannot be read: {error.strerror or error}")
             continue
         if head is None and is_record_name(path.name):
-            missing.append(f"{name}: {_describe_file_type(path)} instead of a flight record, not opened")
+            missing.append(f"{name}: not opened, because this is {_describe_file_type(path)}, not a flight record")
         if head is not None:
             found.append(ListedFile(path, name, classify_file(path.name, head)))
     return EvidenceListing(tuple(found), tuple(missing))
@@ -139,7 +139,7 @@ def _walk(directory: Path, missing: list[str]) -> Iterator[Path]:
         for name in sorted(directories):
             if is_record_name(name) and ((here / name).is_symlink() or not _has_entries(here / name)):
                 shown = _display_name(here / name, directory)
-                missing.append(f"{shown}: {_describe_file_type(here / name)} instead of a flight record")
+                missing.append(f"{shown}: this is {_describe_file_type(here / name)}, not a flight record")
         attempts = {int(m[1]): name for name in directories if (m := ATTEMPT_DIRECTORY.fullmatch(name))}
         newest = attempts[max(attempts)] if attempts else None
         is_run = (here / "run.json").exists()
@@ -150,7 +150,7 @@ def _walk(directory: Path, missing: list[str]) -> Iterator[Path]:
             and not (is_run and name in SKIPPED_RUN_DIRECTORIES)
         )
         if len(here.relative_to(directory).parts) >= MAX_DEPTH and directories:
-            missing.append(f"{here.relative_to(directory)}: deeper directories were not read")
+            missing.append(f"{here.relative_to(directory)}: the directories in it were not read")
             directories.clear()
         yield from (here / name for name in sorted(names))
 

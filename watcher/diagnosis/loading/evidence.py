@@ -179,7 +179,9 @@ def load_evidence(directory: Path) -> Evidence:
     try:
         listing = list_evidence_files(directory)
     except NotADirectoryError:
-        raise NoEvidenceError(f"{directory}: not a directory; name the directory that holds the dumps") from None
+        raise NoEvidenceError(
+            f"{directory}: this is not a directory; give the directory that contains the dumps"
+        ) from None
     except OSError as error:
         raise NoEvidenceError(f"{directory}: cannot be read: {error.strerror or error}") from None
     missing = [*listing.missing, *_archive_warnings(listing.files)]
@@ -238,27 +240,32 @@ def _require_one_record_per_rank(directory: Path, records: Sequence[ListedFile])
             more = f" and {len(folders) - 4} more" if len(folders) > 4 else ""
             raise NoEvidenceError(
                 f"{directory}: rank {rank} has records in several directories: {', '.join(folders[:4])}{more}; "
-                "name one of them"
+                "give only one of them"
             )
 
 
 def _no_evidence_message(directory: Path, files: int, missing: Sequence[str]) -> str:
     if missing:
-        return f"{directory}: no usable evidence in it: {'; '.join(missing[:3])}"
-    held = f"none of its {files:,} files is one of these"
+        return f"{directory}: it contains no usable evidence: {'; '.join(missing[:3])}"
+    held = f"none of its {files:,} files was recognized"
     if files < 2:
-        held = "its only file is none of these" if files else "it is empty"
+        held = "its only file was not recognized" if files else "the directory is empty"
     return (
-        f"{directory}: no flight records, stacks or NCCL RAS reports: {held}. Name a directory of torch's dumps "
-        "(TORCH_FR_DUMP_TEMP_FILE), a capture of wattwatch, or a run directory"
+        f"{directory}: no flight records, stacks or NCCL RAS reports were found: {held}. Give a directory of torch's "
+        "dumps (TORCH_FR_DUMP_TEMP_FILE), a capture of wattwatch, or a run directory"
     )
 
 
 def _archive_warnings(files: Sequence[ListedFile]) -> Iterable[str]:
     packed = [file.name for file in files if file.name.lower().endswith(ARCHIVE_SUFFIXES)]
     if packed:
-        number = "1 file is an archive" if len(packed) == 1 else f"{len(packed):,} files are archives"
-        yield f"{number}, first {packed[0]}: unpack all of them and run this command again"
+        if len(packed) == 1:
+            yield f"{packed[0]} is an archive: unpack it and run this command again"
+        else:
+            yield (
+                f"{len(packed):,} files are archives, for example {packed[0]}: unpack all of them and run this command "
+                "again"
+            )
 
 
 def _load_records(files: Sequence[ListedFile]) -> tuple[tuple[RankRecord, ...], tuple[UnreadableRecord, ...]]:
@@ -315,11 +322,11 @@ def _load_stacks(files: Iterable[ListedFile], missing: list[str]) -> Iterable[Ra
         if data is None:
             continue
         if rank is None:
-            missing.append(f"{file.name}: stacks of an unknown rank: put the rank into the file name, as in rank-3.txt")
+            missing.append(f"{file.name}: the file name contains no rank: rename the file, for example to rank-3.txt")
         elif stacks := parse_stacks(data.decode("utf-8", "replace"), rank, file.name):
             yield stacks
         else:
-            missing.append(f"{file.name}: no stack dump (faulthandler or py-spy)")
+            missing.append(f"{file.name}: it contains no stack dump of faulthandler or py-spy")
 
 
 def _load_exit_reports(directory: Path, files: Iterable[ListedFile], missing: list[str]) -> Iterable[RankExitReport]:
@@ -347,7 +354,7 @@ def _load_processes(files: Iterable[ListedFile], missing: list[str]) -> Iterable
             rows = PROCESS_ROWS_ADAPTER.validate_json(_data(file, missing) or b"[]")
             yield from [_process(row, node, file.name) for row in rows]
         except (ValidationError, KeyError, TypeError, ValueError) as error:
-            missing.append(f"{file.name}: not a list of processes: {str(error).splitlines()[0]}")
+            missing.append(f"{file.name}: it is not a list of processes: {str(error).splitlines()[0]}")
 
 
 def _process(row: dict[str, Any], node: str, source: str) -> RankProcess:

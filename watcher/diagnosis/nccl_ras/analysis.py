@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.diagnosis.nccl_ras.communicator import analyze_communicator
 from wattwatch.watcher.diagnosis.nccl_ras.communicator_view import (
     CommunicatorView,
@@ -64,7 +65,9 @@ def analyze_ras(polls: Sequence[RasPolls]) -> RasAnalysis:
         suspects, cycle = _exclude_waiting(suspects, decisive)
         if cycle:
             tied, suspects, confidence = (cycle,), (), _CONFIDENCE_CYCLE
-            why = f"{why}; every rank that is behind in one communicator waits in another: they block each other"
+            why += (
+                "; each rank that is behind in one communicator waits in another one, so these ranks block each other"
+            )
         else:
             why = _first_with(suspects, decisive).why
     return RasAnalysis(
@@ -88,7 +91,7 @@ def _nothing_reported(polls: Sequence[RasPolls]) -> tuple[RasFinding, str]:
     if any(report.problem is None for report in reports):
         return (
             RasFinding.NO_COMMUNICATORS,
-            "RAS answers but knows no communicator: none has been created yet, or all have been destroyed",
+            "RAS answers but reports no communicator: none has been created yet, or all have been destroyed",
         )
     problems = [report.problem for report in reports] + [poll.problem for poll in polls]
     first = next((problem for problem in problems if problem), None)
@@ -103,13 +106,15 @@ def _notes(polls: Sequence[RasPolls]) -> Iterable[str]:
             if report.problem:
                 yield f"{report.source}: {report.problem}"
             if report.repaired:
-                yield f"{report.source}: added the commas that NCCL {report.nccl_version or '2.28'} omits"
+                version = report.nccl_version or "2.28"
+                yield f"{report.source}: NCCL {version} omitted commas in its JSON; wattwatch added them"
             if report.timeouts:
-                yield f"{report.source}: RAS itself had {report.timeouts} timeouts while it collected the report"
+                timeouts = format_count(report.timeouts, "timeout")
+                yield f"{report.source}: RAS had {timeouts} while it collected this report"
         if len(poll.reports) > 1 and have_no_common_communicator(poll):
             yield (
-                f"{poll.node}: its two reports have no communicator in common (all were recreated, or two jobs share "
-                "the port), so they are not compared"
+                f"{poll.node}: the two reports have no communicator in common (all were recreated, or two jobs share "
+                "the port), so they were not compared"
             )
         if poll.reports:
             yield from (f"{poll.reports[-1].source}: {remark}" for remark in poll.reports[-1].remarks)
@@ -167,7 +172,7 @@ def _describe_others(analyses: Sequence[CommunicatorAnalysis], decisive: Sequenc
     """In how many communicators the finding is the same, and what is suspicious in the others although the job runs."""
     same = sum(analysis.identical_count for analysis in decisive) - decisive[0].identical_count
     total = sum(analysis.identical_count for analysis in analyses)
-    text = f"; the same in {same} more of {total} communicators" if same else ""
+    text = f"; the same applies to {same} more of the {total} communicators" if same else ""
     if decisive[0].finding is RasFinding.PROGRESSING:
         odd = next((a for a in analyses if a.finding in (RasFinding.CROSSED, RasFinding.BEHIND) and a.suspects), None)
         if odd is not None:

@@ -79,7 +79,7 @@ def poll_twice(
     problems: list[str] = []
     for number in (1, 2):
         if number == 2 and clock.wait(stop or threading.Event(), interval_seconds):
-            problems.append("stopped before the second report")
+            problems.append("polling was stopped before the second report")
             break
         requested = clock.monotonic()
         answer = _request_once(connect, clock, address, deadline_seconds, max_bytes)
@@ -152,7 +152,7 @@ class _Session:
             greeting = self.command("CLIENT PROTOCOL 2")
             if not greeting.upper().startswith("SERVER PROTOCOL"):
                 raise _SessionFailed(
-                    f"it answers {greeting[:60]!r}, which NCCL RAS never does: another service listens there"
+                    f"the answer {greeting[:60]!r} is not from NCCL RAS: another service listens on this port"
                 )
             # If the server rejects the timeout, it keeps its own. The deadline of the session holds in both cases.
             self.command(f"TIMEOUT {server_seconds:g}")
@@ -172,13 +172,13 @@ class _Session:
         raw = bytes(self.received)
         if problem is None:
             if not raw.strip():
-                problem = "it closed the connection without a report"
+                problem = "the server closed the connection without a report"
             elif raw[:6].upper() == b"ERROR:":
-                problem = f"it rejected the request: {_decode_line(raw)}"
+                problem = f"the server rejected the request: {_decode_line(raw)}"
             elif report_format == "json" and not raw.rstrip().endswith(b"}"):
-                problem = f"it closed the connection in the middle of its report, after {len(raw):,} bytes"
+                problem = f"the server closed the connection in the middle of its report, after {len(raw):,} bytes"
         elif raw:
-            problem = f"{problem}; the {len(raw):,} bytes received until then are kept"
+            problem = f"{problem}; the {len(raw):,} bytes received before that are kept"
         return RasAnswer(raw, report_format, problem)
 
     def command(self, line: str) -> str:
@@ -187,10 +187,11 @@ class _Session:
         while b"\n" not in self.received:
             if len(self.received) > _MAX_LINE_BYTES:
                 raise _SessionFailed(
-                    f"it answers {line!r} with {len(self.received):,} bytes and no line break: probably not NCCL RAS"
+                    f"the server answered {line!r} with {len(self.received):,} bytes and no line break: it is probably "
+                    "not NCCL RAS"
                 )
             if not self.receive():
-                raise _SessionFailed(f"it closed the connection after {line!r}")
+                raise _SessionFailed(f"the server closed the connection after the command {line!r}")
         reply, _, rest = self.received.partition(b"\n")
         self.received = rest
         return _decode_line(bytes(reply))
@@ -216,7 +217,7 @@ class _Session:
         left = self.max_bytes - len(self.received)
         self.received += chunk[:left]
         if len(chunk) > left:
-            raise _SessionFailed(f"it sends more than {self.max_bytes:,} bytes")
+            raise _SessionFailed(f"the server sent more than {self.max_bytes:,} bytes")
         return bool(chunk)
 
     def limit_wait(self) -> None:
@@ -227,7 +228,7 @@ class _Session:
         self.channel.settimeout(max(0.001, self.clock.real_seconds(left)))
 
     def deadline_exceeded(self) -> _SessionFailed:
-        return _SessionFailed(f"it did not finish within {self.deadline_seconds:g} s")
+        return _SessionFailed(f"the server did not finish within {self.deadline_seconds:g} s")
 
 
 def describe_connection_error(error: Exception) -> str:

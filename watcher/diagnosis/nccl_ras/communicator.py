@@ -35,7 +35,7 @@ _STATUS_PHRASES = {
     "ABORT": ("has aborted it", "have aborted it"),
     "FINALIZE": ("is finalizing it", "are finalizing it"),
     "RUNNING": ("still uses it", "still use it"),
-    "INIT": ("is still initializing it", "are still initializing it"),
+    "INIT": ("is still initializing the communicator", "are still initializing the communicator"),
 }
 _LEFT_PHRASES = ("has left it", "have left it")
 
@@ -76,7 +76,8 @@ def _dead(now: RasCommunicator) -> Suspicion | None:
     dead = [rank for rank in now.ranks if rank.dead]
     if not dead:
         return None
-    why = f"RAS considers {describe_ranks(dead)} dead: unreachable for 60 s, and not contacted again"
+    them = "it" if len(dead) == 1 else "them"
+    why = f"RAS considers {describe_ranks(dead)} dead: it could not reach {them} for 60 s and no longer tries"
     return Suspicion(RasFinding.DEAD, [rank.rank for rank in dead], why, 0.9)
 
 
@@ -109,9 +110,10 @@ def _failed(now: RasCommunicator) -> Suspicion | None:
     if lost:
         why = f"{describe_ranks(lost)} did not answer RAS{observed}"
         return Suspicion(RasFinding.UNRESPONSIVE, [rank.rank for rank in lost], why, 0.85)
+    report = "reports" if observers == 1 else "report"
     why = (
-        f"{observers} of {now.size} ranks report a {describe_result(REMOTE_ERROR)} and none reports an error of its "
-        "own, so RAS does not show which rank failed"
+        f"{observers} of {now.size} ranks {report} a {describe_result(REMOTE_ERROR)} and no rank reports another "
+        "error, so RAS does not show which rank failed"
     )
     return Suspicion(RasFinding.FAILED, [], why, 0.4)
 
@@ -138,15 +140,16 @@ def _unresponsive(view: CommunicatorView) -> Suspicion | None:
     now = view.now
     lost = [rank for rank in now.ranks if rank.unresponsive]
     if lost:
-        others = "" if view.moved is None else f"; the others made no progress{observed_time(view)}"
-        why = f"{describe_ranks(lost)} did not answer RAS (stopped, without CPU time, or unreachable){others}"
+        others = "" if view.moved is None else f"; the other ranks made no progress{observed_time(view)}"
+        why = f"{describe_ranks(lost)} did not answer RAS (stopped, starved of CPU time, or unreachable){others}"
         confidence = 0.8 if view.moved is False else 0.7
         return Suspicion(RasFinding.UNRESPONSIVE, [rank.rank for rank in lost], why, confidence)
     stated = any("INCOMPLETE" in line.split(",") for line in now.lines)
     unnamed = now.missing_count and not any(rank.missing for rank in now.ranks) and not now.statuses
     if stated or unnamed:
         number = format_count(now.missing_count, "rank") if now.missing_count else "some ranks"
-        why = f"{number} did not answer RAS; the report does not name them"
+        them = "it" if now.missing_count == 1 else "them"
+        why = f"{number} did not answer RAS, and the report does not name {them}"
         return Suspicion(RasFinding.UNRESPONSIVE, [], why, 0.4)
     return None
 
@@ -204,9 +207,9 @@ def _starting(view: CommunicatorView) -> Suspicion | None:
         return None
     unchanged = f", with no change{observed_time(view)}" if view.moved is False else ""
     if not starting or len(starting) == len(now.ranks):
-        why = f"its {now.size} ranks are still initializing it{unchanged}"
+        why = f"its {format_count(now.size, 'rank')} {_status_phrase('INIT', now.size)}{unchanged}"
         return Suspicion(RasFinding.INITIALIZING, [], why, 0.6)
     finished = len(now.ranks) - len(starting)
     phrase, has = _status_phrase("INIT", len(starting)), "has" if finished == 1 else "have"
-    why = f"{describe_ranks(starting)} {phrase}, {finished} {has} finished{unchanged}"
+    why = f"{describe_ranks(starting)} {phrase}; {format_count(finished, 'rank')} {has} finished{unchanged}"
     return Suspicion(RasFinding.INITIALIZING, [rank.rank for rank in starting], why, 0.4)

@@ -23,10 +23,10 @@ from wattwatch.watcher.diagnosis.nccl_ras.communicator_view import (
 )
 from wattwatch.watcher.diagnosis.nccl_ras.model import RasCommunicator, RasFinding, RasRank
 
-NOT_COUNTED_BY_RAS: Final = "RAS does not count send, recv, all-to-all and operations captured in CUDA graphs"
+NOT_COUNTED_BY_RAS: Final = "RAS does not count send, recv, all-to-all or operations captured in CUDA graphs"
 ONE_REPORT_ONLY: Final = (
-    "without two reports some seconds apart, a hang cannot be distinguished from the normal skew between the ranks of "
-    "a running job"
+    "two reports taken some seconds apart are needed to distinguish a hang from the normal skew between the ranks of a "
+    "running job"
 )
 MAX_SIDES_DESCRIBED: Final = 4
 
@@ -133,9 +133,9 @@ def _without_counters(view: CommunicatorView) -> Suspicion:
             return Suspicion(RasFinding.BEHIND, [], f"{_no_progress(view)}; {why}", 0.3)
         return Suspicion(RasFinding.CANNOT_TELL, [], f"{why}; {ONE_REPORT_ONLY}", 0.0)
     if any("MISMATCH" in line.split(",") for line in view.now.lines):
-        why = "its ranks differ, but the excerpt does not say in which operation"
+        why = "its ranks have different launch counts, but the excerpt does not say for which operation"
         return Suspicion(RasFinding.CANNOT_TELL, [], why, 0.0)
-    why = "RAS reports OK and gives no counters, which it does for running jobs and for hung jobs (NVIDIA/nccl#1730)"
+    why = "RAS reports OK and gives no counters; this happens for running jobs and for hung jobs (NVIDIA/nccl#1730)"
     return Suspicion(RasFinding.CANNOT_TELL, [], why, 0.0)
 
 
@@ -145,7 +145,7 @@ def _no_progress(view: CommunicatorView) -> str:
 
 def _crossed(view: CommunicatorView, groups: Sequence[EqualLaunches]) -> Suspicion:
     prefix = f"{_no_progress(view)}: " if view.moved is False else ""
-    caution = "derived from counters: confirm it with the flight recorder"
+    caution = "derived from counters; confirm this with flight records"
     if view.moved is None:
         caution = f"{caution}; {ONE_REPORT_ONLY}"
     # Only a rank that is crossed with the majority is accused. One that is merely late against it is not.
@@ -162,7 +162,7 @@ def _crossed(view: CommunicatorView, groups: Sequence[EqualLaunches]) -> Suspici
         f"majority of {most.size} ranks"
         for group in odd[:MAX_SIDES_DESCRIBED]
     )
-    why = f"{prefix}{described}, that is, a different collective ({caution})"
+    why = f"{prefix}{described}, which means a different collective ({caution})"
     return Suspicion(RasFinding.CROSSED, ranks, why, 0.75 if view.moved is False else 0.5)
 
 
@@ -171,9 +171,7 @@ def _behind(view: CommunicatorView, groups: Sequence[EqualLaunches]) -> Suspicio
     total = sum(group.size for group in groups)
     gap = _describe_differences(launch_differences(low, high))
     if view.moved is not False:
-        why = (
-            f"{low.size} of {total} ranks have launched {gap} than the ranks that are furthest ahead; {ONE_REPORT_ONLY}"
-        )
+        why = f"{low.size} of {total} ranks launched {gap} than the ranks furthest ahead; {ONE_REPORT_ONLY}"
         return Suspicion(RasFinding.CANNOT_TELL, [], why, 0.0)
     # A minority that launched fewer operations is late; a majority may just be waiting where it should.
     if 2 * low.size < total:
@@ -184,9 +182,9 @@ def _behind(view: CommunicatorView, groups: Sequence[EqualLaunches]) -> Suspicio
     named = sorted(rank for group in groups[1:] for rank in group.ranks)
     ahead = describe_ranks(_ranks_with_location(named, view)) if named else f"{total - low.size} ranks"
     why = (
-        f"{_no_progress(view)}: {ahead} {'is' if total - low.size == 1 else 'are'} ahead, the other {low.size} of "
-        f"{total} launched {gap}; either one of these {low.size} blocks the rest, or those ahead launched an operation "
-        "that the others never will"
+        f"{_no_progress(view)}: {ahead} {'is' if total - low.size == 1 else 'are'} ahead, and the other {low.size} of "
+        f"{total} ranks launched {gap}; either one of the ranks behind blocks the job, or the ranks ahead launched an "
+        "operation that the other ranks will never launch"
     )
     return Suspicion(RasFinding.BEHIND, [], why, 0.3, [named, low.ranks])
 
@@ -194,15 +192,15 @@ def _behind(view: CommunicatorView, groups: Sequence[EqualLaunches]) -> Suspicio
 def _matched(view: CommunicatorView, group: EqualLaunches) -> Suspicion:
     launched = ", ".join(f"{count:,} {kind}" for kind, count in group.counts.items() if count)
     if not launched:
-        why = f"no operation that RAS counts was launched on it ({NOT_COUNTED_BY_RAS})"
+        why = f"its ranks launched no operation that RAS counts ({NOT_COUNTED_BY_RAS})"
         return Suspicion(RasFinding.CANNOT_TELL, [], why, 0.0)
     if view.moved is None:
-        why = f"all ranks launched the same ({launched}); {ONE_REPORT_ONLY}"
+        why = f"all ranks launched the same operations ({launched}); {ONE_REPORT_ONLY}"
         return Suspicion(RasFinding.CANNOT_TELL, [], why, 0.0)
     why = (
-        f"{_no_progress(view)}, and all {group.size} ranks launched the same ({launched}): no rank stands out, so the "
-        "network, a GPU or the host is at fault, or all ranks are busy outside NCCL. RAS reports OK in this case "
-        f"({NOT_COUNTED_BY_RAS})"
+        f"{_no_progress(view)}, and all {group.size} ranks launched the same operations ({launched}): no rank stands "
+        "out, so the network, a GPU or a host is at fault, or all ranks are busy outside NCCL. RAS reports OK in this "
+        f"case ({NOT_COUNTED_BY_RAS})"
     )
     return Suspicion(RasFinding.MATCHED, [], why, 0.6)
 

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import orjson
 
+from wattwatch.watcher.common.formatting import format_count
+
 MAX_EVENTS_DESCRIBED: Final = 4
 # Parts of the names of events that report a failing peer. PEER_NEW, PEER_CONNECTED and the like do not.
 FAILURE_EVENTS: Final = ("DEAD", "UNRESPONSIVE", "STUCK", "TIMEOUT")
@@ -42,8 +44,8 @@ def describe_monitor_events(events: Sequence[RasEvent]) -> str:
     described = [
         f"{each.event} {_describe_peer(each)} at {each.local_time}".strip() for each in failures[-MAX_EVENTS_DESCRIBED:]
     ]
-    content = "; ".join(described) if described else f"{len(events)} events, none of them a failure"
-    return f"it is output of RAS's monitor mode, not a status report: {content}"
+    content = "; ".join(described) if described else f"{format_count(len(events), 'event')}, but no failure events"
+    return f"this is output of the monitor mode of RAS, not a status report: {content}"
 
 
 def _describe_peer(event: RasEvent) -> str:

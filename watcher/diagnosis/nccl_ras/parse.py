@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import orjson
 
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.diagnosis.nccl_ras.model import RasCommunicator, RasPolls, RasRank, RasReport
 from wattwatch.watcher.diagnosis.nccl_ras.monitor_events import describe_monitor_events, parse_monitor_events
 from wattwatch.watcher.diagnosis.nccl_ras.nccl_results import IN_PROGRESS, OK
@@ -32,7 +33,7 @@ def parse_report(data: bytes, source: str = "RAS") -> RasReport:
     text = data.decode("utf-8", errors="replace").lstrip("\ufeff").replace("\0", "").replace("\r", "")
     text = _SETUP_REPLIES.sub("", text)
     if not text.strip():
-        return RasReport(source=source, nccl_version=None, communicators=(), problem="it is empty")
+        return RasReport(source=source, nccl_version=None, communicators=(), problem="the report is empty")
     return parse_json(text, source) if text.lstrip().startswith("{") else parse_text(text, source)
 
 
@@ -48,19 +49,19 @@ def parse_json(text: str, source: str) -> RasReport:
     """Keeps whatever can be read; `problem` says what could not. Raises nothing for what is in the text."""
     document, repaired, problem = _decode_json(text)
     if not isinstance(document, dict):
-        return _unreadable(source, problem or f"its JSON is {_type_name(document)}, not an object")
+        return _unreadable(source, problem or f"the JSON is {_type_name(document)}, not an object")
     if "communicators" not in document:
         if "event" in document:
             return _unreadable(source, describe_monitor_events(parse_monitor_events(text)))
-        return _unreadable(source, problem or 'it has no "communicators": it is not a status report of RAS')
+        return _unreadable(source, problem or 'the JSON has no "communicators": this is not a status report of RAS')
     listed = document["communicators"]
     if not isinstance(listed, list):
-        return _unreadable(source, problem or f'its "communicators" is {_type_name(listed)}, not a list')
+        return _unreadable(source, problem or f'the value of "communicators" is {_type_name(listed)}, not a list')
     remarks: list[str] = []
     communicators = tuple(_communicators(listed, remarks))
     announced = _count(document.get("communicators_count"))
     if announced is not None and announced != len(listed):
-        remarks.append(f"it announces {announced} communicators but lists {len(listed)}")
+        remarks.append(f"the report announces {format_count(announced, 'communicator')} but lists {len(listed)}")
         problem = problem or remarks[-1]
     ras = _mapping(document.get("ras"))
     version = document.get("nccl_version")
@@ -92,10 +93,10 @@ def _decode_json(text: str) -> tuple[Any, bool, str | None]:
     try:
         document = orjson.loads(complete + closing)
     except orjson.JSONDecodeError:
-        return None, False, f"it is not JSON: {first_error.msg} at line {first_error.lineno}"
-    problem = f"its JSON ends early, at byte {len(text)}; the part before that was used"
+        return None, False, f"the report is not valid JSON: {first_error.msg} at line {first_error.lineno}"
+    problem = f"the JSON is cut off at byte {len(text)}; the part before that was used"
     if not closing:
-        problem = f"the {len(text) - len(complete)} bytes after the end of its JSON were ignored"
+        problem = f"wattwatch ignored {format_count(len(text) - len(complete), 'byte')} after the end of the JSON"
     return document, commas > 0, problem
 
 

@@ -302,9 +302,9 @@ def _report_problem(draft: _ReportDraft) -> str | None:
     if draft.nccl_version is not None and "Warnings" not in draft.sections:
         return "the text is cut off; the part before that was used"
     if not (draft.sections or draft.groups or draft.communicators):
-        return "it is neither a JSON nor a text report of RAS"
+        return "this is not a RAS report in JSON or text format"
     if not (draft.groups or draft.communicators or draft.processes or draft.none_collected):
-        return "it is an excerpt that contains no communicator"
+        return "this is an excerpt that contains no communicator"
     return None
 
 

@@ -109,7 +109,7 @@ def _compare_blocks_left(live: LiveEvidence, named: frozenset[int]) -> tuple[Han
     rest = [blocks for rank, blocks in left.items() if rank not in named]
     if not odd or not rest or max(odd) >= min(rest):
         return None, ""
-    return HangCause.DATA, f"; blocks of data left: {max(odd):,}, on the others at least {min(rest):,}"
+    return HangCause.DATA, f"; blocks of data left: at most {max(odd):,}, on the other ranks at least {min(rest):,}"
 
 
 def median_step(live: LiveEvidence) -> int | None:
@@ -206,11 +206,11 @@ def _cpu_outlier_signal(known: Sequence[RankProcess]) -> Signal | None:
         return None
     if len(spinning) == 1:
         rank_text = dict.fromkeys(spinning, "uses a whole CPU core")
-        text = f"{format_ranks(spinning)} uses a whole CPU core, the others are idle"
+        text = f"{format_ranks(spinning)} uses a whole CPU core; the others are idle"
         return Signal(PROCESSES, text, spinning, SPINNING_ALONE_WEIGHT, HangCause.RANK, rank_text)
     if len(idle) == 1:
         rank_text = dict.fromkeys(idle, "uses no CPU")
-        text = f"{format_ranks(idle)} uses no CPU, the others use a whole core each"
+        text = f"{format_ranks(idle)} uses no CPU; the others use a whole core each"
         return Signal(PROCESSES, text, idle, IDLE_ALONE_WEIGHT, None, rank_text)
     return None
 

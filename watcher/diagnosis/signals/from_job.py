@@ -153,7 +153,8 @@ def exit_reports_signal(evidence: Evidence) -> Signal | None:
         return Signal(EXIT_REPORTS, _describe_exits(failed), named, EXITED_FIRST_WEIGHT, cause, rank_text)
     silent = world - frozenset(exited)
     if silent and 2 * len(silent) < len(world):
-        text = f"{format_ranks(silent)} left no exit report, {len(exited)} others did: killed, or still hanging"
+        others = format_count(len(exited), "other rank")
+        text = f"{format_ranks(silent)} left no exit report and may be killed or still hanging; {others} left one"
         rank_text = dict.fromkeys(silent, "left no exit report")
         return Signal(EXIT_REPORTS, text, silent, NO_REPORT_WEIGHT, HangCause.RANK, rank_text)
     return Signal(EXIT_REPORTS, _describe_exits(list(exited.values())))
@@ -226,11 +227,12 @@ def _size_mismatch_signal(aborted: Mapping[int, LogError], records: Sequence[Ran
     counts = Counter(last.values()).most_common()
     odd = [rank for rank, what in last.items() if len(counts) == 2 and what == counts[1][0]]
     rank_text = {rank: describe_log_error(error) for rank, error in aborted.items()}
-    named, weight, more = frozenset(aborted), RECEIVER_WEIGHT, "either it or the rank that sent the data is wrong"
+    named, weight = frozenset(aborted), RECEIVER_WEIGHT
+    more = f"either rank {first} or the rank that sent the data used a wrong size"
     if len(counts) == 1 and len(last) > 1 and len(aborted) == 1:
         weight, more = FAILED_WEIGHT, f"{format_ranks(last)} all launched {counts[0][0]}"
     elif len(odd) == 1 and len(last) > 2:
-        more = f"rank {odd[0]} launched {counts[1][0]}, the others {counts[0][0]}"
+        more = f"rank {odd[0]} launched {counts[1][0]}; the other ranks launched {counts[0][0]}"
         named, weight, rank_text = frozenset(odd), FAILED_WEIGHT, {odd[0]: f"launched {counts[1][0]}"}
     text = f"rank {first} {describe_log_error(aborted[first])}; {more}"
     return Signal(LOGS, text, named, weight, HangCause.PROGRAM, rank_text, verdict=DiagnosisVerdict.MISMATCH)
@@ -264,7 +266,7 @@ RAS_RANK_TEXT: Final = {
     RasFinding.BEHIND: "launched fewer collectives than the other ranks",
     RasFinding.DEAD: "was declared dead by NCCL: its process or its node is gone",
     RasFinding.UNRESPONSIVE: "does not answer NCCL RAS",
-    RasFinding.LEAVING: "left the communicator, the other ranks did not",
+    RasFinding.LEAVING: "left the communicator, but the other ranks did not",
     RasFinding.FAILED: "reports an NCCL error",
 }
 
@@ -338,7 +340,9 @@ def drop_foreign_ras_reports(evidence: Evidence) -> Evidence:
     for polls, why in judged:
         if why is not None:
             sources = ", ".join(dict.fromkeys(report.source for report in polls.reports if report.source))
-            notes.append(f"{sources or polls.node}: NCCL RAS report of another job, ignored: {why}")
+            notes.append(
+                f"{sources or polls.node}: this NCCL RAS report was ignored because it is from another job: {why}"
+            )
     return replace(
         evidence,
         ras=tuple(polls for polls, why in judged if why is None),
@@ -353,9 +357,11 @@ def foreign_ras_reason(polls: RasPolls, evidence: Evidence) -> str | None:
     communicators = [each for report in polls.reports for each in report.communicators]
     largest = max((each.size for each in communicators), default=0)
     if world is not None and largest > world:
-        return f"it has a communicator of {format_count(largest, 'rank')}, this job has {format_count(world, 'rank')}"
+        return (
+            f"it has a communicator of {format_count(largest, 'rank')}, but this job has {format_count(world, 'rank')}"
+        )
     nodes = set(nodes_by_rank_if_complete(evidence).values())
     hosts = {rank.host for each in communicators for rank in each.ranks if rank.host}
     if nodes and len(hosts) > len(nodes):
-        return f"its ranks are on {format_count(len(hosts), 'host')}, those of this job on {len(nodes):,}"
+        return f"its ranks are on {format_count(len(hosts), 'host')}, but this job runs on {len(nodes):,}"
     return None

@@ -113,7 +113,7 @@ def test_a_node_without_python_costs_one_sentence(here: Site, run: Path, tmp_pat
         if not tool.name.startswith("python"):
             (tools / tool.name).symlink_to(tool)
     here.server("node", f"SetEnv PATH={tools}")
-    check_refused(here, run, tmp_path / "capture", "no Python 3.8 or later there")
+    check_refused(here, run, tmp_path / "capture", "no Python 3.8 or later was found on the node")
 
 
 def check_refused(here: Site, run: Path, directory: Path, words: str) -> None:
@@ -133,7 +133,7 @@ def test_an_unreachable_node_costs_only_its_own_part(watch: RunningFleet, run: P
         NodeCapturePlan("node", (0, 1)),
     )
     result = capture_evidence(plan_for(run, *nodes), watch.fleet.channels, tmp_path / "capture", Clock())
-    assert "gone: not asked: no answer from gone within 10 s" in result.missing
+    assert "gone: not queried: no answer from gone within 10 s" in result.missing
     assert result.node_of_rank == {0: "node", 1: "node", 4: "gone", 5: "gone"}
     assert {name for name in result.files if name.startswith("rank")} == {
         f"rank-0000{rank}.{suffix}" for rank in (0, 1) for suffix in ("recorder.json", "stacks.txt")
@@ -144,7 +144,7 @@ def test_files_over_the_size_limit_of_a_capture_are_left_out(watch: RunningFleet
     plan = plan_for(run, total_bytes=len(servers.RECORD) * 2 + len(servers.STACKS))
     result = capture_evidence(plan, watch.fleet.channels, tmp_path / "capture", Clock())
     assert sum(file.bytes for file in result.files.values()) <= plan.total_bytes
-    assert "the capture would be larger than" in missing_text(result)
+    assert "with it, the capture would exceed" in missing_text(result)
 
 
 def test_ranks_that_do_not_answer_leave_the_others_evidence_at_the_deadline(
@@ -158,7 +158,7 @@ def test_ranks_that_do_not_answer_leave_the_others_evidence_at_the_deadline(
         plan = plan_for(run, NodeCapturePlan("node", (0, 1, 2)), deadline_seconds=3.0)
         result = capture_evidence(plan, watch.fleet.channels, tmp_path / "capture", Clock())
     assert "rank-00000.stacks.txt" in result.files
-    assert "not everything could be captured" in missing_text(result) or "not done within" in missing_text(result)
+    assert "not everything could be captured" in missing_text(result) or "not finished within" in missing_text(result)
 
 
 def test_node_names_cannot_escape_the_directory(watch: RunningFleet, run: Path, tmp_path: Path) -> None:

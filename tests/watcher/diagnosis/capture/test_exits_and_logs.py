@@ -62,7 +62,7 @@ def test_only_the_end_of_a_log_is_sent(run: Path) -> None:
     assert answer.files["log", 0].endswith(b"ValueError: the end")
     assert answer.ranks("log") == {0}
     assert answer.ranks("ending.json") == set()
-    assert "70,000 bytes: over the limit of 65,536 bytes" in answer.why(2)
+    assert "70,000 bytes, more than the limit of 65,536 bytes" in answer.why(2)
 
 
 def test_anything_but_a_file_in_place_of_a_log_is_not_opened(run: Path, tmp_path: Path) -> None:
@@ -113,4 +113,4 @@ def test_logs_count_towards_the_size_limit_of_a_node(run: Path) -> None:
         log(run, rank).write_bytes(b"x" * 8192)
     answer = asked(run, (0, 1, 2, 3), node_bytes=20_000)
     assert len(answer.ranks("log")) == 2
-    assert "over the size limit" in answer.why(3)
+    assert "was left out because of the size limit" in answer.why(3)

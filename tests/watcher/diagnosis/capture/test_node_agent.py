@@ -64,7 +64,7 @@ def test_ranks_with_broken_answers_cost_one_sentence_each_and_the_others_nothing
     assert answer.ranks("recorder.json") == {0, 1, 7}
     assert answer.ranks("recorder-cpu.json") == {7}
     assert answer.ranks("stacks") == {0, 1, 2, 7}
-    assert "no handler for the flight record" in answer.why(2)
+    assert "cannot return flight records" in answer.why(2)
     assert "returned no flight record within 2 s" in answer.why(3)
     assert "returned no flight record within 2 s" in answer.why(4)
     assert "sent more than 100,000 bytes" in answer.why(5)
@@ -83,8 +83,8 @@ def test_anything_but_a_socket_in_place_of_a_socket_is_not_opened(run: Path, tmp
     assert answer.files == {}
     assert "is not a socket" in answer.why(0)
     assert "is not a socket" in answer.why(1)
-    assert "no process serves its worker socket" in answer.why(2)
-    assert "no process serves its worker socket" in answer.why(3)
+    assert "no process listens on its worker socket" in answer.why(2)
+    assert "no process listens on its worker socket" in answer.why(3)
     assert "no worker socket in" in answer.why(4)
 
 
@@ -122,7 +122,7 @@ def test_links_fifos_and_oversized_dumps_are_not_read(run: Path, tmp_path: Path)
     assert set(answer.files) == {("recorder.json", 4), ("recorder", 5)}
     assert "symbolic link" in answer.why(0)
     assert "not a regular file" in answer.why(1)
-    assert "10,737,418,240 bytes: over the limit of 100,000 bytes" in answer.why(2)
+    assert "10,737,418,240 bytes, more than the limit of 100,000 bytes" in answer.why(2)
     assert "not a regular file" in answer.why(3)
     assert answer.heads["recorder", 5]["owner_uid"] == os.geteuid()
     assert answer.heads["recorder", 5]["age_seconds"] >= 0
@@ -147,7 +147,8 @@ def test_dumps_of_an_earlier_attempt_are_ignored(run: Path) -> None:
     answer = asked(run, ())
     assert ("recorder", 0) not in answer.files
     assert any(
-        "newest dumps are of attempt 1, ignored: attempt 2 is running" in sentence for sentence in answer.missing
+        "ignored, because attempt 2 is running and the dumps are from attempt 1" in sentence
+        for sentence in answer.missing
     )
 
 
@@ -188,7 +189,7 @@ def test_files_over_the_size_limit_of_a_node_are_not_sent(run: Path) -> None:
         (run / "flight" / "attempt-01" / f"rank-{rank:05d}").write_bytes(b"\x80" + bytes(60_000))
     answer = asked(run, (0, 1, 2, 3), node_bytes=130_000)
     assert answer.ranks("recorder") == {0, 1}
-    assert "over the limit of" in answer.why(2)
+    assert "more than the limit of" in answer.why(2)
 
 
 def fifo_reader(path: Path, dump: Path, received: list[bytes]) -> threading.Thread:
@@ -246,7 +247,8 @@ def test_the_agent_ends_in_time_whatever_is_blocked(run: Path) -> None:
         answer = asked(run, tuple(range(8)), deadline_seconds=2.5)
     assert answer.complete
     assert any(
-        "not done within" in sentence or "not everything could be captured" in sentence for sentence in answer.missing
+        "not finished within" in sentence or "not everything could be captured" in sentence
+        for sentence in answer.missing
     )
 
 

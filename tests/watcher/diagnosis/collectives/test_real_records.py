@@ -87,7 +87,7 @@ def test_no_order_of_files_changes_the_answer(name: str, data: st.DataObject) ->
 @pytest.mark.parametrize("damage", ["missing", "truncated", "empty"])
 def test_with_the_files_of_one_rank_damaged(name: str, damage: str, tmp_path: Path) -> None:
     """All files of one rank are damaged. If it is a culprit, the other records cannot always tell it from a healthy
-    rank whose file was lost: then it is only reported to have left no record."""
+    rank whose file was lost: then it is only reported to have left no flight record."""
     culprits = true_culprits(name)
     for rank in sorted({rank_of(path) for path in files_of(SETS / name)}):
         directory = tmp_path / f"without-{rank}"
@@ -99,7 +99,7 @@ def test_with_the_files_of_one_rank_damaged(name: str, damage: str, tmp_path: Pa
         assert set(analysis.culprits) <= culprits, f"without rank {rank}: {analysis.why}"
         assert set(analysis.culprits) >= culprits - {rank}, f"without rank {rank}: {analysis.why}"
         if rank in culprits - set(analysis.culprits):
-            assert f"rank {rank} left no record" in analysis.why
+            assert f"rank {rank} left no flight record" in analysis.why
 
 
 @pytest.mark.parametrize("name", sorted(UNDECIDABLE))
@@ -128,7 +128,7 @@ def test_ranks_in_unrecorded_sends_are_not_mistaken_for_silent() -> None:
 def test_operations_that_end_because_a_peer_is_gone_are_not_finished() -> None:
     analysis = analyze_collectives(records_of("gloo_213_exit_r3"))
     assert analysis.culprits == ()
-    assert "rank 3 left no record" in analysis.why
+    assert "rank 3 left no flight record" in analysis.why
 
 
 def _damage(path: Path, damage: str) -> None:

@@ -182,8 +182,8 @@ def test_a_cycle_with_a_lost_record_names_no_rank() -> None:
     analysis = analyze_collectives([record for record in job.records(only_pending=False) if record.rank])
     assert analysis.verdict is DiagnosisVerdict.UNKNOWN
     assert analysis.culprits == ()
-    assert analysis.why.startswith("all ranks wait for each other, and the records do not show where it began: ")
-    assert analysis.why.endswith("; rank 0 left no record")
+    assert analysis.why.startswith("all ranks wait for each other, and the records do not show where the hang began: ")
+    assert analysis.why.endswith("; rank 0 left no flight record")
 
 
 def test_different_sizes_in_an_operation_that_permits_them_are_reported_without_a_culprit() -> None:
@@ -195,7 +195,9 @@ def test_different_sizes_in_an_operation_that_permits_them_are_reported_without_
     assert analysis.verdict is DiagnosisVerdict.NO_DESYNC
     assert analysis.culprits == ()
     assert analysis.confidence == 0.5
-    assert "their sizes differ, which is correct only if they match pairwise" in analysis.why
+    assert (
+        "the ranks use different sizes, which is correct only if each pair of ranks agrees on its sizes" in analysis.why
+    )
 
 
 def test_a_difference_that_all_ranks_got_past_is_not_what_they_wait_for() -> None:

@@ -92,7 +92,10 @@ def test_a_pickle_of_an_old_protocol_that_runs_code_is_reported_as_such(
     (tmp_path / "trace_rank_3").write_bytes(pickle.dumps(payload, protocol))
     records, (unread,) = read_flight_records(tmp_path)
     assert (records, unread.rank, unread.incomplete) == ((), 3, False)
-    assert "which runs code: no flight record contains it; do not open it with other tools" in unread.why
+    assert (
+        "which runs code; flight records never contain this instruction; do not open the file with other tools"
+        in unread.why
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,9 +104,9 @@ def test_a_pickle_of_an_old_protocol_that_runs_code_is_reported_as_such(
         (b"(S'touch x'\niposix\nsystem\n.", "instruction INST, which runs code"),
         (b"cposix\nsystem\n(S'x'\ntR.", "instruction GLOBAL, which runs code"),
         (pickle.dumps({"version": "2.10", "entries": []}, 0), "of protocol 0 or 1, which torch does not write"),
-        (b"command not found\nsecond line\n" * 300, "neither a pickle nor JSON"),
-        (b"(hello) world", "neither a pickle nor JSON"),
-        (b".", "neither a pickle nor JSON"),
+        (b"command not found\nsecond line\n" * 300, "not a flight record in pickle or JSON format"),
+        (b"(hello) world", "not a flight record in pickle or JSON format"),
+        (b".", "not a flight record in pickle or JSON format"),
     ],
 )
 def test_a_file_without_a_pickle_marker_is_described(tmp_path: Path, data: bytes, reason: str) -> None:
@@ -218,7 +221,7 @@ def test_memory_bombs_kill_one_worker_and_the_parent_stays_small() -> None:
 
 def test_an_answer_over_the_size_limit_is_rejected() -> None:
     with SandboxedReader() as reader:
-        assert "does not fit into 500 bytes" in reader.read(NCCL.read_bytes(), 500, 1000)["why"]
+        assert "the parsed content is larger than 500 bytes" in reader.read(NCCL.read_bytes(), 500, 1000)["why"]
 
 
 def test_a_worker_that_dies_is_replaced() -> None:

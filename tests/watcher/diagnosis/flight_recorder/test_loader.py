@@ -82,7 +82,7 @@ def test_directories_per_node_are_searched(tmp_path: Path) -> None:
 def test_a_missing_file_is_reported() -> None:
     records, (unread,) = read_flight_records("/nowhere/nccl_trace_rank_3")
     assert records == ()
-    assert (unread.rank, unread.why) == (3, "it cannot be read: No such file or directory")
+    assert (unread.rank, unread.why) == (3, "the file cannot be read: No such file or directory")
     assert read_flight_records(()) == ((), ())
 
 
@@ -113,24 +113,26 @@ def test_the_newer_record_is_preferred_in_either_format(tmp_path: Path) -> None:
     [
         (
             b"",
-            "it is empty: the rank has not written it yet; request it from the rank again, or use another copy",
+            "the file is empty: the rank has not written it yet; "
+            "request the record from the rank again, or use another copy",
             True,
         ),
         (
             NCCL.read_bytes()[:87],
-            "it is cut off after 87 bytes; request it from the rank again, or use another copy",
+            "the file is cut off after 87 bytes; request the record from the rank again, or use another copy",
             True,
         ),
         (
             as_json(loaded(NCCL))[:87],
-            "it is cut off after 87 bytes; request it from the rank again, or use another copy",
+            "the file is cut off after 87 bytes; request the record from the rank again, or use another copy",
             True,
         ),
-        (b"\x7fELF and so on", "it is neither a pickle nor JSON of a flight record", False),
+        (b"\x7fELF and so on", "the file is not a flight record in pickle or JSON format", False),
         (
             pickle.dumps({"version": "2.10", "entries": [pickle.Pickler]}, 2),
-            "its byte 48 is the pickle instruction GLOBAL, which runs code: no flight record contains it; "
-            "do not open it with other tools; find out which user owns it on its node",
+            "byte 48 of the file is the pickle instruction GLOBAL, which runs code; "
+            "flight records never contain this instruction; "
+            "do not open the file with other tools; find out which user owns it on its node",
             False,
         ),
     ],
@@ -151,14 +153,14 @@ def test_an_unusable_file_is_reported_and_another_file_of_its_rank_is_used(
 def test_a_record_without_a_rank_in_its_name_is_reported(tmp_path: Path) -> None:
     shutil.copy(NCCL, tmp_path / "dump")
     _, (unread,) = read_flight_records(tmp_path)
-    assert unread.why == "its name contains no rank: rename it, for example to nccl_trace_rank_3"
+    assert unread.why == "the file name contains no rank: rename the file, for example to nccl_trace_rank_3"
 
 
 def test_a_file_over_the_size_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "MAX_FILE_BYTES", 5000)
     shutil.copy(NCCL, tmp_path / "dump_3")
     _, (unread,) = read_flight_records(tmp_path)
-    assert unread.why == "it has 7,233 bytes, more than the limit of 5,000"
+    assert unread.why == "the file has 7,233 bytes, more than the limit of 5,000"
 
 
 def test_fifos_devices_and_broken_links_do_not_block(tmp_path: Path) -> None:
@@ -173,10 +175,10 @@ def test_fifos_devices_and_broken_links_do_not_block(tmp_path: Path) -> None:
     records, unread = read_flight_records(tmp_path)
     assert records == ()
     assert {each.rank: each.why for each in unread} == {
-        1: "it is not a regular file",
-        2: "it cannot be read: Too many levels of symbolic links",
-        4: "it is not a regular file",
-        5: "it cannot be read: No such file or directory",
+        1: "this is not a regular file",
+        2: "the file cannot be read: Too many levels of symbolic links",
+        4: "this is not a regular file",
+        5: "the file cannot be read: No such file or directory",
     }
 
 
@@ -194,7 +196,7 @@ def test_a_file_without_read_permission_is_reported(tmp_path: Path, monkeypatch:
             file.chmod(0)
     records, (unread,) = read_flight_records(tmp_path)
     assert records == ()
-    assert (unread.rank, unread.why) == (3, "it cannot be read: Permission denied")
+    assert (unread.rank, unread.why) == (3, "the file cannot be read: Permission denied")
 
 
 def test_a_hostile_file_costs_only_the_record_of_its_rank(tmp_path: Path) -> None:

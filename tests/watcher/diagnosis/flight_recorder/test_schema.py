@@ -214,18 +214,21 @@ def test_unprintable_characters_are_replaced() -> None:
 
 
 REJECTED: list[tuple[Any, str]] = [
-    ([], "it contains a list where a dict of version, pg_config and entries was expected"),
-    ({}, "it lacks the fields of a flight record (version, pg_config, entries), or is of torch 2.2 or older"),
-    ({"version": 2.1, "entries": []}, "version is a float where a string was expected"),
-    ({"version": "2.10", "entries": {}}, "entries is a dict where a list or a tuple was expected"),
-    ({"version": "2.10", "entries": [3]}, "entries contains an integer where a dict was expected"),
-    ({"version": "2.10", "pg_config": {"0": []}}, "pg_config's group is a list where a dict was expected"),
-    ({"version": "2.10", "pg_config": {"0": {"ranks": "all"}}}, 'pg_config.ranks is a string other than "[0, 1]"'),
-    ({"version": "2.10", "pg_status": {"x": {}}}, "pg_status is a string where an integer was expected"),
-    ({"version": "2.10", "entries": [{}]}, "entries[0].seq_id is null where an integer was expected"),
+    ([], "the file contains a list instead of a dict with version, pg_config and entries"),
+    ({}, "the file lacks the fields of a flight record (version, pg_config, entries) or is from torch 2.2 or older"),
+    ({"version": 2.1, "entries": []}, "version is a float instead of a string"),
+    ({"version": "2.10", "entries": {}}, "entries is a dict instead of a list or a tuple"),
+    ({"version": "2.10", "entries": [3]}, "entries contains an integer instead of a dict"),
+    ({"version": "2.10", "pg_config": {"0": []}}, "pg_config's group is a list instead of a dict"),
+    (
+        {"version": "2.10", "pg_config": {"0": {"ranks": "all"}}},
+        'pg_config.ranks is a string that is not a list of ranks such as "[0, 1]"',
+    ),
+    ({"version": "2.10", "pg_status": {"x": {}}}, "pg_status is a string instead of an integer"),
+    ({"version": "2.10", "entries": [{}]}, "entries[0].seq_id is null instead of an integer"),
     (
         {"version": "v" * 5000, "entries": []},
-        "version is a string of 5,000 characters where at most 4,096 were expected",
+        "version is a string of 5,000 characters, more than the limit of 4,096",
     ),
 ]
 

@@ -81,14 +81,14 @@ def test_a_server_without_json_is_asked_for_text(line_end: bytes) -> None:
 def test_a_stalled_server_is_abandoned_at_the_deadline() -> None:
     with serving(sends_and_stalls(b"")) as server:
         answer = request_report(server.connect(), Clock(), deadline_seconds=0.2)
-    assert (answer.raw, answer.problem) == (b"", "it did not finish within 0.2 s")
+    assert (answer.raw, answer.problem) == (b"", "the server did not finish within 0.2 s")
 
 
 def test_a_report_that_stalls_half_way_is_kept_up_to_there() -> None:
     with serving(sends_and_stalls(b"SERVER PROTOCOL 2\nOK\nOK\n" + REPORT[:2000])) as server:
         answer = request_report(server.connect(), Clock(), deadline_seconds=0.3)
     assert answer.raw == REPORT[:2000]
-    assert answer.problem == "it did not finish within 0.3 s; the 2,000 bytes received until then are kept"
+    assert answer.problem == "the server did not finish within 0.3 s; the 2,000 bytes received before that are kept"
 
 
 @pytest.mark.parametrize("data", [b"", b"SERVER PROTOCOL 2\nOK\nOK\n" + REPORT])
@@ -97,7 +97,7 @@ def test_a_drip_of_bytes_does_not_extend_the_deadline(data: bytes) -> None:
     drip = Drip(clock, data)
     answer = request_report(drip, clock, deadline_seconds=60.0)
     assert answer.problem is not None
-    assert "it did not finish within 60 s" in answer.problem
+    assert "the server did not finish within 60 s" in answer.problem
     assert clock.now - 100.0 <= 61.0
     assert drip.timeouts == sorted(drip.timeouts, reverse=True)
     assert drip.closed
@@ -107,21 +107,21 @@ def test_a_flood_is_cut_at_the_limit_and_kept() -> None:
     with serving(floods) as server:
         answer = request_report(server.connect(), Clock(), max_bytes=100_000)
     assert len(answer.raw) == 100_000
-    assert answer.problem == "it sends more than 100,000 bytes; the 100,000 bytes received until then are kept"
+    assert answer.problem == "the server sent more than 100,000 bytes; the 100,000 bytes received before that are kept"
 
 
 def test_bytes_without_a_line_break_are_not_a_greeting() -> None:
     with serving(sends(b"\x16\x03" * 50_000)) as server:
         answer = request_report(server.connect(), Clock())
     assert answer.problem is not None
-    assert "no line break: probably not NCCL RAS" in answer.problem
+    assert "no line break: it is probably not NCCL RAS" in answer.problem
 
 
 def test_another_service_on_the_port_is_reported() -> None:
     with serving(sends(b"SSH-2.0-OpenSSH_9.6\r\n")) as server:
         answer = request_report(server.connect(), Clock())
     assert answer.problem is not None
-    assert "it answers 'SSH-2.0-OpenSSH_9.6', which NCCL RAS never does" in answer.problem
+    assert "the answer 'SSH-2.0-OpenSSH_9.6' is not from NCCL RAS" in answer.problem
 
 
 def test_a_server_that_closes_at_once_is_reported() -> None:
@@ -129,24 +129,26 @@ def test_a_server_that_closes_at_once_is_reported() -> None:
         answer = request_report(server.connect(), Clock())
     assert answer.raw == b""
     assert answer.problem is not None
-    assert answer.problem.startswith(("it closed the connection after 'CLIENT PROTOCOL 2'", "the connection failed"))
+    assert answer.problem.startswith(
+        ("the server closed the connection after the command 'CLIENT PROTOCOL 2'", "the connection failed")
+    )
 
 
 def test_a_report_cut_off_in_the_middle_is_kept_and_parsed_up_to_there() -> None:
     with serving(speaks_ras(lambda: REPORT[:5000])) as server:
         answer = request_report(server.connect(), Clock())
     assert answer.raw == REPORT[:5000]
-    assert answer.problem == "it closed the connection in the middle of its report, after 5,000 bytes"
+    assert answer.problem == "the server closed the connection in the middle of its report, after 5,000 bytes"
     assert len(parse_report(answer.raw).communicators[0].ranks) > 5
 
 
 def test_no_report_and_a_rejected_request_are_distinguished() -> None:
     with serving(speaks_ras(lambda: b"")) as server:
-        assert request_report(server.connect(), Clock()).problem == "it closed the connection without a report"
+        assert request_report(server.connect(), Clock()).problem == "the server closed the connection without a report"
     with serving(speaks_ras(lambda: b"ERROR: Unknown command verbose status\n")) as server:
         assert (
             request_report(server.connect(), Clock()).problem
-            == "it rejected the request: ERROR: Unknown command verbose status"
+            == "the server rejected the request: ERROR: Unknown command verbose status"
         )
 
 
@@ -197,7 +199,9 @@ def test_the_first_report_is_kept_if_the_second_fails() -> None:
         polled = poll_twice(server.connect, StillClock(), address=ADDRESS)
     assert [answer.raw for answer in polled.answers] == [REPORT]
     assert polled.interval_seconds is None
-    assert polled.problem == ("second report: NCCL RAS on 127.0.0.1:28028: it closed the connection without a report")
+    assert polled.problem == (
+        "second report: NCCL RAS on 127.0.0.1:28028: the server closed the connection without a report"
+    )
 
 
 def test_a_stop_ends_the_wait_with_one_report() -> None:
@@ -205,4 +209,4 @@ def test_a_stop_ends_the_wait_with_one_report() -> None:
     stop.set()
     with serving(speaks_ras(lambda: REPORT)) as server:
         polled = poll_twice(server.connect, StillClock(), address=ADDRESS, stop=stop)
-    assert (len(polled.answers), polled.problem) == (1, "stopped before the second report")
+    assert (len(polled.answers), polled.problem) == (1, "polling was stopped before the second report")

@@ -34,8 +34,9 @@ def test_a_communicator_larger_than_the_job_is_of_another_job(odd: dict[int, str
     assert replace(found, missing=()) == diagnose(alone)
     assert found.culprits[0].node is None
     assert found.missing == (
-        "desync_crossed_counts_poll1.json, desync_crossed_counts_poll2.json: NCCL RAS report of another job, ignored: "
-        "it has a communicator of 16 ranks, this job has 8 ranks",
+        "desync_crossed_counts_poll1.json, desync_crossed_counts_poll2.json: "
+        "this NCCL RAS report was ignored because it is from another job: "
+        "it has a communicator of 16 ranks, but this job has 8 ranks",
     )
 
 
@@ -49,7 +50,7 @@ def test_more_hosts_than_the_job_has_nodes_are_of_another_job() -> None:
     on_one = replace(on_two, node_of_rank=dict.fromkeys(range(16), "node-0"))
     assert "NCCL RAS" in [each.source for each in diagnose(on_two).signals]
     assert "NCCL RAS" not in [each.source for each in diagnose(on_one).signals]
-    assert "its ranks are on 2 hosts, those of this job on 1" in diagnose(on_one).missing[0]
+    assert "its ranks are on 2 hosts, but this job runs on 1" in diagnose(on_one).missing[0]
 
 
 def test_reports_are_used_if_the_size_of_the_job_is_unknown() -> None:

@@ -31,15 +31,15 @@ def test_carriage_returns_and_replies_before_the_report_do_not_matter() -> None:
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        (b"", "it is empty"),
-        (b" \r\n\0", "it is empty"),
-        (b"\xff\xfe\x00garbage\x80", "it is neither a JSON nor a text report of RAS"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it is neither a JSON nor a text report of RAS"),
-        (b"{]", "it is not JSON: "),
-        (b"{}", 'it has no "communicators": it is not a status report of RAS'),
-        (b'{"communicators": 3}', 'its "communicators" is a number, not a list'),
-        (b'{"communicators": [], "communicators_count": 2}', "it announces 2 communicators but lists 0"),
-        (b"{" * 100_000 + b"}" * 100_000, "it is not JSON: "),
+        (b"", "the report is empty"),
+        (b" \r\n\0", "the report is empty"),
+        (b"\xff\xfe\x00garbage\x80", "this is not a RAS report in JSON or text format"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "this is not a RAS report in JSON or text format"),
+        (b"{]", "the report is not valid JSON: "),
+        (b"{}", 'the JSON has no "communicators": this is not a status report of RAS'),
+        (b'{"communicators": 3}', 'the value of "communicators" is a number, not a list'),
+        (b'{"communicators": [], "communicators_count": 2}', "the report announces 2 communicators but lists 0"),
+        (b"{" * 100_000 + b"}" * 100_000, "the report is not valid JSON: "),
     ],
 )
 def test_the_problem_is_reported(data: bytes, problem: str) -> None:
@@ -53,7 +53,7 @@ def test_json_that_ends_early_is_parsed_up_to_there() -> None:
     data = report(Communicator(range(8)), Communicator(range(16)))
     found = parse_report(data[: len(data) * 2 // 3])
     assert found.problem is not None
-    assert "ends early" in found.problem
+    assert "is cut off at byte" in found.problem
     first, second = found.communicators
     assert (len(first.ranks), second.size) == (8, 16)
     assert 0 < len(second.ranks) < 16

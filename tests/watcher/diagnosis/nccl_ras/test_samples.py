@@ -8,7 +8,7 @@ from tests.watcher.diagnosis.nccl_ras.sample_reports import DATA, analyze_sample
 from wattwatch.watcher.diagnosis.nccl_ras.model import RasFinding
 from wattwatch.watcher.diagnosis.nccl_ras.parse import parse_report
 
-MONITOR_OUTPUT = "it is output of RAS's monitor mode, not a status report"
+MONITOR_OUTPUT = "this is output of the monitor mode of RAS, not a status report"
 
 # sample, finding, suspects, confidence, part of the explanation
 ONE_REPORT: list[tuple[str, RasFinding, list[int], float, str]] = [
@@ -20,17 +20,23 @@ ONE_REPORT: list[tuple[str, RasFinding, list[int], float, str]] = [
         "CUDA error (ncclResult 1); 15 ranks report a remote process error (ncclResult 6)",
     ),
     ("desync_crossed_counts_poll1.json", RasFinding.CROSSED, [3], 0.5, "1 more AllReduce and 1 fewer ReduceScatter"),
-    ("desync_crossed_counts_poll2.json", RasFinding.CROSSED, [3], 0.5, "without two reports some seconds apart"),
-    ("docs_2.30_block00.txt", RasFinding.NO_REPORT, [], 0.0, "it is an excerpt that contains no communicator"),
+    (
+        "desync_crossed_counts_poll2.json",
+        RasFinding.CROSSED,
+        [3],
+        0.5,
+        "two reports taken some seconds apart are needed",
+    ),
+    ("docs_2.30_block00.txt", RasFinding.NO_REPORT, [], 0.0, "this is an excerpt that contains no communicator"),
     ("docs_2.30_block01.txt", RasFinding.CANNOT_TELL, [], 0.0, "8 communicators of 4 ranks: RAS reports OK"),
     (
         "docs_2.30_block02.txt",
         RasFinding.CANNOT_TELL,
         [],
         0.0,
-        "its ranks differ, but the excerpt does not say in which operation",
+        "its ranks have different launch counts, but the excerpt does not say for which operation",
     ),
-    ("docs_2.30_block03.txt", RasFinding.CANNOT_TELL, [], 0.0, "6 of 32 ranks have launched 1 fewer collective"),
+    ("docs_2.30_block03.txt", RasFinding.CANNOT_TELL, [], 0.0, "6 of 32 ranks launched 1 fewer collective"),
     (
         "docs_2.30_block04.txt",
         RasFinding.LEAVING,
@@ -44,16 +50,40 @@ ONE_REPORT: list[tuple[str, RasFinding, list[int], float, str]] = [
     ("docs_2.30_block08.txt", RasFinding.NO_REPORT, [], 0.0, MONITOR_OUTPUT),
     ("docs_2.30_block09.txt", RasFinding.NO_REPORT, [], 0.0, MONITOR_OUTPUT),
     ("docs_2.30_block10.json", RasFinding.NO_REPORT, [], 0.0, MONITOR_OUTPUT),
-    ("healthy_poll1.json", RasFinding.CANNOT_TELL, [], 0.0, "all ranks launched the same (11,550 AllGather,"),
-    ("healthy_poll2.json", RasFinding.CANNOT_TELL, [], 0.0, "all ranks launched the same (11,574 AllGather,"),
-    ("init_in_progress.json", RasFinding.INITIALIZING, [], 0.6, "its 16 ranks are still initializing it"),
-    ("matched_but_frozen_poll1.json", RasFinding.CANNOT_TELL, [], 0.0, "without two reports some seconds apart"),
-    ("matched_but_frozen_poll2.json", RasFinding.CANNOT_TELL, [], 0.0, "without two reports some seconds apart"),
+    (
+        "healthy_poll1.json",
+        RasFinding.CANNOT_TELL,
+        [],
+        0.0,
+        "all ranks launched the same operations (11,550 AllGather,",
+    ),
+    (
+        "healthy_poll2.json",
+        RasFinding.CANNOT_TELL,
+        [],
+        0.0,
+        "all ranks launched the same operations (11,574 AllGather,",
+    ),
+    ("init_in_progress.json", RasFinding.INITIALIZING, [], 0.6, "its 16 ranks are still initializing the communicator"),
+    (
+        "matched_but_frozen_poll1.json",
+        RasFinding.CANNOT_TELL,
+        [],
+        0.0,
+        "two reports taken some seconds apart are needed",
+    ),
+    (
+        "matched_but_frozen_poll2.json",
+        RasFinding.CANNOT_TELL,
+        [],
+        0.0,
+        "two reports taken some seconds apart are needed",
+    ),
     ("missing_ranks_malformed_nccl_2.28.9.json", RasFinding.UNRESPONSIVE, [13], 0.7, "rank 13 (process 40013 on"),
     ("monitor_events.jsonstream", RasFinding.NO_REPORT, [], 0.0, MONITOR_OUTPUT),
     ("monitor_events.txt", RasFinding.NO_REPORT, [], 0.0, MONITOR_OUTPUT),
-    ("no_communicators.json", RasFinding.NO_COMMUNICATORS, [], 0.0, "RAS answers but knows no communicator"),
-    ("process_stopped_unresponsive.json", RasFinding.UNRESPONSIVE, [13], 0.7, "stopped, without CPU time"),
+    ("no_communicators.json", RasFinding.NO_COMMUNICATORS, [], 0.0, "RAS answers but reports no communicator"),
+    ("process_stopped_unresponsive.json", RasFinding.UNRESPONSIVE, [13], 0.7, "stopped, starved of CPU time"),
     ("status_desync_crossed_counts.txt", RasFinding.CROSSED, [3], 0.5, "1 more AllReduce and 1 fewer ReduceScatter"),
     (
         "status_issue1730_ok_while_hung_2.26.2.txt",
@@ -67,7 +97,7 @@ ONE_REPORT: list[tuple[str, RasFinding, list[int], float, str]] = [
         RasFinding.CANNOT_TELL,
         [],
         0.0,
-        "30 of 32 ranks have launched 1",
+        "30 of 32 ranks launched 1",
     ),
     ("status_ok.txt", RasFinding.CANNOT_TELL, [], 0.0, "for running jobs and for hung jobs"),
     ("status_stopped_process.txt", RasFinding.UNRESPONSIVE, [13], 0.7, "(process 40013 on 10.0.0.12, GPU 5) did not"),
@@ -101,10 +131,17 @@ TWO_REPORTS: list[tuple[str, str, RasFinding, list[int], float, str]] = [
         RasFinding.UNRESPONSIVE,
         [13],
         0.8,
-        "the others made no progress over 10 s",
+        "the other ranks made no progress over 10 s",
     ),
     ("status_ok.txt", "status_ok.txt", RasFinding.CANNOT_TELL, [], 0.0, "gives no counters"),
-    ("status_ok.txt", "status_desync_crossed_counts.txt", RasFinding.CROSSED, [3], 0.5, "without two reports"),
+    (
+        "status_ok.txt",
+        "status_desync_crossed_counts.txt",
+        RasFinding.CROSSED,
+        [3],
+        0.5,
+        "two reports taken some seconds apart are needed",
+    ),
     (
         "status_desync_crossed_counts.txt",
         "status_desync_crossed_counts.txt",
@@ -164,7 +201,10 @@ def test_the_comma_that_nccl_omits_is_added_and_noted() -> None:
     assert report.repaired
     assert report.problem is None
     assert len(report.communicators[0].ranks) == 16
-    assert any("added the commas" in note for note in analyze_samples("missing_ranks_malformed_nccl_2.28.9.json").notes)
+    assert any(
+        "omitted commas in its JSON; wattwatch added them" in note
+        for note in analyze_samples("missing_ranks_malformed_nccl_2.28.9.json").notes
+    )
 
 
 def test_the_group_that_ras_names_is_not_blamed_if_it_is_the_one_ahead() -> None:
@@ -174,7 +214,7 @@ def test_the_group_that_ras_names_is_not_blamed_if_it_is_the_one_ahead() -> None
     assert analysis.suspects == ()
     assert [suspect.rank for suspect in analysis.tied[0]] == [12, 13]
     assert analysis.confidence <= 0.3
-    assert "are ahead, the other 30 of 32 launched 1 fewer AllGather" in analysis.why
+    assert "are ahead, and the other 30 of 32 ranks launched 1 fewer AllGather" in analysis.why
 
 
 def test_numbers_in_the_text_format() -> None:
