@@ -141,7 +141,7 @@ def overview_panels() -> list[DashboardPanel]:
     return [
         stat_panel(
             "Open alerts",
-            "Open alerts of the selected jobs and of the watcher itself that are reported to receivers.",
+            "Open alerts that are reported to receivers, about the selected jobs and about the watcher itself.",
             'sum(wattwatch_alerts_firing{train_job=~"$train_job|"}) or vector(0)',
             "short",
             GREEN_THEN_RED,
@@ -162,14 +162,14 @@ def overview_panels() -> list[DashboardPanel]:
         ),
         stat_panel(
             "GPU-hours lost",
-            "GPU time without useful work in the selected time range, for any alert.",
+            "GPU time without useful work in the selected time range, summed over all alerts.",
             f"sum(increase({metric('job_wasted_gpu_seconds_total')}[$__range])) / 3600 or vector(0)",
             "short",
             [(None, "green"), (1, "orange"), (10, "red")],
         ),
         stat_panel(
             "Watcher lost its network",
-            "1: the watcher lost most nodes at once, so the jobs on them are not evaluated.",
+            "1 if the watcher lost contact with most nodes at the same time. Jobs on these nodes are not evaluated.",
             "max(" + metric("blind") + ")",
             "short",
             GREEN_THEN_RED,
@@ -183,7 +183,7 @@ def overview_panels() -> list[DashboardPanel]:
         ),
         DashboardPanel(
             "State of each job",
-            "One band per job. Power and utilization show the state; progress shows whether it is a problem.",
+            "One band per job. Power and utilization show the state; progress shows whether the state is a problem.",
             "state-timeline",
             (PromQuery(state_number_query(), "{{train_job}}"),),
             "short",
@@ -210,20 +210,20 @@ def job_panels() -> list[DashboardPanel]:
     return [
         time_series_panel(
             "GPU power by rank",
-            "High and even while computing, flat and low in a hang. Compare with utilization beside it.",
+            "Power is high and even while a job computes, and low and flat in a hang. Compare it with utilization.",
             (PromQuery(metric("gpu_power_watts"), "{{node}} {{gpu}} rank {{rank}}"),),
             grafana_unit("gpu_power_watts"),
         ),
         time_series_panel(
             "GPU utilization by rank",
-            "It is 100 % in a hung collective too, which is why power is monitored.",
+            "Utilization is 100 % in a hung collective too. This is why power is monitored.",
             (PromQuery(metric("gpu_utilization_ratio"), "{{node}} {{gpu}} rank {{rank}}"),),
             grafana_unit("gpu_utilization_ratio"),
             max=1,
         ),
         time_series_panel(
             "Spread of utilization over ranks",
-            "Standard deviation: near 0 if all ranks do the same, high if they wait for data.",
+            "Standard deviation over ranks: near 0 if all ranks do the same, high if some ranks wait for data.",
             (PromQuery(f"stddev by (train_job) ({metric('gpu_utilization_ratio')})", "{{train_job}}"),),
             "percentunit",
         ),
@@ -235,7 +235,7 @@ def job_panels() -> list[DashboardPanel]:
         ),
         time_series_panel(
             "Time since the last step",
-            "A sawtooth while the job makes steps, a ramp if it does not.",
+            "The curve is a sawtooth while the job makes steps. It rises steadily if the job makes no steps.",
             (PromQuery(metric("job_progress_age_seconds"), "{{train_job}}"),),
             grafana_unit("job_progress_age_seconds"),
         ),
@@ -247,13 +247,13 @@ def job_panels() -> list[DashboardPanel]:
         ),
         time_series_panel(
             "Age of the newest complete checkpoint",
-            "The work that a crash at this moment would lose.",
+            "If the job crashed now, the work since this checkpoint would be lost.",
             (PromQuery(metric("job_checkpoint_age_seconds"), "{{train_job}}"),),
             grafana_unit("job_checkpoint_age_seconds"),
         ),
         time_series_panel(
             "GPUs without useful work",
-            "Number of GPUs, averaged over 5 min, by the alert that explains it.",
+            "Number of GPUs without useful work, averaged over 5 min, by alert.",
             (
                 PromQuery(
                     f"sum by (train_job, alert) (rate({metric('job_wasted_gpu_seconds_total')}[5m]))",
@@ -264,7 +264,7 @@ def job_panels() -> list[DashboardPanel]:
         ),
         time_series_panel(
             "Power drawn without useful work",
-            "Power of these GPUs, averaged over 5 min, by the alert that explains it. Only GPUs with a power reading.",
+            "Power of GPUs without useful work, averaged over 5 min, by alert. Counts only GPUs whose power was read.",
             (
                 PromQuery(
                     f"sum by (train_job, alert) (rate({metric('job_wasted_energy_joules_total')}[5m]))",
@@ -275,7 +275,7 @@ def job_panels() -> list[DashboardPanel]:
         ),
         time_series_panel(
             "GPU memory used",
-            "The GPUs of each job with the highest and the lowest use.",
+            "For each job, the highest and the lowest memory use of its GPUs.",
             (
                 PromQuery(f"max by (train_job) ({metric('gpu_memory_used_bytes')})", "{{train_job}} highest"),
                 PromQuery(f"min by (train_job) ({metric('gpu_memory_used_bytes')})", "{{train_job}} lowest"),
@@ -295,13 +295,13 @@ def watcher_panels() -> list[DashboardPanel]:
     return [
         time_series_panel(
             "Age of each node's data",
-            "The probe sends a line every interval; a rising curve is a node that went silent.",
+            "The probe on each node sends a line every interval. If a curve rises, that node has stopped sending.",
             (PromQuery(metric("probe_age_seconds"), "{{node}}"),),
             grafana_unit("probe_age_seconds"),
         ),
         time_series_panel(
             "Nodes by status",
-            "Why nodes cannot be read: unreachable, driver down, hung query, and so on.",
+            "Number of nodes in each status, such as ok, unreachable or driver down.",
             (PromQuery(f"sum by (status) ({metric('node_status')})", "{{status}}"),),
             "short",
             fillOpacity=30,
@@ -309,7 +309,7 @@ def watcher_panels() -> list[DashboardPanel]:
         ),
         time_series_panel(
             "Detection delay",
-            "Time from the beginning of a condition to its alert: median and 95th percentile over the last hour.",
+            "Time from the beginning of a problem to its alert: median and 95th percentile over the last hour.",
             tuple(
                 PromQuery(
                     f"histogram_quantile({share}, sum by (le) (rate(wattwatch_detection_delay_seconds_bucket[1h])))",
@@ -335,7 +335,7 @@ def watcher_panels() -> list[DashboardPanel]:
         ),
         time_series_panel(
             "Tick duration",
-            "95th percentile of the ticks that evaluated a job; how late the last one started; age of the snapshot.",
+            "Duration of ticks that evaluated a job (95th percentile), delay of the last tick, age of the snapshot.",
             (
                 PromQuery(
                     "histogram_quantile(0.95, sum by (le) (rate(wattwatch_tick_duration_seconds_bucket[5m])))",

@@ -69,7 +69,7 @@ def test_an_alert_before_its_fault_is_a_false_one() -> None:
 
 def test_a_warning_that_is_never_raised_is_not_enough() -> None:
     warning = replace(HUNG, severity="warning")
-    assert score(warning).problems == ("deadlock: JobHung came as warning, never as critical",)
+    assert score(warning).problems == ("deadlock: JobHung had severity warning, never critical",)
     assert score(warning, replace(HUNG, received_seconds=INJECTED + 30.0)).good
 
 
@@ -90,7 +90,7 @@ def test_a_checkpoint_must_be_seen_as_one_and_raise_nothing() -> None:
     seen = score_run([CHECKPOINT], (), (), {"checkpoint": ["checkpointing", "computing"]}, 1.0, 5.0)
     assert seen.good
     unseen = score_run([CHECKPOINT], (), (), {"checkpoint": ["computing"]}, 1.0, 5.0)
-    assert unseen.problems == ("checkpoint: was never checkpointing; its states were: computing",)
+    assert unseen.problems == ("checkpoint: the job was never checkpointing; its states were: computing",)
 
 
 def test_a_crash_must_come_with_its_evidence() -> None:

@@ -82,7 +82,7 @@ class LabeledInterval(BaseModel):
     @model_validator(mode="after")
     def _ends_after_it_began(self) -> Self:
         if self.to_seconds <= self.from_seconds:
-            raise ValueError(f"to_seconds {self.to_seconds:g} is not after from_seconds {self.from_seconds:g}")
+            raise ValueError(f"to_seconds {self.to_seconds:g} must be greater than from_seconds {self.from_seconds:g}")
         return self
 
 
@@ -117,7 +117,7 @@ class LabeledData:
 def read_labeled_data(directory: Path) -> LabeledData:
     """All labeled data below a directory, sorted by name. Raises LabelError."""
     if not directory.is_dir():
-        raise LabelError(f"{directory}: not a directory; name the one with the labeled cases and logs")
+        raise LabelError(f"{directory}: not a directory. Name the directory that contains the labeled cases and logs")
     cases: list[LabeledCase] = []
     series: list[LabeledSeries] = []
     unlabeled: list[str] = []
@@ -137,8 +137,8 @@ def read_labeled_data(directory: Path) -> LabeledData:
             unlabeled.append(name)
     if not cases and not series:
         raise LabelError(
-            f"{directory}: no labeled data in it: a case is JSON samples with a `reported_state`, and the label of a "
-            f"log run.csv is run.csv{SIDECAR_SUFFIX}"
+            f"{directory}: it contains no labeled data. Expected JSON samples with a `reported_state`, or a log with a "
+            f"label file (for run.csv: run.csv{SIDECAR_SUFFIX})"
         )
     return LabeledData(tuple(cases), tuple(series), tuple(unlabeled))
 
@@ -146,7 +146,9 @@ def read_labeled_data(directory: Path) -> LabeledData:
 def _series(name: str, sidecar: Path) -> LabeledSeries:
     path = sidecar.with_name(sidecar.name.removesuffix(SIDECAR_SUFFIX))
     if not path.is_file():
-        raise LabelError(f"{sidecar}: the file that it labels, {path.name}, is not beside it")
+        raise LabelError(
+            f"{sidecar}: this is the label of {path.name}, but there is no such file in the same directory"
+        )
     try:
         label = SidecarLabel.model_validate_json(sidecar.read_bytes())
         whole = () if label.state is None else (LabeledInterval.model_validate({"state": label.state}),)
@@ -159,7 +161,9 @@ def _series(name: str, sidecar: Path) -> LabeledSeries:
             f'{sidecar}: has both "state", which is for the whole log, and "intervals": remove one of them'
         )
     if not whole and not label.intervals:
-        raise LabelError(f'{sidecar}: needs "state", or "intervals" of {{"state", "from_seconds", "to_seconds"}}')
+        raise LabelError(
+            f'{sidecar}: expected "state", or "intervals": [{{"state", "from_seconds", "to_seconds"}}, ...]'
+        )
     return LabeledSeries(name, path, (*whole, *label.intervals))
 
 

@@ -119,8 +119,8 @@ def backtest_text(test: BacktestResult) -> str:
 def _lines(test: BacktestResult) -> Iterator[str]:
     unscored = test.unscored
     if test.scored or unscored.state_unknown or unscored.no_such_state or unscored.no_reading:
-        yield f"{test.scored} cases scored: they have power and utilization, and a state that samples can show"
-        yield f"  not scored: {_counts('state unknown, verdicts', test.unscored.state_unknown)}"
+        yield f"cases scored: {test.scored}; each has power, utilization, and a state that can be seen in samples"
+        yield f"  not scored: {_counts('state unknown; their verdicts', test.unscored.state_unknown)}"
         yield f"              {_counts('state not visible in samples', test.unscored.no_such_state)}"
         yield f"              {_counts('power or utilization not reported', test.unscored.no_reading)}"
     for knowledge, result in test.cases.items():
@@ -128,15 +128,15 @@ def _lines(test: BacktestResult) -> Iterator[str]:
         yield from _picture_lines(HEADINGS[knowledge], result)
     if test.cases:
         yield ""
-        yield "* judged without the profile of its GPU model, by fractions of the power limit."
-        yield "  Only profiles are fitted to GPU models; all other rules and their confidences are the same in both."
+        yield "* Each case is judged without the profile of its GPU model, only by fractions of the power limit."
+        yield "  Only profiles are fitted to GPU models. All other rules and confidences stay the same."
     if test.series:
         yield ""
         yield from _series_lines(test)
     if test.unlabeled:
         yield ""
         more = len(test.unlabeled) - MAX_FILES_LISTED
-        yield f"without a label: {', '.join(test.unlabeled[:MAX_FILES_LISTED])}" + (
+        yield f"files without a label: {', '.join(test.unlabeled[:MAX_FILES_LISTED])}" + (
             f" and {more} more" if more > 0 else ""
         )
 
@@ -151,7 +151,7 @@ def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:
     yield f"  correct          {_percent(plain.exact)}    without GPU model*: {_percent(result.left_out)}"
     yield f"  hangs found      {plain.hangs.found.right} of {plain.hangs.found.of}"
     yield f"  false hangs      {plain.hangs.false}    without GPU model: {result.left_out_false_hangs}"
-    yield f"  missed hangs with too much confidence, or without hang as the alternative: {len(result.overconfident)}"
+    yield f"  missed hangs judged too confidently, or without hang as the alternative: {len(result.overconfident)}"
     yield ""
     yield from _matrix_lines(plain)
     yield ""
@@ -200,16 +200,17 @@ def _matrix_lines(plain: CaseScore) -> Iterator[str]:
 
 
 def _series_lines(test: BacktestResult) -> Iterator[str]:
-    yield f"{len(test.series)} logs and recordings, {test.days * 24:.1f} h in all"
+    yield f"logs and recordings: {len(test.series)}, with a total length of {test.days * 24:.1f} h"
     for state, row in alert_statistics(test.series).items():
         if row.incidents.of:
-            delays = ", ".join(f"{delay:.0f} s" for delay in row.delays_seconds) or "-"
-            sure = ", ".join(f"{delay:.0f} s" for delay in row.confirmed_delays_seconds) or "-"
+            delays = ", ".join(f"{delay:.0f} s" for delay in row.delays_seconds)
+            sure = ", ".join(f"{delay:.0f} s" for delay in row.confirmed_delays_seconds)
             yield (
-                f"  {state:<18} reported {row.incidents.right} of {row.incidents.of}: first alert after {delays}; "
-                f"confirmed after {sure}"
+                f"  {state:<18} {row.incidents.right} of {row.incidents.of} reported"
+                + (f"; first alert after {delays}" if delays else "")
+                + (f"; confirmed after {sure}" if sure else "")
             )
         else:
-            yield f"  {state:<18} {row.false} false alarms: {row.false_per_day:.1f} per day"
+            yield f"  {state:<18} false alarms: {row.false} ({row.false_per_day:.1f} per day)"
     if not any(each.false_alarms for each in test.series):
         yield "  no false alarms"

@@ -77,15 +77,17 @@ def run_series(series: LabeledSeries) -> SeriesResult:
     try:
         source = read_input_file(series.path)
         if isinstance(source, GpuLog) and not any(m.sample and m.sample.gpus for m in source.events):
-            raise InputError(f"{series.path}: has no GPU readings: {source.detail or source.status.value}")
+            raise InputError(
+                f"{series.path}: there are no GPU readings in this file: {source.detail or source.status.value}"
+            )
         result = replay(series.name, source)
     except (InputError, RecordingError) as error:
         raise LabelError(str(error)) from None
     for interval in series.intervals:
         if interval.from_seconds > result.seconds:
             raise LabelError(
-                f"{series.path}: {result.seconds:.0f} s long, but its label has {interval.state} from "
-                f"{interval.from_seconds:.0f} s on; from_seconds counts from the first sample"
+                f"{series.path}: the log is {result.seconds:.0f} s long, but in its label {interval.state} begins at "
+                f"{interval.from_seconds:.0f} s. Count from_seconds from the first sample"
             )
     reported = [e for e in result.episodes if e.suppressed_by is None]
     return SeriesResult(

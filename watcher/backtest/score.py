@@ -61,7 +61,7 @@ def _judge_case(case: LabeledCase, progress: StepProgress | None, *, leave_model
     except InputError as error:
         raise LabelError(f"case {case.name}: {error}") from None
     if not isinstance(source, GpuLog) or len(source.specs) != 1:
-        raise LabelError(f"case {case.name}: not the JSON samples of a single job")
+        raise LabelError(f"case {case.name}: expected JSON samples of exactly one job")
     if case.readable and source.status is not HostStatus.OK:
         raise LabelError(f"case {case.name}: its samples cannot be parsed: every reading must be a number or null")
     (triage,) = triage_source(case.name, source, progress, None)

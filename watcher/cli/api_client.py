@@ -46,4 +46,4 @@ def get_json(client: httpx.Client, path: str) -> Any:
     try:
         return response.json()
     except ValueError:
-        exit_unknown(f"{client.base_url}{path}: not a wattwatch API (the answer is not JSON)")
+        exit_unknown(f"{client.base_url}{path}: this is not a wattwatch API: the answer is not JSON")

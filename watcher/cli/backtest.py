@@ -20,10 +20,11 @@ from wattwatch.watcher.cli.shared import UNKNOWN, exit_unknown, json_option, pri
 @click.option(
     "--progress",
     type=click.Choice([knowledge.value for knowledge in ProgressKnowledge]),
-    help="none: ignore what is known about steps; word: use the reporter's statement. Default: score both ways.",
+    help="What the classifier is told about the steps of a job. none: nothing; word: what the reporter of the case "
+    "knew. Without this option, both are scored.",
 )
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Also write the JSON object to this file.")
-@json_option("All figures as one object.")
+@json_option("Print all figures as one JSON object.")
 def backtest_command(directory: Path, progress: str | None, out: Path | None, as_json: bool) -> None:
     """Score the verdicts on all labeled data below DIR.
 
@@ -46,5 +47,5 @@ def backtest_command(directory: Path, progress: str | None, out: Path | None, as
         exit_unknown(f"{error.filename or out}: {error.strerror}")
     click.echo(content.decode() if as_json else backtest_text(result), nl=not as_json)
     if not result.scored and not result.series:
-        print_error(f"{directory}: nothing in it could be scored")
+        print_error(f"{directory}: none of the cases in it can be scored")
         sys.exit(UNKNOWN)

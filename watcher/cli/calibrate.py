@@ -45,13 +45,13 @@ MIN_SAMPLES: Final = 10  # fewer cannot show whether the power is steady
 @click.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.option("--samples", type=click.IntRange(MIN_SAMPLES, 3600), default=30, show_default=True,
-              help="Samples to take of each host, one per second.")  # fmt: skip
+              help="Number of samples to take from each host, one per second.")  # fmt: skip
 @click.option("--progress", type=click.Choice([StepProgress.ADVANCING.value]),
-              help="Declare that steps advanced throughout a log that contains no step counter.")  # fmt: skip
+              help="For a log without a step counter: you know that steps advanced all the time.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
               help="Write the [[profiles]] tables to this file, which must not exist yet.")  # fmt: skip
 @ssh_config_option()
-@json_option("One object: what was learned, what was not, and the profiles.")
+@json_option("Print one JSON object: what was learned, what could not be learned, and the profiles.")
 def calibrate_command(
     sources: tuple[str, ...],
     samples: int,
@@ -71,7 +71,9 @@ def calibrate_command(
     Exit code: 0 something was learned from each source, 1 from some of them only, 2 wrong usage, 3 nothing was learned.
     """
     if out is not None and out.exists():
-        raise click.BadParameter(f"{out} exists; name a new file, or move it away", param_hint="--out")
+        raise click.BadParameter(
+            f"{out} already exists. Choose another file name, or move that file away", param_hint="--out"
+        )
     calibrations: list[Calibration] = []
     hosts: list[str] = []
     for source in sources:
@@ -103,7 +105,7 @@ def write_profiles(profiles: Sequence[LearnedProfile], out: Path | None, *, as_j
     """Writes the profiles to the file of --out, or prints them."""
     if not profiles:
         if out is not None:
-            print_error(f"{out}: not written, because nothing was learned for a profile")
+            print_error(f"{out}: the file was not written, because no profile could be made")
         return
     text = format_profiles_toml(profiles)
     if out is None:
@@ -115,7 +117,7 @@ def write_profiles(profiles: Sequence[LearnedProfile], out: Path | None, *, as_j
             file.write(text)
     except OSError as error:
         raise click.BadParameter(f"{out}: cannot write the file: {error.strerror}", param_hint="--out") from None
-    print_error(f"{out}: written; add its tables to wattwatch.toml")
+    print_error(f"{out}: the profiles were written. Copy the tables from this file to wattwatch.toml")
 
 
 def calibration_object(

@@ -37,7 +37,7 @@ class CheckResult:
 
 @click.command()
 @config_option()
-@json_option("A list of objects, one for each check.")
+@json_option("Print a JSON list with one object for each check.")
 def check_command(path: Path, as_json: bool) -> None:
     """Test the configuration, the SSH login, tools and paths on each node, and the receivers; say what to fix.
 
@@ -116,17 +116,21 @@ def check_state_directory(config: Config) -> list[CheckResult]:
     directory = config.watcher.state_directory.expanduser()
     existing = next(place for place in (directory, *directory.parents) if place.exists())
     ok = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    detail = f"{directory} is writable" if ok else f"{existing} cannot be written: set watcher.state_directory"
+    detail = (
+        f"{directory} is writable"
+        if ok
+        else f"cannot write to {existing}: allow this user to write there, or change watcher.state_directory"
+    )
     return [CheckResult("state directory", "", ok, detail)]
 
 
 def check_receivers(config: Config) -> list[CheckResult]:
     if not config.receivers:
-        return [CheckResult("receivers", "none", None, "alerts are sent to nobody: add a [[receivers]] table")]
+        return [CheckResult("receivers", "none", None, "no alert is sent to anyone: add a [[receivers]] table")]
     results = []
     for receiver in config.receivers:
         problem = check_receiver_reachable(receiver)
-        detail = problem or "reachable; nothing was sent"
+        detail = problem or "the receiver is reachable; no test message was sent"
         results.append(CheckResult(f"receiver {receiver.name}", "reach", problem is None, detail))
     return results
 
@@ -142,7 +146,7 @@ def print_results(results: Sequence[CheckResult]) -> None:
         console.print(f"  {mark} {escape(result.name + ': ' if result.name else '')}{escape(result.detail)}")
     failed = sum(result.ok is False for result in results)
     missing = sum(result.ok is None for result in results)
-    optional = f"; {missing} optional missing" if missing else ""
+    optional = f"; optional and missing: {missing}" if missing else ""
     if failed:
         console.print(f"\n{failed} of {len(results)} checks failed{optional}")
     else:

@@ -44,9 +44,10 @@ MASK: Final = "***"
 PUBLIC_URLS: Final = frozenset({"external_url"})
 INTRODUCTION: Final = """\
 Durations are written with their unit: `"500ms"`, `"90s"`, `"2m"`, `"1h30m"`, `"8h"`, `"1d"`. Lists of nodes are in
-ClusterShell syntax: `"gpu-[01-16]"`. A secret is never in the file: the key names a file whose first line is the
-secret; a relative path is looked up in `$CREDENTIALS_DIRECTORY` first, where systemd puts credentials. Unknown keys are
-errors. `wattwatch check -c FILE` tests a configuration, and `wattwatch config FILE` prints it with all defaults."""
+ClusterShell syntax: `"gpu-[01-16]"`. Secrets are never in this file. Instead, a key names another file,
+and the first line of that file is the secret. A relative path is looked up first in `$CREDENTIALS_DIRECTORY`, where
+systemd puts credentials. Unknown keys are errors. `wattwatch check -c FILE` tests a configuration, and
+`wattwatch config FILE` prints it with all defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ class ConfigKey:
 @click.command("config")
 @click.argument("path", metavar="[FILE]", required=False, type=click.Path(path_type=Path))
 @click.option("--reference", is_flag=True, help="Print every key with its type, default and meaning.")
-@click.option("--markdown", is_flag=True, help="With --reference: as Markdown.")
-@json_option("One JSON object; with --reference, a list of keys.")
+@click.option("--markdown", is_flag=True, help="With --reference: print Markdown.")
+@json_option("Print one JSON object; with --reference, a JSON list of the keys.")
 def config_command(path: Path | None, reference: bool, markdown: bool, as_json: bool) -> None:
     """Print the effective configuration of FILE: every key, with defaults filled in, as TOML.
 

@@ -26,39 +26,47 @@ INSTALL: Final = "pip install 'wattwatch[trainer]'"
 
 
 @click.command("demo")
-@click.option("--scenario", "names", metavar="NAME", multiple=True, help="Play only this scenario; may be repeated.")
+@click.option(
+    "--scenario",
+    "names",
+    metavar="NAME",
+    multiple=True,
+    help="Play only this scenario. You can give the option several times.",
+)
 @click.option("--list", "listing", is_flag=True, help="List the scenarios.")
 @click.option(
     "--speed",
     default=DEFAULT_SPEED,
     show_default=True,
     type=click.FloatRange(0.5, 20.0),
-    help="Scenario seconds per second of real time.",
+    help="Speed of the scenarios, as a multiple of real time.",
 )
 @click.option(
     "--listen",
     metavar="HOST:PORT",
     default="127.0.0.1:0",
     show_default=True,
-    help="Address of the web page; port 0 is any free port.",
+    help="Address of the web page. With port 0, any free port is used.",
 )
-@click.option("--real", is_flag=True, help=f"Run a real job on CPUs that deadlocks (scenario {REAL_SCENARIO}).")
+@click.option(
+    "--real", is_flag=True, help=f"Run a real training job, on CPUs, and let it deadlock (scenario {REAL_SCENARIO})."
+)
 @click.option(
     "--ranks-per-node",
     default=RANKS_PER_NODE,
     show_default=True,
     type=click.IntRange(2, 8),
-    help="With --real: ranks on each of the two nodes.",
+    help="With --real: number of ranks on each of the two nodes.",
 )
-@json_option("The summary as JSON, and nothing else.")
+@json_option("Print only the summary, as JSON.")
 def demo_command(
     names: tuple[str, ...], listing: bool, speed: float, listen: str, real: bool, ranks_per_node: int, as_json: bool
 ) -> int:
     """Watch a simulated cluster with the real watcher, and see every injected fault detected.
 
     Plays the standard scenarios side by side, faster than real time, or only the named ones. With --real, runs a real
-    training job on CPUs, whose ranks deadlock at the end of the epoch; then again with the same data, where the gate
-    warns and evenness = "min" prevents the deadlock.
+    training job twice, on CPUs and with the same data: first, its ranks deadlock at the end of the epoch; then,
+    evenness = "min" prevents the deadlock.
 
     Exit code: 0 every fault was reported and nothing else was, 1 otherwise, 2 wrong usage or missing packages.
     """
@@ -68,7 +76,7 @@ def demo_command(
     if real or REAL_SCENARIO in names:
         if not real or names not in ((), (REAL_SCENARIO,)):
             raise click.UsageError(
-                f"the scenario {REAL_SCENARIO} runs alone and with --real: --scenario {REAL_SCENARIO} --real"
+                f"the scenario {REAL_SCENARIO} needs --real and runs alone: use --scenario {REAL_SCENARIO} --real"
             )
         return run_real_demo_command(JobSize(ranks_per_node=ranks_per_node), listen, as_json)
     unknown = [name for name in names if name not in SCENARIOS]

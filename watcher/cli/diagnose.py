@@ -68,13 +68,13 @@ class DiagnoseCommand(click.Command):
 
 @click.command("diagnose", cls=DiagnoseCommand)
 @click.argument("source", metavar="DIR|JOB")
-@json_option("One JSON object.")
+@json_option("Print one JSON object.")
 @click.option(
     "--html",
     "page",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="With DIR: also write a report as an HTML page.",
+    help="With DIR: also write a report to this file, as an HTML page.",
 )
 @api_options("With JOB: ")
 def diagnose_command(source: str, as_json: bool, page: Path | None, url: str, token_file: Path | None) -> None:
@@ -91,7 +91,9 @@ def diagnose_command(source: str, as_json: bool, page: Path | None, url: str, to
                3 unknown, or wrong usage
     """
     if page is not None and not is_path(source):
-        exit_unknown(f"--html needs a DIR; the report of a job is at {url}/api/v1/jobs/{source}/diagnosis/report")
+        exit_unknown(
+            f"--html works only with a DIR. Open the report of this job at {url}/api/v1/jobs/{source}/diagnosis/report"
+        )
     document = diagnose_directory(Path(source), page) if is_path(source) else fetch_diagnosis(source, url, token_file)
     try:
         if not isinstance(document, dict) or any(key not in document for key in REQUIRED_KEYS):
@@ -102,7 +104,7 @@ def diagnose_command(source: str, as_json: bool, page: Path | None, url: str, to
         else:
             print_diagnosis(source, document, code)
     except (KeyError, TypeError, ValueError, AttributeError):
-        exit_unknown(f"{source}: the answer of {url} is not a diagnosis, or one of another version")
+        exit_unknown(f"{source}: the answer of {url} is not a diagnosis that this version of wattwatch can read")
     sys.exit(code)
 
 
@@ -127,7 +129,8 @@ def diagnose_directory(directory: Path, page: Path | None) -> dict[str, Any]:
     except NoEvidenceError as error:
         if directory.name == str(directory):  # could be meant as the name of a job
             exit_unknown(
-                f"{error}. (To ask the watcher about a job of that name, run this in a directory without {directory}.)"
+                f"{error}. {directory} was taken for a path, because it exists here. To ask the watcher about the job "
+                f"{directory}, run the command in another directory."
             )
         exit_unknown(str(error))
     diagnosis = diagnose(evidence)
@@ -233,7 +236,7 @@ def _group(console: Console, group: Mapping[str, Any]) -> None:
     console.print(f"\n{safe_markup(group['group'])} ({group['size']:,} ranks), sequence number {group['slot']}")
     console.print(table)
     if len(group["members"]) > MAX_ROWS:
-        console.print(f"  {len(group['members']) - MAX_ROWS:,} more rows: see --json")
+        console.print(f"  rows not shown: {len(group['members']) - MAX_ROWS:,}; --json prints all")
 
 
 def _waits(console: Console, waits: Sequence[Mapping[str, Any]], culprits: Sequence[int]) -> None:
@@ -246,15 +249,15 @@ def _waits(console: Console, waits: Sequence[Mapping[str, Any]], culprits: Seque
         waiting, awaited = format_ranks(wait["ranks"]), format_ranks(wait["awaited"])
         verb = "waits" if len(wait["ranks"]) == 1 else "wait"
         why = agree_with_count(str(wait["why"]), len(wait["awaited"]))
-        what = f"{wait['operation']} at sequence number {wait['slot']} of {wait['group']}"
-        console.print(f"  {waiting} {verb} in {safe_markup(what)} for {awaited}, which {safe_markup(why)}")
+        what = f"{wait['operation']} (sequence number {wait['slot']} of {wait['group']})"
+        console.print(f"  {waiting} {verb} for {awaited} in {safe_markup(what)}; {awaited} {safe_markup(why)}")
     if len(waits) > MAX_WAITS:
-        console.print(f"  {len(waits) - MAX_WAITS:,} more: see --json")
+        console.print(f"  not shown: {len(waits) - MAX_WAITS:,}; --json prints all")
 
 
 def _stacks(console: Console, stacks: Iterable[Mapping[str, Any]]) -> None:
     for each in stacks:
-        console.print(f"\nstack of rank {each['rank']} ({safe_markup(each['source'])}, innermost first)")
+        console.print(f"\nstack of rank {each['rank']}, innermost frame first ({safe_markup(each['source'])})")
         for frame in each["frames"]:
             line = "" if frame["line"] is None else f":{frame['line']}"
             console.print(f"  {safe_markup(frame['function'])} ({safe_markup(frame['file'])}{line})")
@@ -275,4 +278,4 @@ def _missing(console: Console, document: Mapping[str, Any]) -> None:
     for line in lines[:MAX_MISSING]:
         console.print(f"  {safe_markup(line)}")
     if len(lines) > MAX_MISSING:
-        console.print(f"  {len(lines) - MAX_MISSING:,} more: see --json")
+        console.print(f"  not shown: {len(lines) - MAX_MISSING:,}; --json prints all")

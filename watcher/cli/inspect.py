@@ -35,9 +35,9 @@ def print_ascii_json(value: object) -> None:
 @click.option(
     "--pattern",
     metavar="REGEX",
-    help=r"Parse lines with this expression instead of the known formats; it needs a group such as (?P<step>\d+).",
+    help=r"Parse lines with this regular expression, not with the known formats. It needs a group like (?P<step>\d+).",
 )
-@json_option("One JSON object.")
+@json_option("Print one JSON object.")
 def progress_command(file: Path, pattern: str | None, as_json: bool) -> None:
     """Print what the watcher reads about a job's progress from FILE.
 
@@ -75,8 +75,8 @@ def read_run_directory(run: Path, pattern: str | None) -> ProgressSample:
     logs = sorted(run.glob("logs/attempt-*/rank-*.log"), key=lambda log: (-attempt_number(log), log.name))
     heartbeats = sorted(run.glob("heartbeat/rank-*.json"), key=lambda path: -path.stat().st_mtime)
     if not logs and (pattern or not heartbeats):
-        wanted = "logs/attempt-*/rank-*.log" + ("" if pattern else " and heartbeat/rank-*.json")
-        raise IsADirectoryError(EISDIR, f"the directory has no {wanted}; give a log, or a run directory", str(run))
+        wanted = "logs/attempt-*/rank-*.log" + ("" if pattern else " or heartbeat/rank-*.json")
+        raise IsADirectoryError(EISDIR, f"the directory contains no {wanted}. Give a log, or a run directory", str(run))
     samples = [read_progress_file(file, pattern) for file in (*logs[:1], *([] if pattern else heartbeats[:1]))]
     return next((sample for sample in samples if sample.step is not None), samples[0])
 
@@ -117,7 +117,7 @@ def progress_object(sample: ProgressSample) -> dict[str, object]:
 
 @click.command("checkpoints")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@json_option("A JSON list of objects, one for each checkpoint.")
+@json_option("Print a JSON list with one object for each checkpoint.")
 def checkpoints_command(directory: Path, as_json: bool) -> None:
     """Print the checkpoints in DIR, oldest first, and which of them are complete.
 
@@ -153,12 +153,12 @@ def find_checkpoint_directory(directory: Path) -> Path:
 def explain_no_checkpoints(directory: Path, listing: CheckpointListing) -> str:
     name = directory.resolve().name
     if any(layout.name.search(name) for layout in LAYOUTS):
-        return "it has no checkpoints in it, but its own name is that of a checkpoint: give its parent directory"
+        return "it contains no checkpoints, but by its name it is a checkpoint itself: give its parent directory"
     found = len(listing.folders) + len(listing.root)
     if not found:
         return "the directory is empty; there is no checkpoint yet"
     known = ", ".join(sorted({layout.framework for layout in LAYOUTS}))
-    return f"none of its {found} entries has the name of a checkpoint in a known layout ({known})"
+    return f"none of the entries in it ({found}) is named like a checkpoint of a known framework ({known})"
 
 
 def checkpoint_object(entry: CheckpointEntry) -> dict[str, object]:

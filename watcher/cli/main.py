@@ -28,7 +28,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "calibrate": (
         "wattwatch.watcher.cli.calibrate",
         "calibrate_command",
-        "Measure what your GPUs draw and write it as a profile.",
+        "Measure the power of your GPUs and write it as a profile.",
     ),
     "check": (
         "wattwatch.watcher.cli.check",
@@ -38,7 +38,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "config": (
         "wattwatch.watcher.cli.config",
         "config_command",
-        "Print the effective configuration, or the reference of all keys.",
+        "Print a configuration with all defaults, or a reference of all keys.",
     ),
     "serve": ("wattwatch.watcher.cli.serve", "serve_command", "Run the watcher: alerts, web page, API, metrics."),
     "status": (
@@ -51,11 +51,11 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
         "diagnose_command",
         "Find the rank that blocks a hung job, from dumps or from a running watcher.",
     ),
-    "replay": ("wattwatch.watcher.cli.replay", "replay_command", "Run recordings or GPU logs through the detector."),
+    "replay": ("wattwatch.watcher.cli.replay", "replay_command", "Run the detector on recordings or GPU logs."),
     "backtest": (
         "wattwatch.watcher.cli.backtest",
         "backtest_command",
-        "Score the verdicts on labeled data.",
+        "Measure on labeled data how often the verdicts are right.",
     ),
     "progress": (
         "wattwatch.watcher.cli.inspect",

@@ -33,7 +33,7 @@ from wattwatch.watcher.recordings.replay import AlertChange, AlertTransition, Re
     "profile_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Power profiles: a file with [[profiles]] tables, as `wattwatch calibrate` writes it, or a wattwatch.toml.",
+    help="File with power profiles ([[profiles]] tables): written by `wattwatch calibrate`, or a wattwatch.toml.",
 )
 @click.option(
     "--anonymous",
@@ -41,7 +41,7 @@ from wattwatch.watcher.recordings.replay import AlertChange, AlertTransition, Re
     metavar="FILE",
     help="Write a copy of the recording to this file, with hosts, users, paths and names replaced by pseudonyms.",
 )
-@json_option("A list of objects, one for each file.")
+@json_option("Print a JSON list with one object for each file.")
 def replay_command(files: tuple[Path, ...], profile_file: Path | None, anonymous: Path | None, as_json: bool) -> None:
     """Run recordings or GPU logs through the detector, at their own times, and print every change of state and alert.
 
@@ -60,7 +60,7 @@ def replay_command(files: tuple[Path, ...], profile_file: Path | None, anonymous
             source = read_input_file(path)
             if isinstance(source, GpuLog) and all(e.sample is None or e.sample.gpus is None for e in source.events):
                 advice = f". {source.advice.removesuffix('.')}" if source.advice else ""
-                raise InputError(f"{path}: no GPU readings: {source.detail}{advice}")
+                raise InputError(f"{path}: there are no GPU readings in this file: {source.detail}{advice}")
             result = replay(str(path), source, profiles)
         except (InputError, RecordingError) as error:
             objects.append({"source": str(path), "error": str(error)})
@@ -79,9 +79,9 @@ def replay_command(files: tuple[Path, ...], profile_file: Path | None, anonymous
 def _anonymous_copy(files: tuple[Path, ...], target: Path) -> Path:
     """The path of the copy. Ends the command, and leaves no copy, if it would not give the same verdicts."""
     if len(files) != 1:
-        raise click.UsageError("--anonymous copies one recording; give exactly one FILE")
+        raise click.UsageError("with --anonymous, give exactly one FILE")
     if target.exists():
-        raise click.UsageError(f"{target} exists; name a new file")
+        raise click.UsageError(f"{target} already exists. Choose another file name")
     try:
         write_anonymized(files[0], target)
         before, after = (replay("", open_recording(path)) for path in (files[0], target))
@@ -91,10 +91,10 @@ def _anonymous_copy(files: tuple[Path, ...], target: Path) -> Path:
     if verdicts_without_names(before) != verdicts_without_names(after):
         target.unlink(missing_ok=True)
         exit_unknown(
-            f"{files[0]}: no copy was made, because it would not give the same verdicts: they depend on a name that "
-            "the copy replaces"
+            f"{files[0]}: no copy was made, because the copy would not give the same verdicts. They depend on a name "
+            "that is replaced in the copy"
         )
-    print_error(f"{target}: anonymous copy of {files[0]}; look through it before you share it")
+    print_error(f"{target}: the anonymous copy of {files[0]} was written. Look through it before you share it")
     return target
 
 
@@ -178,7 +178,9 @@ def describe_alert_change(change: AlertChange, *, several: bool) -> str:
         certainty = f"{certainty} (escalated)"
     elif change.step is AlertTransition.CONFIRMED:
         certainty = " (now confirmed)"
-    suppressed = "" if episode.suppressed_by is None else escape(f" [not sent, caused by {episode.suppressed_by}]")
+    suppressed = (
+        "" if episode.suppressed_by is None else escape(f" [not sent, because {episode.suppressed_by} explains it]")
+    )
     return (
         f"{job}[{SEVERITY_COLORS[episode.severity]}]{episode.severity.value.upper()} {episode.alert}[/]{certainty} "
         f"{escape(episode.summary)}{suppressed}"

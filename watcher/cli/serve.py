@@ -21,7 +21,7 @@ from wattwatch.watcher.daemon.systemd import SystemdNotifier
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Record to this file (gzip) everything that the nodes send, for `wattwatch replay` and bug reports.",
+    help="Write all data from the nodes to this file (gzip), for `wattwatch replay` and bug reports.",
 )
 def serve_command(path: Path, record: Path | None) -> int:
     """Watch the configured jobs: send alerts, and serve the web page, the API and /metrics.

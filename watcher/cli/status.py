@@ -30,7 +30,7 @@ from wattwatch.watcher.detection.model import Severity
 @click.command()
 @click.argument("job", required=False)
 @api_options()
-@json_option("The jobs and open alerts as the API returns them.")
+@json_option("Print the jobs and open alerts as JSON, as the API returns them.")
 def status_command(job: str | None, url: str, token_file: Path | None, as_json: bool) -> None:
     """Jobs and open alerts of a running watcher, once. With JOB, only that job.
 
@@ -54,7 +54,7 @@ def status_command(job: str | None, url: str, token_file: Path | None, as_json: 
         else:
             _print(jobs, open_alerts)
     except (KeyError, TypeError, ValueError, AttributeError):
-        exit_unknown(f"{url}: not a wattwatch API, or one of another version")
+        exit_unknown(f"{url}: the answer cannot be read. This is not a wattwatch API, or it has another version")
     if warning:
         print_error(warning)
     sys.exit(UNKNOWN if warning else worst)
@@ -66,7 +66,7 @@ def _staleness_warning(client: httpx.Client) -> str | None:
         response = client.get("/-/ready")
         return None if response.is_success else str(response.json()["detail"])
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        return f"{client.base_url}: does not answer whether it is still updating"
+        return f"{client.base_url}: it is not known whether the watcher still updates its data"
 
 
 def _print(jobs: list[dict[str, Any]], alerts: list[dict[str, Any]]) -> None:
@@ -84,11 +84,11 @@ def _print(jobs: list[dict[str, Any]], alerts: list[dict[str, Any]]) -> None:
         table.add_row(*map(escape, cells))
     console.print(table)
     for alert in alerts:
-        cause = f" (not sent, caused by {alert['suppressed_by']})" if alert["suppressed_by"] else ""
+        cause = f" (not sent, because {alert['suppressed_by']} explains it)" if alert["suppressed_by"] else ""
         subject = alert["job"] or "the watcher"
         console.print(escape(f"{alert['severity'].upper()} {alert['alert']} {subject}: {alert['summary']}{cause}"))
     if not alerts:
         console.print("no open alerts")
     for job in jobs:
         if job.get("incident"):
-            console.print(escape(f"latest incident of {job['name']}: wattwatch replay {job['incident']}"))
+            console.print(escape(f"to replay the latest incident of {job['name']}: wattwatch replay {job['incident']}"))

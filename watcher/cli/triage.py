@@ -57,21 +57,23 @@ HOST_PATTERN: Final = re.compile(r"([^@\s]+@)?[\w.:\[\]%-]{1,253}")
 
 @click.command()
 @click.argument("sources", nargs=-1, metavar="[SOURCE]...")
-@click.option("--job", "as_one_job", is_flag=True, help="All hosts are nodes of one job: give one verdict for it.")
+@click.option(
+    "--job", "as_one_job", is_flag=True, help="Treat all hosts as nodes of one job, and give one verdict for the job."
+)
 @click.option(
     "--progress",
     type=click.Choice([progress.value for progress in StepProgress]),
-    help="What you know about the job's steps.",
+    help="Whether the job's steps advance, if you know it.",
 )
 @click.option(
     "--profile",
     "profile_name",
     metavar="FILE|NAME",
-    help="Power profile: a file with [[profiles]] tables (as `wattwatch calibrate` writes it), used for the GPUs that "
-    "they match; or the name of a shipped profile, used for every GPU.",
+    help="Power profiles: a file with [[profiles]] tables, such as `wattwatch calibrate` writes; each is used for the "
+    "GPUs that it matches. Or the name of a shipped profile, which is then used for every GPU.",
 )
 @ssh_config_option()
-@json_option("A list of objects, one for each verdict.")
+@json_option("Print a JSON list with one object for each verdict.")
 def triage_command(
     sources: tuple[str, ...],
     as_one_job: bool,
@@ -90,7 +92,9 @@ def triage_command(
     """
     if not sources:
         if sys.stdin.isatty():
-            raise click.UsageError("no SOURCE: name a host or a file, or run `nvidia-smi | wattwatch triage -`")
+            raise click.UsageError(
+                "no SOURCE was given: name a host or a file, or run `nvidia-smi | wattwatch triage -`"
+            )
         sources = ("-",)
     step_progress = None if progress is None else StepProgress(progress)
     profile = None if profile_name is None else load_profiles(profile_name)
@@ -134,10 +138,10 @@ def is_file_source(source: str) -> bool:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise InputError(f"{source}: cannot read the file: {reason}") from None
         if not HOST_PATTERN.fullmatch(source):
-            raise InputError(f"{source!r}: neither a file nor the name of a host") from None
+            raise InputError(f"{source!r}: there is no such file, and this is not a valid host name") from None
         return False
     if stat.S_ISDIR(mode):
-        raise InputError(f"{source}: is a directory; name the files in it")
+        raise InputError(f"{source}: this is a directory. Name the files in it instead")
     return True
 
 

@@ -86,14 +86,16 @@ class WatcherSection(Section):
     )
     interval: Duration = Field(1.0, description='time between two samples of a node, from "200ms" to "60s"')
     token_file: Path | None = Field(
-        None, strict=False, description="file with the bearer token of the API; required to listen beyond loopback"
+        None,
+        strict=False,
+        description="file with the bearer token of the API; required if listen is not a loopback address",
     )
     allow_unauthenticated: bool = Field(
-        False, description="listen beyond loopback without a token; anyone who reaches the port can read everything"
+        False,
+        description="allow an address beyond loopback without a token; anyone who reaches the port can then read "
+        "everything",
     )
-    external_url: str | None = Field(
-        None, description="address under which people reach the web page; alerts link to it"
-    )
+    external_url: str | None = Field(None, description="URL at which people open the web page; alerts link to it")
     reminder: Duration | None = Field(
         None, description="repeat the message of an open alert at this interval; if not set, it is sent once"
     )
@@ -126,10 +128,10 @@ class SshSection(Section):
     """How the watcher logs in to the nodes. Host keys are always verified."""
 
     user: str | None = Field(
-        None, description="login name; if not set, taken from ssh_config, or else the current user"
+        None, description="login name; if not set, the one in config_file is used, or else the name of the current user"
     )
     port: int | None = Field(
-        None, description="TCP port; if not set, taken from ssh_config, or else 22", ge=1, le=65535
+        None, description="TCP port; if not set, the one in config_file is used, or else 22", ge=1, le=65535
     )
     config_file: Path = Field(
         Path("~/.ssh/config"),
@@ -138,26 +140,29 @@ class SshSection(Section):
         "UserKnownHostsFile are honored",
     )
     known_hosts_file: Path | None = Field(
-        None, strict=False, description="known host keys; if not set, taken from ssh_config, or else ~/.ssh/known_hosts"
+        None,
+        strict=False,
+        description="known host keys; if not set, the file named in config_file is used, or else ~/.ssh/known_hosts",
     )
     identity_files: tuple[Annotated[Path, Field(strict=False)], ...] = Field(
         (),
         strict=False,
-        description="private keys; if empty, taken from ssh_config, or else the default names in ~/.ssh",
+        description="private keys; if empty, those named in config_file are used, or else the default names in ~/.ssh",
     )
     certificate_file: Path | None = Field(
-        None, strict=False, description="SSH user certificate for the first of identity_files"
+        None, strict=False, description="SSH user certificate for the first key in identity_files"
     )
     passphrase_file: Path | None = Field(None, strict=False, description="file with the passphrase of the keys")
     use_agent: bool = Field(False, description="also use the keys of a running SSH agent")
     connect_timeout: Duration = Field(
-        10.0, description="time limit for each of: TCP connection, SSH banner, authentication, opening a channel"
+        10.0, description="time limit for each step: TCP connection, SSH banner, authentication, opening a channel"
     )
     max_simultaneous_logins: int = Field(
         8, description="how many nodes may be logging in at the same time", ge=1, le=64
     )
     renew_after: Duration = Field(
-        8 * 3600.0, description="age at which a connection is replaced; the new one is up before the old one closes"
+        8 * 3600.0,
+        description="age at which a connection is replaced; the new connection is open before the old one is closed",
     )
 
 
@@ -165,7 +170,7 @@ class JobSection(Section):
     """One training job to watch. At least one table is needed."""
 
     name: str = Field(
-        description="name of the job in alerts, on the page and as the label train_job of the metrics",
+        description="name of the job, as shown in alerts, on the web page and in the metric label train_job",
         min_length=1,
         max_length=100,
     )
@@ -174,26 +179,33 @@ class JobSection(Section):
         None, strict=False, description="run directory of wattwatch-train; progress is read from its heartbeats"
     )
     logs: tuple[str, ...] = Field(
-        (), strict=False, description="training logs to read progress from: paths on the nodes, shell patterns allowed"
+        (),
+        strict=False,
+        description="paths on the nodes of training logs that show progress; shell patterns are allowed",
     )
     log_pattern: str | None = Field(
         None,
         description="regular expression for a log line, with the group (?P<step>...) and optionally total, loss and "
-        "tokens_per_second; if not set, the built-in formats",
+        "tokens_per_second; if not set, the built-in formats are recognized",
     )
     checkpoint_directory: Path | None = Field(
-        None, strict=False, description="directory of the checkpoints; if not set, checkpoints/ in run_directory"
+        None,
+        strict=False,
+        description="directory of the checkpoints; if not set, checkpoints/ in run_directory is used",
     )
     processes: str | None = Field(
-        None, description="regular expression for the names of the job's processes; if not set, any process on a GPU"
+        None,
+        description="regular expression for the names of the job's processes; if not set, every process on a GPU "
+        "counts",
     )
     gpus_per_node: int | None = Field(
         None,
-        description="GPUs that each node should have; if not set, the highest number seen on that node so far",
+        description="number of GPUs that each node should have; if not set, the highest number seen on that node so "
+        "far",
         ge=1,
     )
     floor_tokens_per_second: float | None = Field(
-        None, strict=False, description="throughput below which JobSlow is raised", gt=0
+        None, strict=False, description="JobSlow is raised when throughput is below this value", gt=0
     )
     checkpoint_every: Duration | None = Field(
         None,
@@ -202,12 +214,13 @@ class JobSection(Section):
     )
     stall_limit: Duration | None = Field(
         None,
-        description="time without a new step after which JobHung is raised; if not set, learned from the job's steps",
+        description="JobHung is raised after this time without a new step; if not set, the limit is learned from the "
+        "job's steps",
     )
     capture: bool = Field(
         True,
-        description="when the job hangs, collect flight-recorder dumps, stacks and NCCL RAS reports from its ranks and "
-        "nodes, once",
+        description="when the job hangs, collect evidence once: flight-recorder dumps, stacks and NCCL RAS reports "
+        "from its ranks and nodes",
     )
     flight_recorder_files: str | None = Field(
         None,
@@ -217,8 +230,8 @@ class JobSection(Section):
     flight_recorder_pipe: str | None = Field(
         None,
         description="path prefix of torch's dump pipes, as in the job's TORCH_NCCL_DEBUG_INFO_PIPE_FILE; a capture "
-        "then requests dumps through them, which makes the job write flight_recorder_files on its nodes. If not "
-        "set, no dumps are requested. None are requested during a checkpoint.",
+        "then requests dumps through these pipes, and the job writes them to flight_recorder_files on its nodes. "
+        "No dumps are requested if this key is not set, or during a checkpoint.",
     )
     nccl_ras_port: int = Field(
         NCCL_RAS_PORT, description="port of NCCL RAS on the nodes, as in the job's NCCL_RAS_ADDR", ge=1, le=65535
@@ -267,7 +280,7 @@ class JobSection(Section):
     def dumps_can_be_found(self) -> JobSection:
         if self.flight_recorder_pipe is not None and self.flight_recorder_files is None:
             raise ValueError(
-                "flight_recorder_pipe needs flight_recorder_files too: the prefix of the dumps that it requests"
+                "flight_recorder_pipe is set, so flight_recorder_files must be set too: the path prefix of the dumps"
             )
         return self
 
@@ -317,7 +330,9 @@ class ReceiverSection(Section):
 
     name: str = Field(description="name of the receiver, used in routes", min_length=1)
     type: str = Field(description="; ".join(f"{name}: {text}" for name, text in RECEIVER_TYPES.items()))
-    url_file: Path = Field(strict=False, description="file whose first line is the URL to post to (a secret)")
+    url_file: Path = Field(
+        strict=False, description="file whose first line is the URL that messages are sent to (a secret)"
+    )
     send_resolved: bool = Field(True, description="also send a message when an alert is resolved")
 
     @field_validator("type")
@@ -329,28 +344,31 @@ class ReceiverSection(Section):
 
 
 class RouteSection(Section):
-    """Which alerts a receiver gets. Conditions are combined; one that is not set matches everything."""
+    """Which alerts a receiver gets. An alert must meet all conditions; a condition that is not set matches every
+    alert."""
 
     receiver: str = Field(description="name of a receiver")
     severities: tuple[Annotated[Severity, Field(strict=False)], ...] = Field(
-        (), strict=False, description="only alerts of these severities; all if empty"
+        (), strict=False, description="send only alerts of these severities; if empty, alerts of all severities"
     )
     alerts: tuple[Annotated[AlertName, Field(strict=False)], ...] = Field(
-        (), strict=False, description="only these alerts; all if empty"
+        (), strict=False, description="send only these alerts; if empty, all alerts"
     )
-    jobs: tuple[str, ...] = Field((), strict=False, description="only alerts about these jobs; all if empty")
+    jobs: tuple[str, ...] = Field(
+        (), strict=False, description="send only alerts about these jobs; if empty, alerts about all jobs"
+    )
 
 
 class ProfileSection(Section):
-    """What one GPU model draws here, in watts. `wattwatch calibrate` writes such a table, and `wattwatch triage
-    --profile` reads it. A value that is left out is taken from the shipped profile of the model."""
+    """The power of one GPU model at your site, in watts. `wattwatch calibrate` writes such a table, and `wattwatch
+    triage --profile` reads it. A value that is left out is taken from the shipped profile of the model."""
 
     name: str = Field(description="name of the profile", min_length=1)
     match: str = Field(description="regular expression for the name of the GPU, as nvidia-smi prints it")
     limit_watts: float = Field(strict=False, gt=0, description="enforced power limit")
-    idle_watts: float = Field(strict=False, gt=0, description="power of a GPU without a process")
+    idle_watts: float = Field(strict=False, gt=0, description="power of a GPU that no process uses")
     floor_watts: float = Field(
-        strict=False, gt=0, description="power while spinning in a collective, or while waiting with a CUDA context"
+        strict=False, gt=0, description="power of a GPU that spins in a collective, or that waits with a CUDA context"
     )
     communication_watts: float | None = Field(
         None, strict=False, gt=0, description="power while all ranks are busy with communication"
@@ -391,7 +409,8 @@ class Config(Section):
         ]
         if not self.jobs:
             problems.append(
-                "jobs: no [[jobs]] table; expected at least one, with name, nodes and run_directory or logs"
+                "jobs: there is no [[jobs]] table; expected at least one, with name, nodes, and either run_directory "
+                "or logs"
             )
         known = [receiver.name for receiver in self.receivers]
         problems += [

@@ -125,10 +125,11 @@ class DemoRun:
                 return
             if time.monotonic() > deadline:
                 why = "; ".join(f"{name}: {snapshot.nodes[name].link.detail}" for name in unseen[:3])
+                waited = f"within {FIRST_SAMPLE_TIMEOUT_SECONDS:.0f} s"
+                problem = f"{len(unseen)} of {len(self._cluster.nodes)} simulated nodes sent no sample {waited} ({why})"
                 raise DemoError(
-                    f"{len(unseen)} of {len(self._cluster.nodes)} simulated nodes sent no sample within "
-                    f"{FIRST_SAMPLE_TIMEOUT_SECONDS:.0f} s ({why or 'no job has a verdict yet'}). This machine may be "
-                    "too slow or too busy: try a single scenario (--scenario deadlock) or a lower --speed."
+                    f"{problem if unseen else f'not every job had a verdict {waited}'}. This machine may be too slow "
+                    "or too busy: try a single scenario (--scenario deadlock) or a lower --speed."
                 )
             time.sleep(POLL_SECONDS)
 

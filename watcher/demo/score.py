@@ -60,7 +60,8 @@ def score_run(
     problems = [f"{row.scenario}: {problem}" for row in rows for problem in row.problems]
     problems += [too_many for notice in notices if (too_many := describe_unexpected(scenarios, notice))]
     problems += [
-        f"{scenario.name}: was never {state}; its states were: {', '.join(states.get(scenario.name, ())) or 'none'}"
+        f"{scenario.name}: the job was never {state}; its states were: "
+        f"{', '.join(states.get(scenario.name, ())) or 'none'}"
         for scenario in scenarios
         for state in scenario.states
         if state not in states.get(scenario.name, ())
@@ -119,14 +120,14 @@ def find_problems(expected: ExpectedAlert, mine: Sequence[ReceivedAlert], firing
     problems = []
     if expected.severity not in [notice.severity for notice in firing]:
         severities = ", ".join(dict.fromkeys(notice.severity for notice in firing))
-        problems.append(f"{expected.alert} came as {severities}, never as {expected.severity}")
+        problems.append(f"{expected.alert} had severity {severities}, never {expected.severity}")
     last = firing[-1]
     text = last.annotations.get("suspects", "")
     missing = [suspect for suspect in expected.suspects if not re.search(rf"\b{re.escape(suspect)}\b", text)]
     if missing:
         problems.append(f"{expected.alert} does not name {' and '.join(missing)}; it names {text or 'nobody'}")
     if text and not expected.suspects:
-        problems.append(f"{expected.alert} names {text}, although there is no suspect")
+        problems.append(f"{expected.alert} names {text}, although no suspect is expected")
     ranks = {int(rank) for rank in re.findall(r"\brank (\d+)\b", text)}
     wanted = {int(rank) for suspect in expected.suspects for rank in re.findall(r"\brank (\d+)\b", suspect)}
     if wanted and ranks - wanted:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wattwatch.collectors.simulated.scenario import Scenario
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.demo.configuration import INTERVAL_SECONDS
 from wattwatch.watcher.demo.receiver import ReceivedAlert
 from wattwatch.watcher.demo.runner import DemoCost, DemoOutcome
@@ -76,15 +77,17 @@ class TerminalScreen:
         if outcome.too_slow:
             self._console.print(
                 f"[yellow]This machine was too slow: {outcome.too_slow} (scenario time). "
-                "The delays above come from this machine, not from the watcher; try a lower --speed.[/]"
+                "The machine caused the delays above, not the watcher. Try a lower --speed.[/]"
             )
         for problem in outcome.score.problems:
             self._console.print(f"[red]✗ {escape(problem)}[/]")
         if outcome.left_behind:
-            self._console.print(f"[red]✗ {len(outcome.left_behind)} commands were left running on nodes[/]")
+            self._console.print(f"[red]✗ Commands left running on nodes: {len(outcome.left_behind)}[/]")
         if outcome.good:
             count = len(outcome.score.rows)
-            self._console.print(f"[bold green]✓ All {count} injected faults were reported, and nothing else was.[/]")
+            self._console.print(
+                f"[bold green]✓ Every injected fault was reported ({count} of {count}), and nothing else was.[/]"
+            )
 
 
 def truncate(text: str) -> str:
@@ -99,9 +102,9 @@ def summary_table(rows: Sequence[ExpectedAlertResult]) -> Table:
     table = Table(
         title="Injected faults, alerts and delays",
         title_justify="left",
-        caption="Delay: scenario time from the injection to the receipt of the alert. After the 2nd clear sample: real "
-        "milliseconds to the receipt at the webhook; negative means before it. A sample is clear if its whole interval "
-        "is after the injection.",
+        caption="Delay: scenario time from the injection of the fault to the receipt of the alert. A sample is clear "
+        "if its whole interval is after the injection. Last column: real time from the end of the 2nd clear sample to "
+        "the receipt of the alert at the webhook; it is negative if the alert came before the end of that sample.",
         caption_justify="left",
     )
     for heading in ("scenario", "injected", "alert"):
@@ -126,8 +129,9 @@ def demo_cost_line(cost: DemoCost, speed: float) -> str:
     first = cost.first_alert_seconds
     per_node = 1000 * cost.cpu_seconds / (cost.nodes * cost.seconds * speed) if cost.seconds else 0.0
     return (
-        f"Cost: the watcher and this screen used {share:.0%} of a core and {cost.memory_bytes / 1e6:.0f} MB for "
-        f"{cost.nodes} nodes at {speed / INTERVAL_SECONDS:g} samples a second: {per_node:.1f} ms per node and sample. "
+        f"Cost: the watcher and this screen used {share:.0%} of a CPU core and {cost.memory_bytes / 1e6:.0f} MB "
+        f"of memory. They watched {format_count(cost.nodes, 'node')} at {speed / INTERVAL_SECONDS:g} samples a second, "
+        f"which took {per_node:.1f} ms of CPU time per node and sample. "
         f"The faults wasted {cost.wasted_gpu_seconds / 3600:.2f} GPU-hours of scenario time."
         + ("" if first is None else f" The first alert was on this screen after {first:.1f} s.")
     )

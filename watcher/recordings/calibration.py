@@ -16,6 +16,7 @@ from wattwatch.collectors.probe.request import ProbeRequest
 from wattwatch.collectors.samples import GpuSample, HostStatus, NodeSample
 from wattwatch.collectors.ssh.fleet import Fleet
 from wattwatch.collectors.ssh.model import SshSettings
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.detection.assembler import JobAssembler
 from wattwatch.watcher.detection.baselines.baseline import (
     PLATEAU_LOWER_END,
@@ -81,7 +82,7 @@ def calibrate_source(name: str, source: GpuLog | Recording, progress: StepProgre
             boards.update({(ranked.node, ranked.gpu.key): ranked.gpu for ranked in sample.gpus})
             _learn(sample, detector, learner, seconds, latest)
     if not boards:
-        problem = source.detail if isinstance(source, GpuLog) and source.detail else "it has no readable GPU"
+        problem = source.detail if isinstance(source, GpuLog) and source.detail else "it contains no readable GPU"
         return Calibration(name, {}, (), (problem,))
     reason = {key: why for _, _, learner in jobs for key, why in learner.rejected.items()}
     return Calibration(
@@ -107,10 +108,10 @@ def _missing_values(
     """One sentence for each kind of value that is missing for some GPU."""
     no_steps = "the source has no step counter; if you know that steps advanced, add --progress advancing"
     usual = {
-        BaselineKind.IDLE: "no full minute at 0 % utilization, with no process and no memory in use",
-        BaselineKind.CONTEXT: "no start-up from an empty GPU to its first kernel, and no pauses between steps, at 0 % "
-        "utilization with memory in use",
-        BaselineKind.PLATEAU: "no two minutes in which steps advance and all GPUs are equally busy"
+        BaselineKind.IDLE: "no full minute was found with 0 % utilization, no process and no memory in use",
+        BaselineKind.CONTEXT: "no time was found with memory in use and 0 % utilization, either before the first "
+        "kernel of a job that started on an empty GPU, or in pauses between steps",
+        BaselineKind.PLATEAU: "no two minutes were found in which steps advanced and all GPUs were equally busy"
         if counted
         else no_steps,
     }
@@ -119,7 +120,7 @@ def _missing_values(
         lacking = [board for board in boards if board not in known]
         if lacking:
             why = next((reason[board, kind] for board in lacking if (board, kind) in reason), usual[kind])
-            yield f"{KIND_LABELS[kind]}: not learned for {len(lacking)} of {len(boards)} GPUs: {why}"
+            yield f"{KIND_LABELS[kind]} was not learned for {len(lacking)} of {format_count(len(boards), 'GPU')}: {why}"
 
 
 KIND_LABELS: Final = {
@@ -187,26 +188,26 @@ def calibrate_idle(node: str, received: Sequence[NodeSample], samples: int, prob
             knowledge.put(value)
         else:
             not_learned.append(
-                f"idle power of GPU {gpu.key if gpu.index is None else gpu.index}: not learned: {reason}"
+                f"idle power of GPU {gpu.key if gpu.index is None else gpu.index} was not learned: {reason}"
             )
     return Calibration(node, boards, knowledge.values(), tuple(not_learned))
 
 
 def _not_idle(rows: Sequence[tuple[NodeSample, GpuSample]], watts: Sequence[float]) -> str | None:
     if len(watts) < max(2, MIN_SAMPLE_FRACTION * len(rows)):
-        return "its power is not readable"
+        return "its power cannot be read"
     memory = [gpu.memory_used_bytes for _, gpu in rows]
     busy = [gpu.utilization_percent for _, gpu in rows]
     if any(each is None for each in (*memory, *busy)):
-        return "its memory use or utilization is not readable, so it is not certain that it is idle"
+        return "its memory use or utilization cannot be read, so the GPU may not be idle"
     held = {i for sample, _ in rows for process in sample.processes or () for i in process.gpu_indexes}
     if rows[-1][1].index in held:
-        return "a process is using it: wait until it has ended"
+        return "a process is using the GPU: wait until the process has ended"
     most = max(each for each in memory if each is not None)
     if most >= CONTEXT_BYTES:
-        return f"{most / 1e9:.1f} GB of its memory are in use: wait until they are free"
+        return f"{most / 1e9:.1f} GB of its memory are in use: wait until that memory is free"
     highest = max(each for each in busy if each is not None)
-    return f"its utilization is {highest:.0f} %" if highest > BUSY_PERCENT else None
+    return f"its utilization was {highest:.0f} %: wait until it is idle" if highest > BUSY_PERCENT else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +236,8 @@ def build_profiles(calibrations: Sequence[Calibration]) -> tuple[tuple[LearnedPr
         if model is None or not limits:
             lack = "name" if model is None else "power limit"
             not_learned.append(
-                f"no profile for {model or 'these GPUs'}: the source does not have their {lack}: query nvidia-smi for "
-                "name and power.limit too, or write the [[profiles]] table yourself"
+                f"no profile was made for {model or 'these GPUs'}, because their {lack} is not in the source. Query "
+                "nvidia-smi for name and power.limit too, or write the [[profiles]] table yourself"
             )
             continue
         made.append(_profile(model, statistics.mode(limits), members, knowledge))

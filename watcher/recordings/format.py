@@ -193,12 +193,13 @@ def _header(name: str, raw: BinaryIO) -> tuple[tuple[JobSpec, ...], Iterator[byt
         if header["version"] != VERSION:
             lines.close()
             raise RecordingError(
-                f"{name}: recording of version {header['version']}; this wattwatch reads version {VERSION}"
+                f"{name}: the recording has version {header['version']}, but this wattwatch reads only "
+                f"version {VERSION}"
             )
         specs = tuple(JOB_SPECS_ADAPTER.validate_python(header["jobs"]))
     except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError):
         lines.close()
-        raise RecordingError(f"{name}: not a wattwatch recording (the header line is missing)") from None
+        raise RecordingError(f"{name}: not a wattwatch recording: the first line is not a valid header") from None
     return specs, lines
 
 

@@ -69,14 +69,15 @@ def read_input(name: str, data: bytes) -> GpuLog | Recording:
     the log has a status other than OK, with a detail and advice.
     """
     if len(data) > MAX_FILE_BYTES:
-        raise InputError(f"{name}: too large ({len(data) / 1e9:.1f} GB): give only the last part of it")
+        raise InputError(f"{name}: too large ({len(data) / 1e9:.1f} GB). Give only the last part of the file")
     if is_recording(data[:512]):
         return parse_recording(name, io.BytesIO(data))
     if data.startswith(GZIP_MAGIC):
         data = _unzipped(name, data)
     if is_headless_recording(data):
         raise InputError(
-            f"{name}: a wattwatch recording without its beginning; its first line, which names the jobs, is needed"
+            f"{name}: the beginning of this wattwatch recording is missing. Give the whole file: the first line names "
+            "the jobs"
         )
     jobs = _parse_json_jobs(name, data)
     if jobs is not None:
@@ -118,7 +119,8 @@ def _unzipped(name: str, data: bytes) -> bytes:
         return data
     if unzip.unconsumed_tail:
         raise InputError(
-            f"{name}: too large (more than {MAX_FILE_BYTES / 1e9:.1f} GB unpacked): unpack it and give the last part"
+            f"{name}: too large (more than {MAX_FILE_BYTES / 1e9:.1f} GB unpacked). Unpack it, and give only the last "
+            "part"
         )
     return text
 
@@ -274,7 +276,7 @@ def _from_json(name: str, jobs: Mapping[str, JsonSamples]) -> GpuLog:
         specs.append(JobSpec(name=job, nodes=tuple(nodes) or (job,), interval_seconds=interval))
     if len(specs) > 1:
         events.sort(key=lambda event: event.seconds)
-    status, detail = (HostStatus.OK, "") if events else (HostStatus.PARSE_ERROR, "these JSON samples have no GPUs")
+    status, detail = (HostStatus.OK, "") if events else (HostStatus.PARSE_ERROR, "the JSON samples contain no GPUs")
     advice = "" if events else "Check what wrote this file: each sample needs a list of GPUs with their readings."
     return GpuLog(tuple(specs) or (JobSpec(name, (name,)),), tuple(events), status, detail, ranks, advice=advice)
 
@@ -421,9 +423,9 @@ def find_mixed_hosts(report: SmiReport) -> str | None:
             name, bus = places.setdefault(gpu.index, (gpu.name, gpu.pci_bus_id))
             if any(_differ(a, b) for a, b in zip((name, bus), (gpu.name, gpu.pci_bus_id), strict=True)):
                 return (
-                    f"output of several hosts: GPU {gpu.index} is {name or 'a GPU'} at {bus or '?'} and also "
-                    f"{gpu.name or 'a GPU'} at {gpu.pci_bus_id or '?'}. Give the output of each host separately, or "
-                    "name the hosts: `wattwatch triage HOST ...`"
+                    f"this is the output of several hosts: GPU {gpu.index} is {name or 'a GPU'} at {bus or '?'}, "
+                    f"but also {gpu.name or 'a GPU'} at {gpu.pci_bus_id or '?'}. Give the output of each host "
+                    "separately, or name the hosts: `wattwatch triage HOST ...`"
                 )
     return None
 
@@ -446,11 +448,11 @@ RECORDING_KEYS: Final = ({"n", "t", "line"}, {"n", "t", "link"})
 def describe_source_without_readings(data: bytes) -> tuple[str, str]:
     """What the content is (empty: text that may be of an unknown GPU tool), and what to do."""
     if not data.strip():
-        return "it is empty; the query printed nothing, or it never returned", f"{EXPECTED_INPUT}."
+        return "the input is empty: the query printed nothing, or did not return", f"{EXPECTED_INPUT}."
     end = data[-INSPECTED_BYTES:]
     control_characters = sum(end.count(bytes((code,))) for code in (*range(7), *range(14, 27)))
     if b"\0" in end and control_characters * 20 > len(end):
-        return "it is binary data, not text", f"{EXPECTED_INPUT}."
+        return "the input is binary data, not text", f"{EXPECTED_INPUT}."
     return describe_training_log(data) or ("", f"{EXPECTED_INPUT}.")
 
 
@@ -461,9 +463,9 @@ def describe_training_log(data: bytes) -> tuple[str, str] | None:
     if sample.step is None:
         return None
     return (
-        f"it is a log of training steps ({sample.format}, step {sample.step:,}), not of GPUs",
-        "Read it with `wattwatch progress FILE`. For a verdict, give the output of nvidia-smi, and say with --progress "
-        "advancing or --progress stalled whether steps advance.",
+        f"the input is a log of training steps ({sample.format}, step {sample.step:,}), not of GPU readings",
+        "To see its progress, run `wattwatch progress FILE`. For a verdict, give the output of nvidia-smi, and add "
+        "--progress advancing if steps advance, or --progress stalled if they do not.",
     )
 
 

@@ -35,7 +35,7 @@ FIRST_READINGS_SEQUENCE: Final = 5  # lines of the probe that may come before it
 HOST_FAULT_CONFIDENCE: Final = {HostStatus.NO_DEVICES: 0.6, HostStatus.SAMPLER_TIMEOUT: 0.6}
 # In place of PROVIDE_PROGRESS: `serve` reads the progress of a job by itself, here the user has to say it.
 PROGRESS_ADVICE: Final = (
-    "Say whether steps advance, with --progress advancing or --progress stalled (`wattwatch progress LOG` shows it)"
+    "Add --progress advancing if steps advance, or --progress stalled if not (`wattwatch progress LOG` shows the step)"
 )
 DRIVER_GONE_PATTERN: Final = re.compile("cannot reach the NVIDIA driver|driver is not loaded")
 DRIVER_GONE_CONFIDENCE: Final = 0.6
@@ -150,7 +150,7 @@ def judge_rounds(rounds: Sequence[JobSample], progress: StepProgress | None, pro
         before = classify(earlier, profile, progress)
         # A GPU that is lost now was fine before: that is no disagreement.
         if before.state is not verdict.state and verdict.state is not PowerState.GPU_FAULT and earlier.gpus:
-            verdict = _lower_confidence(verdict, f"The sample before that indicated {before.state.value}.")
+            verdict = _lower_confidence(verdict, f"The previous sample indicated {before.state.value}.")
     missing = [node for node in last.nodes if not node.fresh]
     if last.gpus and missing:
         text = "; ".join(f"{node.node}: {node.status.value.replace('_', ' ')}, {node.detail}" for node in missing[:4])

@@ -75,7 +75,7 @@ ASSETS: Final = {
 # How long a browser waits before it reconnects to the event stream.
 RETRY_MILLISECONDS: Final = 2000
 
-bearer = HTTPBearer(auto_error=False, description="the token in `token_file`; only if one is configured")
+bearer = HTTPBearer(auto_error=False, description="the token from `token_file`; needed only if a token is configured")
 
 
 class ProblemDetails(BaseModel):
@@ -107,7 +107,7 @@ def create_app(latest: LatestSnapshot, metrics: WatcherMetrics, hub: EventHub, t
     app = FastAPI(
         title="wattwatch",
         version=version("wattwatch"),
-        description="The state of jobs, nodes and alerts as the watcher sees it. Read-only.",
+        description="This read-only API shows the state of jobs, nodes and alerts as the watcher sees it.",
         lifespan=lifespan,
         docs_url=None,  # FastAPI's own documentation pages load scripts from the internet
         redoc_url=None,
@@ -254,8 +254,8 @@ def add_health_routes(app: FastAPI, latest: LatestSnapshot) -> None:
         if not latest.is_fresh:
             raise HTTPException(
                 503,
-                f"the engine last ticked {latest.age_seconds:.0f} s ago; the limit is "
-                f"{latest.fresh_limit_seconds:.0f} s. What is served is out of date",
+                f"the watcher's data was last updated {latest.age_seconds:.0f} s ago, which is more than the limit of "
+                f"{latest.fresh_limit_seconds:.0f} s. All answers are out of date",
             )
         return PlainTextResponse(f"ready: tick {latest.snapshot.tick}\n")
 
@@ -345,7 +345,7 @@ def add_problem_handlers(app: FastAPI) -> None:
 
     async def on_unexpected_error(request: Request, error: Exception) -> Response:
         detail = (
-            f"internal error of the watcher ({type(error).__name__}); please report it with the traceback from its log"
+            f"internal error of the watcher ({type(error).__name__}). Please report it with the traceback from the log"
         )
         return problem_response(HTTPStatus.INTERNAL_SERVER_ERROR, detail, request.url.path)
 

@@ -319,8 +319,8 @@ def page_banners(snapshot: Snapshot, latest: LatestSnapshot) -> Sequence[str]:
     found = []
     if not latest.is_fresh:
         found.append(
-            f"The watcher has stopped: its last tick was {formatting.format_duration(latest.age_seconds)} ago. "
-            "Everything below is out of date. Its log says why."
+            f"The watcher has stopped: its last update was {formatting.format_duration(latest.age_seconds)} ago. "
+            "Everything below is out of date. The watcher's log says why."
         )
     if snapshot.blind:
         found.append(
@@ -331,8 +331,8 @@ def page_banners(snapshot: Snapshot, latest: LatestSnapshot) -> Sequence[str]:
     if deliveries.oldest_waiting_seconds > OUTBOX_LATE_SECONDS:
         failing = sorted({receiver for receiver, _ in deliveries.failed})
         found.append(
-            f"Alert messages are not being delivered: {deliveries.waiting} undelivered, the oldest for "
-            f"{formatting.format_duration(deliveries.oldest_waiting_seconds)}."
+            f"Alert messages are not being delivered. Undelivered messages: {deliveries.waiting}. The oldest has been "
+            f"waiting for {formatting.format_duration(deliveries.oldest_waiting_seconds)}."
             + (f" Receivers with failed deliveries: {', '.join(failing)}." if failing else "")
         )
     return found

@@ -57,7 +57,7 @@ class VerdictAnswer(BaseModel):
     state: PowerState
     shape: UtilizationPattern = Field(description="the pattern of utilization over the ranks")
     confidence: float = Field(ge=0, le=1)
-    why: str = Field(description="what decided, with numbers")
+    why: str = Field(description="the reason for this state, with numbers")
     advice: str
     power_fraction: float | None = Field(description="median GPU power as a fraction of the power limit")
     suspects: list[SuspectAnswer]
@@ -68,12 +68,12 @@ class VerdictAnswer(BaseModel):
 class ProgressAnswer(BaseModel):
     """The job's progress, as reported by the job."""
 
-    step: int | None = Field(description="highest step in any source; null: progress cannot be read")
+    step: int | None = Field(description="highest step that any source reports; null if progress cannot be read")
     slowest_step: int | None
     total_steps: int | None
     tokens_per_second: float | None
-    loss: float | None = Field(description="null also if it is not finite: see loss_finite")
-    loss_finite: bool | None = Field(description="false: the job reported NaN or Inf")
+    loss: float | None = Field(description="last loss; null if unknown, NaN or Inf (see loss_finite)")
+    loss_finite: bool | None = Field(description="false if the job reported NaN or Inf")
     age_seconds: float | None = Field(description="time since the step last changed")
     restart: int | None = Field(description="how often the launcher has restarted the job")
 
@@ -84,15 +84,15 @@ class CheckpointAnswer(BaseModel):
     name: str
     step: int | None
     bytes: int
-    age_seconds: float | None = Field(description="time since it last changed")
+    age_seconds: float | None = Field(description="time since the checkpoint last changed")
 
 
 class JobNodeAnswer(BaseModel):
     node: str
     status: str
-    detail: str = Field(description="what is wrong; empty if nothing is")
-    age_seconds: float | None = Field(description="age of its last data; null: it never answered")
-    gpus: int = Field(description="GPUs in the last sample")
+    detail: str = Field(description="what is wrong with the node; empty if nothing is wrong")
+    age_seconds: float | None = Field(description="age of the last data from the node; null if it never answered")
+    gpus: int = Field(description="number of GPUs in the last sample")
     expected_gpus: int | None
 
 
@@ -117,22 +117,24 @@ class JobAnswer(BaseModel):
     since: datetime = Field(description="when the job entered this state")
     reason: str = Field(description="why it is in this state, with numbers")
     judged: datetime = Field(description="when the job was last evaluated")
-    age_seconds: float = Field(description="time since it was last evaluated")
+    age_seconds: float = Field(description="time since the job was last evaluated")
     verdict: VerdictAnswer
     progress: ProgressAnswer
     checkpoint: CheckpointAnswer | None = Field(
         description="null if no checkpoint is complete or the directory cannot be read"
     )
-    gpus: int = Field(description="GPUs in the last sample")
+    gpus: int = Field(description="number of GPUs in the last sample")
     expected_gpus: int | None
     nodes: list[JobNodeAnswer]
     findings: list[FindingAnswer]
-    wasted_gpu_seconds: dict[str, float] = Field(description="by alert, since the watcher started")
+    wasted_gpu_seconds: dict[str, float] = Field(
+        description="GPU time without useful work since the watcher started, by alert"
+    )
     wasted_energy_joules: dict[str, float] = Field(
-        description="energy drawn during that time, by alert; only of GPUs whose power was read"
+        description="energy drawn during wasted_gpu_seconds, by alert; counts only GPUs whose power was read"
     )
     incident: str | None = Field(
-        description="path of its newest incident recording on the control host, for `wattwatch replay`; null: none"
+        description="path of the newest incident recording on the control host, for `wattwatch replay`; null if none"
     )
 
 
@@ -146,7 +148,7 @@ class GpuAnswer(BaseModel):
     pci_bus_id: str | None
     name: str | None
     power_watts: float | None
-    power_source: str | None = Field(description="which reading power_watts comes from")
+    power_source: str | None = Field(description="the reading that power_watts is taken from")
     power_limit_watts: float | None
     utilization_percent: float | None
     memory_utilization_percent: float | None
@@ -155,7 +157,7 @@ class GpuAnswer(BaseModel):
     temperature_celsius: float | None
     energy_joules: float | None
     throttle_reasons: list[str] | None
-    reasons: dict[str, str] = Field(description="field -> why it is null: unsupported, unreadable, lost, ...")
+    reasons: dict[str, str] = Field(description="by field, why it is null: unsupported, unreadable, lost, ...")
 
 
 class TimelineAnswer(BaseModel):
@@ -176,13 +178,15 @@ class NodeAnswer(BaseModel):
 
     node: str
     status: str = Field(description="ok, unreachable, auth_failed, host_key_changed, sampler_timeout, driver_down, ...")
-    detail: str = Field(description="what is wrong; empty if nothing is")
-    age_seconds: float | None = Field(description="age of its last data; null: it never answered")
+    detail: str = Field(description="what is wrong with the node; empty if nothing is wrong")
+    age_seconds: float | None = Field(description="age of the last data from the node; null if it never answered")
     jobs: list[str]
-    gpus: int | None = Field(description="GPUs in its last data; null: they could not be read")
-    gpu_source: str | None = Field(description="nvml, nvidia-smi, shell")
-    hung_calls: dict[str, float] = Field(description="calls that have not returned, with their age in seconds")
-    clock_skew_seconds: float | None = Field(description="its wall clock minus the watcher's")
+    gpus: int | None = Field(description="number of GPUs in the last data; null if they could not be read")
+    gpu_source: str | None = Field(description="how the GPUs are read: nvml, nvidia-smi or shell")
+    hung_calls: dict[str, float] = Field(
+        description="calls on the node that have not returned, with their age in seconds"
+    )
+    clock_skew_seconds: float | None = Field(description="wall clock of the node minus that of the watcher")
     logins: int
     login_failures: int
     lines: int
@@ -192,25 +196,27 @@ class NodeAnswer(BaseModel):
 class AlertAnswer(BaseModel):
     """One alert episode, open or recently closed."""
 
-    id: str = Field(description="stable across restarts; each episode has a new one")
-    job: str = Field(description="empty: the alert is about the watcher itself")
+    id: str = Field(description="unique for each episode, and unchanged when the watcher restarts")
+    job: str = Field(description="empty if the alert is about the watcher itself")
     alert: str
     scope: str
     severity: Severity
     confirmed: bool = Field(
-        description="false: suspected from power and utilization only, not yet confirmed by progress"
+        description="false if suspected from power and utilization only, and not yet confirmed by progress"
     )
     summary: str
     evidence: list[str]
     advice: str
     suspects: list[SuspectAnswer]
     opened: datetime
-    closed: datetime | None = Field(description="null: open")
+    closed: datetime | None = Field(description="null while the alert is open")
     gpu_hours_lost: float
     kilowatt_hours_lost: float = Field(
-        description="energy drawn without useful work; only of GPUs whose power was read"
+        description="energy drawn without useful work; counts only GPUs whose power was read"
     )
-    suppressed_by: str | None = Field(description="root cause that is reported instead of this alert")
+    suppressed_by: str | None = Field(
+        description="the alert about the root cause, which is reported instead of this one"
+    )
     diagnosis: str | None = Field(description="which rank blocks the job, in a sentence, once known")
 
 
@@ -394,15 +400,17 @@ class CulpritAnswer(BaseModel):
     rank: int
     node: str | None
     gpu: int | None
-    doing: str = Field(description="what it does instead, with its line of code if known")
+    doing: str = Field(description="what the rank does instead, with the line of code if known")
 
 
 class StandingAnswer(BaseModel):
     """Ranks of a process group in the same state at one sequence number."""
 
     place: MemberState = Field(description="waiting, behind, silent, ahead or absent")
-    operation: str | None = Field(description="the operation they launched at this sequence number")
-    line: str | None = Field(description="the line of the job's own code that launched it, or where they are instead")
+    operation: str | None = Field(description="the operation that these ranks launched at this sequence number")
+    line: str | None = Field(
+        description="the line of the job's own code that launched the operation, or where the ranks are now"
+    )
     ranks: list[int]
 
 
@@ -470,18 +478,18 @@ class DiagnosisAnswer(BaseModel):
     the capture they come from."""
 
     job: str
-    alert: str = Field(description="the alert that it explains")
+    alert: str = Field(description="the alert that the diagnosis explains")
     episode: str = Field(description="id of the alert episode")
     stage: DiagnosisStage = Field(
-        description="of the latest capture. If it is running or failed, this diagnosis is from an earlier one"
+        description="stage of the latest capture; if it is running or failed, this diagnosis is from an earlier capture"
     )
     began: datetime = Field(description="when the latest capture began")
-    ended: datetime | None = Field(description="null while it is running")
+    ended: datetime | None = Field(description="when the latest capture ended; null while it is running")
     trouble: str | None = Field(description="why the latest capture gave no diagnosis")
     directory: str = Field(description="directory of the capture on the control host; `wattwatch diagnose` reads it")
     report: str | None = Field(description="URL path of the incident report on this server")
     verdict: DiagnosisVerdict
-    conclusive: bool = Field(description="true: proven by the evidence, not only likely")
+    conclusive: bool = Field(description="true if the evidence proves the diagnosis; false if it is only likely")
     culprits: list[int] = Field(description="blocking ranks")
     confidence: float = Field(ge=0, le=1)
     step: int | None
@@ -490,13 +498,15 @@ class DiagnosisAnswer(BaseModel):
     why: str
     advice: str
     who: list[CulpritAnswer]
-    tied: list[list[int]] = Field(description="sets of ranks one of which is at fault; the records do not show which")
+    tied: list[list[int]] = Field(
+        description="sets of ranks: one of these sets is at fault, but the records do not show which"
+    )
     groups: list[GroupAnswer]
     waits: list[WaitAnswer]
     testimonies: list[TestimonyAnswer]
     stacks: list[StackAnswer]
     logs: list[LogAnswer]
-    evidence: list[str] = Field(description="files in the directory that it is based on")
+    evidence: list[str] = Field(description="files in `directory` that the diagnosis is based on")
     missing: list[str] = Field(description="evidence that was requested but not obtained")
     unread: list[UnreadAnswer]
 
@@ -525,8 +535,8 @@ def no_diagnosis_reason(job: str, view: DiagnosisView | None) -> str:
     if view is None:
         return f"nothing has been captured for {job!r}: no hang or stalled checkpoint has been detected so far"
     if view.stage is DiagnosisStage.OFF:
-        return f"{job!r} is never captured: its configuration says `capture = false`"
+        return f"no evidence is captured for {job!r}, because its configuration says `capture = false`"
     if view.stage is DiagnosisStage.RUNNING:
         began = f"{utc_datetime(view.began_wall_seconds):%H:%M:%S} UTC"
         return f"a capture of {job!r} has been running since {began}: try again in a moment"
-    return f"the capture of {job!r} gave no diagnosis: {view.trouble}; what was captured is in {view.directory}"
+    return f"the capture of {job!r} gave no diagnosis: {view.trouble}; the captured files are in {view.directory}"

@@ -113,8 +113,8 @@ def test_nothing_is_learned_from_busy_gpus_and_nothing_is_written(shell: Shell, 
     out = tmp_path / "profile.toml"
     answer = shell.run("calibrate", a_log(tmp_path / "busy.csv", (300, 640, 100, 71000)), "--out", out)
     assert answer.exit_code == 3
-    assert "idle power: not learned for 2 of 2 GPUs: no full minute at 0 %" in answer.out
-    assert "nothing was learned for a profile" in answer.err
+    assert "idle power was not learned for 2 of 2 GPUs: no full minute was found with 0 %" in answer.out
+    assert "because no profile could be made" in answer.err
     assert not out.exists()
 
 
@@ -126,7 +126,7 @@ def test_hours_at_the_floor_with_memory_in_use_teach_nothing(shell: Shell, tmp_p
 def test_a_gpu_without_a_power_limit_gets_no_profile(shell: Shell, tmp_path: Path) -> None:
     answer = shell.run("calibrate", a_log(tmp_path / "log.csv", (100, 70, 0, 4), limit="[N/A]"))
     assert answer.exit_code == 0
-    assert "the source does not have their power limit" in answer.err
+    assert "because their power limit is not in the source" in answer.err
 
 
 def test_a_name_that_is_no_plain_word_is_written_as_one(tmp_path: Path) -> None:
@@ -236,10 +236,10 @@ def test_idle_gpus_of_a_host_teach_their_idle_power() -> None:
     [
         (heard(board(640.0, 100.0, 71e9)), "71.0 GB of its memory are in use"),
         (heard(board(118.0, 0.0, 5e8)), "0.5 GB of its memory are in use"),
-        (heard(board(70.0, 100.0)), "its utilization is 100 %"),
-        (heard(board(), processes=[ProcessSample(7, "python3", "R", 1.0, None, (0,))]), "a process is using it"),
-        (heard(board(memory=None)), "memory use or utilization is not readable"),
-        (heard(replace(board(), power_watts=None)), "power is not readable"),
+        (heard(board(70.0, 100.0)), "its utilization was 100 %"),
+        (heard(board(), processes=[ProcessSample(7, "python3", "R", 1.0, None, (0,))]), "a process is using the GPU"),
+        (heard(board(memory=None)), "memory use or utilization cannot be read"),
+        (heard(replace(board(), power_watts=None)), "power cannot be read"),
         (heard(board(400.0)), "implausible as this GPU's idle power"),
         ([*heard(board(60.0), seconds=15), *heard(board(130.0), seconds=15)], "not steady"),
         (heard(board(), seconds=3), "3 of 30 samples arrived"),

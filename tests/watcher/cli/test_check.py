@@ -54,7 +54,7 @@ def test_a_working_node_and_a_reachable_receiver_pass(here: Site, shell: Shell) 
         said = answer.json
         assert [line for line in said if line["ok"] is False] == []
         assert lines(said, "configuration") == {str(config): (True, "train: 1 node")}
-        assert lines(said, "receiver ops") == {"reach": (True, "reachable; nothing was sent")}
+        assert lines(said, "receiver ops") == {"reach": (True, "the receiver is reachable; no test message was sent")}
         node = lines(said, "node node")
         assert node["GPU tools"] == (True, "nvidia-smi lists 2 NVIDIA B300")
         assert node[f"path {run}"][0] is True
@@ -139,5 +139,5 @@ def test_a_state_directory_that_cannot_be_created_is_named(here: Site, shell: Sh
     answer = shell.run("check", "-c", path, "--json")
     assert answer.exit_code == 2
     assert lines(answer.json, "state directory") == {
-        "": (False, f"{path} cannot be written: set watcher.state_directory")
+        "": (False, f"cannot write to {path}: allow this user to write there, or change watcher.state_directory")
     }

@@ -40,10 +40,10 @@ def test_a_likely_culprit_is_a_warning_with_its_stack(shell: Shell) -> None:
     answer = shell.run("diagnose", LIKELY)
     assert answer.exit_code == 1
     assert (
-        "rank 0 waits in all_reduce at sequence number 2 of default_pg for rank 1, which has not launched it"
+        "rank 0 waits for rank 1 in all_reduce (sequence number 2 of default_pg); rank 1 has not launched it"
         in answer.out
     )
-    assert "stack of rank 1 (rank1_dump_traceback.txt, innermost first)" in answer.out
+    assert "stack of rank 1, innermost frame first (rank1_dump_traceback.txt)" in answer.out
     assert "w (train/dbg2.py:18)" in answer.out
     assert "evidence  flight recorder, stacks" in answer.out
 
@@ -172,7 +172,7 @@ def test_the_report_as_one_html_page(shell: Shell, tmp_path: Path) -> None:
     assert "cannot write the report: No such file or directory" in answer.err
     wrong = shell.run("diagnose", "pretrain", "--html", page)
     assert (wrong.exit_code, wrong.out) == (3, "")
-    assert "--html needs a DIR" in wrong.err
+    assert "--html works only with a DIR" in wrong.err
 
 
 def test_the_path_of_the_report_goes_to_standard_error(shell: Shell, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_directory_with_the_name_of_a_job_is_read_and_the_error_says_so(
     monkeypatch.chdir(tmp_path)
     answer = shell.run("diagnose", "pretrain")
     assert answer.exit_code == 3
-    assert "To ask the watcher about a job of that name" in answer.err
+    assert "To ask the watcher about the job" in answer.err
 
 
 @contextmanager

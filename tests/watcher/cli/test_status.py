@@ -40,7 +40,7 @@ def test_all_jobs_are_listed_with_step_throughput_and_reason_and_open_alerts(add
     assert "Step 1,923 was" in healthy
     assert "CRITICAL JobHung finetune-evenfix: Hung at step 3,854: rank 3 waits apart from the other 15." in answer.out
     assert "WARNING NodeUnreachable eval-nightly: gpu-07 does not answer." in answer.out
-    assert "(not sent, caused by GpuFault gpu-06/5)" in answer.out
+    assert "(not sent, because GpuFault gpu-06/5 explains it)" in answer.out
     assert "JobSlow" not in answer.out  # closed
 
 

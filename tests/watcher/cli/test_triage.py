@@ -144,7 +144,7 @@ def test_two_samples_that_disagree_lower_the_confidence(shell: Shell) -> None:
     (unsure,) = shell.run("triage", "--json", stdin=turned.encode()).json
     assert sure["state"] == unsure["state"] == "compute"
     assert unsure["confidence"] < sure["confidence"]
-    assert "The sample before that indicated idle." in unsure["why"]
+    assert "The previous sample indicated idle." in unsure["why"]
 
 
 # Sources
@@ -177,7 +177,7 @@ def test_the_text_output_does_not_wrap_lines(shell: Shell, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "it is empty"),
+        (b"", "the input is empty"),
         (os.urandom(4096).replace(b"{", b"").replace(b"[", b""), ""),
         (b"\x00" * 10_000, ""),
         (b"x" * 3_000_000, ""),
@@ -204,9 +204,9 @@ def test_what_cannot_be_a_source_is_an_error_in_one_sentence(shell: Shell, tmp_p
         (tmp_path, "is a directory"),
         (tmp_path / "none", "No such file"),
         ("none.csv", "No such file"),
-        ("x" * 5000, "neither a file nor"),
-        ("two words", "neither a file nor"),
-        ("", "neither a file nor"),
+        ("x" * 5000, "there is no such file"),
+        ("two words", "there is no such file"),
+        ("", "there is no such file"),
         (tmp_path / ("x" * 300), "name too long"),
     ]:
         answer = shell.run("triage", source)

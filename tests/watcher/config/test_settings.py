@@ -63,7 +63,7 @@ def test_three_keys_are_enough_to_watch_a_cluster(tmp_path: Path) -> None:
         (MINIMUM + "log_pattern = 'step (\\d+)'\n", "jobs[0].log_pattern: expected a group named step"),
         (MINIMUM + "log_pattern = '(?P<step>'\n", "jobs[0].log_pattern: not a regular expression"),
         ("[[jobs]]\nname = 'a/b'\nnodes = 'n1'\n", "jobs[0].name: expected a name without slashes"),
-        ("", "jobs: no [[jobs]] table"),
+        ("", "jobs: there is no [[jobs]] table"),
         ("[[jobs]\n", "not valid TOML: "),
         (
             MINIMUM + "flight_recorder_file = '/nfs/fr_'\n",
@@ -75,7 +75,7 @@ def test_three_keys_are_enough_to_watch_a_cluster(tmp_path: Path) -> None:
         ),
         (
             MINIMUM + "flight_recorder_pipe = '/tmp/fr_'\n",
-            "jobs[0]: flight_recorder_pipe needs flight_recorder_files",
+            "jobs[0]: flight_recorder_pipe is set, so flight_recorder_files must be set too",
         ),
         (
             MINIMUM + "[[receivers]]\nname = 'ops'\ntype = 'slak'\nurl_file = 'u'\n",

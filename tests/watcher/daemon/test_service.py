@@ -189,7 +189,7 @@ def test_a_port_in_use_is_reported_in_one_sentence(tmp_path: Path) -> None:
         result = CliRunner().invoke(serve_command, ["-c", str(path)], standalone_mode=False)
     assert result.return_value == 2
     assert result.stderr == (
-        f"{path}: 127.0.0.1:{port} is in use: is another wattwatch running? "
+        f"{path}: 127.0.0.1:{port} is in use, perhaps by another wattwatch. "
         "Stop it, or set another address in watcher.listen\n"
     )
 

@@ -220,5 +220,5 @@ def test_no_word_is_kept_only_because_it_is_in_a_table(table: str) -> None:
 def test_the_command_reports_that_it_wrote_a_copy(tmp_path: Path) -> None:
     recorded_names(tmp_path / "r.gz")
     result = CliRunner().invoke(replay_command, [str(tmp_path / "r.gz"), "--anonymous", str(tmp_path / "c.gz")])
-    assert f"{tmp_path / 'c.gz'}: anonymous copy" in result.stderr
-    assert "look through it before you share it" in result.stderr
+    assert f"{tmp_path / 'c.gz'}: the anonymous copy" in result.stderr
+    assert "Look through it before you share it" in result.stderr

@@ -143,17 +143,20 @@ def test_a_recording_is_recognized_by_its_content_from_a_file_and_from_a_pipe(tm
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "the header line is missing"),
-        (b"\n", "the header line is missing"),
-        (b"[]\n", "the header line is missing"),
-        (b'{"format": "wattwatch-recording"}\n', "the header line is missing"),
-        (b'{"format": "wattwatch-recording", "version": 1, "jobs": [{"nodes": 3}]}\n', "the header line is missing"),
+        (b"", "the first line is not a valid header"),
+        (b"\n", "the first line is not a valid header"),
+        (b"[]\n", "the first line is not a valid header"),
+        (b'{"format": "wattwatch-recording"}\n', "the first line is not a valid header"),
+        (
+            b'{"format": "wattwatch-recording", "version": 1, "jobs": [{"nodes": 3}]}\n',
+            "the first line is not a valid header",
+        ),
         (
             b'{"format": "wattwatch-recording", "version": 7, "jobs": []}\n',
-            "recording of version 7; this wattwatch reads version 1",
+            "the recording has version 7, but this wattwatch reads only version 1",
         ),
-        (b'{"format": "other", "version": 1, "jobs": []}\n', "the header line is missing"),
-        (gzip.compress(b"nothing of ours"), "the header line is missing"),
+        (b'{"format": "other", "version": 1, "jobs": []}\n', "the first line is not a valid header"),
+        (gzip.compress(b"nothing of ours"), "the first line is not a valid header"),
     ],
 )
 def test_a_file_that_is_not_a_recording_is_an_error_in_one_sentence(content: bytes, words: str) -> None:

@@ -35,16 +35,16 @@ def test_a_training_log_is_recognized_and_the_advice_names_progress(log: Path, s
     assert (triage.exit_code, replay.exit_code, said["state"]) == (3, 3, "unknown")
     for words in (said["why"] + said["advice"], replay.err):
         assert "a log of training steps" in words
-        assert "Read it with `wattwatch progress FILE`" in words
-        assert "--progress advancing or --progress stalled" in words
+        assert "run `wattwatch progress FILE`" in words
+        assert "--progress advancing if steps advance, or --progress stalled if they do not" in words
     assert "node" not in said["advice"]
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "it is empty"),
-        (b" \n\n", "it is empty"),
+        (b"", "the input is empty"),
+        (b" \n\n", "the input is empty"),
         (bytes(range(256)) * 99, "binary"),
         (b"hello\n", "no GPU row found"),
     ],
@@ -64,7 +64,7 @@ def test_a_recording_without_its_header_is_an_error(shell: Shell, tmp_path: Path
         for command in ("triage", "replay"):
             answer = shell.run(command, path)
             assert (answer.exit_code, answer.out) == (3, "")
-            assert "a wattwatch recording without its beginning" in answer.err
+            assert "the beginning of this wattwatch recording is missing" in answer.err
 
 
 @pytest.mark.parametrize("cut", [0, 5])
@@ -87,7 +87,7 @@ def test_a_log_in_gzip_is_read(cut: int, shell: Shell, tmp_path: Path) -> None:
 def test_output_of_two_hosts_in_one_paste_is_an_error(text: str, shell: Shell) -> None:
     answer = shell.run("triage", "-", stdin=text.encode())
     assert (answer.exit_code, answer.out) == (3, "")
-    assert "-: output of several hosts: GPU 0 is NVIDIA H100 80GB HBM3 at" in answer.err
+    assert "-: this is the output of several hosts: GPU 0 is NVIDIA H100 80GB HBM3 at" in answer.err
     assert "wattwatch triage HOST" in answer.err
 
 

@@ -78,7 +78,7 @@ def test_the_api_returns_who_where_why_and_how_certain(done: DiagnosisView) -> N
         (replace(NO_REPORT, stage=DiagnosisStage.RUNNING, diagnosis=None), "has been running since 10:11:25 UTC"),
         (
             replace(NO_REPORT, stage=DiagnosisStage.FAILED, diagnosis=None, trouble="the disk is full", directory="/d"),
-            "gave no diagnosis: the disk is full; what was captured is in /d",
+            "gave no diagnosis: the disk is full; the captured files are in /d",
         ),
     ],
     ids=["no hang", "off", "running", "failed"],

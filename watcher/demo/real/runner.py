@@ -205,8 +205,8 @@ class RealDemoRun:
         shortest = min(range(len(steps)), key=steps.__getitem__)
         self._note(
             "packed",
-            f"blocks of each rank: {', '.join(map(str, blocks))}; at {self._job.shape.accumulation} a step rank "
-            f"{shortest} has {steps[shortest]} steps, the others {sorted(steps)[1]} or more",
+            f"blocks of each rank: {', '.join(map(str, blocks))}. With {self._job.shape.accumulation} blocks per step, "
+            f"rank {shortest} has {steps[shortest]} steps, and every other rank has {sorted(steps)[1]} or more",
         )
         if steps.count(steps[shortest]) > 1:
             raise ExpectationFailed(f"expected one rank with the fewest steps, got {steps}")
@@ -222,19 +222,23 @@ class RealDemoRun:
         self._wait_until(
             self._is_deadlocked,
             TRAINING_TIMEOUT_SECONDS,
-            f"rank {self._shortest} in the save's barrier and the others in a step",
+            f"rank {self._shortest} to be in the barrier of the checkpoint, and all other ranks in a training step",
         )
         self._deadlocked_at = self._now()
         steps = sorted({heartbeat.step for heartbeat in self._job.heartbeats()})
-        self._note("parted", f"heartbeats: rank {self._shortest} in barrier, the others in train; steps {steps}")
+        self._note(
+            "parted", f"heartbeats: rank {self._shortest} is in barrier, all other ranks are in train; steps {steps}"
+        )
         self._wait_for_suspect()
         detected_at = self._now()
         self._query_flight_recorders()
         self._wait_for_suspect(severity="critical")
-        self._wait_until(self._proven, ALERT_TIMEOUT_SECONDS, f"an alert with a conclusive diagnosis of {JOB_NAME}")
+        self._wait_until(
+            self._proven, ALERT_TIMEOUT_SECONDS, f"an alert with a conclusive diagnosis of the job {JOB_NAME}"
+        )
         pids = self._job.end()
         ended_at = self._now()
-        self._note("killed", f"the ranks, by pid: {', '.join(map(str, pids))}")
+        self._note("killed", f"killed the processes of the ranks: {', '.join(map(str, pids))}")
         self.outcome.cost = HangCost(
             self._job.shape.world, ended_at - self._deadlocked_at, max(0.0, detected_at - self._deadlocked_at)
         )
@@ -259,7 +263,7 @@ class RealDemoRun:
             notices = [each for each in self._open_alerts("JobHung") if severity in ("", each.severity)]
             return {each.annotations.get("suspects", "") for each in notices} - {""}
 
-        expected = f"{severity} JobHung that names rank {self._shortest}".strip()
+        expected = f"a {severity} JobHung alert".replace("  ", " ") + f" that names rank {self._shortest}"
         self._wait_until(lambda: bool(named()), ALERT_TIMEOUT_SECONDS, expected)
         for suspects in named():
             if f"rank {self._shortest}" not in suspects or suspects.count("rank ") != 1:
@@ -273,17 +277,17 @@ class RealDemoRun:
         split = self.outcome.split = find_split(waits)
         if split is None or len(waits) != self._job.shape.world:
             raise ExpectationFailed(
-                f"expected different collectives at one slot of one group on {self._job.shape.world} ranks, "
-                f"the flight recorders say {waits}"
+                f"expected {self._job.shape.world} ranks with different collectives at the same sequence number of one "
+                f"group, but the flight recorders show {waits}"
             )
-        self._note("recorded", f"flight recorders, group {split.group}, collective {split.slot:,}:")
+        self._note("recorded", f"flight recorders: group {split.group}, sequence number {split.slot:,}:")
         for collective, ranks in split.ranks.items():
             place = next(wait.place for wait in waits if wait.rank == ranks[0])
             self._note("recorded", f"  {collective:<16} {name_ranks(ranks)}" + (f"   {place}" if place else ""))
         alone = [ranks for collective, ranks in split.ranks.items() if "barrier" in collective]
         if alone != [(self._shortest,)]:
             self.outcome.problems.append(
-                f"expected rank {self._shortest} alone in a barrier, the flight recorders say {dict(split.ranks)}"
+                f"expected only rank {self._shortest} in a barrier, but the flight recorders show {dict(split.ranks)}"
             )
 
     def _wait_of(self, rank: int) -> RankWait | None:
@@ -303,8 +307,9 @@ class RealDemoRun:
         fewest, most = min(self.outcome.blocks), max(self.outcome.blocks)
         if (gate.level, gate.spread, gate.shortest_blocks) != ("WARN", most - fewest, fewest):
             self.outcome.problems.append(
-                f"expected the gate to warn of a spread of {most - fewest} and to record a minimum of {fewest}, "
-                f"found {gate.level}, {gate.spread} and {gate.shortest_blocks}"
+                f"expected the result WARN from the gate, with a spread of {most - fewest} and a minimum of "
+                f"{fewest} blocks, but it was {gate.level}, with a spread of {gate.spread} and a minimum of "
+                f"{gate.shortest_blocks}"
             )
         self._start('evenness = "min"', gate)
         self._wait_until(
@@ -313,11 +318,11 @@ class RealDemoRun:
         codes = self._job.exit_codes()
         if any(codes):
             raise ExpectationFailed(
-                f"expected exit code 0 from both launchers, found {codes}: {self._job.last_output()}"
+                f"expected exit code 0 from both launchers, but got {codes}: {self._job.last_output()}"
             )
         checkpoint = self._job.checkpoint()
         if not checkpoint:
-            raise ExpectationFailed("expected a complete checkpoint at the end of the epoch, there is none")
+            raise ExpectationFailed("expected a complete checkpoint at the end of the epoch, but there is none")
         self._note("completed", f"all ranks ended with exit code 0; checkpoint {checkpoint} is complete")
         self._wait_for_alert("JobCompleted")
 
@@ -400,8 +405,9 @@ PAPER_HANG_HOURS: Final = 3.0
 PAPER_EPOCH_GPU_HOURS: Final = 84.0
 PAPER_COST_GPU_HOURS: Final = 130.0
 REAL_AND_SIMULATED: Final = (
-    "Real: the data, the ranks, their deadlock, SSH, the watcher, its messages. Simulated: the GPUs (they draw the "
-    "paper's watts according to the ranks' heartbeats), and the second host."
+    "Real: the data, the ranks, their deadlock, SSH, the watcher, and its messages. Simulated: the second host, "
+    "and the GPUs. The simulated power follows the heartbeats of the ranks, with the watts from the paper "
+    "(arXiv 2608.05944)."
 )
 
 
@@ -433,10 +439,11 @@ def real_cost_line(cost: HangCost) -> str:
     hang = PAPER_GPUS * PAPER_HANG_HOURS
     detected = PAPER_GPUS * cost.told_after_seconds / 3600
     return (
-        f"Cost: {cost.gpus} GPUs hung for {cost.hung_seconds:.0f} s = {here:.3f} GPU-hours. The paper's {PAPER_GPUS} "
-        f"GPUs hung for {PAPER_HANG_HOURS:.0f} h = {hang:.0f} GPU-hours; with the epoch that was not saved "
-        f"({PAPER_EPOCH_GPU_HOURS:.0f}) one deadlock cost it about {PAPER_COST_GPU_HOURS:.0f}. Detected after "
-        f"{cost.told_after_seconds:.0f} s, as here, the hang would have cost {detected:.2f}."
+        f"Cost: here, {cost.gpus} GPUs hung for {cost.hung_seconds:.0f} s, which is {here:.3f} GPU-hours. In "
+        f"the paper, {PAPER_GPUS} GPUs hung for {PAPER_HANG_HOURS:.0f} h, which is {hang:.0f} GPU-hours. The epoch "
+        f"that was not saved cost another {PAPER_EPOCH_GPU_HOURS:.0f}, so one deadlock cost "
+        f"about {PAPER_COST_GPU_HOURS:.0f} GPU-hours. If the hang in the paper had been detected after "
+        f"{cost.told_after_seconds:.0f} s, as it was here, the hang would have cost {detected:.2f} GPU-hours."
     )
 
 
