@@ -44,26 +44,37 @@ def wattwatch_train() -> None:
     """Full fine-tuning in which all ranks always issue the same collectives: data is packed and checked beforehand."""
 
 
-@wattwatch_train.command("pack", short_help="Tokenize records once, into fixed blocks per rank.")
+@wattwatch_train.command("pack", short_help="Tokenize a dataset into blocks of fixed length for each rank.")
 @click.argument("source")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), required=True, help="Output directory, local to the node."
 )
-@click.option("--tokenizer", required=True, help="Directory written by save_pretrained, or a name on the Hub.")
+@click.option(
+    "--tokenizer", required=True, help="Directory written by save_pretrained, or a name on the Hugging Face Hub."
+)
 @click.option(
     "--world", type=click.IntRange(1), envvar=WORLD_VARIABLES, required=True, help="Number of ranks of the job."
 )
 @click.option(
-    "--ranks", type=RanksOption(), help="Ranks of this node, such as 0-7. [default: RANK of the launcher, or all ranks]"
+    "--ranks",
+    type=RanksOption(),
+    help="Ranks on this node, such as 0-7. [default: the RANK that the launcher set, or all ranks]",
 )
 @click.option("--seq-len", type=click.IntRange(2), default=2048, show_default=True, help="Token ids per block.")
-@click.option("--split", default="train", show_default=True, help="Split of the dataset.")
-@click.option("--column", help="Column with the text or the lists of messages. [default: text or messages]")
+@click.option("--split", default="train", show_default=True, help="Split of the dataset to read.")
+@click.option("--column", help="Column that holds the text or the lists of messages. [default: text or messages]")
 @click.option(
-    "--contiguous/--strided", default=True, show_default=True, help="How rows are distributed to ranks, see datasets."
+    "--contiguous/--strided",
+    default=True,
+    show_default=True,
+    help="Give each rank one range of consecutive rows, or every Nth row.",
 )
-@click.option("--document-mask", is_flag=True, help="Also write where records begin.")
-@click.option("--workers", type=click.IntRange(1), help="Processes that tokenize. [default: one per CPU core]")
+@click.option(
+    "--document-mask", is_flag=True, help="Also write the positions where records begin, for train.document_mask."
+)
+@click.option(
+    "--workers", type=click.IntRange(1), help="Number of processes that tokenize. [default: one per CPU core]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the manifests as a JSON list.")
 def pack_command(
     source: str,
@@ -79,10 +90,11 @@ def pack_command(
     workers: int | None,
     as_json: bool,
 ) -> None:
-    """Tokenize each record of SOURCE once and pack the ids into fixed blocks: an .i32 file and a manifest per rank.
+    """Tokenize each record of SOURCE once and pack the ids into blocks of fixed length.
 
-    SOURCE is JSONL (a path or a glob), a directory written by save_to_disk of datasets, or the name of a dataset. The
-    same input always gives the same bytes. Exit code 2: an error; nothing was written for the rank that it names.
+    SOURCE is JSONL (a path or a glob), a directory written by save_to_disk of datasets, or the name of a dataset. Each
+    rank gets an .i32 file and a manifest. The same input always gives the same bytes. Exit code 2 means an error: for
+    the rank that the message names, nothing was written.
     """
     ranks = select_ranks(world, ranks)
     from rich.console import Console
@@ -129,9 +141,12 @@ def read_job_defaults(ctx: click.Context, _: click.Parameter, path: str | None) 
     return job
 
 
-@wattwatch_train.command("gate", short_help="Six checks over all ranks: may this job start?")
+@wattwatch_train.command("gate", short_help="Run six checks over all ranks before a job starts.")
 @click.option(
-    "--job", is_eager=True, callback=read_job_defaults, help="JOB.toml: sets all options below except --resume."
+    "--job",
+    is_eager=True,
+    callback=read_job_defaults,
+    help="Job file (JOB.toml) that sets the defaults of the options below.",
 )
 @click.option("--run", required=True, help="Run directory, shared by all nodes; holds gate.json and checkpoints/.")
 @click.option("--data", required=True, help="Directory of the packed blocks on this node.")
@@ -141,25 +156,31 @@ def read_job_defaults(ctx: click.Context, _: click.Parameter, path: str | None) 
 @click.option(
     "--ranks",
     type=RanksOption(),
-    help="Ranks of this process, such as 0-7. [default: RANK of the launcher, or all ranks]",
+    help="Ranks that this process checks, such as 0-7. [default: the RANK that the launcher set, or all ranks]",
 )
 @click.option(
     "--rendezvous", help="HOST:PORT where rank 0's gate process listens. [default: MASTER_ADDR and MASTER_PORT]"
 )
 @click.option("--micro-batch", type=click.IntRange(1), default=1, show_default=True, help="Blocks per micro-step.")
-@click.option("--accumulation", type=click.IntRange(1), default=8, show_default=True, help="Micro-steps per step.")
+@click.option(
+    "--accumulation", type=click.IntRange(1), default=8, show_default=True, help="Micro-steps per optimizer step."
+)
 @click.option("--seq-len", type=click.IntRange(2), help="Token ids per block. [default: as packed]")
 @click.option(
-    "--vocab-size", type=click.IntRange(1), help="Vocabulary of the model. [default: from --model, or the tokenizer]"
+    "--vocab-size",
+    type=click.IntRange(1),
+    help="Vocabulary size of the model. [default: from --model, or from the tokenizer]",
 )
-@click.option("--model", help="Model directory: vocabulary, tokenizer, size of a checkpoint.")
-@click.option("--config", help="Configuration file of the job: must be identical on all nodes.")
-@click.option("--resume", help="Checkpoint directory to resume from: must be complete.")
-@click.option("--keep", type=click.IntRange(1), default=2, show_default=True, help="Checkpoints kept on disk.")
+@click.option("--model", help="Model directory, read for the vocabulary, the tokenizer and the size of a checkpoint.")
+@click.option("--config", help="Configuration file of the job; it must be identical on all nodes.")
+@click.option("--resume", help="Checkpoint directory to resume from; it must be complete.")
+@click.option(
+    "--keep", type=click.IntRange(1), default=2, show_default=True, help="Number of checkpoints to keep on disk."
+)
 @click.option(
     "--checkpoint-gigabytes",
     type=click.FloatRange(0, min_open=True),
-    help="Size of one checkpoint. [default: from the model]",
+    help="Size of one checkpoint in GB. [default: computed from the model]",
 )
 @click.option("--node", envvar=NODE_NAME_VARIABLES, help="Name of this node in messages. [default: its host name]")
 @click.option(
@@ -173,7 +194,7 @@ def read_job_defaults(ctx: click.Context, _: click.Parameter, path: str | None) 
     help="Seconds that a path or nvidia-smi may take to respond.",
 )
 @click.option("--strict", is_flag=True, help="Refuse the job on warnings too, not only on failures.")
-@click.option("--json", "as_json", is_flag=True, help="Print gate.json, in every process.")
+@click.option("--json", "as_json", is_flag=True, help="Print the content of gate.json, in every process.")
 def gate_command(
     job: JobFile | None,
     run: str,
@@ -240,7 +261,7 @@ def gate_option_defaults(job: JobFile) -> dict[str, Any]:
     for name in WORLD_VARIABLES:
         if os.environ.get(name, str(placement.world)) != str(placement.world):
             raise UserError(
-                f"{job.path}: {len(placement.nodes)} nodes with {placement.ranks_per_node} ranks each are a world of "
+                f"{job.path}: nodes x ranks per node is {len(placement.nodes)} x {placement.ranks_per_node} = "
                 f"{placement.world}, but the environment has {name}={os.environ[name]}: correct launch.nodes or "
                 "launch.ranks_per_node"
             )
@@ -288,7 +309,10 @@ def _node_index(placement: Placement, node: str, path: str) -> int:
         if name in placement.nodes:
             return placement.nodes.index(name)
     shown = ", ".join(placement.nodes[:4]) + (", ..." if len(placement.nodes) > 4 else "")
-    raise UserError(f"{path}: this node, {node}, is not in launch.nodes ({shown}): name it with --node or --ranks")
+    raise UserError(
+        f"{path}: this node, {node}, is not in launch.nodes ({shown}): give its name with --node, or its ranks with "
+        "--ranks"
+    )
 
 
 def gate_summary_line(level: str, code: int, gate_id: str, seconds: float | None) -> str:
@@ -309,7 +333,8 @@ def parse_rendezvous(given: str | None) -> Rendezvous:
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if not host or not port:
             raise click.UsageError(
-                "other processes have ranks of this job: set where rank 0's listens with --rendezvous HOST:PORT"
+                "this process has only some ranks of the job: set the address of rank 0's process with --rendezvous "
+                "HOST:PORT"
             )
         given = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     host, _, port = given.rpartition(":")
@@ -331,14 +356,14 @@ def print_keys(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 
 @wattwatch_train.command("launch", short_help="Run a job on all its nodes, from the gate to the last checkpoint.")
 @click.argument("job", metavar="JOB.toml")
-@click.option("--smoke", type=click.Choice(["boundary"]), help="Only the last two steps and the save after them.")
-@click.option("--fresh", is_flag=True, help="Start from the beginning: existing checkpoints are moved aside.")
-@click.option("--print", "only_print", is_flag=True, help="Print what would be run, and run nothing.")
+@click.option("--smoke", type=click.Choice(["boundary"]), help="Run only the last two steps and the save after them.")
+@click.option("--fresh", is_flag=True, help="Move existing checkpoints aside and start from the beginning.")
+@click.option("--print", "only_print", is_flag=True, help="Print the commands and their environment, but run nothing.")
 @click.option(
     "--keys", is_flag=True, is_eager=True, expose_value=False, callback=print_keys, help="Print all keys of JOB.toml."
 )
 def launch_command(job: str, smoke: str | None, fresh: bool, only_print: bool) -> None:
-    """Run a job on all its nodes: gate, then ranks; after a failure again, from the last complete checkpoint.
+    """Run a job on all its nodes: first the gate, then the ranks. After a failure, resume from the last checkpoint.
 
     SIGTERM or Ctrl-C once: the ranks save and stop. Twice: they are terminated without saving. Exit code: 0 all steps
     are done and saved, 2 refused, 4 stopped on request, 5 failed after all attempts, 130 interrupted.
@@ -363,12 +388,12 @@ def with_absolute_path(job: JobFile) -> JobFile:
     return replace(job, path=str(Path(job.path).absolute()))
 
 
-@wattwatch_train.command("run", short_help="One rank of a job; started by the launcher.")
+@wattwatch_train.command("run", short_help="Run one rank of a job; the launcher starts this command.")
 @click.argument("job")
 @click.option("--resume", help="Checkpoint directory to resume from; it must be complete.")
-@click.option("--smoke", type=click.Choice(["boundary"]), help="Only the last two steps and the save after them.")
+@click.option("--smoke", type=click.Choice(["boundary"]), help="Run only the last two steps and the save after them.")
 def run_command(job: str, resume: str | None, smoke: str | None) -> None:
-    """One rank of the job in the file JOB. The launcher starts it through torchrun, once per GPU.
+    """Run one rank of the job in the file JOB. The launcher starts this command through torchrun, once per GPU.
 
     Exit code: 0 all steps are done and saved, 2 refused, 3 a bug, 4 stopped on request before the last step, 5 failed:
     a new attempt from the last complete checkpoint may succeed.
@@ -395,7 +420,7 @@ def main(arguments: list[str] | None = None) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in OPTIONAL_PACKAGES:
             raise
-        return _fail(f"{error.name} is not installed: pip install 'wattwatch[trainer]'", 2)
+        return _fail(f"{error.name} is not installed: run pip install 'wattwatch[trainer]'", 2)
     except Exception as error:
         if os.environ.get("WATTWATCH_DEBUG") == "1":
             raise

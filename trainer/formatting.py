@@ -1,4 +1,4 @@
-"""Rank numbers and sizes as text."""
+"""Rank numbers, counts and sizes as text."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def format_rank_list(ranks: Iterable[int]) -> str:
             runs.append([rank])
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"{'ranks' if len(ordered) > 1 else 'rank'} {text}"
+
+
+def format_count(number: int, noun: str) -> str:
+    """`1 rank`, `1,500 ranks`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_bytes_short(count: float | None) -> str:

@@ -25,7 +25,9 @@ class RanksOption(click.ParamType[tuple[int, ...]]):
         for part in str(value).split(","):
             first, _, last = part.partition("-")
             if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
-                self.fail(f"{part!r} is not a range of ranks: write 3, 0-7 or 0-3,8", param, ctx)
+                self.fail(
+                    f"{part!r} is not a rank or a range of ranks: write, for example, 3, 0-7 or 0-3,8", param, ctx
+                )
             if int(last or first) >= MAX_RANK:
                 self.fail(f"{part!r}: ranks must be below {MAX_RANK:,}", param, ctx)
             ranks.update(range(int(first), int(last or first) + 1))
@@ -41,5 +43,7 @@ def select_ranks(world: int, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
         rank = next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name, "").isdecimal()), None)
         ranks = tuple(range(world)) if rank is None else (int(rank),)
     if ranks[-1] >= world:
-        raise click.BadParameter(f"rank {ranks[-1]} is outside a world of {world}", param_hint="'--ranks'")
+        raise click.BadParameter(
+            f"rank {ranks[-1]} does not exist: the highest rank of this job is {world - 1}", param_hint="'--ranks'"
+        )
     return ranks

@@ -62,26 +62,33 @@ class TrainSettings:
     micro_batch: int = setting(1, "blocks per micro-step, on each rank")
     accumulation: int = setting(8, "micro-steps per optimizer step")
     learning_rate: float = setting(1e-5, "peak learning rate, reached at the end of the warm-up")
-    final_learning_rate_share: float = setting(0.1, "the cosine ends at this fraction of learning_rate")
-    warmup_steps: int = setting(100, "steps from 0 to learning_rate; repeated after a resume without optimizer state")
-    weight_decay: float = setting(0.1, "for matrices; norms and biases have none")
+    final_learning_rate_share: float = setting(0.1, "fraction of learning_rate at which the cosine schedule ends")
+    warmup_steps: int = setting(
+        100, "steps in which the rate rises from 0 to learning_rate; repeated after a resume without optimizer state"
+    )
+    weight_decay: float = setting(0.1, "applied to matrices, but not to norms and biases")
     beta1: float = setting(0.9, "AdamW")
     beta2: float = setting(0.95, "AdamW")
     epsilon: float = setting(1e-8, "AdamW")
     clip_norm: float = setting(1.0, "maximum gradient norm over all ranks; 0: no clipping")
-    seed: int = setting(0, "for random weights and dropout")
+    seed: int = setting(0, "random seed for initial weights and dropout")
     random_weights: bool = setting(False, "start from config.json alone, with randomly initialized weights")
     evenness: str = setting(
         "min",
-        "ranks with unequal block counts: min: stop at the smallest; pad: repeat blocks to the largest; off: deadlock",
+        "if block counts differ: min: all ranks stop at the smallest count; pad: ranks repeat blocks up to the "
+        "largest count; off: each rank uses its own count, so the job hangs",
     )
-    precision: str = setting("bf16", "bf16: compute in bfloat16, reduce and keep in float32; fp32")
+    precision: str = setting(
+        "bf16", "bf16: compute in bfloat16, but reduce gradients and keep parameters in float32; fp32: use only float32"
+    )
     gather: str = setting(
-        "layer", "layer: least memory; step: the whole model for a step, up to 8 bytes per parameter more"
+        "layer",
+        "layer: gather one layer at a time, with the least memory; step: gather the whole model once per step, with "
+        "up to 8 bytes more per parameter",
     )
-    gradient_checkpointing: bool = setting(False, "recompute activations: less memory, about 1.6x slower")
-    compile: bool = setting(False, "torch.compile each layer")
-    document_mask: bool = setting(False, "no attention across records; needs blocks packed with --document-mask")
+    gradient_checkpointing: bool = setting(False, "recompute activations to save memory; about 1.6x slower")
+    compile: bool = setting(False, "compile each layer with torch.compile")
+    document_mask: bool = setting(False, "prevent attention across records; needs blocks packed with --document-mask")
     log_every: int = setting(10, "steps between two log lines")
     step_timeout_seconds: float = setting(
         1800.0, "the job is ended if a collective during a step takes longer than this"
@@ -92,10 +99,12 @@ class TrainSettings:
 class CheckpointSettings:
     """[checkpoint]"""
 
-    save_every: int = setting(500, "steps between two checkpoints; one more at the end of each epoch")
+    save_every: int = setting(500, "steps between two checkpoints; another one is saved at the end of each epoch")
     keep: int = setting(2, "complete checkpoints to keep")
-    optimizer: bool = setting(False, "also save optimizer state, for an exact resume: 12 bytes per parameter")
-    file_gigabytes: float = setting(5.0, "size of a weights file; each rank writes whole files")
+    optimizer: bool = setting(
+        False, "also save optimizer state, so that a resume is exact; adds 12 bytes per parameter"
+    )
+    file_gigabytes: float = setting(5.0, "approximate maximum size of a weights file; each file is written by one rank")
     timeout_seconds: float = setting(3600.0, "the job is ended if a collective during a save takes longer than this")
 
 
@@ -103,16 +112,18 @@ class CheckpointSettings:
 class LaunchSettings:
     """[launch]"""
 
-    nodes: str = setting("localhost", "such as gpu-[01-16]; rank 0 runs on the first")
+    nodes: str = setting("localhost", "node names, such as gpu-[01-16]; rank 0 runs on the first node")
     ranks_per_node: int = setting(1, "processes on each node: one per GPU")
-    via: str = setting("local", "local: this host only; ssh; srun: inside a Slurm allocation")
+    via: str = setting(
+        "local", "how to start processes: local (this host only), ssh, or srun (inside a Slurm allocation)"
+    )
     address: str = setting("", "address at which the other nodes reach the first node. Default: the first node's name")
-    port: int = setting(29500, "port of torch's store on the first node; the gate uses the next one")
-    retries: int = setting(3, "new attempts from the last complete checkpoint after a failure")
-    retry_wait_seconds: float = setting(10.0, "delay before the first retry, doubled for each further one")
+    port: int = setting(29500, "port of torch's store on the first node; the gate uses the next port")
+    retries: int = setting(3, "maximum number of new attempts after failures, each from the last complete checkpoint")
+    retry_wait_seconds: float = setting(10.0, "delay before the first retry; doubled before each further retry")
     gate_wait_seconds: float = setting(60.0, "how long the gate waits for all nodes")
-    strict: bool = setting(False, "warnings of the gate refuse the job too")
-    python: str = setting("", "Python interpreter on the nodes. Default: the path of this one")
+    strict: bool = setting(False, "refuse the job on warnings of the gate too")
+    python: str = setting("", "path of the Python interpreter on the nodes. Default: the one that runs the launcher")
     ssh_options: tuple[str, ...] = setting((), 'options for ssh, such as "-F", "/nfs/ssh_config"')
     environment: dict[str, str] = field(
         default_factory=dict, metadata={"help": "environment variables for the ranks, such as NCCL_SOCKET_IFNAME"}
@@ -124,9 +135,9 @@ class JobSettings:
     """The whole file. Paths are as the nodes see them."""
 
     run: str = field(metadata={"help": "run directory, shared by all nodes"})
-    data: str = field(metadata={"help": "packed blocks, on each node's local disk"})
+    data: str = field(metadata={"help": "directory of the packed blocks, on each node's local disk"})
     model: str = field(metadata={"help": "Hugging Face model directory: config.json, tokenizer, weights"})
-    name: str = setting("", "name of the run in heartbeats and records. Default: that of the run directory")
+    name: str = setting("", "name of the run in heartbeats and records. Default: the name of the run directory")
     train: TrainSettings = TrainSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     launch: LaunchSettings = LaunchSettings()
@@ -174,9 +185,9 @@ RANGES: Final[tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...]] 
     (NOT_NEGATIVE, lambda number: 0 <= number < math.inf, "0 or more"),
     (FRACTIONS, lambda number: 0 <= number <= 1, "from 0 to 1"),
     (("train.beta1", "train.beta2"), lambda number: 0 <= number < 1, "from 0 to less than 1"),
-    (("train.learning_rate",), lambda number: 0 < number <= 1, "more than 0, at most 1"),
+    (("train.learning_rate",), lambda number: 0 < number <= 1, "more than 0 and at most 1"),
     (("train.epsilon",), lambda number: MIN_EPSILON <= number <= 1, "from 1e-30 to 1"),
-    (TIMEOUTS, lambda number: 0 < number <= MAX_TIMEOUT_SECONDS, "more than 0, at most 30 days"),
+    (TIMEOUTS, lambda number: 0 < number <= MAX_TIMEOUT_SECONDS, "more than 0 s and at most 30 days"),
     # below 65535, not at it: the gate uses the next port
     (("launch.port",), lambda number: 0 < number < 65535, "a port below 65535"),
 )

@@ -136,7 +136,7 @@ def test_a_saved_dataset_packs_like_the_jsonl_it_came_from(
     answer = run_wattwatch_train(capsys, "pack", tmp_path / "saved", "-o", tmp_path / "c", *common)
     assert (answer.exit_code, answer.err) == (2, f"{tmp_path}/saved: no split 'train'; the splits are small\n")
     answer = run_wattwatch_train(capsys, "pack", tmp_path / "saved", "--split", "small", "-o", tmp_path / "c", *common)
-    assert "neither a column 'text' nor 'messages'; the columns are body, n" in answer.err
+    assert "no column 'text' or 'messages'; the columns are body, n" in answer.err
 
 
 def test_any_block_can_be_read_without_those_before_it(
@@ -166,11 +166,15 @@ def test_any_block_can_be_read_without_those_before_it(
     ("records", "world", "message"),
     [
         ([], 1, "source.jsonl: "),
-        ([{"text": "few"}], 1, "fewer than one block of 32"),
+        ([{"text": "few"}], 1, "but one block needs 32: pack more records"),
         ([{"text": words(1, 90)}] * 3, 4, "rank 3 of 4 gets none of the 3 rows"),
         ([{"text": 5}] * 9, 1, "column 'text', row 0: expected text"),
-        ([{"text": "x", "messages": []}], 1, "has a column 'text' and a column 'messages': choose with --column"),
-        ([{"note": "x"}], 1, "neither a column 'text' nor 'messages'; the columns are note"),
+        (
+            [{"text": "x", "messages": []}],
+            1,
+            "has both a column 'text' and a column 'messages': choose one with --column",
+        ),
+        ([{"note": "x"}], 1, "no column 'text' or 'messages'; the columns are note"),
         ([{"messages": [{"content": "x"}]}], 1, "column 'messages', row 0: expected text, or a list of messages"),
     ],
 )

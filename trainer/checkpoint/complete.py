@@ -101,7 +101,7 @@ def why_incomplete(directory: Path, deep: bool = False) -> str | None:
     """
     try:
         if STAGED_NAME.fullmatch(directory.name):
-            raise _IncompleteError(f"{directory}: still staged: its save did not finish")
+            raise _IncompleteError(f"{directory}: temporary directory of a save that did not finish")
         completion = _read_marker(directory)
         _check_names(directory, completion)
         for name, record in completion.files.items():
@@ -126,7 +126,7 @@ def find_newest_complete(checkpoints: Path, deep: bool = False) -> NewestCheckpo
     except FileNotFoundError:
         return NewestCheckpoint(None)
     except OSError as error:
-        raise UserError(f"{checkpoints}: {error.strerror or error}; cannot look for checkpoints") from None
+        raise UserError(f"{checkpoints}: cannot list the checkpoints: {error.strerror or error}") from None
     found = [(int(match[1]), name) for name in names if (match := DIRECTORY_NAME.fullmatch(name))]
     skipped: list[str] = []
     # By step number, not by the `latest` file or by time: both may lie after a crash or a copy.
@@ -145,11 +145,11 @@ def _read_marker(directory: Path) -> Completion:
     except FileNotFoundError:
         if not directory.is_dir():
             raise _IncompleteError(f"{directory}: no such directory") from None
-        raise _IncompleteError(f"{path}: missing: the save did not finish") from None
+        raise _IncompleteError(f"{path} is missing: the save did not finish") from None
     except OSError as error:
         raise _IncompleteError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError):
-        raise _IncompleteError(f"{path}: truncated or damaged: not valid JSON") from None
+        raise _IncompleteError(f"{path}: not valid JSON: the file is truncated or damaged") from None
     # Before the fields: another version may have other ones, and "unknown field" would hide the real reason.
     version = data.get("v") if isinstance(data, dict) else None
     if isinstance(version, int) and version != COMPLETION_VERSION:
@@ -169,7 +169,7 @@ def _check_names(directory: Path, completion: Completion) -> None:
         # The names are joined to the directory below: a damaged or hostile marker must not lead outside of it.
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name:
-            raise _IncompleteError(f"{marker}: {name!r} is not a file of this directory")
+            raise _IncompleteError(f"{marker}: lists {name!r}, which is not a valid name of a file in this directory")
     needed = [CONFIG_FILE]
     if completion.optimizer:
         needed += [optimizer_file(rank) for rank in range(completion.world)]
@@ -178,7 +178,9 @@ def _check_names(directory: Path, completion: Completion) -> None:
     # transformers loads whatever it finds, so a stray model.safetensors would be loaded instead of the listed files.
     for name in sorted(os.listdir(directory)):
         if name.endswith((".safetensors", ".index.json")) and name not in completion.files:
-            raise _IncompleteError(f"{directory / name}: not part of this checkpoint: {MARKER} does not list it")
+            raise _IncompleteError(
+                f"{directory / name}: {MARKER} does not list this file, so it is not part of the checkpoint"
+            )
 
 
 def _check_size(path: Path, record: FileRecord) -> None:
@@ -190,7 +192,7 @@ def _check_size(path: Path, record: FileRecord) -> None:
         raise _IncompleteError(f"{path}: not a regular file")
     if found.st_size != record.bytes:
         what = "truncated" if found.st_size < record.bytes else "longer than written"
-        raise _IncompleteError(f"{path}: {what}: {found.st_size:,} bytes, {record.bytes:,} were written")
+        raise _IncompleteError(f"{path}: {what}: {found.st_size:,} bytes, but {record.bytes:,} were written")
 
 
 def _check_weights(directory: Path, completion: Completion) -> None:
@@ -206,7 +208,9 @@ def _check_weights(directory: Path, completion: Completion) -> None:
     if INDEX_FILE in completion.files:
         _check_index(directory / INDEX_FILE, weights)
     elif list(weights) != [SINGLE_FILE]:
-        raise _IncompleteError(f"{directory / MARKER}: lists neither {INDEX_FILE} nor {SINGLE_FILE} alone")
+        raise _IncompleteError(
+            f"{directory / MARKER}: must list {INDEX_FILE}, or {SINGLE_FILE} as the only weights file"
+        )
 
 
 def _check_index(path: Path, weights: Mapping[str, frozenset[str]]) -> None:
@@ -214,15 +218,15 @@ def _check_index(path: Path, weights: Mapping[str, frozenset[str]]) -> None:
         mapping = json.loads(path.read_bytes())["weight_map"]
         pairs = {(str(tensor), str(name)) for tensor, name in mapping.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise _IncompleteError(f"{path}: truncated or damaged: it has no weight_map") from None
+        raise _IncompleteError(f"{path}: no valid weight_map: the file is truncated or damaged") from None
     for tensor, name in sorted(pairs):
         if name not in weights:
-            raise _IncompleteError(f"{path}: names {name}, which is not part of this checkpoint")
+            raise _IncompleteError(f"{path}: refers to {name}, which is not part of this checkpoint")
         if tensor not in weights[name]:
-            raise _IncompleteError(f"{path}: says that {tensor} is in {name}, but it is not")
+            raise _IncompleteError(f"{path}: says that tensor {tensor} is in {name}, but it is not")
     if more := sorted({(tensor, name) for name, tensors in weights.items() for tensor in tensors} - pairs):
         tensor, name = more[0]
-        raise _IncompleteError(f"{path}: does not name {tensor} of {name}")
+        raise _IncompleteError(f"{path}: does not list tensor {tensor} of {name}")
 
 
 def _check_bytes(directory: Path, completion: Completion) -> None:
@@ -230,7 +234,7 @@ def _check_bytes(directory: Path, completion: Completion) -> None:
         digests = threads.map(_file_sha256, [directory / name for name in completion.files])
         for (name, record), digest in zip(completion.files.items(), digests, strict=True):
             if digest != record.sha256:
-                raise _IncompleteError(f"{directory / name}: its bytes have changed: the SHA-256 differs")
+                raise _IncompleteError(f"{directory / name}: content does not match the SHA-256 in {MARKER}")
 
 
 def _file_sha256(path: Path) -> str:
@@ -246,10 +250,12 @@ def read_tensor_names(path: Path, size_bytes: int) -> frozenset[str]:
     """
     with open(path, "rb") as file:
         if size_bytes < 8:
-            raise InvalidHeaderError(f"{size_bytes} bytes are too short for a safetensors file")
+            raise InvalidHeaderError(f"too short for a safetensors file ({size_bytes} B)")
         header_bytes = int.from_bytes(file.read(8), "little")
         if size_bytes < 8 + header_bytes or header_bytes > MAX_HEADER_BYTES:
-            raise InvalidHeaderError(f"its header claims {header_bytes:,} bytes, but the file has {size_bytes:,}")
+            raise InvalidHeaderError(
+                f"says that its header has {header_bytes:,} bytes, but the whole file has {size_bytes:,}"
+            )
         raw = file.read(header_bytes)
     try:
         header = json.loads(raw)
@@ -257,12 +263,12 @@ def read_tensor_names(path: Path, size_bytes: int) -> frozenset[str]:
         # data_offsets count from the end of the header
         spans = sorted((int(begin), int(end)) for begin, end in (item["data_offsets"] for item in header.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InvalidHeaderError("it does not have the header of a safetensors file") from None
+        raise InvalidHeaderError("no valid safetensors header") from None
     reached = 0
     for begin, end in spans:
         if begin != reached or end < begin:
-            raise InvalidHeaderError(f"its header has a gap or an overlap at byte {reached:,} of the tensors")
+            raise InvalidHeaderError(f"its header describes tensors with a gap or an overlap at byte {reached:,}")
         reached = end
     if (stated := 8 + header_bytes + reached) != size_bytes:
-        raise InvalidHeaderError(f"its header describes {stated:,} bytes, the file has {size_bytes:,}")
+        raise InvalidHeaderError(f"its header describes {stated:,} bytes, but the file has {size_bytes:,}")
     return frozenset(header)

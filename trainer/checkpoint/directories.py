@@ -66,11 +66,11 @@ def clean_up_after_save(run: RunDirectory, published: Path, keep: int) -> tuple[
     try:
         atomic_write_text(str(run.latest), published.name + "\n")
     except OSError as error:
-        warnings.append(f"{run.latest}: {error.strerror or error}; it still names an older checkpoint, or none")
+        warnings.append(f"{run.latest}: {error.strerror or error}; the file may still name an older checkpoint")
     try:
         warnings += _prune(run, _step_number(published), keep)
     except OSError as error:
-        warnings.append(f"{run.checkpoints}: {error.strerror or error}; older checkpoints were not removed")
+        warnings.append(f"older checkpoints in {run.checkpoints} were not removed: {error.strerror or error}")
     return tuple(warnings + remove_staged(run))
 
 
@@ -82,7 +82,7 @@ def _prune(run: RunDirectory, step: int, keep: int) -> list[str]:
     names = [name for name in os.listdir(run.checkpoints) if DIRECTORY_NAME.fullmatch(name)]
     listed = sorted(((_step_number(run.checkpoints / name), run.checkpoints / name) for name in names), reverse=True)
     warnings = [
-        f"{path} is of a later step than this save: the next attempt would resume from it; move it away"
+        f"{path} is from a later step than this save, so the next attempt would resume from it; move it away"
         for number, path in listed
         if number > step and why_incomplete(path) is None
     ]

@@ -20,6 +20,7 @@ from wattwatch.trainer.checkpoint.complete import optimizer_file, read_completio
 from wattwatch.trainer.checkpoint.gather import local_shard
 from wattwatch.trainer.checkpoint.safetensors_writer import DTYPE_NAMES, TensorSpec, host_bytes, safetensors_layout
 from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.formatting import format_count
 
 MASTER: Final = "master"  # the float32 parameter: the checkpoint's weights are bfloat16 and have lost its low bits
 
@@ -46,11 +47,13 @@ def load_optimizer_state(
     checkpoint without optimizer state; model and optimizer are then unchanged.
     """
     completion = read_completion(directory)
-    advice = "resume with weights only, or with the settings it was saved with"
+    advice = "resume only the weights, or use the settings of the run that saved it"
     if not completion.optimizer:
-        raise UserError(f"{directory}: saved without the optimizer; resume with weights only")
+        raise UserError(f"{directory}: saved without optimizer state; resume only the weights")
     if completion.world != world:
-        raise UserError(f"{directory}: saved by {completion.world} ranks, this job has {world}; {advice}")
+        raise UserError(
+            f"{directory}: saved by {format_count(completion.world, 'rank')}, but this job has {world}; {advice}"
+        )
     path = directory / optimizer_file(rank)
     parameters = dict(model.named_parameters())
     try:
@@ -99,9 +102,9 @@ def _mismatch(file: Any, shards: dict[str, torch.Tensor]) -> str:
         saved, shard = file.get_slice(key), shards[name]
         shape = tuple(saved.get_shape())
         if shape != tuple(shard.shape) and (shape or kind == MASTER):  # AdamW's step count has no shape
-            return f"has {name} with shape {shape}, this rank's shard has shape {tuple(shard.shape)}"
+            return f"has {name} with shape {shape}, but this rank's shard has shape {tuple(shard.shape)}"
         if kind == MASTER and saved.get_dtype() != DTYPE_NAMES[shard.dtype]:
-            return f"has {name} as {saved.get_dtype()}, the model as {DTYPE_NAMES[shard.dtype]}"
+            return f"has {name} as {saved.get_dtype()}, but the model has it as {DTYPE_NAMES[shard.dtype]}"
     return ""
 
 

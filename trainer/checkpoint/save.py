@@ -50,6 +50,7 @@ from wattwatch.trainer.checkpoint.safetensors_writer import (
     write_and_sync,
 )
 from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.formatting import format_count
 from wattwatch.trainer.run_directory import RunDirectory
 
 T = TypeVar("T")
@@ -341,7 +342,8 @@ def exchange_results(group: dist.ProcessGroup, reason: str | None, result: T) ->
     answers: list[Any] = [None] * group.size()
     dist.all_gather_object(answers, (reason, result), group=group)
     if reasons := [reason for reason, _ in answers if reason]:
-        more = f" (and {len(reasons) - MAX_REASONS_SHOWN} more ranks)" if len(reasons) > MAX_REASONS_SHOWN else ""
+        hidden = len(reasons) - MAX_REASONS_SHOWN
+        more = f" (and {format_count(hidden, 'more rank')})" if hidden > 0 else ""
         raise SaveError("; ".join(reasons[:MAX_REASONS_SHOWN]) + more)
     return [result for _, result in answers]
 
@@ -375,7 +377,7 @@ def read_companions(source_model: Path) -> dict[str, bytes]:
             raise ValueError
     except OSError as error:
         raise UserError(
-            f"{error.filename or source_model}: {error.strerror or error}; is it a model directory?"
+            f"{error.filename or source_model}: {error.strerror or error}; is {source_model} a model directory?"
         ) from None
     except ValueError:
         raise UserError(f"{source_model / CONFIG_FILE}: not a JSON object") from None

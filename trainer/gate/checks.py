@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from wattwatch.trainer.formatting import format_bytes_short, format_rank_list
+from wattwatch.trainer.formatting import format_bytes_short, format_count, format_rank_list
 from wattwatch.trainer.gate.model import (
     BlockCounts,
     CheckLevel,
@@ -48,11 +48,12 @@ NETWORK_FILESYSTEMS: Final = frozenset(
     | {"9p", "virtiofs", "wekafs", "afs", "fuse.sshfs", "fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"}
 )
 SPREAD_CONSEQUENCES: Final = {
-    "min": "all ranks must stop at the minimum",
-    "pad": "ranks with fewer blocks repeat their first ones",
-    "off": 'train.evenness is "off": the job will hang when the rank with the fewest blocks ends',
+    "min": "all ranks must stop at the smallest count",
+    "pad": "ranks with fewer blocks will repeat their first blocks",
+    "off": 'train.evenness is "off", so the job will hang when the rank with the fewest blocks runs out of blocks',
 }
-REPACK_ALL: Final = "; pack all ranks again with the same input, options and versions"
+REPACK: Final = "pack the dataset again"
+REPACK_ALL: Final = "; pack the dataset again for all ranks, with the same input, options and versions"
 SAME_IN_ALL_MANIFESTS: Final = (
     ("corpus_sha256", "corpus"),
     ("corpus_rows", "number of rows in the corpus"),
@@ -106,9 +107,11 @@ def check_world(reports: Sequence[NodeReport], note: str) -> GateCheck:
         problems.append(fail(f"{format_rank_list(missing)} did not report{': ' + note if note else ''}"))
     for rank in sorted(rank for rank, times in seen.items() if times > 1):
         nodes = [report.node for report in reports if rank in report.ranks]
-        problems.append(fail(f"rank {rank} was reported {len(nodes)} times, by {list_names(nodes)}"))
+        problems.append(fail(f"rank {rank} was reported {len(nodes)} times instead of once, by {list_names(nodes)}"))
     if outside := sorted(rank for rank in seen if rank >= settings.world):
-        problems.append(fail(f"{format_rank_list(outside)} reported, but the world is {settings.world}"))
+        problems.append(
+            fail(f"{format_rank_list(outside)} reported, but the job has only {format_count(settings.world, 'rank')}")
+        )
     # An exception of the gate on one node: its report may be incomplete, so the job must not start.
     for report in reports:
         problems += [fail(f"{report.node}: {trouble}") for trouble in report.troubles]
@@ -127,7 +130,7 @@ def check_world(reports: Sequence[NodeReport], note: str) -> GateCheck:
         if report.skew_seconds is not None and abs(report.skew_seconds) > MAX_SKEW_SECONDS:
             direction = "behind" if report.skew_seconds > 0 else "ahead of"
             seconds = abs(report.skew_seconds)
-            problems.append(warn(f"{report.node}: its clock is {seconds:.1f} s {direction} that of rank 0's node"))
+            problems.append(warn(f"{report.node}: clock is {seconds:.1f} s {direction} the clock of rank 0's node"))
     summary = f"ranks={len(seen)}/{settings.world} nodes={len({report.node for report in reports})}"
     return GateCheck("world", tuple(problems), summary)
 
@@ -143,7 +146,12 @@ def check_block_files(settings: GateSettings, shards: dict[int, ShardReport]) ->
     remote = [rank for rank, shard in shards.items() if shard.filesystem in NETWORK_FILESYSTEMS]
     if remote:
         kinds = list_names({shards[rank].filesystem for rank in remote})
-        problems.append(warn(f"{format_rank_list(remote)}: blocks are on {kinds}, not on the node's local disk"))
+        problems.append(
+            warn(
+                f"{format_rank_list(remote)}: blocks are on a network file system ({kinds}), not on the node's local "
+                "disk"
+            )
+        )
     size = sum(shard.size_bytes or 0 for shard in shards.values())
     return GateCheck("blocks", tuple(problems), f"files={len(shards)} bytes={size:,}")
 
@@ -154,34 +162,38 @@ def block_file_problems(settings: GateSettings, shard: ShardReport) -> list[str]
     manifest, problems = shard.manifest, []
     seq_len = settings.seq_len or manifest.seq_len
     if manifest.seq_len != seq_len or manifest.seq_len < 1:
-        problems.append(f"packed in blocks of {manifest.seq_len}, the job needs {seq_len}: pack again with it")
+        problems.append(
+            f"packed with --seq-len {manifest.seq_len}, but the job needs {seq_len}: {REPACK} with --seq-len {seq_len}"
+        )
     if manifest.rank != shard.rank:
-        problems.append(f"its manifest is that of rank {manifest.rank}: pack again")
+        problems.append(f"its manifest belongs to rank {manifest.rank}: {REPACK}")
     if seq_len >= 1 and shard.size_bytes % (TOKEN_BYTES * seq_len):
         problems.append(
-            f"{shard.size_bytes:,} bytes are not a whole number of blocks of {seq_len} int32 ids: truncated; pack again"
+            f"truncated: {shard.size_bytes:,} bytes are not a whole number of blocks of {seq_len} int32 ids; {REPACK}"
         )
     if (
         shard.size_bytes != manifest.size_bytes
         or manifest.size_bytes != manifest.blocks * manifest.seq_len * TOKEN_BYTES
     ):
         problems.append(
-            f"{shard.size_bytes:,} bytes, its manifest says {manifest.size_bytes:,} in {manifest.blocks:,} blocks: "
-            "pack again"
+            f"has {shard.size_bytes:,} bytes, but its manifest says {manifest.size_bytes:,} in "
+            f"{format_count(manifest.blocks, 'block')}: {REPACK}"
         )
     elif shard.differing_offsets:
         problems.append(
-            f"the bytes at {shard.differing_offsets[0]:,} are not those that were packed: pack the dataset again"
+            f"the bytes at offset {shard.differing_offsets[0]:,} differ from those that were packed: {REPACK}"
         )
     # A manifest without hashes would let any file of the right size pass.
     elif manifest.blocks and tuple((sample.offset, sample.bytes) for sample in manifest.samples) != sample_ranges(
         manifest.size_bytes
     ):
-        problems.append("its manifest has no hashes to compare with: pack the dataset again")
+        problems.append(f"its manifest lacks the hashes that are needed to verify its content: {REPACK}")
     if settings.document_mask and manifest.document_starts is None:
-        problems.append("packed without --document-mask, which train.document_mask needs: pack again with it")
+        problems.append(
+            f"packed without --document-mask, but train.document_mask needs it: {REPACK} with --document-mask"
+        )
     if manifest.document_starts is not None and shard.starts_bytes != manifest.document_starts * START_BYTES:
-        problems.append("the file of document starts is missing or truncated; pack again with --document-mask")
+        problems.append(f"its file of document starts is missing or has the wrong size: {REPACK} with --document-mask")
     return problems
 
 
@@ -208,11 +220,14 @@ def check_shards(reports: Sequence[NodeReport], shards: dict[int, ShardReport]) 
             xor ^= manifest.row_xor
         if rows != corpus_rows or xor != xor_below(corpus_rows):
             problems.append(
-                fail(f"the ranks have {rows:,} of {corpus_rows:,} rows, or some row not exactly once{REPACK_ALL}")
+                fail(
+                    f"some rows are missing or packed twice: the ranks have {rows:,} of {corpus_rows:,} "
+                    f"rows{REPACK_ALL}"
+                )
             )
     empty = sum(manifest.empty_rows for manifest in manifests.values())
     if rows and empty / rows > MAX_EMPTY_ROW_FRACTION:
-        problems.append(warn(f"{empty:,} of {rows:,} rows gave no token"))
+        problems.append(warn(f"{empty:,} of {rows:,} rows produced no tokens"))
     for report in reports:
         problems += _tokenizer_problems(report, manifests)
     return GateCheck("shards", tuple(problems), f"rows={rows:,}/{corpus_rows:,} empty={empty:,}")
@@ -220,16 +235,16 @@ def check_shards(reports: Sequence[NodeReport], shards: dict[int, ShardReport]) 
 
 def _row_problems(world: int, manifest: PackManifest) -> list[str]:
     if manifest.rows == 0:
-        return ["its shard is empty: pack more records, or use fewer ranks"]
+        return ["its shard has no rows: pack more records, or use fewer ranks"]
     if manifest.world != world:
-        return [f"packed for a world of {manifest.world}, the job has {world}: pack again"]
+        return [f"packed for {format_count(manifest.world, 'rank')}, but the job has {world}: {REPACK}"]
     if not 0 <= manifest.rank < world:
         return []  # check_block_files reports that it is another rank's
     count, first, last = shard_row_range(manifest.corpus_rows, world, manifest.rank, manifest.contiguous)
     if (manifest.rows, manifest.first_row, manifest.last_row) != (count, first, last):
         return [
-            f"has {manifest.rows:,} rows from {manifest.first_row} to {manifest.last_row}, its shard is {count:,} from "
-            f"{first} to {last}: pack again"
+            f"has {format_count(manifest.rows, 'row')} ({manifest.first_row} to {manifest.last_row}), but should have "
+            f"{count:,} ({first} to {last}): {REPACK}"
         ]
     return []
 
@@ -250,8 +265,8 @@ def _tokenizer_problems(report: NodeReport, manifests: dict[int, PackManifest]) 
         return []
     return [
         fail(
-            f"{report.node}: {format_rank_list(other)} packed with another tokenizer than the model's: "
-            "pack with the model's"
+            f"{report.node}: the blocks of {format_rank_list(other)} were packed with a tokenizer that is not the "
+            f"model's: {REPACK} with the model's tokenizer"
         )
     ]
 
@@ -284,26 +299,24 @@ def check_evenness(
     settings, problems = reports[0].settings, []
     if counts is None:
         unknown = [r for r in range(settings.world) if r not in shards or shards[r].size_bytes is None]
-        problems.append(
-            fail(f"the block counts of {format_rank_list(unknown) if unknown else 'all ranks'} are unknown")
-        )
+        problems.append(fail(f"block counts are unknown for {format_rank_list(unknown) if unknown else 'all ranks'}"))
     elif counts.steps == 0:
         problems.append(
             fail(
-                f"rank {counts.shortest_rank} has {counts.global_min_blocks:,} blocks, a step takes "
-                f"{settings.blocks_per_step:,}: not enough for one step; pack more data, or reduce the accumulation"
+                f"rank {counts.shortest_rank} has {format_count(counts.global_min_blocks, 'block')}, but one step "
+                f"needs {settings.blocks_per_step:,}: pack more data, or reduce the accumulation"
             )
         )
     elif counts.spread:
         problems.append(
             warn(
-                f"spread {counts.spread:,}: rank {counts.shortest_rank} has {counts.global_min_blocks:,} blocks, rank "
-                f"{counts.longest_rank} has {counts.max_blocks:,}; "
-                f"{SPREAD_CONSEQUENCES.get(settings.evenness, SPREAD_CONSEQUENCES['min'])}"
+                f"block counts differ by {counts.spread:,}: rank {counts.shortest_rank} has "
+                f"{format_count(counts.global_min_blocks, 'block')}, rank {counts.longest_rank} has "
+                f"{counts.max_blocks:,}; {SPREAD_CONSEQUENCES.get(settings.evenness, SPREAD_CONSEQUENCES['min'])}"
             )
         )
     if counts and counts.steps and counts.lost_share > MAX_LOST_BLOCK_FRACTION:
-        problems.append(warn(f"{counts.lost_share:.2%} of all blocks are in no step"))
+        problems.append(warn(f"{counts.lost_share:.2%} of all blocks will not be used in any step"))
     model_sizes = [r.model.vocab_size for r in reports if r.model and r.model.vocab_size]
     for rank, shard in sorted(shards.items()):
         texts = _token_id_problems(settings, shard, model_sizes)
@@ -329,7 +342,7 @@ def _token_id_problems(settings: GateSettings, shard: ShardReport, model_sizes: 
             f"token id {high:,} is outside the vocabulary of {vocabulary:,}: pack with the model's tokenizer"
         )
     if shard.min_id is not None and shard.min_id == shard.max_id:
-        problems.append(f"every id that was read is {shard.min_id}")
+        problems.append(f"all token ids that were read are {shard.min_id}")
     return problems
 
 
@@ -350,11 +363,11 @@ def check_checkpoint(reports: Sequence[NodeReport], counts: BlockCounts | None) 
     # One more than are kept: the oldest is removed only after the new one is complete.
     if checkpoint_bytes and free is not None and free < (settings.keep + 1) * checkpoint_bytes:
         too_small = free < settings.keep * checkpoint_bytes
-        needed = f"{settings.keep} checkpoints of {format_bytes_short(checkpoint_bytes)}"
+        needed = f"{format_count(settings.keep, 'checkpoint')} of {format_bytes_short(checkpoint_bytes)}"
         needed += "" if too_small else " plus the one being written"
         text = (
-            f"{directories[0].directory}: {format_bytes_short(free)} free, too little for {needed}: free "
-            f"{format_bytes_short((settings.keep + 1) * checkpoint_bytes - free)} more, or keep fewer"
+            f"{directories[0].directory}: only {format_bytes_short(free)} free, too little for {needed}: free another "
+            f"{format_bytes_short((settings.keep + 1) * checkpoint_bytes - free)}, or keep fewer checkpoints"
         )
         problems.append(fail(text) if too_small else warn(text))
     seconds = _estimate_save_seconds(reports, checkpoint_bytes)
@@ -364,8 +377,8 @@ def check_checkpoint(reports: Sequence[NodeReport], counts: BlockCounts | None) 
         problems.append(
             warn(
                 f"{directories[0].directory}: a save of {format_bytes_short(checkpoint_bytes)} would take about "
-                f"{seconds:,.0f} s, the timeout is {timeout:,.0f} s: a small file was written at "
-                f"{format_bytes_short(min(rates))}/s; increase checkpoint.timeout_seconds, or save to a faster disk"
+                f"{seconds:,.0f} s, too long for a timeout of {timeout:,.0f} s (a test file was written at "
+                f"{format_bytes_short(min(rates))}/s); increase checkpoint.timeout_seconds, or save to a faster disk"
             )
         )
     size = format_bytes_short(checkpoint_bytes) if checkpoint_bytes else "unknown"
@@ -390,8 +403,8 @@ def _directory_problems(reports: Sequence[NodeReport]) -> list[GateProblem]:
         elif found.sees_rank_0 is False:
             problems.append(
                 fail(
-                    f"{report.node}: {found.directory}: not shared: it is not the directory that {reports[0].node} "
-                    "writes to; use a run directory on a shared file system"
+                    f"{report.node}: {found.directory} is not the same directory as on {reports[0].node}; use a run "
+                    "directory on a shared file system"
                 )
             )
     return problems
@@ -407,8 +420,8 @@ def _live_rank_problems(reports: Sequence[NodeReport]) -> list[GateProblem]:
             by_rank[beat.rank] = report, beat
     return [
         fail(
-            f"{report.node}: rank {beat.rank} of run {beat.run!r} still runs in this run directory: pid {beat.pid} on "
-            f"{beat.host}, heartbeat {beat.age_seconds:.0f} s old; end it, or use another run directory"
+            f"{report.node}: rank {beat.rank} of run {beat.run!r} is still running in this run directory: pid "
+            f"{beat.pid} on {beat.host}, heartbeat {beat.age_seconds:.0f} s old; end it, or use another run directory"
         )
         for _, (report, beat) in sorted(by_rank.items())
     ]
@@ -426,8 +439,8 @@ def _model_problems(reports: Sequence[NodeReport]) -> list[GateProblem]:
     if without_weights:
         problems.append(
             fail(
-                f"{list_names(without_weights)}: the model has no weights; set train.random_weights to start from its "
-                "config.json"
+                f"{list_names(without_weights)}: the model has no weights; set train.random_weights to start with "
+                "random weights"
             )
         )
     return problems
@@ -449,11 +462,14 @@ def _resume_problems(reports: Sequence[NodeReport], counts: BlockCounts | None) 
     if counts and resumes and resumes[0].step is not None and not problems:
         total = counts.steps * reports[0].settings.epochs
         if resumes[0].step == total:
-            problems.append(warn(f"{resumes[0].directory}: all {total:,} steps are done: the job will end at once"))
+            problems.append(
+                warn(f"{resumes[0].directory}: all {total:,} steps are already done, so the job will end at once")
+            )
         if reports[0].settings.optimizer and resumes[0].optimizer is False:
             problems.append(
                 warn(
-                    f"{resumes[0].directory}: has no optimizer state: only the weights are resumed, with a new warm-up"
+                    f"{resumes[0].directory} has no optimizer state: only the weights are loaded, and the warm-up is "
+                    "repeated"
                 )
             )
     return problems
@@ -464,11 +480,11 @@ def _resume_mismatches(
 ) -> Iterable[str]:
     settings = reports[0].settings
     if resume.other_shape:
-        yield f"it is of another model: {resume.other_shape}"
+        yield f"it belongs to a different model: {resume.other_shape}"
     if settings.optimizer and resume.optimizer and resume.world != settings.world:
         yield (
-            f"its optimizer state is of {resume.world} ranks, the job has {settings.world}; use as many, or set "
-            "checkpoint.optimizer to false to resume only the weights"
+            f"its optimizer state needs the same number of ranks, {resume.world}, but the job has {settings.world}; "
+            f"use {resume.world}, or set checkpoint.optimizer to false to resume only the weights"
         )
     manifests = {shard.rank: shard.manifest for report in reports for shard in report.shards if shard.manifest}
     by_rank = {rank: manifest.sha256 for rank, manifest in manifests.items()}
@@ -476,17 +492,18 @@ def _resume_mismatches(
     step_tokens = settings.blocks_per_step * settings.world * seq_len
     if resume.blocks_sha256 and len(by_rank) == settings.world and resume.blocks_sha256 != blocks_sha256(by_rank):
         yield (
-            "it was trained on other blocks, so training cannot resume from its step; to start from its weights, set "
-            "`model` to its directory"
+            "it was trained on different blocks, so training cannot resume from its step; to start from its weights, "
+            "set `model` to its directory"
         )
     elif manifests and resume.step and resume.tokens is not None and resume.tokens != resume.step * step_tokens:
         yield (
-            f"it used {resume.tokens:,} tokens in {resume.step:,} steps, this job uses {step_tokens:,} per step: "
-            "blocks would be skipped or repeated; use the same micro_batch x accumulation"
+            f"it used {resume.tokens:,} tokens in {format_count(resume.step, 'step')}, but this job uses "
+            f"{step_tokens:,} per step, so blocks would be skipped or repeated; use the micro_batch x accumulation of "
+            "that run"
         )
     if counts and resume.step is not None and resume.step > counts.steps * settings.epochs:
         total = counts.steps * settings.epochs
-        yield f"it has done {resume.step:,} steps, the job has {total:,}; increase train.epochs"
+        yield f"it has done {format_count(resume.step, 'step')}, but the job has only {total:,}; increase train.epochs"
 
 
 def _checkpoint_bytes(reports: Sequence[NodeReport]) -> int | None:
@@ -528,10 +545,13 @@ def check_devices(reports: Sequence[NodeReport]) -> GateCheck:
     for report, devices in found:
         if devices.trouble:
             problems.append(fail(f"{report.node}: {devices.trouble}"))
-        problems += [fail(f"{report.node}: another process uses a GPU: {process}") for process in devices.processes]
+        problems += [fail(f"{report.node}: another process is using a GPU: {process}") for process in devices.processes]
         busy = {process.rpartition(" ")[2] for process in devices.processes}
         problems += [
-            warn(f"{report.node}: GPU {gpu.index} has {gpu.memory_used_mib:,.0f} MiB in use, and no process is listed")
+            warn(
+                f"{report.node}: GPU {gpu.index} has {gpu.memory_used_mib:,.0f} MiB in use, but nvidia-smi lists no "
+                "process"
+            )
             for gpu in devices.gpus
             if gpu.memory_used_mib > MAX_USED_MEMORY_FRACTION * gpu.memory_total_mib and str(gpu.index) not in busy
         ]
@@ -545,14 +565,16 @@ def check_devices(reports: Sequence[NodeReport]) -> GateCheck:
     # Ranks on a node without a driver choose gloo while the others choose NCCL, and none of them ever connects.
     if skipped and seen:
         with_gpus = list_names([report.node for report, _ in seen])
-        problems.append(fail(f"no nvidia-smi on {list_names(skipped)}, but GPUs on {with_gpus}"))
+        problems.append(fail(f"nvidia-smi was not found on {list_names(skipped)}, but GPUs were found on {with_gpus}"))
     ranks_by_node: Counter[str] = Counter()
     for report in reports:
         ranks_by_node[report.node] += len(report.ranks)
     for report, devices in seen:
         ranks = ranks_by_node[report.node]
         if len(devices.gpus) < ranks and not _one_gpu_per_process(report, devices.gpus):
-            problems.append(fail(f"{report.node}: {len(devices.gpus)} GPUs for {ranks} ranks"))
+            problems.append(
+                fail(f"{report.node}: only {format_count(len(devices.gpus), 'GPU')} for {format_count(ranks, 'rank')}")
+            )
     problems += differences("number of GPUs", [(report.node, len(devices.gpus)) for report, devices in seen])
     for name, label in (("name", "GPU model"), ("driver", "driver"), ("memory_total_mib", "GPU memory in MiB")):
         # By node, not by GPU: one line for a node whose eight GPUs differ from the others'.
@@ -569,17 +591,17 @@ def check_devices(reports: Sequence[NodeReport]) -> GateCheck:
 
 def _gpu_health_problems(gpu: GpuReport, busy: bool) -> Iterator[str]:
     if gpu.uncorrected_errors:
-        count = gpu.uncorrected_errors
-        yield f"has had {count:,} uncorrected ECC errors since the driver was loaded; reset or drain it"
+        count = format_count(gpu.uncorrected_errors, "uncorrected ECC error")
+        yield f"has had {count} since the driver was loaded; reset the GPU or drain the node"
     if gpu.rows_pending or gpu.pages_pending:
-        yield f"has memory {'rows to remap' if gpu.rows_pending else 'pages to retire'} at the next reset; reset it"
+        yield f"needs a reset to {'remap memory rows' if gpu.rows_pending else 'retire memory pages'}"
     # Temperature and power of a GPU in use say nothing about its health.
     if busy:
         return
     if gpu.temperature_celsius is not None and gpu.temperature_celsius > MAX_IDLE_CELSIUS:
-        yield f"is at {gpu.temperature_celsius:.0f} C while idle, over {MAX_IDLE_CELSIUS:.0f} C: check its cooling"
+        yield f"is at {gpu.temperature_celsius:.0f} C while idle, above {MAX_IDLE_CELSIUS:.0f} C: check its cooling"
     if gpu.power_watts and gpu.power_limit_watts and gpu.power_watts > MAX_IDLE_POWER_FRACTION * gpu.power_limit_watts:
-        yield f"draws {gpu.power_watts:.0f} W of {gpu.power_limit_watts:.0f} W, and no process is listed"
+        yield f"draws {gpu.power_watts:.0f} W (limit {gpu.power_limit_watts:.0f} W), but nvidia-smi lists no process"
 
 
 def _one_gpu_per_process(report: NodeReport, gpus: Sequence[object]) -> bool:
@@ -591,7 +613,7 @@ def _flight_recorder_problems(reports: Sequence[NodeReport]) -> list[GateProblem
     environment = reports[0].environment
     size = environment.get("TORCH_FR_BUFFER_SIZE") or environment.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or "0"
     if size == "0":
-        return [warn("the flight recorder is off: set TORCH_FR_BUFFER_SIZE=2000, or a hang leaves no record")]
+        return [warn("the flight recorder is off, so a hang would leave no record: set TORCH_FR_BUFFER_SIZE=2000")]
     return []
 
 

@@ -49,7 +49,7 @@ class NvidiaSmiProbe:
     def report(self, until: float) -> DevicesReport:
         """What nvidia-smi said by `until` (time.monotonic())."""
         if not self._path:
-            return DevicesReport(skipped="no nvidia-smi on this node")
+            return DevicesReport(skipped="nvidia-smi was not found on this node")
         try:
             code, gpus = self._answer(self._gpus, until)
             # An older nvidia-smi answers nothing at all if it does not know one of the fields.
@@ -71,7 +71,7 @@ class NvidiaSmiProbe:
         lines = child.lines(until)
         if not child.ended:
             raise TimeoutError(
-                f"{self._path} gave no answer in {time.monotonic() - self._begun:.1f} s: the driver hangs"
+                f"{self._path} gave no answer in {time.monotonic() - self._begun:.1f} s: the driver may be hanging"
             )
         return child.exit_code(), lines
 
@@ -95,7 +95,9 @@ def parse_devices(
             gpu = GpuReport(int(index), uuid, name, driver, float(total), float(used), rows_pending=pending.get(uuid))
             gpus.append(_with_health(gpu, *health) if health else gpu)
         except (ValueError, TypeError):
-            return DevicesReport(trouble=f"nvidia-smi printed {', '.join(row)[:120]!r} where a GPU was expected")
+            return DevicesReport(
+                trouble=f"nvidia-smi printed a row that does not describe a GPU: {', '.join(row)[:120]!r}"
+            )
     if visible is not None:
         # CUDA accepts indices, and UUIDs shortened to a unique prefix.
         allowed = [part.strip() for part in visible.split(",")]

@@ -66,7 +66,7 @@ def open_gather_listener(rendezvous: Rendezvous) -> socket.socket:
             return socket.create_server(("", rendezvous.port), backlog=1024)
     except OSError as error:
         raise UserError(
-            f"{rendezvous}: rank 0's gate cannot listen there: {error.strerror or error}; use another port with "
+            f"rank 0's gate cannot listen at {rendezvous}: {error.strerror or error}; set another port with "
             "--rendezvous on every node"
         ) from None
 
@@ -164,7 +164,7 @@ def _receive(peer: _Peer, rendezvous: Rendezvous, welcome: dict[str, Any]) -> bo
 
 def _check_hello(message: Any, rendezvous: Rendezvous) -> None:
     if not isinstance(message, dict) or message.get("wattwatch_gate") != GATHER_PROTOCOL_VERSION:
-        raise InvalidDataError("rank 0 runs another version of wattwatch")
+        raise InvalidDataError("rank 0 runs a different version of wattwatch")
     if message.get("key") != rendezvous.key:
         raise InvalidDataError("the gate that listens there belongs to another job")
 
@@ -232,7 +232,9 @@ class GatherMember:
             data = self._attempt(lambda: self._connection.recv(1 << 20))
             self._buffer += data
             if not data or len(self._buffer) > MAX_LINE_BYTES:
-                raise GatherError(f"{self._rendezvous} closed the connection: not a gate, or rank 0's gate has exited")
+                raise GatherError(
+                    f"{self._rendezvous} closed the connection: it is not a gate, or rank 0's gate has exited"
+                )
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             message = json.loads(line)

@@ -216,5 +216,5 @@ class GateVerdict:
             worst_first = sorted(check.problems, key=lambda problem: -SEVERITY[problem.level])
             out += [f"         {problem.level}  {problem.text}" for problem in worst_first[:MAX_PROBLEMS_SHOWN]]
             if (more := len(check.problems) - MAX_PROBLEMS_SHOWN) > 0:
-                out.append(f"         and {more} more, all of them in gate.json")
+                out.append(f"         and {more} more; gate.json lists all problems")
         return out

@@ -234,9 +234,9 @@ def read_model_config(directory: str) -> JsonObject:
         with open(f"{directory}/config.json", encoding="utf-8") as file:
             config = json.load(file)
     except ValueError as error:
-        raise ValueError(f"{directory}/config.json: not JSON: {error}") from None
+        raise ValueError(f"{directory}/config.json: not valid JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{directory}/config.json: not an object")
+        raise ValueError(f"{directory}/config.json: not a JSON object")
     text_config = config.get("text_config")
     return {**text_config, **config} if isinstance(text_config, dict) else config
 
@@ -282,7 +282,7 @@ def _read_file_shapes(path: str) -> TensorShapes:
         header = json.loads(data)
         return {name: tuple(map(int, item["shape"])) for name, item in header.items() if name != "__metadata__"}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ValueError(f"{path}: truncated or damaged, it has no safetensors header") from None
+        raise ValueError(f"{path}: no valid safetensors header: the file is truncated or damaged") from None
 
 
 def count_parameters(shapes: TensorShapes) -> int | None:
@@ -300,12 +300,15 @@ def first_shape_difference(saved: TensorShapes, model: TensorShapes, config: Jso
         is_tied = name == VOCABULARY_TENSORS[0] and config.get("tie_word_embeddings") and None in (ours, theirs)
         if ours == theirs or is_tied:
             continue
-        return f"{name} is {_describe_shape(ours)} in the checkpoint and {_describe_shape(theirs)} in the model"
+        return f"{name} is {_describe_shape(ours)} in the checkpoint, but {_describe_shape(theirs)} in the model"
     expected = tuple(config.get(key) for key in reversed(EMBEDDING_DIMENSIONS))
     for name in VOCABULARY_TENSORS:
         if not model and name in saved and None not in expected and saved[name] != expected:
             shape = _describe_shape(saved[name])
-            return f"{name} is {shape} in the checkpoint, {list(expected)} by the model's config.json"
+            return (
+                f"{name} is {shape} in the checkpoint, but should be {list(expected)} according to the model's "
+                "config.json"
+            )
     return None
 
 

@@ -150,7 +150,7 @@ def run_gate(
         unrecorded = None
         if is_host and has_live_ranks(reports):
             # The ranks of the running job compare their gate id with the file when they start.
-            unrecorded = "the existing one belongs to the running job"
+            unrecorded = "the existing file belongs to a job that is still running"
         elif is_host:
             unrecorded = probes.publish(f"{process.run}/gate.json", record)
         return GateResult(verdict, tuple(reports), record, unrecorded)
@@ -284,7 +284,11 @@ class _NodeProbes:
             path = token_file(self._process.data, rank)
             line = None if hung else self._shards.line(until)
             if line is None:
-                trouble = f"not inspected: {self._process.data} hangs" if hung else self._no_answer(self._shards)
+                trouble = (
+                    f"not inspected, because {self._process.data} does not respond"
+                    if hung
+                    else self._no_answer(self._shards)
+                )
                 reports.append(ShardReport(rank, path, trouble=trouble))
                 hung = True
             else:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from wattwatch.trainer.dataclass_json import InvalidDataError, parse_dataclass
 from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.formatting import format_count
 from wattwatch.trainer.launch.links import SHUTDOWN_SECONDS, LostNode, NodeLinks, NodeStartError
 from wattwatch.trainer.launch.outcome import AttemptEvidence, RankFailure, TorchrunExit
 from wattwatch.trainer.launch.placement import NodeTransport, Placement
@@ -156,8 +157,8 @@ def run_gate_on_nodes(
     if not gate_id or gate_id == id_before:
         return GateOutcome(
             None,
-            f"{context.run.gate_json} is not from the gate that just ran: this host must see the same "
-            f"{context.run.path} as the nodes",
+            f"{context.run.gate_json} was not written by the gate that just ran: this host and the nodes must share "
+            f"{context.run.path}",
         )
     return GateOutcome(str(gate_id))
 
@@ -192,7 +193,7 @@ def run_ranks(
     for line in filter(tracebacks.is_shown, log.lines(end=True)):
         context.print_line(line)
     if tracebacks.hidden_lines:
-        context.print_line(f"launch: rank 0's traceback, {tracebacks.hidden_lines:,} lines, is in {path}")
+        context.print_line(f"launch: rank 0's traceback ({format_count(tracebacks.hidden_lines, 'line')}) is in {path}")
     if monitor.outcome.stop_requested:  # left behind, it would stop the next launch
         context.run.stop_file.unlink(missing_ok=True)
     return monitor.outcome

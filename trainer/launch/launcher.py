@@ -136,7 +136,7 @@ class JobLauncher:
         """After the first gate, which has found no live ranks."""
         try:
             if (removed := self._stale_files.remove_after_gate()) is not None:
-                self._print_line(f"launch: removed {removed}, left from an earlier stop")
+                self._print_line(f"launch: removed an old stop file: {removed}")
             self._make_directories()
         except OSError as error:
             raise UserError(f"{error.filename}: {error.strerror or error}; nothing was started") from None
@@ -166,7 +166,9 @@ class JobLauncher:
             if self._context.interrupts.count:
                 return LaunchDecision(NextAction.INTERRUPTED, "interrupted between two attempts; nothing is running")
             if self._run.stop_file.exists():
-                return LaunchDecision(NextAction.STOPPED, f"{STOP_FILE} between two attempts; nothing is running")
+                return LaunchDecision(
+                    NextAction.STOPPED, f"{STOP_FILE}, found between two attempts; nothing is running"
+                )
             if (left := until - time.monotonic()) <= 0:
                 return None
             time.sleep(min(left, POLL_SECONDS))
@@ -260,7 +262,9 @@ class JobLauncher:
         same_as_before, self._previous_kind = outcome.kind is self._previous_kind, outcome.kind
         outcome = replace(outcome, sentence=f"attempt {attempt}: {outcome.sentence}")
         if ranks.failures and (silent := ranks_without_evidence(evidence, placement.world)) and not ranks.lost:
-            self._print_line(f"launch: {silent} left no reason for exiting: ended by torchrun")
+            self._print_line(
+                f"launch: {silent} recorded no exit reason, probably because torchrun ended all ranks of the node"
+            )
         reached = max((rank_exit.step or 0 for rank_exit in evidence.exits.values()), default=0)
         return AttemptResult(
             outcome,
@@ -342,7 +346,9 @@ def lock_run_directory(run: RunDirectory) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             holder = file.read(200).strip() or "another process"
-            raise UserError(f"{run.path}: another launch is running there ({holder}); nothing was started") from None
+            raise UserError(
+                f"{run.path}: another launch is using this run directory ({holder}); nothing was started"
+            ) from None
         except OSError:
             yield
             return

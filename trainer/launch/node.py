@@ -144,7 +144,7 @@ class NodeSupervisor:
         if self._buffer:
             self._send_line(self._buffer)
         if left:
-            self._send(MessageKind.LINE, f"processes {left} cannot be killed: they hang in the kernel")
+            self._send(MessageKind.LINE, f"cannot kill pid {', '.join(map(str, left))}: hanging in the kernel")
         self._send(MessageKind.ENDED, self._program.report(), process.poll())
 
     def _deadline_passed(self) -> bool:
@@ -183,7 +183,7 @@ def find_node_index(request: StartRequest) -> int:
         return request.index
     name = next((os.environ[key] for key in SLURM_NODE_VARIABLES if key in os.environ), "")
     if name not in request.nodes:
-        raise InvalidDataError(f"this node is {name!r}, the job's nodes are {', '.join(request.nodes)}")
+        raise InvalidDataError(f"this node, {name!r}, is not one of the job's nodes ({', '.join(request.nodes)})")
     return request.nodes.index(name)
 
 
@@ -200,7 +200,7 @@ def port_problem(port: int, node: str) -> str | None:
         ).close()
     except OSError as error:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
-        return f"port {port} of {node} {reason}; set launch.port to a free one"
+        return f"port {port} on {node} {reason}; set launch.port to a free port"
     return None
 
 

@@ -203,7 +203,7 @@ def _hang_outcome(
         OutcomeKind.HUNG,
         RankExitCode.FAILED,
         f"{ranks}{on_node} hung{_after_step(min(steps, default=None))} and had to be killed; rank {first.rank} failed "
-        f"waiting for {'it' if len(hung) == 1 else 'them'}: {rank_exit.why}",
+        f"while waiting for {'it' if len(hung) == 1 else 'them'}: {rank_exit.why}",
     )
 
 
@@ -303,10 +303,10 @@ def decide_next(result: AttemptResult, retries_left: int) -> LaunchDecision:
     # Done is the last step's complete checkpoint, never the ranks' exit codes: ranks that ran out of data and exited
     # with 0 have cost others four runs (parcae#12). Nor does a crash after that checkpoint undo the work.
     if result.steps is not None and result.saved >= result.steps:
-        note = "" if outcome.kind is OutcomeKind.DONE else f"; afterwards {outcome.sentence}"
+        note = "" if outcome.kind is OutcomeKind.DONE else f"; after that: {outcome.sentence}"
         return LaunchDecision(NextAction.DONE, f"all {result.steps:,} steps are done and saved{note}")
     if result.interrupted:
-        why = f"terminated without saving, as requested; {_saved_summary(result)}"
+        why = f"the ranks were ended without another save, as requested; {_saved_summary(result)}"
         return LaunchDecision(NextAction.INTERRUPTED, why)
     if outcome.code == RankExitCode.REFUSED:
         return LaunchDecision(NextAction.REFUSED, f"{outcome.sentence}; a new attempt would be refused too")
@@ -317,12 +317,12 @@ def decide_next(result: AttemptResult, retries_left: int) -> LaunchDecision:
         outcome = AttemptOutcome(outcome.kind, RankExitCode.FAILED, sentence)
     # Once more may help, since a port may be in use for a moment; twice the same will not change by itself.
     if outcome.kind is OutcomeKind.TORCHRUN and result.same_as_before:
-        why = f"{outcome.sentence}. The previous attempt failed in the same way: another one would too"
+        why = f"{outcome.sentence}. The previous attempt failed in the same way, so another attempt would fail too"
         return LaunchDecision(NextAction.FAILED, why)
     # A bug or a bad installation that ends a rank before its first step does so in every attempt.
     no_step = max(result.reached, result.saved) <= result.began_at
     if no_step and (outcome.kind is OutcomeKind.SILENT or outcome.code == RankExitCode.INTERNAL_ERROR):
-        why = f"{outcome.sentence}. No step was done: another attempt would fail in the same way"
+        why = f"{outcome.sentence}. No step was completed, so another attempt would fail in the same way"
         return LaunchDecision(NextAction.FAILED, why)
     if retries_left <= 0:
         return LaunchDecision(NextAction.FAILED, f"{outcome.sentence}; no retries left, {_saved_summary(result)}")
@@ -334,7 +334,7 @@ def _stop_summary(result: AttemptResult) -> str:
     by = result.stopped_by or result.outcome.stopped_by or "a request"
     at = f"{by} at step {result.reached:,}" + ("" if result.steps is None else f" of {result.steps:,}")
     if not result.saved:
-        return f"{at}, nothing is saved; the same command starts from the beginning"
+        return f"{at}; nothing is saved, so the same command will start from the beginning"
     saved = "saved" if result.saved >= result.reached else f"saved up to step {result.saved:,}"
     return f"{at}, {saved}; run the same command to continue"
 

@@ -79,14 +79,17 @@ def resolve_placement(launch: LaunchSettings, environment: Mapping[str, str]) ->
         allocated = environment.get("SLURM_JOB_NODELIST")
         if not allocated:
             raise UserError(
-                'launch.via is "srun", but this is not inside a Slurm allocation: start it with sbatch or salloc'
+                'launch.via is "srun", but this command is not running in a Slurm allocation: start it with '
+                "sbatch or salloc"
             )
         if launch.nodes == LaunchSettings().nodes:
             nodes = expand_node_list(allocated)
         elif outside := sorted(set(nodes) - set(expand_node_list(allocated))):
-            raise UserError(f"launch.nodes: {', '.join(outside)} not in this allocation, {allocated}")
+            raise UserError(f"launch.nodes has nodes outside this Slurm allocation ({allocated}): {', '.join(outside)}")
     if via is LaunchMethod.LOCAL and len(nodes) > 1:
-        raise UserError(f'launch.nodes names {len(nodes)} nodes and launch.via is "local": set it to "ssh" or "srun"')
+        raise UserError(
+            f'launch.nodes names {len(nodes)} nodes, but launch.via is "local": set launch.via to "ssh" or "srun"'
+        )
     # A single host must work without name resolution, and without its name leading to another interface.
     address = launch.address or (LOOPBACK if via is LaunchMethod.LOCAL else nodes[0])
     return Placement(via, nodes, launch.ranks_per_node, address, launch.port)
@@ -105,7 +108,7 @@ def expand_node_list(text: str) -> tuple[str, ...]:
         raise UserError("launch.nodes: empty")
     # A name becomes an argument of ssh: one that starts with "-" would be read as an option.
     if bad := [name for name in nodes if name.startswith("-") or "/" in name or any(c.isspace() for c in name)]:
-        raise UserError(f"launch.nodes: {bad[0]!r} is not a node name")
+        raise UserError(f"launch.nodes: {bad[0]!r} is not a valid node name")
     return tuple(nodes)
 
 

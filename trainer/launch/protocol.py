@@ -59,11 +59,11 @@ def parse_request(line: bytes) -> StartRequest:
     try:
         request = parse_dataclass(StartRequest, json.loads(line))
     except ValueError as error:
-        raise InvalidDataError(f"not a request of the launcher: {error}") from None
+        raise InvalidDataError(f"not a valid request from the launcher: {error}") from None
     if request.v != PROTOCOL_VERSION:
         raise InvalidDataError(
-            f"the launcher's protocol version is {request.v}, this node's {PROTOCOL_VERSION}: install the same version "
-            "of wattwatch on both"
+            f"the launcher's protocol version is {request.v}, but this node's is {PROTOCOL_VERSION}: install the same "
+            "version of wattwatch on both"
         )
     return request
 

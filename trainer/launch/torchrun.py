@@ -32,7 +32,7 @@ def main() -> None:
             os.write(int(descriptor), json.dumps(failures).encode())
         sys.exit(1)
     except SignalException as error:
-        sys.stderr.write(f"{error}: its ranks were terminated\n")
+        sys.stderr.write(f"{error}; torchrun terminated its ranks\n")
         sys.exit(128 + error.sigval)  # as a shell reports it
 
 

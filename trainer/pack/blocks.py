@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from wattwatch.trainer.dataclass_json import InvalidDataError
 from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.formatting import format_count
 from wattwatch.trainer.pack.manifest import (
     TOKEN_BYTES,
     PackManifest,
@@ -21,6 +22,7 @@ from wattwatch.trainer.pack.manifest import (
 
 TOKEN_DTYPE: Final = np.dtype("<i4")
 START_DTYPE: Final = np.dtype("<i8")
+REPACK: Final = "pack the dataset again"
 
 
 def block_count(size_bytes: int, seq_len: int) -> int:
@@ -29,7 +31,7 @@ def block_count(size_bytes: int, seq_len: int) -> int:
     blocks, rest = divmod(size_bytes, TOKEN_BYTES * seq_len)
     if rest:
         raise ValueError(
-            f"{size_bytes:,} bytes are not a whole number of blocks of {seq_len} int32 ids ({rest:,} bytes over)"
+            f"{size_bytes:,} bytes are not a whole number of blocks of {seq_len} int32 ids ({rest:,} bytes left over)"
         )
     return blocks
 
@@ -45,13 +47,14 @@ class PackedBlocks:
         try:
             self.count = block_count(self.path.stat().st_size, seq_len)
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.path}: {_error_text(error)}; pack again") from None
+            raise UserError(f"{self.path}: {_error_text(error)}; {REPACK}") from None
         if self.count != self.manifest.blocks:
             raise UserError(
-                f"{self.path}: {self.count:,} blocks, its manifest says {self.manifest.blocks:,}; pack again"
+                f"{self.path}: has {format_count(self.count, 'block')}, but its manifest says "
+                f"{self.manifest.blocks:,}; {REPACK}"
             )
         if self.count == 0:
-            raise UserError(f"{self.path}: contains no block; pack again")
+            raise UserError(f"{self.path}: contains no blocks; {REPACK}")
         self._ids = np.memmap(self.path, dtype=TOKEN_DTYPE, mode="r", shape=(self.count, seq_len))
         self._starts: NDArray[np.int64] | None = None
         # An empty file cannot be mapped; without a record start there is nothing to map anyway.
@@ -99,9 +102,9 @@ def _read_starts(path: Path, ids: int) -> NDArray[np.int64]:
     try:
         starts = np.memmap(path, dtype=START_DTYPE, mode="r")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {_error_text(error)}; pack again") from None
+        raise UserError(f"{path}: {_error_text(error)}; {REPACK}") from None
     if starts[0] < 0 or starts[-1] >= ids or bool((np.diff(starts) <= 0).any()):
-        raise UserError(f"{path}: not the record starts of this token file: truncated, or another file's; pack again")
+        raise UserError(f"{path}: truncated, or written for a different token file than the one beside it; {REPACK}")
     return starts
 
 
@@ -109,7 +112,7 @@ def _read_manifest_file(path: Path) -> PackManifest:
     try:
         return read_manifest(path.read_text())
     except (OSError, InvalidDataError) as error:
-        raise UserError(f"{path}: {_error_text(error)}; pack again") from None
+        raise UserError(f"{path}: {_error_text(error)}; {REPACK}") from None
 
 
 def _error_text(error: Exception) -> str:

@@ -66,11 +66,13 @@ def read_corpus(source: str, split: str, column: str | None) -> Corpus:
         raise UserError(f"{source}: no records")
     names = [column] if column else [name for name in COLUMNS if name in dataset.column_names]
     if not names or names[0] not in dataset.column_names:
-        problem = f"no column {column!r}" if column else "neither a column 'text' nor 'messages'"
-        raise UserError(f"{source}: {problem}; the columns are {', '.join(dataset.column_names)}: choose with --column")
+        problem = f"no column {column!r}" if column else "no column 'text' or 'messages'"
+        raise UserError(
+            f"{source}: {problem}; the columns are {', '.join(dataset.column_names)}: choose one with --column"
+        )
     # Guessing one of two columns would train on the wrong one without a sign of it.
     if len(names) > 1:
-        raise UserError(f"{source}: has a column 'text' and a column 'messages': choose with --column")
+        raise UserError(f"{source}: has both a column 'text' and a column 'messages': choose one with --column")
     rows = dataset.select_columns(names[0])
     kind = _record_kind(rows[0][names[0]], f"{source}: column {names[0]!r}, row 0")
     sha256 = _sampled_sha256(rows, names[0])
@@ -121,7 +123,9 @@ def _record_kind(record: object, where: str) -> str:
         return "text"
     if isinstance(record, list) and record and all(isinstance(m, dict) and "role" in m for m in record):
         return "chat"
-    raise UserError(f"{where}: expected text, or a list of messages with a role, found {type(record).__name__}")
+    raise UserError(
+        f"{where}: expected text, or a list of messages that each have a role; found {type(record).__name__}"
+    )
 
 
 def _sampled_sha256(rows: Any, column: str) -> str:

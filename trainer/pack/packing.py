@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from wattwatch.trainer.atomic_files import atomic_write, atomic_write_text
 from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.formatting import format_count
 from wattwatch.trainer.pack.blocks import START_DTYPE, TOKEN_DTYPE
 from wattwatch.trainer.pack.corpus import Corpus, CorpusShard
 from wattwatch.trainer.pack.manifest import (
@@ -107,8 +108,9 @@ def pack_shard(
                 on_rows(batch.lengths.size)
             if packer.blocks == 0:
                 raise UserError(
-                    f"{corpus.source}: rank {shard.rank} of {shard.world}: {shard.row_ids.size:,} rows give "
-                    f"{packer.tokens:,} tokens, fewer than one block of {settings.seq_len:,}"
+                    f"{corpus.source}: rank {shard.rank} of {shard.world}: {format_count(shard.row_ids.size, 'row')} "
+                    f"gave only {packer.tokens:,} tokens, but one block needs {settings.seq_len:,}: pack more records, "
+                    "or reduce --seq-len"
                 )
             # Before the new token file gets its name: if we are killed in between, there is a file without a manifest,
             # which the gate refuses, and not a new file with the old manifest.

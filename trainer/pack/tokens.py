@@ -64,7 +64,7 @@ def read_tokenizer(name: str, kind: str) -> tuple[TokenizerRecipe, TokenizerIden
 
     tokenizer = _load_tokenizer(name)
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{name}: the tokenizer has no EOS token, which must end each record")
+        raise UserError(f"{name}: the tokenizer has no EOS token, but each record must end with one")
     if kind == "chat" and not tokenizer.chat_template:
         raise UserError(f"{name}: the records are chats, but the tokenizer has no chat template")
     # Some tokenizer.json files truncate to the model's context length, which would silently drop text here.
@@ -160,7 +160,7 @@ class TokenizerPool:
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool:
-            raise UserError("a worker process was killed, perhaps for lack of memory: use fewer --workers") from None
+            raise UserError("a worker process was killed, perhaps for lack of memory: use a lower --workers") from None
 
 
 _worker: RecordTokenizer | None = None  # in a worker process
@@ -199,7 +199,7 @@ def _load_tokenizer(name: str) -> Any:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{name}: cannot be loaded as a tokenizer: {first}") from error
     if not getattr(tokenizer, "is_fast", False):
-        raise UserError(f"{name}: has no fast tokenizer (tokenizer.json), which packing needs")
+        raise UserError(f"{name}: has no fast tokenizer (tokenizer.json), but packing needs one")
     return tokenizer
 
 

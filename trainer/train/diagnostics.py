@@ -45,7 +45,7 @@ def worker_socket(directory: RunDirectory, rank: int, log: Callable[[str], None]
     try:
         server, path = _start_server(link)
     except Exception as error:  # noqa: BLE001 - a rank that cannot be inspected can still train
-        log(f"no worker socket at {link}: {error}; stacks and flight recorder of this rank will not be available")
+        log(f"cannot create worker socket {link}: {error}; stacks and flight record of this rank will not be available")
     try:
         yield path
     finally:
@@ -104,14 +104,14 @@ def write_flight_record(directory: RunDirectory, attempt: int, rank: int, log: C
     """
     records = directory.flight_records(attempt)
     path = records / f"rank-{rank:05d}"
-    result = [f"no flight record at {path}: not written within {DUMP_SECONDS:.0f} s"]
+    result = [f"flight record {path} was not written within {DUMP_SECONDS:.0f} s"]
 
     def write() -> None:
         try:
             _write_dumps(records, rank)
             result[0] = f"flight record: {path}"
         except Exception as error:  # noqa: BLE001 - see above
-            result[0] = f"no flight record at {path}: {error}"
+            result[0] = f"flight record {path} could not be written: {error}"
 
     thread = threading.Thread(target=write, name="flight recorder", daemon=True)
     thread.start()

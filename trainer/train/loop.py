@@ -69,9 +69,9 @@ def train(job: TrainingJob) -> int:
         if is_saved:
             save_checkpoint(job, done)
         if result.request and done < plan.steps:
-            state = "its state is saved" if is_saved else "steps since the last save are lost"
-            by = job.stop_listener.why or "another rank was"
-            raise TrainingStopped(f"asked to stop ({by}); step {done:,} is done, {state}")
+            state = "and saved" if is_saved else "but the steps since the last save are lost"
+            by = job.stop_listener.why or "through another rank"
+            raise TrainingStopped(f"asked to stop ({by}); step {done:,} is done {state}")
     return plan.steps
 
 
@@ -88,7 +88,7 @@ def take_step(job: TrainingJob, step: int) -> StepResult:
     if not is_finite(result.loss, result.grad_norm):
         job.heartbeat.update(loss=result.loss)
         raise NonFiniteLoss(
-            f"step {step + 1:,}: loss {result.loss}, gradient norm {result.grad_norm}; nothing of it was saved. "
+            f"step {step + 1:,}: loss is {result.loss}, gradient norm is {result.grad_norm}; this step was not saved. "
             "Check the data of this step, or lower learning_rate"
         )
     job.heartbeat.update(step=step + 1, loss=result.loss, blocks_left=left - job.plan.blocks_per_step, micro=0)

@@ -56,7 +56,7 @@ def build_model(directory: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         if getattr(config, "quantization_config", None):
-            raise UserError(f"{directory}: a quantized model; full fine-tuning needs unquantized weights")
+            raise UserError(f"{directory}: the model is quantized, but full fine-tuning needs unquantized weights")
         with parameters_on_meta():
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -92,7 +92,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)
-    raise UserError(f"{type(model).__name__}: no list of its {count} layers was found; it cannot be sharded by layer")
+    raise UserError(f"{type(model).__name__} cannot be sharded by layer: no list of its {count} layers was found")
 
 
 def shard_model(model: Any, layers: list[nn.Module], mesh: DeviceMesh, settings: TrainSettings) -> None:
@@ -145,7 +145,9 @@ def load_weights(model: nn.Module, directory: Path) -> None:
     files = find_weight_files(directory)
     needed = dict(model.named_parameters()) | persistent_buffers(model)
     if missing := sorted(needed.keys() - files.keys()):
-        raise UserError(f"{directory}: no weights for {missing[0]}" + _and_more(missing) + "; another model's files?")
+        raise UserError(
+            f"{directory}: no weights for {missing[0]}" + _and_more(missing) + "; are these files from another model?"
+        )
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
         for name, tensor in needed.items():
@@ -161,10 +163,13 @@ def load_weights(model: nn.Module, directory: Path) -> None:
 def _copy_tensor(tensor: torch.Tensor, file: Any, name: str, path: Path) -> None:
     stored = file.get_slice(name)
     if tuple(stored.get_shape()) != tuple(tensor.shape):
-        raise UserError(f"{path}: {name} is {tuple(stored.get_shape())}, the model's is {tuple(tensor.shape)}")
+        raise UserError(
+            f"{path}: {name} has shape {tuple(stored.get_shape())}, but the model needs {tuple(tensor.shape)}"
+        )
     if stored.get_dtype() not in FLOAT_DTYPES:
         raise UserError(
-            f"{path}: {name} is {stored.get_dtype()}, not one of {', '.join(FLOAT_DTYPES)}: convert it first"
+            f"{path}: {name} has type {stored.get_dtype()}, but must have one of {', '.join(FLOAT_DTYPES)}: convert it "
+            "first"
         )
     rows = local_rows(tensor)
     if not tensor.dim():
@@ -196,7 +201,7 @@ def find_weight_files(directory: Path) -> dict[str, Path]:
         raise UserError(f"{index}: not a valid weight index file: {type(error).__name__}: {error}") from None
     except FileNotFoundError:
         raise UserError(
-            f"{directory}: neither {INDEX_FILE} nor {SINGLE_FILE}; set train.random_weights to start without weights"
+            f"{directory}: no {INDEX_FILE} or {SINGLE_FILE}; set train.random_weights to start with random weights"
         ) from None
     except (OSError, SafetensorError) as error:
         raise UserError(f"{directory}: {error}") from None

@@ -86,7 +86,7 @@ def train_rank(
 
     def exit_from_collective() -> None:
         # Called in a thread: the main thread is inside a collective and cannot be interrupted from Python.
-        why = "asked to exit, but still in a collective: another rank does not respond"
+        why = "asked to exit, but still waiting in a collective: another rank does not respond"
         write_exit_file(
             directory.exit_file(options.number, info.rank), RankExit(RankExitCode.FAILED, why, heartbeat.step)
         )

@@ -22,7 +22,7 @@ from wattwatch.trainer.checkpoint.complete import Completion, read_completion, w
 from wattwatch.trainer.checkpoint.optimizer import load_optimizer_state
 from wattwatch.trainer.checkpoint.save import CheckpointSaver, SavePoint
 from wattwatch.trainer.errors import UserError
-from wattwatch.trainer.formatting import format_bytes_short
+from wattwatch.trainer.formatting import format_bytes_short, format_count
 from wattwatch.trainer.pack.blocks import PackedBlocks
 from wattwatch.trainer.pack.manifest import PackManifest, blocks_sha256
 from wattwatch.trainer.run_directory import RUN_FORMAT_VERSION, RunDirectory, RunRecord, write_run_record
@@ -140,11 +140,11 @@ def find_start_point(
         description = f"resumed exactly from {options.resume}"
         return StartPoint(completion.step, completion.warm_from, description)
     if completion:
-        description = f"weights from {options.resume}; the optimizer warms up again"
+        description = f"with the weights from {options.resume}; the warm-up is repeated"
         return StartPoint(completion.step, completion.step, description)
     if options.smoke:
         first = max(0, plan.steps - SMOKE_STEPS)
-        return StartPoint(first, first, "to test the end of the epoch and its save")
+        return StartPoint(first, first, "as a test of the end of the epoch and the save after it")
     if settings.train.random_weights:
         return StartPoint(description=f"from random weights with seed {settings.train.seed}")
     return StartPoint(description=f"from the weights of {settings.model}")
@@ -173,7 +173,7 @@ def make_save_function(
         )  # fmt: skip
         report = saver.save(model, optimizer if checkpoint.optimizer else None, point)
         if info.rank == 0:
-            log.info("saved %s: %s in %.1f s, weights by %d rank%s", report.directory,
+            log.info("saved %s: %s in %.1f s; weights written by %d rank%s", report.directory,
                      format_bytes_short(report.bytes), report.seconds, report.writers,
                      "s"[: report.writers > 1])  # fmt: skip
             for warning in report.warnings:
@@ -196,17 +196,19 @@ def read_resume_checkpoint(
     completion = read_completion(resume)
     if completion.blocks_sha256 != gate.blocks_sha256:
         raise UserError(
-            f"{resume}: trained on other blocks, so training cannot resume from its step {completion.step:,}; to start "
-            "from its weights, set `model` to its directory"
+            f"{resume}: trained on different blocks, so training cannot resume from its step {completion.step:,}; to "
+            "start from its weights, set `model` to its directory"
         )
     if completion.tokens != completion.step * tokens_per_step:
         raise UserError(
-            f"{resume}: saved after {completion.step:,} steps and {completion.tokens:,} tokens, but this job uses "
-            f"{tokens_per_step:,} tokens per step, so data blocks would be skipped or repeated. "
-            "Use the micro_batch x accumulation of that run."
+            f"{resume}: saved after {format_count(completion.step, 'step')} and {completion.tokens:,} tokens, but this "
+            f"job uses {tokens_per_step:,} tokens per step, so data blocks would be skipped or repeated. Use the "
+            "micro_batch x accumulation of that run."
         )
     if completion.step > plan.steps:
-        raise UserError(f"{resume}: step {completion.step:,} is beyond this job's {plan.steps:,}")
+        raise UserError(
+            f"{resume}: saved at step {completion.step:,}, but this job has only {format_count(plan.steps, 'step')}"
+        )
     return completion
 
 
@@ -266,19 +268,22 @@ def read_passed_gate(directory: RunDirectory, job: JobFile, world: int, gate_id:
         raise UserError(f"{path}: not a gate record ({type(error).__name__}: {error}); run the gate again") from None
     again = "run the gate again"
     if level == "FAIL":
-        raise UserError(f"{path}: the gate refused the job; fix what it names and {again}")
+        raise UserError(f"{path}: the gate refused the job; fix the problems that it lists and {again}")
     if gate_world != world:
-        raise UserError(f"{path}: the gate was for {gate_world} ranks, this job has {world}; {again}")
+        raise UserError(
+            f"{path}: the gate checked {format_count(gate_world, 'rank')}, but this job has {world}; {again}"
+        )
     if config != job.sha256:
-        raise UserError(f"{path}: the gate was for another configuration than {job.path}; {again}")
+        raise UserError(f"{path}: the gate checked a different configuration than {job.path}; {again}")
     if step_blocks != job.settings.blocks_per_step:
         raise UserError(
-            f"{path}: the gate was for {step_blocks} blocks per step, this job uses "
+            f"{path}: the gate checked {format_count(step_blocks, 'block')} per step, but this job uses "
             f"{job.settings.blocks_per_step}; {again}"
         )
     if gate_id and record.gate_id != gate_id:
         raise UserError(
-            f"{path}: from gate {record.gate_id}, but the launcher's was {gate_id}; another launch in this directory?"
+            f"{path}: written by gate {record.gate_id}, but the launcher ran gate {gate_id}; is another launch using "
+            "this directory?"
         )
     return record
 
@@ -297,13 +302,13 @@ def _parse_gate_record(gate: Any) -> GateRecord:
 def check_shard_passed(record: GateRecord, manifest: PackManifest, rank: int) -> None:
     """Raises UserError if this rank's blocks are not those that the gate checked."""
     if record.token_files.get(rank) != manifest.sha256:
-        raise UserError(f"rank {rank}: its blocks are not those that passed the gate; run the gate again")
+        raise UserError(f"rank {rank}: its blocks differ from those that passed the gate; run the gate again")
 
 
 def check_plan_passed(record: GateRecord, plan: StepPlan) -> None:
     """Raises UserError if the ranks have agreed on another number of steps than the gate computed."""
     if plan.evenness is Evenness.MIN and plan.steps_per_epoch != record.steps:
         raise UserError(
-            f"the ranks agreed on {plan.steps_per_epoch:,} steps, the gate computed {record.steps:,}; "
-            "run the gate again"
+            f"the ranks agreed on {format_count(plan.steps_per_epoch, 'step')}, but the gate computed "
+            f"{record.steps:,}; run the gate again"
         )

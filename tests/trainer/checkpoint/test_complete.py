@@ -73,9 +73,15 @@ def replace_by_fifo(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "marker missing": (lambda d: (d / "COMPLETE.json").unlink(), "COMPLETE.json: missing: the save did not finish"),
-    "marker empty": (lambda d: cut(d / "COMPLETE.json", 0), "COMPLETE.json: truncated or damaged"),
-    "marker cut": (lambda d: cut(d / "COMPLETE.json", 100), "COMPLETE.json: truncated or damaged"),
+    "marker missing": (lambda d: (d / "COMPLETE.json").unlink(), "COMPLETE.json is missing: the save did not finish"),
+    "marker empty": (
+        lambda d: cut(d / "COMPLETE.json", 0),
+        "COMPLETE.json: not valid JSON: the file is truncated or damaged",
+    ),
+    "marker cut": (
+        lambda d: cut(d / "COMPLETE.json", 100),
+        "COMPLETE.json: not valid JSON: the file is truncated or damaged",
+    ),
     "marker is a list": (lambda d: (d / "COMPLETE.json").write_text("[]"), "expected an object"),
     "marker of a later version": (lambda d: remark(d, v=2), "format version 2, but this program reads version 1"),
     "marker without a field": (lambda d: remark(d, world=None), "world: expected int, found None"),
@@ -86,14 +92,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "marker names a file outside": (
         lambda d: remark(d, files={"../config.json": {"bytes": 1, "sha256": ""}}),
-        "not a file of this directory",
+        "which is not a valid name of a file in this directory",
     ),
     "marker lists no configuration": (lambda d: relist_without(d, "config.json"), "does not list config.json"),
     "marker lists one rank's optimizer": (
         lambda d: relist_without(d, "optimizer/rank-00001.safetensors"),
         "does not list optimizer/rank-00001.safetensors",
     ),
-    "marker does not list a shard": (lambda d: relist_without(d, SHARD), f"{SHARD}: not part of this checkpoint"),
+    "marker does not list a shard": (
+        lambda d: relist_without(d, SHARD),
+        f"{SHARD}: COMPLETE.json does not list this file",
+    ),
     "shard missing": (lambda d: (d / SHARD).unlink(), f"{SHARD}: missing"),
     "shard cut": (lambda d: cut(d / SHARD, 20), f"{SHARD}: truncated: 20 bytes, "),
     "shard longer": (
@@ -113,24 +122,24 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "header of another format": (
         lambda d: relist(d, SHARD, (2).to_bytes(8, "little") + b"[]"),
-        f"{SHARD}: it does not have the header of a safetensors file",
+        f"{SHARD}: no valid safetensors header",
     ),
-    "header longer than the file": (lambda d: relist(d, SHARD, b"\xff" * 8), f"{SHARD}: its header claims"),
-    "empty shard": (lambda d: relist(d, SHARD, b""), f"{SHARD}: 0 bytes are too short for a safetensors file"),
+    "header longer than the file": (lambda d: relist(d, SHARD, b"\xff" * 8), f"{SHARD}: says that its header has"),
+    "empty shard": (lambda d: relist(d, SHARD, b""), f"{SHARD}: too short for a safetensors file (0 B)"),
     "index names a file not there": (
         lambda d: change_index(d, c="model-00003-of-00003.safetensors"),
-        "names model-00003-of-00003.safetensors, which is not part of this checkpoint",
+        "refers to model-00003-of-00003.safetensors, which is not part of this checkpoint",
     ),
-    "index names a tensor not there": (lambda d: change_index(d, d=SHARD), f"says that d is in {SHARD}"),
-    "index leaves a tensor out": (drop_from_index, f"does not name c of {SHARD}"),
-    "index without a map": (lambda d: relist(d, INDEX, b"{}"), "it has no weight_map"),
+    "index names a tensor not there": (lambda d: change_index(d, d=SHARD), f"says that tensor d is in {SHARD}"),
+    "index leaves a tensor out": (drop_from_index, f"does not list tensor c of {SHARD}"),
+    "index without a map": (lambda d: relist(d, INDEX, b"{}"), "no valid weight_map: the file is truncated or damaged"),
     "index gone with its listing": (
         lambda d: forget(d, INDEX),
-        "lists neither model.safetensors.index.json nor model.safetensors",
+        "must list model.safetensors.index.json, or model.safetensors as the only weights file",
     ),
     "weights beside that would be loaded first": (
         lambda d: (d / "model.safetensors").write_bytes(tensors_file({"a": b"0"})),
-        "model.safetensors: not part of this checkpoint",
+        "model.safetensors: COMPLETE.json does not list this file",
     ),
 }
 
@@ -164,7 +173,7 @@ def test_one_weights_file_needs_no_index(tmp_path: Path) -> None:
 
 def test_a_staged_directory_is_not_complete_whatever_it_holds(tmp_path: Path) -> None:
     staged = make_checkpoint(tmp_path).rename(tmp_path / "step-00000500.tmp-0af3")
-    assert why_incomplete(staged) == f"{staged}: still staged: its save did not finish"
+    assert why_incomplete(staged) == f"{staged}: temporary directory of a save that did not finish"
 
 
 def test_bytes_changed_in_place_are_found_only_by_the_deep_check(tmp_path: Path) -> None:
@@ -174,7 +183,7 @@ def test_bytes_changed_in_place_are_found_only_by_the_deep_check(tmp_path: Path)
     assert why_incomplete(directory) is None
     reason = why_incomplete(directory, deep=True)
     assert reason is not None
-    assert f"{SHARD}: its bytes have changed" in reason
+    assert f"{SHARD}: content does not match the SHA-256 in COMPLETE.json" in reason
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -225,7 +234,7 @@ def test_without_any_there_is_none(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_read_is_an_error_and_not_treated_as_empty(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(UserError, match="Not a directory; cannot look for checkpoints"):
+    with pytest.raises(UserError, match="cannot list the checkpoints: Not a directory"):
         find_newest_complete(tmp_path / "checkpoints")
 
 

@@ -56,7 +56,8 @@ def test_the_papers_job_gets_a_warning_about_its_spread_and_the_minimum_is_recor
     assert even.lost_share == pytest.approx(1 - 3_854 * 8 * 16 / sum(PAPER_BLOCKS))
     assert level_and_problems(verdict, "evenness") == (
         CheckLevel.WARN,
-        "spread 53: rank 3 has 30,835 blocks, rank 11 has 30,888; all ranks must stop at the minimum",
+        "block counts differ by 53: rank 3 has 30,835 blocks, rank 11 has 30,888; all ranks must stop at the smallest "
+        "count",
     )
     assert (verdict.exit_code(strict=False), verdict.exit_code(strict=True)) == (1, 2)
 
@@ -68,15 +69,18 @@ def test_the_papers_job_gets_a_warning_about_its_spread_and_the_minimum_is_recor
          "rank 5: /local/rank-00005.i32: no such file"),
         ({"size_bytes": 30_870 * SEQ_LEN * 4 - 4}, "blocks", "FAIL", "not a whole number of blocks of 2048"),
         ({"size_bytes": 30_860 * SEQ_LEN * 4}, "blocks", "FAIL", "its manifest says 252,887,040 in 30,870 blocks"),
-        ({"differing_offsets": (4096,)}, "blocks", "FAIL", "the bytes at 4,096 are not those that were packed"),
-        ({"manifest_samples": ()}, "blocks", "FAIL", "no hashes to compare with"),
-        ({"manifest_rank": 6}, "blocks", "FAIL", "its manifest is that of rank 6"),
-        ({"manifest_document_starts": 7}, "blocks", "FAIL", "document starts is missing or truncated"),
-        ({"filesystem": "nfs4"}, "blocks", "WARN", "rank 5: blocks are on nfs4, not on the node's local disk"),
-        ({"manifest_world": 8}, "shards", "FAIL", "rank 5: packed for a world of 8, the job has 16: pack again"),
-        ({"manifest_rows": 0}, "shards", "FAIL", "rank 5: its shard is empty"),
-        ({"manifest_first_row": 50_004}, "shards", "FAIL", "its shard is 10,000 from 50003 to 60002"),
-        ({"manifest_row_xor": 1}, "shards", "FAIL", "or some row not exactly once"),
+        ({"differing_offsets": (4096,)}, "blocks", "FAIL",
+         "the bytes at offset 4,096 differ from those that were packed"),
+        ({"manifest_samples": ()}, "blocks", "FAIL", "lacks the hashes that are needed to verify its content"),
+        ({"manifest_rank": 6}, "blocks", "FAIL", "its manifest belongs to rank 6"),
+        ({"manifest_document_starts": 7}, "blocks", "FAIL", "document starts is missing or has the wrong size"),
+        ({"filesystem": "nfs4"}, "blocks", "WARN",
+         "rank 5: blocks are on a network file system (nfs4), not on the node's local disk"),
+        ({"manifest_world": 8}, "shards", "FAIL",
+         "rank 5: packed for 8 ranks, but the job has 16: pack the dataset again"),
+        ({"manifest_rows": 0}, "shards", "FAIL", "rank 5: its shard has no rows"),
+        ({"manifest_first_row": 50_004}, "shards", "FAIL", "but should have 10,000 (50003 to 60002)"),
+        ({"manifest_row_xor": 1}, "shards", "FAIL", "some rows are missing or packed twice"),
         ({"manifest_contiguous": False}, "shards", "FAIL", "contiguous sharding differs: True on rank 0, rank 1, "),
         ({"manifest_datasets_version": "2.9.0"}, "shards", "FAIL", "datasets version differs: 5.2.0 on"),
         ({"manifest_tokenizer_sha256": "9" * 64}, "shards", "FAIL", "tokenizer differs: aaaaaaaaaaaa on"),
@@ -84,11 +88,11 @@ def test_the_papers_job_gets_a_warning_about_its_spread_and_the_minimum_is_recor
         ({"manifest_eos_id": 1}, "shards", "FAIL", "EOS id differs"),
         ({"manifest_corpus_sha256": "9" * 64}, "shards", "FAIL", "corpus differs"),
         ({"manifest_tokenizers_version": "0.1"}, "shards", "WARN", "tokenizers version differs"),
-        ({"manifest_empty_rows": 500}, "shards", "WARN", "500 of 160,003 rows gave no token"),
+        ({"manifest_empty_rows": 500}, "shards", "WARN", "500 of 160,003 rows produced no tokens"),
         ({"max_id": 151_669}, "evenness", "FAIL", "token id 151,669 is outside the vocabulary of 151,669"),
         ({"manifest_max_token_id": 151_700}, "evenness", "FAIL", "token id 151,700 is outside the vocabulary"),
         ({"min_id": -1}, "evenness", "FAIL", "token id -1 is negative"),
-        ({"min_id": 7, "max_id": 7}, "evenness", "FAIL", "every id that was read is 7"),
+        ({"min_id": 7, "max_id": 7}, "evenness", "FAIL", "all token ids that were read are 7"),
     ],
 )  # fmt: skip
 def test_a_problem_with_one_ranks_data_is_reported_with_the_rank(
@@ -103,27 +107,27 @@ def test_a_rank_with_less_data_than_one_step_refuses_the_job() -> None:
     level, text = level_and_problems(run_checks(job((40, 40, 7, 40))), "evenness")
     assert (level, text) == (
         CheckLevel.FAIL,
-        "rank 2 has 7 blocks, a step takes 8: not enough for one step; pack more data, or reduce the accumulation",
+        "rank 2 has 7 blocks, but one step needs 8: pack more data, or reduce the accumulation",
     )
 
 
 def test_many_blocks_in_no_step_are_a_separate_warning() -> None:
     _, text = level_and_problems(run_checks(job((100, 100, 100, 90))), "evenness")
-    assert "9.74% of all blocks are in no step" in text
+    assert "9.74% of all blocks will not be used in any step" in text
 
 
 def test_ranks_that_did_not_report_are_named_and_their_counts_are_not_guessed() -> None:
     verdict = run_checks(job()[:1], "waited 60 s")
     assert level_and_problems(verdict, "world") == (CheckLevel.FAIL, "ranks 8-15 did not report: waited 60 s")
-    assert level_and_problems(verdict, "evenness") == (CheckLevel.FAIL, "the block counts of ranks 8-15 are unknown")
+    assert level_and_problems(verdict, "evenness") == (CheckLevel.FAIL, "block counts are unknown for ranks 8-15")
     assert verdict.evenness is None
 
 
 @pytest.mark.parametrize(
     ("changes", "level", "words"),
     [
-        ({"ranks": tuple(range(7, 16))}, "FAIL", "rank 7 was reported 2 times, by node-a, node-b"),
-        ({"ranks": tuple(range(8, 17))}, "FAIL", "rank 16 reported, but the world is 16"),
+        ({"ranks": tuple(range(7, 16))}, "FAIL", "rank 7 was reported 2 times instead of once, by node-a, node-b"),
+        ({"ranks": tuple(range(8, 17))}, "FAIL", "rank 16 reported, but the job has only 16 ranks"),
         ({"troubles": ("shards: KeyError: 'x'",)}, "FAIL", "node-b: shards: KeyError: 'x'"),
         ({"versions": {"python": "3.12.3", "torch": "2.12.0", "datasets": "5.2.0"}}, "FAIL",
          "torch differs: 2.13.0 on node-a; 2.12.0 on node-b"),
@@ -133,7 +137,7 @@ def test_ranks_that_did_not_report_are_named_and_their_counts_are_not_guessed() 
          "NCCL_SOCKET_IFNAME differs"),
         ({"code_sha256": "9" * 64}, "FAIL", "the trainer's code differs"),
         ({"model": ModelReport(config_sha256="9" * 64)}, "FAIL", "the configuration file differs"),
-        ({"skew_seconds": -3.2}, "WARN", "node-b: its clock is 3.2 s ahead of that of rank 0's node"),
+        ({"skew_seconds": -3.2}, "WARN", "node-b: clock is 3.2 s ahead of the clock of rank 0's node"),
         ({"settings": replace(job()[0].settings, accumulation=4)}, "FAIL", "setting accumulation differs: 8 on node-a"),
     ],
 )  # fmt: skip
@@ -148,7 +152,7 @@ def test_a_node_that_differs_from_the_other_is_named(changes: dict[str, Any], le
         ({"checkpoint": None}, "FAIL", "node-b: the checkpoint directory was not inspected"),
         ({"checkpoint": replace(CHECKPOINT, trouble="Read-only file system")}, "FAIL", "cannot be written: Read-only"),
         ({"checkpoint": replace(CHECKPOINT, sees_rank_0=False)}, "FAIL",
-         "node-b: /nfs/run/checkpoints: not shared: it is not the directory that node-a writes to"),
+         "node-b: /nfs/run/checkpoints is not the same directory as on node-a"),
         ({"checkpoint": replace(CHECKPOINT, free_bytes=100 * 10**9)}, "FAIL",
          "100.0 GB free, too little for 2 checkpoints of 62.0 GB"),
         ({"checkpoint": replace(CHECKPOINT, free_bytes=150 * 10**9)}, "WARN", "62.0 GB plus the one being written"),
@@ -167,15 +171,16 @@ def test_a_checkpoint_directory_that_cannot_take_a_save_is_named(
     ("devices", "level", "words"),
     [
         (None, "FAIL", "node-b: the GPUs were not inspected"),
-        (DevicesReport(skipped="no nvidia-smi on this node"), "FAIL", "no nvidia-smi on node-b, but GPUs on node-a"),
+        (DevicesReport(skipped="nvidia-smi was not found on this node"), "FAIL",
+         "nvidia-smi was not found on node-b, but GPUs were found on node-a"),
         (DevicesReport(trouble="nvidia-smi gave no answer in 10.0 s"), "FAIL", "gave no answer"),
-        (DevicesReport(gpus=tuple(gpu(n) for n in range(7))), "FAIL", "node-b: 7 GPUs for 8 ranks"),
+        (DevicesReport(gpus=tuple(gpu(n) for n in range(7))), "FAIL", "node-b: only 7 GPUs for 8 ranks"),
         (DevicesReport(gpus=tuple(gpu(n, driver="570.1") for n in range(8))), "FAIL", "driver differs"),
         (DevicesReport(gpus=tuple(gpu(n, name="NVIDIA H200") for n in range(8))), "FAIL", "GPU model differs"),
         (DevicesReport(gpus=tuple(gpu(n) for n in range(8)), processes=("pid 77 on GPU 3",)), "FAIL",
-         "node-b: another process uses a GPU: pid 77 on GPU 3"),
+         "node-b: another process is using a GPU: pid 77 on GPU 3"),
         (DevicesReport(gpus=(*(gpu(n) for n in range(7)), gpu(7, memory_used_mib=90_000.0))), "WARN",
-         "node-b: GPU 7 has 90,000 MiB in use, and no process is listed"),
+         "node-b: GPU 7 has 90,000 MiB in use, but nvidia-smi lists no process"),
     ],
 )  # fmt: skip
 def test_gpus_that_are_missing_different_or_in_use_are_named(
@@ -188,7 +193,9 @@ def test_gpus_that_are_missing_different_or_in_use_are_named(
 def test_a_flight_recorder_that_is_off_is_a_warning_on_nodes_with_gpus() -> None:
     reports = [replace(report, environment={}) for report in job((8, 8))]
     assert level_and_problems(run_checks(reports), "devices")[0] is CheckLevel.WARN
-    without = [replace(report, devices=DevicesReport(skipped="no nvidia-smi on this node")) for report in reports]
+    without = [
+        replace(report, devices=DevicesReport(skipped="nvidia-smi was not found on this node")) for report in reports
+    ]
     assert level_and_problems(run_checks(without), "devices") == (CheckLevel.PASS, "")
 
 
@@ -200,7 +207,7 @@ def test_token_ids_are_compared_with_the_models_vocabulary_if_it_is_known() -> N
     other = [replace(r, model=replace(model, tokenizer_file_sha256="1", tokenizer_meaning_sha256="2")) for r in job()]
     level, text = level_and_problems(run_checks(other), "shards")
     assert level is CheckLevel.FAIL
-    assert "node-b: ranks 8-15 packed with another tokenizer than the model's" in text
+    assert "node-b: the blocks of ranks 8-15 were packed with a tokenizer that is not the model's" in text
 
 
 RESUME = ResumeReport(
@@ -219,15 +226,16 @@ def resuming(settings: dict[str, Any], **changes: Any) -> list[NodeReport]:
     [
         ({"optimizer": True}, {}, "PASS", ""),
         ({}, {"world": 8}, "PASS", ""),
-        ({"optimizer": True}, {"world": 8}, "FAIL", "its optimizer state is of 8 ranks, the job has 16; use as many"),
+        ({"optimizer": True}, {"world": 8}, "FAIL",
+         "its optimizer state needs the same number of ranks, 8, but the job has 16; use 8"),
         ({"optimizer": True}, {"optimizer": False}, "WARN", "has no optimizer state"),
-        ({}, {"blocks_sha256": "9" * 64}, "FAIL", "it was trained on other blocks"),
-        ({}, {"tokens": 7}, "FAIL", "it used 7 tokens in 500 steps, this job uses 262,144 per step"),
-        ({}, {"step": 3_854, "tokens": None}, "WARN", "all 3,854 steps are done"),
-        ({}, {"step": 3_855, "tokens": None}, "FAIL", "it has done 3,855 steps, the job has 3,854"),
+        ({}, {"blocks_sha256": "9" * 64}, "FAIL", "it was trained on different blocks"),
+        ({}, {"tokens": 7}, "FAIL", "it used 7 tokens in 500 steps, but this job uses 262,144 per step"),
+        ({}, {"step": 3_854, "tokens": None}, "WARN", "all 3,854 steps are already done"),
+        ({}, {"step": 3_855, "tokens": None}, "FAIL", "it has done 3,855 steps, but the job has only 3,854"),
         ({"epochs": 2}, {"step": 3_855, "tokens": None}, "PASS", ""),
-        ({}, {"other_shape": "a.weight is [2] in the checkpoint and [3] in the model"}, "FAIL",
-         "it is of another model: a.weight is [2] in the checkpoint and [3]"),
+        ({}, {"other_shape": "a.weight is [2] in the checkpoint, but [3] in the model"}, "FAIL",
+         "it belongs to a different model: a.weight is [2] in the checkpoint, but [3]"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_with_other_data_shapes_or_ranks_is_not_resumed_from(
@@ -253,13 +261,13 @@ def test_a_rank_that_still_runs_in_the_run_directory_refuses_the_job(
 ) -> None:
     found, text = level_and_problems(run_checks(with_live_rank(alive)), "checkpoint")
     assert found == level
-    assert ("rank 3 of run 'other' still runs in this run directory: pid 77 on host-b, heartbeat 4 s old" in text) == (
-        level == "FAIL"
-    )
+    assert (
+        "rank 3 of run 'other' is still running in this run directory: pid 77 on host-b, heartbeat 4 s old" in text
+    ) == (level == "FAIL")
 
 
 @pytest.mark.parametrize(
-    ("rate", "level", "seconds"), [(2e9, "PASS", ""), (1e7, "WARN", "about 3,100 s, the timeout is 3,600 s")]
+    ("rate", "level", "seconds"), [(2e9, "PASS", ""), (1e7, "WARN", "about 3,100 s, too long for a timeout of 3,600 s")]
 )
 def test_a_checkpoint_directory_that_is_too_slow_for_a_save_is_a_warning(rate: float, level: str, seconds: str) -> None:
     reports = [
@@ -278,10 +286,10 @@ def test_a_checkpoint_directory_that_is_too_slow_for_a_save_is_a_warning(rate: f
     ("health", "words"),
     [
         ({"uncorrected_errors": 2}, "GPU 7 has had 2 uncorrected ECC errors"),
-        ({"rows_pending": True}, "GPU 7 has memory rows to remap"),
-        ({"pages_pending": True}, "GPU 7 has memory pages to retire"),
+        ({"rows_pending": True}, "GPU 7 needs a reset to remap memory rows"),
+        ({"pages_pending": True}, "GPU 7 needs a reset to retire memory pages"),
         ({"temperature_celsius": 71.0}, "GPU 7 is at 71 C while idle"),
-        ({"power_watts": 600.0, "power_limit_watts": 1100.0}, "GPU 7 draws 600 W of 1100 W"),
+        ({"power_watts": 600.0, "power_limit_watts": 1100.0}, "GPU 7 draws 600 W (limit 1100 W)"),
     ],
 )
 def test_a_gpu_in_poor_health_is_a_warning(health: dict[str, Any], words: str) -> None:
@@ -292,7 +300,7 @@ def test_a_gpu_in_poor_health_is_a_warning(health: dict[str, Any], words: str) -
 
 @pytest.mark.parametrize(
     ("evenness", "steps", "words"),
-    [("pad", 3_861, "ranks with fewer blocks repeat their first ones"), ("off", 3_854, "the job will hang")],
+    [("pad", 3_861, "ranks with fewer blocks will repeat their first blocks"), ("off", 3_854, "the job will hang")],
 )
 def test_the_number_of_steps_is_the_one_that_the_ranks_will_agree_on(evenness: str, steps: int, words: str) -> None:
     verdict = run_checks([replace(r, settings=replace(r.settings, evenness=evenness)) for r in job()])
@@ -306,8 +314,8 @@ def test_a_check_prints_sixteen_problems_at_most() -> None:
     for rank in range(64):
         reports = with_shard(reports, rank, manifest_world=32)
     lines = run_checks(reports).lines()
-    assert sum("packed for a world of 32" in line for line in lines) == 16
-    assert "         and 48 more, all of them in gate.json" in lines
+    assert sum("packed for 32 ranks" in line for line in lines) == 16
+    assert "         and 48 more; gate.json lists all problems" in lines
 
 
 PIECE = {"offset": -1, "bytes": 9, "sha256": ""}

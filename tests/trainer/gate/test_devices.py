@@ -63,7 +63,7 @@ def test_an_older_nvidia_smi_without_some_fields_is_asked_for_fewer(
 
 def test_output_that_is_not_a_table_is_quoted() -> None:
     assert parse_devices(["No devices were found"], [], None).trouble == (
-        "nvidia-smi printed 'No devices were found' where a GPU was expected"
+        "nvidia-smi printed a row that does not describe a GPU: 'No devices were found'"
     )
 
 
@@ -95,4 +95,4 @@ def test_a_driver_that_hangs_or_fails_is_reported_within_the_deadline(
 
 def test_a_node_without_nvidia_smi_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert NvidiaSmiProbe().report(0).skipped == "no nvidia-smi on this node"
+    assert NvidiaSmiProbe().report(0).skipped == "nvidia-smi was not found on this node"

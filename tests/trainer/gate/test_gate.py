@@ -32,7 +32,7 @@ def test_two_nodes_exchange_reports_and_gate_json_contains_them(gates: Gates, tm
     other = finish(second)
     assert (first.exit_code, other.exit_code) == (1, 1), first.out + first.err + other.err
     assert first.problems[0] == (
-        "WARN  spread 3: rank 0 has 30 blocks, rank 1 has 33; all ranks must stop at the minimum"
+        "WARN  block counts differ by 3: rank 0 has 30 blocks, rank 1 has 33; all ranks must stop at the smallest count"
     )
     assert other.out == "gate WARN: see the output of rank 0's process on node-0-1\n"
     record = gates.record
@@ -103,8 +103,8 @@ def test_another_directory_with_the_same_name_is_not_shared(gates: Gates, tmp_pa
     first = finish(gates.member(data, "0", 2))
     assert first.exit_code == 2
     assert first.problems == [
-        f"FAIL  b: {tmp_path}/own/checkpoints: not shared: it is not the directory that node-0 "
-        "writes to; use a run directory on a shared file system"
+        f"FAIL  b: {tmp_path}/own/checkpoints is not the same directory as on node-0; "
+        "use a run directory on a shared file system"
     ]
     assert finish(second).exit_code == 2
 
@@ -116,7 +116,7 @@ def test_a_hung_path_costs_its_deadline_and_is_named(gates: Gates, tmp_path: Pat
     answer = gates.alone(data, 3, "--path-deadline", "1")
     assert answer.exit_code == 2
     assert f"FAIL  rank 1: {data}/rank-00001.i32: no answer in 1 s" in answer.problems
-    assert f"FAIL  rank 2: {data}/rank-00002.i32: not inspected: {data} hangs" in answer.problems
+    assert f"FAIL  rank 2: {data}/rank-00002.i32: not inspected, because {data} does not respond" in answer.problems
 
 
 def empty_shard(data: Path) -> None:
@@ -135,13 +135,15 @@ def high_id(data: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "arguments", "words"),
     [
-        (empty_shard, (), ("rank 1: its shard is empty: pack more records", "rank 1 has 0 blocks, a step takes 8")),
-        (ragged, (), ("rank-00001.i32: 1,027 bytes are not a whole number of blocks of 16",)),
-        (high_id, (), ("token id 100 is outside the vocabulary of 100", "at 0 are not those that were packed")),
+        (empty_shard, (),
+         ("rank 1: its shard has no rows: pack more records", "rank 1 has 0 blocks, but one step needs 8")),
+        (ragged, (), ("rank-00001.i32: truncated: 1,027 bytes are not a whole number of blocks of 16",)),
+        (high_id, (),
+         ("token id 100 is outside the vocabulary of 100", "at offset 0 differ from those that were packed")),
         (lambda data: None, ("--vocab-size", "50"), ("rank 1: ", "token id 99 is outside the vocabulary of 50")),
-        (lambda data: None, ("--seq-len", "32"), ("packed in blocks of 16, the job needs 32",)),
+        (lambda data: None, ("--seq-len", "32"), ("packed with --seq-len 16, but the job needs 32",)),
         (lambda data: None, ("--checkpoint-gigabytes", "1e9"), ("free, too little for 2 checkpoints",)),
-        (lambda data: change_manifest(data, 1, world=4), (), ("rank 1: packed for a world of 4, the job has 2",)),
+        (lambda data: change_manifest(data, 1, world=4), (), ("rank 1: packed for 4 ranks, but the job has 2",)),
         (lambda data: change_manifest(data, 1, tokenizer_sha256="9" * 64), (), ("tokenizer differs: ", "on rank 1")),
         (lambda data: change_manifest(data, 1, datasets_version="2.0"), (), ("datasets version differs: ", "2.0 on")),
         (lambda data: change_manifest(data, 1, rows="many"), (), ("rows: expected int, found 'many'",)),
@@ -228,7 +230,9 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_first_different_tenso
     complete(step)
     answer = gates.alone(data, 2, "--model", model, "--resume", step)
     assert answer.exit_code == 2
-    assert f"{step}: it is of another model: model is [32] in the checkpoint and [64] in the model" in answer.out
+    assert (
+        f"{step}: it belongs to a different model: model is [32] in the checkpoint, but [64] in the model" in answer.out
+    )
 
 
 def test_a_job_that_still_runs_there_refuses_the_job_and_one_that_has_ended_does_not(
@@ -244,7 +248,7 @@ def test_a_job_that_still_runs_there_refuses_the_job_and_one_that_has_ended_does
     answer = gates.alone(data, 2)
     assert answer.exit_code == 2
     assert record.read_text() == "the running job's"
-    assert f"rank 3 of run 'other' still runs in this run directory: pid {os.getpid()} on " in answer.out
+    assert f"rank 3 of run 'other' is still running in this run directory: pid {os.getpid()} on " in answer.out
     for ended in ({"phase": "done"}, {"t_wall": 1.0}, {"pid": 2**22 + 1}, {"host": "elsewhere", "t_wall": 1.0}):
         path.write_text(json.dumps(beat | {"t_wall": time.time()} | ended))
         assert gates.alone(data, 2).exit_code == 0, ended
@@ -278,7 +282,7 @@ def test_a_job_file_sets_all_options_and_options_override_it(gates: Gates, tmp_p
 def test_a_missing_job_file_or_one_for_another_world_is_a_usage_error(gates: Gates, tmp_path: Path) -> None:
     job = write_toml(tmp_path, write_job(tmp_path / "data", [16, 16]))
     answer = finish(gates.command("--job", job, WORLD_SIZE="8"))
-    assert (answer.exit_code, answer.err.startswith(f"{job}: 1 nodes with 2 ranks each are a world of 2, ")) == (
+    assert (answer.exit_code, answer.err.startswith(f"{job}: nodes x ranks per node is 1 x 2 = 2, ")) == (
         2,
         True,
     )
@@ -294,7 +298,10 @@ def test_vocabulary_and_tokenizer_are_compared_with_the_models_files(gates: Gate
     answer = gates.alone(data, 2, "--model", model)
     assert answer.exit_code == 2
     assert any("token id 99 is outside the vocabulary of 90" in line for line in answer.problems)
-    assert any("ranks 0-1 packed with another tokenizer than the model's" in line for line in answer.problems)
+    assert any(
+        "the blocks of ranks 0-1 were packed with a tokenizer that is not the model's" in line
+        for line in answer.problems
+    )
     (model / "config.json").write_text("{")
     assert gates.alone(data, 2, "--model", model).exit_code == 2
 
@@ -326,12 +333,12 @@ def test_a_port_in_use_and_a_missing_rendezvous_are_usage_errors(gates: Gates, t
     with socket.create_server(("127.0.0.1", gates.port)):
         answer = finish(gates.member(data, "0", 2))
     assert answer.exit_code == 2
-    assert answer.err.startswith(f"127.0.0.1:{gates.port}: rank 0's gate cannot listen there: Address already in use")
+    assert answer.err.startswith(f"rank 0's gate cannot listen at 127.0.0.1:{gates.port}: Address already in use")
     answer = finish(gates.start(data, "--world", 2, "--ranks", 1))
     assert answer.exit_code == 2
-    assert "set where rank 0's listens with --rendezvous" in answer.err
+    assert "set the address of rank 0's process with --rendezvous" in answer.err
     answer = finish(gates.start(data, "--world", 2, "--ranks", "1-5"))
-    assert "rank 5 is outside a world of 2" in answer.err
+    assert "rank 5 does not exist: the highest rank of this job is 1" in answer.err
 
 
 def test_a_gate_that_is_killed_leaves_no_mark_behind(gates: Gates, tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_invalid_settings_are_refused_with_the_key(tmp_path: Path, capsys: pytes
     job = MadeJob(tmp_path, launch={"nodes": "a,b"})
     answer = run_wattwatch_train(capsys, "launch", job.write())
     assert answer.exit_code == 2
-    assert answer.err == 'launch.nodes names 2 nodes and launch.via is "local": set it to "ssh" or "srun"\n'
+    assert answer.err == 'launch.nodes names 2 nodes, but launch.via is "local": set launch.via to "ssh" or "srun"\n'
 
 
 def test_attempts_of_an_earlier_launch_keep_their_logs(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_a_port_that_is_in_use_is_refused_before_anything_is_started(tmp_path: P
         assert job.start() == 2
     assert (
         job.output[-1]
-        == f"launch: refused: port {port} of localhost is in use; set launch.port to a free one; nothing was started"
+        == f"launch: refused: port {port} on localhost is in use; set launch.port to a free port; nothing was started"
     )
     assert not list((job.run.path / "logs").iterdir())
     assert job.start() == 0, "it is free again"
@@ -322,13 +322,13 @@ def test_a_second_launch_changes_neither_stop_file_nor_gate_json_of_the_running_
     job.run.stop_file.touch()
     job.run.gate_json.write_text("the running job's")
     assert job.start() == 2
-    assert job.printed("still runs in this run directory")
-    assert job.printed("gate.json was not written: the existing one belongs to the running job")
+    assert job.printed("is still running in this run directory")
+    assert job.printed("gate.json was not written: the existing file belongs to a job that is still running")
     assert job.run.stop_file.exists()
     assert job.run.gate_json.read_text() == "the running job's"
     write_live_heartbeat(job, NO_SUCH_PID)
     assert job.start() == 0
-    assert job.printed("launch: removed", "left from an earlier stop")
+    assert job.printed("launch: removed an old stop file")
 
 
 def test_files_of_a_running_smoke_test_stay_until_the_gate_finds_no_live_rank(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_exit_code_0_of_ranks_that_ran_out_of_data_is_a_failure_that_is_retried(
 def test_a_rank_that_crashes_after_the_last_save_does_not_undo_the_work() -> None:
     decision = decide(KILLED, saved=100)
     assert decision.action is NextAction.DONE
-    assert "afterwards killed" in decision.why
+    assert "after that: killed" in decision.why
 
 
 @pytest.mark.parametrize("cause", [KILLED, stated(5), AttemptOutcome(OutcomeKind.NODE_LOST, None, "lost")])
@@ -190,7 +190,7 @@ def test_a_rank_that_hangs_and_is_killed_in_the_cleanup_is_reported_as_hung_not_
     cause = determine_outcome(evidence, two)
     assert cause.kind is OutcomeKind.HUNG
     assert cause.sentence == (
-        "rank 1 on localhost hung after step 13 and had to be killed; rank 0 failed waiting for it: a collective "
+        "rank 1 on localhost hung after step 13 and had to be killed; rank 0 failed while waiting for it: a collective "
         "failed, another rank has exited or does not respond: Timed out waiting 60000ms"
     )
 
@@ -198,7 +198,7 @@ def test_a_rank_that_hangs_and_is_killed_in_the_cleanup_is_reported_as_hung_not_
 def test_the_rank_of_another_node_without_an_exit_file_is_the_one_that_hung() -> None:
     endings = {
         0: TIMED_OUT,
-        1: RankExit(5, "asked to exit, but still in a collective", 13),
+        1: RankExit(5, "asked to exit, but still waiting in a collective", 13),
         2: RankExit(4, "SIGTERM", 13),
     }
     evidence = AttemptEvidence(
@@ -251,7 +251,8 @@ def test_a_stop_is_reported_with_who_asked_and_what_is_saved() -> None:
     assert stop(56, 56, "Ctrl-C") == "stopped by Ctrl-C at step 56 of 60, saved; run the same command to continue"
     assert stop(56, 50).startswith("stopped by SIGUSR1 at step 56 of 60, saved up to step 50; run the same command")
     assert (
-        stop(3, 0) == "stopped by SIGUSR1 at step 3 of 60, nothing is saved; the same command starts from the beginning"
+        stop(3, 0)
+        == "stopped by SIGUSR1 at step 3 of 60; nothing is saved, so the same command will start from the beginning"
     )
 
 
@@ -278,7 +279,7 @@ def test_the_terminal_shows_no_traceback_and_continues_with_the_ranks_next_line(
 
 
 def test_a_stop_is_attributed_to_the_rank_that_was_asked() -> None:
-    others = RankExit(4, "asked to stop (another rank was); step 25 is done, its state is saved", 25)
+    others = RankExit(4, "asked to stop (through another rank); step 25 is done and saved", 25)
     exits = {0: others, 1: replace(others, why="asked to stop (SIGTERM); step 25 is done"), 2: others, 3: others}
     assert determine_outcome(AttemptEvidence((), exits), PLACEMENT).stopped_by == "SIGTERM to rank 1"
     exits[1] = replace(others, why="asked to stop (stop file /run/stop); step 25 is done")

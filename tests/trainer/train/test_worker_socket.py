@@ -197,4 +197,4 @@ def test_a_rank_without_a_socket_logs_that_and_trains(tmp_path: Path) -> None:
     (tmp_path / "worker").write_text("a file where the directory should be")
     output = serve(tmp_path)
     assert len(output) == 1
-    assert "no worker socket" in output[0]
+    assert "cannot create worker socket" in output[0]
