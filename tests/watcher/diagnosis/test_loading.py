@@ -178,7 +178,7 @@ def test_stacks_of_an_unknown_rank_are_reported(capture: Path) -> None:
     ("files", "words"),
     [
         ({}, "the directory is empty"),
-        ({"a.md": "x", "b.log": "y"}, "none of its 2 files"),
+        ({"a.md": "x", "b.log": "y"}, "none of the 2 files"),
         ({"stacks.txt": "Thread 1 (idle)"}, "rank"),
     ],
 )

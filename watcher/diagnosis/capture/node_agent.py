@@ -101,7 +101,8 @@ class NodeAgent:
         thread.join(limit)
         if thread.is_alive():
             self.report_missing(
-                f"{what}: not finished within {limit:.1f} s: the file system may hang, or there may be too many ranks"
+                f"{what}: not finished within {limit:.1f} s: the file system may not respond, or there "
+                "may be too many ranks"
             )
         return not thread.is_alive()
 
@@ -126,7 +127,7 @@ class NodeAgent:
             # One deadline for all of them: a hundred hung ranks must not take a hundred times as long as one.
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                self.report_missing(f"rank {rank}: {what} gave no result within {seconds:g} s")
+                self.report_missing(f"rank {rank}: {what} returned no result within {seconds:g} s")
 
     # The steps, in order
 
@@ -329,7 +330,7 @@ class NodeAgent:
         match = re.match(rb"HTTP/1\.[01] (\d{3})", top)
         if match is None:
             raise Unavailable(
-                f"its worker socket answered {bytes(answer[:60])!r}, which is not an answer of torch's worker server"
+                f"its worker socket answered {bytes(answer[:60])!r}, which is not a response of torch's worker server"
             )
         if match.group(1) == b"404":
             return b""

@@ -240,16 +240,16 @@ def _require_one_record_per_rank(directory: Path, records: Sequence[ListedFile])
             more = f" and {len(folders) - 4} more" if len(folders) > 4 else ""
             raise NoEvidenceError(
                 f"{directory}: rank {rank} has records in several directories: {', '.join(folders[:4])}{more}; "
-                "give only one of them"
+                "choose one of them"
             )
 
 
 def _no_evidence_message(directory: Path, files: int, missing: Sequence[str]) -> str:
     if missing:
         return f"{directory}: it contains no usable evidence: {'; '.join(missing[:3])}"
-    held = f"none of its {files:,} files was recognized"
+    held = f"none of the {files:,} files was recognized"
     if files < 2:
-        held = "its only file was not recognized" if files else "the directory is empty"
+        held = "the only file was not recognized" if files else "the directory is empty"
     return (
         f"{directory}: no flight records, stacks or NCCL RAS reports were found: {held}. Give a directory of torch's "
         "dumps (TORCH_FR_DUMP_TEMP_FILE), a capture of wattwatch, or a run directory"

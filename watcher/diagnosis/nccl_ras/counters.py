@@ -128,7 +128,7 @@ def _without_counters(view: CommunicatorView) -> Suspicion:
             f"{format_count(count.ranks, 'rank')} launched {count.launched:,} {count.operation}"
             for count in view.now.counts
         ]
-        why = f"{', '.join(shares)}; RAS does not say which ranks"
+        why = f"{', '.join(shares)}; RAS does not name these ranks"
         if view.moved is False:
             return Suspicion(RasFinding.BEHIND, [], f"{_no_progress(view)}; {why}", 0.3)
         return Suspicion(RasFinding.CANNOT_TELL, [], f"{why}; {ONE_REPORT_ONLY}", 0.0)

@@ -109,7 +109,10 @@ def _compare_blocks_left(live: LiveEvidence, named: frozenset[int]) -> tuple[Han
     rest = [blocks for rank, blocks in left.items() if rank not in named]
     if not odd or not rest or max(odd) >= min(rest):
         return None, ""
-    return HangCause.DATA, f"; blocks of data left: at most {max(odd):,}, on the other ranks at least {min(rest):,}"
+    return (
+        HangCause.DATA,
+        f"; blocks of data left: at most {max(odd):,} on these ranks, at least {min(rest):,} on the others",
+    )
 
 
 def median_step(live: LiveEvidence) -> int | None:

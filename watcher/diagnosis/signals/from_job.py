@@ -82,9 +82,9 @@ def stacks_signal(evidence: Evidence) -> Signal | None:
     observed = frozenset(rank_text)
     silent = known_ranks(evidence) - observed
     if alike and 0 < len(silent) < len(observed):
-        rank_text |= dict.fromkeys(silent, "gave no stacks")
+        rank_text |= dict.fromkeys(silent, "returned no stacks")
         return Signal(
-            STACKS, f"{format_ranks(silent)} gave no stacks; {text}", silent, NO_STACKS_WEIGHT, None, rank_text
+            STACKS, f"{format_ranks(silent)} returned no stacks; {text}", silent, NO_STACKS_WEIGHT, None, rank_text
         )
     return Signal(
         STACKS,
@@ -154,7 +154,9 @@ def exit_reports_signal(evidence: Evidence) -> Signal | None:
     silent = world - frozenset(exited)
     if silent and 2 * len(silent) < len(world):
         others = format_count(len(exited), "other rank")
-        text = f"{format_ranks(silent)} left no exit report and may be killed or still hanging; {others} left one"
+        text = (
+            f"{format_ranks(silent)} left no exit report and may have been killed or may still hang; {others} left one"
+        )
         rank_text = dict.fromkeys(silent, "left no exit report")
         return Signal(EXIT_REPORTS, text, silent, NO_REPORT_WEIGHT, HangCause.RANK, rank_text)
     return Signal(EXIT_REPORTS, _describe_exits(list(exited.values())))
