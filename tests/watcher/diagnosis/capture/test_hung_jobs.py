@@ -44,7 +44,7 @@ def test_a_hung_job_is_captured_and_not_disturbed(kind: str, watch: RunningFleet
         print(f"\n{kind}: {result.took_seconds:.2f} s", *result.missing, sep="\n  ")  # noqa: T201 - a measurement
         assert fates(job) == before
         assert files_of(job.run_directory) == files, "nothing was written on the node"
-    assert not any("not done" in sentence or "not everything" in sentence for sentence in result.missing)
+    assert not any("not finished" in sentence or "not everything" in sentence for sentence in result.missing)
     for rank in job.processes:
         if rank in job.answering:
             assert json.loads((result.directory / f"rank-{rank:05d}.recorder.json").read_text())["entries"]
