@@ -75,8 +75,8 @@ class TrainSettings:
     random_weights: bool = setting(False, "start from config.json alone, with randomly initialized weights")
     evenness: str = setting(
         "min",
-        "if block counts differ: min: all ranks stop at the smallest count; pad: ranks repeat blocks up to the "
-        "largest count; off: each rank uses its own count, so the job hangs",
+        "min: all ranks stop at the smallest block count; pad: ranks with fewer blocks repeat some; off: each rank "
+        "uses its own count, so the job hangs if the counts differ",
     )
     precision: str = setting(
         "bf16", "bf16: compute in bfloat16, but reduce gradients and keep parameters in float32; fp32: use only float32"

@@ -109,9 +109,8 @@ def check_world(reports: Sequence[NodeReport], note: str) -> GateCheck:
         nodes = [report.node for report in reports if rank in report.ranks]
         problems.append(fail(f"rank {rank} was reported {len(nodes)} times instead of once, by {list_names(nodes)}"))
     if outside := sorted(rank for rank in seen if rank >= settings.world):
-        problems.append(
-            fail(f"{format_rank_list(outside)} reported, but the job has only {format_count(settings.world, 'rank')}")
-        )
+        highest = settings.world - 1
+        problems.append(fail(f"{format_rank_list(outside)} reported, but the highest rank of this job is {highest}"))
     # An exception of the gate on one node: its report may be incomplete, so the job must not start.
     for report in reports:
         problems += [fail(f"{report.node}: {trouble}") for trouble in report.troubles]

@@ -144,7 +144,9 @@ class NodeSupervisor:
         if self._buffer:
             self._send_line(self._buffer)
         if left:
-            self._send(MessageKind.LINE, f"cannot kill pid {', '.join(map(str, left))}: hanging in the kernel")
+            self._send(
+                MessageKind.LINE, f"cannot kill processes that hang in the kernel: pid {', '.join(map(str, left))}"
+            )
         self._send(MessageKind.ENDED, self._program.report(), process.poll())
 
     def _deadline_passed(self) -> bool:
