@@ -49,16 +49,14 @@ class NotifyReason(Enum):
     REMINDER_DUE = "Reminder: this alert is still firing."
     CLEARED = "The condition has cleared."
     REPLACED = "The job has not recovered: another alert of the same job has replaced this alert."
-    STATE_UNKNOWN = (
-        "State unknown: since the watcher restarted, it has seen neither the problem nor any sign of recovery."
-    )
+    STATE_UNKNOWN = "State unknown: since its restart, the watcher has not seen the problem or any sign of recovery."
     JOB_COMPLETED = "The job has completed."
     JOB_REMOVED = "The job was removed from the configuration; its state is unknown."
     UNCHANGED = "This alert was already reported, and nothing has changed since."
     INHIBITED = "The root cause of this alert is reported instead."
     CAUSE_JUST_CLEARED = "The root cause of this alert has just cleared, so this alert may clear too."
     CLEAR_PENDING = "The problem is no longer detected, but not yet for long enough to count as resolved."
-    UNVERIFIED_AFTER_RESTART = "The watcher has restarted and has not yet seen any sign of recovery."
+    UNVERIFIED_AFTER_RESTART = "Since its restart, the watcher has not yet seen any sign of recovery."
     CLEARED_UNREPORTED = "The problem cleared before it was reported."
     NEVER_FIRED = "There is no problem and no open alert."
     JOB_ALREADY_COMPLETED = "The job had already completed."

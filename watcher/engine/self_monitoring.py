@@ -78,7 +78,7 @@ class NetworkLossDetector:
             summary=f"The watcher lost contact with {len(silent)} of {len(self._nodes_before)} nodes at the same time; "
             "its own network is the likely cause.",
             evidence=tuple(f"{node}: {links[node].detail}" for node in silent[:5] if node in links),
-            advice="Check the network of the host that runs the watcher first: interface, VPN, bastion, DNS. Jobs on "
+            advice="First check the network of the host that runs the watcher: interface, VPN, bastion, DNS. Jobs on "
             f"these nodes are not evaluated until the nodes answer again or {MAX_BLIND_SECONDS / 60:.0f} min "
             "have passed.",
             since_seconds=self.since,

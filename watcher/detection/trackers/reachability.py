@@ -29,8 +29,8 @@ ALL_SILENT_SECONDS: Final = 60.0
 UNREADABLE_ADVICE: Final = {
     HostStatus.SAMPLER_TIMEOUT: "The job itself may be fine. Check the kernel log for Xid 119 (GSP firmware error). "
     "Do not send SIGKILL to the hung nvidia-smi.",
-    HostStatus.DRIVER_DOWN: "The job itself may be fine. While the job was running, the driver was upgraded or "
-    "unloaded, or the container lost its GPU devices.",
+    HostStatus.DRIVER_DOWN: "The job itself may be fine. The driver may have been upgraded or unloaded while the "
+    "job was running, or the container may have lost its GPU devices.",
     HostStatus.PARSE_ERROR: "Check what the node's login shell prints: this text may be mixed into the output of the "
     "GPU query.",
     HostStatus.AUTH_FAILED: "Check the SSH key, user and certificate with `wattwatch check`.",
