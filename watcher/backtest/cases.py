@@ -157,9 +157,7 @@ def _series(name: str, sidecar: Path) -> LabeledSeries:
         place = ".".join(str(part) for part in first["loc"])
         raise LabelError(f"{sidecar}: {place + ': ' if place else ''}{first['msg']}") from None
     if whole and label.intervals:
-        raise LabelError(
-            f'{sidecar}: has both "state", which is for the whole log, and "intervals": remove one of them'
-        )
+        raise LabelError(f'{sidecar}: it contains both "state", for the whole log, and "intervals". Remove one of them')
     if not whole and not label.intervals:
         raise LabelError(
             f'{sidecar}: expected "state", or "intervals": [{{"state", "from_seconds", "to_seconds"}}, ...]'

@@ -167,13 +167,13 @@ def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:
         yield f"  {name[:32]:<32}  {share.right:3} of {share.of}"
     if plain.missed:
         yield ""
-        yield "  wrong   GPU model                   label           verdict         conf   alternative"
+        yield "  wrong   GPU model                   label           verdict         confidence   alternative"
         for judged in plain.missed:
             case, verdict = judged.case, judged.verdict
             other = "" if verdict.alternative is None else verdict.alternative.state.value
             yield (
                 f"  {case.name[:6]:<7} {case.gpu_model[:26]:<27} {case.label:<15} {verdict.state.value:<15} "
-                f"{verdict.confidence:.2f}   {other}"
+                f"{verdict.confidence:.2f}         {other}"
             )
 
 

@@ -26,7 +26,7 @@ from wattwatch.watcher.cli.shared import UNKNOWN, exit_unknown, json_option, pri
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Also write the JSON object to this file.")
 @json_option("Print all figures as one JSON object.")
 def backtest_command(directory: Path, progress: str | None, out: Path | None, as_json: bool) -> None:
-    """Score the verdicts on all labeled data below DIR.
+    """Measure how often the verdicts are right, on all labeled data below DIR.
 
     Labeled data is: JSON samples with a `reported_state`, and logs or recordings with a label file beside them. The
     label of run.csv is run.csv.label.json, with {"state": "compute"} or {"intervals": [{"state": "hang",

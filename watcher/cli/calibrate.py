@@ -47,7 +47,7 @@ MIN_SAMPLES: Final = 10  # fewer cannot show whether the power is steady
 @click.option("--samples", type=click.IntRange(MIN_SAMPLES, 3600), default=30, show_default=True,
               help="Number of samples to take from each host, one per second.")  # fmt: skip
 @click.option("--progress", type=click.Choice([StepProgress.ADVANCING.value]),
-              help="For a log without a step counter: you know that steps advanced all the time.")  # fmt: skip
+              help="Use this for a log without a step counter, if steps advanced all the time.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
               help="Write the [[profiles]] tables to this file, which must not exist yet.")  # fmt: skip
 @ssh_config_option()
@@ -60,7 +60,7 @@ def calibrate_command(
     ssh_config: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure what your GPUs draw, and print it as [[profiles]] tables for wattwatch.toml.
+    """Measure the power of your GPUs, and print it as [[profiles]] tables for wattwatch.toml.
 
     SOURCE is a host whose GPUs are idle now (sampled over SSH), a recording, or a log of nvidia-smi. From a host,
     idle power is learned. From a recording or log, the power with a CUDA context (from the start-up of a job) and the

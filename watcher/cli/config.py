@@ -44,9 +44,9 @@ MASK: Final = "***"
 PUBLIC_URLS: Final = frozenset({"external_url"})
 INTRODUCTION: Final = """\
 Durations are written with their unit: `"500ms"`, `"90s"`, `"2m"`, `"1h30m"`, `"8h"`, `"1d"`. Lists of nodes are in
-ClusterShell syntax: `"gpu-[01-16]"`. Secrets are never in this file. Instead, a key names another file,
-and the first line of that file is the secret. A relative path is looked up first in `$CREDENTIALS_DIRECTORY`, where
-systemd puts credentials. Unknown keys are errors. `wattwatch check -c FILE` tests a configuration, and
+ClusterShell syntax: `"gpu-[01-16]"`. Secrets are never in wattwatch.toml. Instead, a key names another
+file, and the first line of that file is the secret. A relative path is looked up first in `$CREDENTIALS_DIRECTORY`,
+where systemd puts credentials. Unknown keys are errors. `wattwatch check -c FILE` tests a configuration, and
 `wattwatch config FILE` prints it with all defaults."""
 
 
@@ -69,7 +69,8 @@ class ConfigKey:
 def config_command(path: Path | None, reference: bool, markdown: bool, as_json: bool) -> None:
     """Print the effective configuration of FILE: every key, with defaults filled in, as TOML.
 
-    Secrets are never printed: files with secrets appear by their paths, and URLs without user names and paths.
+    Secrets are never printed: of a file with a secret, only the path is shown, and URLs are shown without user names
+    and paths.
 
     Exit code: 0 printed, 2 the configuration is not valid, or wrong usage.
     """

@@ -35,6 +35,7 @@ from wattwatch.watcher.cli.shared import (
 from wattwatch.watcher.common.formatting import (
     MEMBER_STATE_TEXT,
     agree_with_count,
+    format_count,
     format_ranks,
     group_by_rank,
     single_line,
@@ -78,11 +79,12 @@ class DiagnoseCommand(click.Command):
 )
 @api_options("With JOB: ")
 def diagnose_command(source: str, as_json: bool, page: Path | None, url: str, token_file: Path | None) -> None:
-    """Find the rank that blocks a hung job, the collective it is in or misses, and how sure that is.
+    """Find the rank that blocks a hung job, and the collective that it is in or has not reached;
+    say how certain that is.
 
     DIR is a capture of the watcher, a run directory of wattwatch-train, or any directory with some of these: torch
     flight-recorder dumps (pickle or JSON, NCCL or gloo), Python stacks (faulthandler or py-spy dump), NCCL RAS reports.
-    Dumps from strangers are safe: no code in them is executed. For a JOB, a running watcher is asked for its diagnosis.
+    Dumps from strangers are safe: no code in them is executed. For a JOB, the diagnosis comes from a running watcher.
 
     \b
     Exit code: 0 the flight records are complete and no rank is stuck in a collective
@@ -233,7 +235,9 @@ def _group(console: Console, group: Mapping[str, Any]) -> None:
         )
         first, *rest = map(safe_markup, cells)
         table.add_row(f"  {first}", *rest)
-    console.print(f"\n{safe_markup(group['group'])} ({group['size']:,} ranks), sequence number {group['slot']}")
+    console.print(
+        f"\n{safe_markup(group['group'])} ({format_count(group['size'], 'rank')}), sequence number {group['slot']}"
+    )
     console.print(table)
     if len(group["members"]) > MAX_ROWS:
         console.print(f"  rows not shown: {len(group['members']) - MAX_ROWS:,}; --json prints all")

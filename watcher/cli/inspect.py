@@ -153,7 +153,7 @@ def find_checkpoint_directory(directory: Path) -> Path:
 def explain_no_checkpoints(directory: Path, listing: CheckpointListing) -> str:
     name = directory.resolve().name
     if any(layout.name.search(name) for layout in LAYOUTS):
-        return "it contains no checkpoints, but by its name it is a checkpoint itself: give its parent directory"
+        return "it contains no checkpoints. By its name, it is a checkpoint itself: give its parent directory"
     found = len(listing.folders) + len(listing.root)
     if not found:
         return "the directory is empty; there is no checkpoint yet"

@@ -19,6 +19,7 @@ from wattwatch.watcher.cli.shared import (
     print_json,
     text_console,
 )
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.config.profiles_file import read_profiles
 from wattwatch.watcher.recordings.anonymize import write_anonymized
 from wattwatch.watcher.recordings.format import RecordingError, open_recording
@@ -43,10 +44,10 @@ from wattwatch.watcher.recordings.replay import AlertChange, AlertTransition, Re
 )
 @json_option("Print a JSON list with one object for each file.")
 def replay_command(files: tuple[Path, ...], profile_file: Path | None, anonymous: Path | None, as_json: bool) -> None:
-    """Run recordings or GPU logs through the detector, at their own times, and print every change of state and alert.
+    """Run the detector on recordings or GPU logs, at their own times, and print every change of a state or an alert.
 
-    With --anonymous, the copy is checked to give the same verdicts as the recording, and the copy is replayed.
-    Look through it before you share it.
+    With --anonymous, the copy is replayed. No copy is made if it would not give the same verdicts as the recording.
+    Look through the copy before you share it.
 
     Exit code: 0 nothing to report, 1 a warning, 2 a critical alert, 3 a file could not be read.
     """
@@ -154,7 +155,9 @@ def replay_object(result: ReplayResult) -> dict[str, Any]:
 
 def print_replay(result: ReplayResult) -> None:
     console = text_console()
-    console.print(f"[bold]{escape(result.source)}[/]: {result.rounds} samples over {format_elapsed(result.seconds)}")
+    console.print(
+        f"[bold]{escape(result.source)}[/]: {format_count(result.rounds, 'sample')} over {format_elapsed(result.seconds)}"
+    )
     several = len({change.job for change in result.changes}) > 1
     lines = [
         (c.at_seconds, f"{escape(c.job) + ': ' if several else ''}{c.state.value:<14} {escape(c.reason)}")

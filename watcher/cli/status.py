@@ -32,7 +32,7 @@ from wattwatch.watcher.detection.model import Severity
 @api_options()
 @json_option("Print the jobs and open alerts as JSON, as the API returns them.")
 def status_command(job: str | None, url: str, token_file: Path | None, as_json: bool) -> None:
-    """Jobs and open alerts of a running watcher, once. With JOB, only that job.
+    """Print the jobs and open alerts of a running watcher, and exit. With JOB, print only that job.
 
     Exit code: 0 nothing is wrong, 1 a warning is open, 2 a critical alert is open, 3 the watcher does not answer or no
     longer updates.

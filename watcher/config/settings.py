@@ -88,12 +88,13 @@ class WatcherSection(Section):
     token_file: Path | None = Field(
         None,
         strict=False,
-        description="file with the bearer token of the API; required if listen is not a loopback address",
+        description="file with the bearer token of the API; required if listen is not a loopback address, "
+        "unless allow_unauthenticated is true",
     )
     allow_unauthenticated: bool = Field(
         False,
-        description="allow an address beyond loopback without a token; anyone who reaches the port can then read "
-        "everything",
+        description="allow other addresses than loopback in listen without a token; anyone who reaches the port can "
+        "then read everything",
     )
     external_url: str | None = Field(None, description="URL at which people open the web page; alerts link to it")
     reminder: Duration | None = Field(
@@ -136,13 +137,13 @@ class SshSection(Section):
     config_file: Path = Field(
         Path("~/.ssh/config"),
         strict=False,
-        description="OpenSSH client configuration; HostName, Port, User, IdentityFile, CertificateFile, ProxyJump and "
-        "UserKnownHostsFile are honored",
+        description="OpenSSH client configuration file; the watcher uses HostName, Port, User, IdentityFile, "
+        "CertificateFile, ProxyJump and UserKnownHostsFile from it",
     )
     known_hosts_file: Path | None = Field(
         None,
         strict=False,
-        description="known host keys; if not set, the file named in config_file is used, or else ~/.ssh/known_hosts",
+        description="file with known host keys; if not set, the one in config_file is used, or else ~/.ssh/known_hosts",
     )
     identity_files: tuple[Annotated[Path, Field(strict=False)], ...] = Field(
         (),
@@ -152,7 +153,7 @@ class SshSection(Section):
     certificate_file: Path | None = Field(
         None, strict=False, description="SSH user certificate for the first key in identity_files"
     )
-    passphrase_file: Path | None = Field(None, strict=False, description="file with the passphrase of the keys")
+    passphrase_file: Path | None = Field(None, strict=False, description="file with the passphrase of the private keys")
     use_agent: bool = Field(False, description="also use the keys of a running SSH agent")
     connect_timeout: Duration = Field(
         10.0, description="time limit for each step: TCP connection, SSH banner, authentication, opening a channel"
@@ -209,7 +210,7 @@ class JobSection(Section):
     )
     checkpoint_every: Duration | None = Field(
         None,
-        description="interval of checkpoints; CheckpointOverdue is raised when no checkpoint has been completed for "
+        description="time between checkpoints; CheckpointOverdue is raised when no checkpoint has been completed for "
         "twice this time",
     )
     stall_limit: Duration | None = Field(
@@ -229,8 +230,8 @@ class JobSection(Section):
     )
     flight_recorder_pipe: str | None = Field(
         None,
-        description="path prefix of torch's dump pipes, as in the job's TORCH_NCCL_DEBUG_INFO_PIPE_FILE; a capture "
-        "then requests dumps through these pipes, and the job writes them to flight_recorder_files on its nodes. "
+        description="path prefix of torch's dump pipes, as in the job's TORCH_NCCL_DEBUG_INFO_PIPE_FILE; if "
+        "set, a capture requests dumps through these pipes, and the job writes the dumps to flight_recorder_files. "
         "No dumps are requested if this key is not set, or during a checkpoint.",
     )
     nccl_ras_port: int = Field(
@@ -280,7 +281,7 @@ class JobSection(Section):
     def dumps_can_be_found(self) -> JobSection:
         if self.flight_recorder_pipe is not None and self.flight_recorder_files is None:
             raise ValueError(
-                "flight_recorder_pipe is set, so flight_recorder_files must be set too: the path prefix of the dumps"
+                "flight_recorder_pipe is set, so flight_recorder_files (the path prefix of the dumps) must be set too"
             )
         return self
 

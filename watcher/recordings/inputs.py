@@ -277,7 +277,11 @@ def _from_json(name: str, jobs: Mapping[str, JsonSamples]) -> GpuLog:
     if len(specs) > 1:
         events.sort(key=lambda event: event.seconds)
     status, detail = (HostStatus.OK, "") if events else (HostStatus.PARSE_ERROR, "the JSON samples contain no GPUs")
-    advice = "" if events else "Check what wrote this file: each sample needs a list of GPUs with their readings."
+    advice = (
+        ""
+        if events
+        else "Check the program that wrote this file: each sample needs a list of GPUs with their readings."
+    )
     return GpuLog(tuple(specs) or (JobSpec(name, (name,)),), tuple(events), status, detail, ranks, advice=advice)
 
 
@@ -439,7 +443,7 @@ def _differ(a: str | None, b: str | None) -> bool:
 
 INSPECTED_BYTES: Final = 256 << 10
 EXPECTED_INPUT: Final = (
-    "Give the output of nvidia-smi: its table, -q -x, or "
+    "Give the output of nvidia-smi: its table, the XML of -q -x, or the CSV of "
     "`nvidia-smi --query-gpu=index,name,power.draw,power.limit,utilization.gpu,memory.used --format=csv`"
 )
 RECORDING_KEYS: Final = ({"n", "t", "line"}, {"n", "t", "link"})
@@ -464,7 +468,7 @@ def describe_training_log(data: bytes) -> tuple[str, str] | None:
         return None
     return (
         f"the input is a log of training steps ({sample.format}, step {sample.step:,}), not of GPU readings",
-        "To see its progress, run `wattwatch progress FILE`. For a verdict, give the output of nvidia-smi, and add "
+        "To see the steps, run `wattwatch progress FILE`. For a verdict, give the output of nvidia-smi, and add "
         "--progress advancing if steps advance, or --progress stalled if they do not.",
     )
 

@@ -163,8 +163,8 @@ def add_diagnosis_routes(app: FastAPI, latest: LatestSnapshot) -> None:
 
     @app.get("/api/v1/jobs/{job:path}/diagnosis", tags=["diagnosis"], responses=documented_problems(404))
     def read_diagnosis(job: str) -> DiagnosisAnswer:
-        """Which rank blocks the job, where and why, from the latest capture with a diagnosis. 404 if there is none; its
-        detail says why."""
+        """Which rank blocks the job, where and why, from the latest capture with a diagnosis. The answer is 404 if
+        there is none; its field `detail` says why."""
         view = latest.snapshot.diagnoses.get(job)
         if view is None or view.diagnosis is None:
             find_job(latest, job)
@@ -250,7 +250,7 @@ def add_health_routes(app: FastAPI, latest: LatestSnapshot) -> None:
 
     @app.get("/-/ready", tags=["health"], response_class=PlainTextResponse, responses=documented_problems(503))
     async def ready() -> PlainTextResponse:
-        """The engine ticked recently, so what is served is current. Needs no token."""
+        """200 if the engine ticked recently, so that all answers are current; otherwise 503. Needs no token."""
         if not latest.is_fresh:
             raise HTTPException(
                 503,

@@ -75,7 +75,7 @@ class ProgressAnswer(BaseModel):
     loss: float | None = Field(description="last loss; null if unknown, NaN or Inf (see loss_finite)")
     loss_finite: bool | None = Field(description="false if the job reported NaN or Inf")
     age_seconds: float | None = Field(description="time since the step last changed")
-    restart: int | None = Field(description="how often the launcher has restarted the job")
+    restart: int | None = Field(description="number of times that the launcher has restarted the job")
 
 
 class CheckpointAnswer(BaseModel):
@@ -115,7 +115,7 @@ class JobAnswer(BaseModel):
     name: str
     state: JobState
     since: datetime = Field(description="when the job entered this state")
-    reason: str = Field(description="why it is in this state, with numbers")
+    reason: str = Field(description="why the job is in this state, with numbers")
     judged: datetime = Field(description="when the job was last evaluated")
     age_seconds: float = Field(description="time since the job was last evaluated")
     verdict: VerdictAnswer
@@ -157,7 +157,7 @@ class GpuAnswer(BaseModel):
     temperature_celsius: float | None
     energy_joules: float | None
     throttle_reasons: list[str] | None
-    reasons: dict[str, str] = Field(description="by field, why it is null: unsupported, unreadable, lost, ...")
+    reasons: dict[str, str] = Field(description="why fields are null, by field: unsupported, unreadable, lost, ...")
 
 
 class TimelineAnswer(BaseModel):
@@ -202,7 +202,7 @@ class AlertAnswer(BaseModel):
     scope: str
     severity: Severity
     confirmed: bool = Field(
-        description="false if suspected from power and utilization only, and not yet confirmed by progress"
+        description="false while only power and utilization suggest the problem, and progress has not confirmed it"
     )
     summary: str
     evidence: list[str]
@@ -217,7 +217,7 @@ class AlertAnswer(BaseModel):
     suppressed_by: str | None = Field(
         description="the alert about the root cause, which is reported instead of this one"
     )
-    diagnosis: str | None = Field(description="which rank blocks the job, in a sentence, once known")
+    diagnosis: str | None = Field(description="one sentence that says which rank blocks the job; null if not known")
 
 
 def utc_datetime(seconds: float) -> datetime:
@@ -400,7 +400,7 @@ class CulpritAnswer(BaseModel):
     rank: int
     node: str | None
     gpu: int | None
-    doing: str = Field(description="what the rank does instead, with the line of code if known")
+    doing: str = Field(description="what the rank is doing, with the line of code if known")
 
 
 class StandingAnswer(BaseModel):
@@ -415,7 +415,8 @@ class StandingAnswer(BaseModel):
 
 
 class GroupAnswer(BaseModel):
-    """One process group at a sequence number (`slot`) that the diagnosis is based on, or at which ranks wait."""
+    """The ranks of one process group at one sequence number (`slot`), on which the diagnosis is based or at which ranks
+    wait."""
 
     group: str
     name: str

@@ -168,7 +168,7 @@ def test_cases_that_cannot_be_scored_are_listed_by_reason(shell: Shell, tmp_path
         ('{"state": "asleep"}', "state"),
         ('{"intervals": [{"state": "hang", "from_seconds": 9, "to_seconds": 3}]}', "must be greater than"),
         ('{"state": "hang", "form": 1}', "form"),
-        ('{"state": "compute", "intervals": [{"state": "hang", "from_seconds": 9}]}', "remove one of them"),
+        ('{"state": "compute", "intervals": [{"state": "hang", "from_seconds": 9}]}', "Remove one of them"),
         ('{"intervals": [{"state": "hang", "from_seconds": "10"}]}', "intervals.0.from_seconds"),
         ('{"state": 3}', "state"),
     ],

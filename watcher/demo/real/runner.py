@@ -209,7 +209,7 @@ class RealDemoRun:
             f"rank {shortest} has {steps[shortest]} steps, and every other rank has {sorted(steps)[1]} or more",
         )
         if steps.count(steps[shortest]) > 1:
-            raise ExpectationFailed(f"expected one rank with the fewest steps, got {steps}")
+            raise ExpectationFailed(f"expected one rank with the fewest steps, but the steps of the ranks are {steps}")
 
     @property
     def _shortest(self) -> int:
