@@ -155,9 +155,8 @@ def replay_object(result: ReplayResult) -> dict[str, Any]:
 
 def print_replay(result: ReplayResult) -> None:
     console = text_console()
-    console.print(
-        f"[bold]{escape(result.source)}[/]: {format_count(result.rounds, 'sample')} over {format_elapsed(result.seconds)}"
-    )
+    samples = format_count(result.rounds, "sample")
+    console.print(f"[bold]{escape(result.source)}[/]: {samples} over {format_elapsed(result.seconds)}")
     several = len({change.job for change in result.changes}) > 1
     lines = [
         (c.at_seconds, f"{escape(c.job) + ': ' if several else ''}{c.state.value:<14} {escape(c.reason)}")

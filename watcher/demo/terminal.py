@@ -34,7 +34,8 @@ class TerminalScreen:
     def watching(self, page: str, nodes: int) -> None:
         self._console.print(
             f"Watching [bold]{format_count(nodes, 'simulated node')}[/] over SSH on loopback, at "
-            f"{self._speed:g} times real time; one sample per node every {INTERVAL_SECONDS:g} s.\nLive page during the run: [underline]{page}[/]\n"
+            f"{self._speed:g} times real time; "
+            f"one sample per node every {INTERVAL_SECONDS:g} s.\nLive page during the run: [underline]{page}[/]\n"
         )
 
     def injected(self, scenario: Scenario, phase: int, seconds: float) -> None:

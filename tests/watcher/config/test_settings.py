@@ -75,7 +75,8 @@ def test_three_keys_are_enough_to_watch_a_cluster(tmp_path: Path) -> None:
         ),
         (
             MINIMUM + "flight_recorder_pipe = '/tmp/fr_'\n",
-            "jobs[0]: flight_recorder_pipe is set, so flight_recorder_files (the path prefix of the dumps) must be set too",
+            "jobs[0]: flight_recorder_pipe is set, so flight_recorder_files (the path prefix of the dumps) must be "
+            "set too",
         ),
         (
             MINIMUM + "[[receivers]]\nname = 'ops'\ntype = 'slak'\nurl_file = 'u'\n",
