@@ -156,7 +156,7 @@ def test_a_recording_is_recognized_by_its_content_from_a_file_and_from_a_pipe(tm
             "the recording has version 7, but this wattwatch reads only version 1",
         ),
         (b'{"format": "other", "version": 1, "jobs": []}\n', "the first line is not a valid header"),
-        (gzip.compress(b"nothing of ours"), "the first line is not a valid header"),
+        (gzip.compress(b"nothing of ours", mtime=0), "the first line is not a valid header"),
     ],
 )
 def test_a_file_that_is_not_a_recording_is_an_error_in_one_sentence(content: bytes, words: str) -> None:
