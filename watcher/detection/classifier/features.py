@@ -304,10 +304,9 @@ def _describe(
     share = "" if fraction is None else f", {fraction * 100:.0f} % of {'its' if len(gpus) == 1 else 'the'} power limit"
     median = "" if min(watts) == max(watts) else f", median {statistics.median(watts):.0f} W"
     if observed_floor is not None:
-        floors = [
-            *floors,
-            f"GPUs that only wait draw up to {observed_floor:.0f} W, estimated from the idle GPUs in this sample",
-        ]
+        estimated = f"up to {observed_floor:.0f} W estimated from the idle GPUs in this sample"
+        known = f"{floors[0]}, or" if floors else "GPUs that only wait draw"
+        floors = [f"{known} {estimated}", *floors[1:]]
     text = (
         f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''} at {_range(watts)} W{median}{share}; "
         f"{'; '.join(floors) or NO_FLOOR}; utilization {_range(utilization)} %"
