@@ -47,12 +47,14 @@ UNNAMED_COLUMNS: Final = (
     "pstate",
     "mig",
 )
-"""Order of the columns in recordings made before release 0.2.0, whose lines do not name them. Never change it."""
+"""Columns of the recordings made before release 0.2.0, in order. Their lines do not name the columns, so never change
+this list."""
 HANDLE_ERROR: Final = "handle"
-"""Error key of a GPU whose handle could not be opened. The row of such a GPU contains only the index."""
+"""This key in the errors of a row means that the GPU's handle could not be opened. The row then contains only the index
+of the GPU."""
 
 LIVE_FIELDS: Final = tuple(name for name, reading in GPU_READINGS.items() if reading.live)
-"""Readings that must not be trusted once a GPU is lost: it keeps returning some of them, as old numbers or zeros."""
+"""Readings that must not be trusted once a GPU is lost: a lost GPU may still return old numbers or zeros for them."""
 
 THROTTLE_BITS: Final = (
     (0x001, "gpu_idle"),
@@ -65,11 +67,11 @@ THROTTLE_BITS: Final = (
     (0x080, "hw_power_brake_slowdown"),
     (0x100, "display_clock_setting"),
 )
-"""The bits are nvmlClocksEventReason* of nvml.h, and the names are those of nvidia-smi's columns."""
+"""Each bit is a constant nvmlClocksEventReason* of nvml.h, and each name is a column name of nvidia-smi."""
 
 MAX_ENERGY_INTERVAL_SECONDS: Final = 120.0
-"""Longest interval for which a mean power is computed. After a longer gap, such as a reconnect, the mean would describe
-the past of the GPU, not its present. The value was chosen to span a renewed connection or a slow node, not measured."""
+"""A mean power is computed over at most this interval. Over a longer one, the mean would describe the GPU's past, not
+its present. The value is chosen, not measured: a renewed connection or a slow node causes shorter gaps."""
 
 _NOT_AVAILABLE: Final = frozenset({0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})  # NVML_VALUE_NOT_AVAILABLE, 32 and 64 bits
 _MAX_VALUE: Final = 1e18  # of no reading; larger numbers are garbage in memory that NVML did not fill

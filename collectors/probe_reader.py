@@ -46,10 +46,10 @@ from wattwatch.collectors.smi import SmiReport, read_query_csv
 MAX_LINE_BYTES: Final = 64 * 1024
 GPU_CALLS: Final = frozenset({"nvml", "nvidia-smi"})
 PROCESS_LIST_MAX_AGE_SECONDS: Final = 10.0
-"""How long the last process list is kept if the node prints lines before it has read a new process list."""
+"""The last process list is kept for at most this long while the node prints lines without a new process list."""
 CHECKPOINT_REFRESH_SECONDS: Final = 5.0
-"""How often a directory is evaluated again even if nothing changed: some checkpoints count as complete only after a
-while without changes."""
+"""A checkpoint directory without changes is evaluated again at this interval: some checkpoints count as complete only
+after a while without changes."""
 WRONG_VALUE_ERRORS: Final = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError)
 HEARTBEAT_HOST: Final = re.compile(r'"host":\s*"([^"]*)"')
 UNNAMED_OLD_QUERY_FIELDS: Final = (
@@ -61,8 +61,8 @@ UNNAMED_QUERY_FIELDS: Final = (
     "utilization.memory", "memory.used", "memory.total", "temperature.gpu", "clocks.sm", "pstate",
     "clocks_event_reasons.active", "mig.mode.current", "power.draw.average", "power.draw.instant",
 )  # fmt: skip
-"""Columns that nvidia-smi was asked for in recordings made before release 0.2.0. Lines of those recordings name the
-columns only where the driver refused some of them. Never change this list."""
+"""In recordings made before release 0.2.0, nvidia-smi was asked for these columns. A line of such a recording names its
+columns only if the driver refused some of them. Never change this list."""
 
 
 @dataclass(slots=True)
@@ -505,8 +505,8 @@ def _to_optional_text(value: Any) -> str | None:
 
 WINDOW_SECONDS: Final = 10.0
 MIN_SPAN_SECONDS: Final = 4.0
-"""Shortest span over which a CPU share is computed: over a shorter one, it would vary too much from moment to moment.
-Loader workers are reported every 5 s, so two reports are enough."""
+"""A CPU share is computed over at least this span: over a shorter span, it would vary too much from moment to moment.
+Data loader workers are reported every 5 s, so two reports are enough."""
 FORGET_SECONDS: Final = 60.0
 
 ProcessKey = tuple[int, float]  # pid and start time: the kernel reuses pids

@@ -29,8 +29,8 @@ MAX_WILDCARDS: Final = 3
 """A regex with k wildcards such as `.*` may take time proportional to the k-th power of the line's length. A user's
 pattern must not stall the watcher. Three wildcards are harmless on lines of MAX_USER_PATTERN_LINE_CHARS characters."""
 USER_PATTERN_SECONDS: Final = 0.2
-"""Time limit for one pattern on one text. A pattern that exceeds it is never used again, because a regex can take
-exponential time."""
+"""Time limit for one pattern on one text. A pattern that exceeds the limit is never used again, because a regex can
+take exponential time."""
 
 TOO_SLOW: Final = (
     f"the pattern took more than {USER_PATTERN_SECONDS} s on this log and is no longer used: simplify the pattern"

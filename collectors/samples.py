@@ -51,10 +51,10 @@ class PowerSource(StrEnum):
 
 
 MIN_UNREADABLE_FIELDS: Final = 2
-"""How many readings must fail to indicate a broken GPU. A single sensor can fail on a GPU that works; in the public
-reports of broken GPUs, several readings fail together."""
+"""A GPU counts as broken when at least this many of its readings fail. One sensor can fail on a GPU that works; in the
+public reports of broken GPUs, several readings fail together."""
 FAULT_IF_UNREADABLE: Final = frozenset({"ecc", "name"})
-"""Readings that indicate a broken GPU even if only one of them fails: the memory error counters and the name."""
+"""A GPU also counts as broken when one of these readings alone fails: its memory error counters or its name."""
 NO_REASONS: Final[Mapping[str, ReadingStatus]] = MappingProxyType({})
 
 
@@ -76,15 +76,15 @@ class GpuReading:
 
     kind: Literal["number", "text", "special"] = "number"
     nvml_key: str = ""
-    """Name of the reading's column in the rows that the probe sends, and its key in their errors. Recordings contain
-    these names, so never rename one. Empty if the reading does not come from NVML."""
+    """The name of this reading in the rows that the probe sends, both as a column and as a key of the errors.
+    Recordings contain these names, so never rename one. Empty if the reading does not come from NVML."""
     nvml_calls: tuple[tuple[str | int, ...], ...] = ()
-    """Functions of pynvml that take a device handle, each with its further arguments (a string names a constant of
-    pynvml). The first function that the driver accepts is used: newer drivers renamed some functions, and older drivers
-    lack some."""
+    """Each entry is a pynvml function that takes a device handle, then its other arguments. An argument given as a
+    string is the name of a pynvml constant. The first function that the driver accepts is used: newer drivers renamed
+    some functions, and older drivers lack some."""
     nvml_part: str | int | None = None
-    """Attribute or item of what the function returns; None for the result itself. If several readings come from the
-    same call, the driver is called only once."""
+    """The attribute or item of the function's result that holds this reading. None: the result itself is the reading.
+    If several readings come from the same call, the driver is called only once."""
     nvml_divisor: float = 1.0  # NVML's units in one of ours: 1000 for milliwatts
     steady: bool = False  # only an administrator changes it: read every ten seconds, which halves the driver calls
     live: bool = False  # must not be trusted once the GPU is lost: it keeps returning old numbers, or zeros
@@ -222,7 +222,7 @@ class GpuSample:
 GPU_READINGS: Final[Mapping[str, GpuReading]] = MappingProxyType(
     {each.name: each.metadata["reading"] for each in fields(GpuSample) if "reading" in each.metadata}
 )
-"""Maps each field of `GpuSample` to its source, in the order in which the class declares the fields."""
+"""The source of each field of `GpuSample`, by field name. The order is that of the fields in the class."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,11 @@ def wattwatch_train() -> None:
 @wattwatch_train.command("pack", short_help="Tokenize a dataset into blocks of fixed length for each rank.")
 @click.argument("source")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Output directory, local to the node."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Output directory, on the local disk of the node.",
 )
 @click.option(
     "--tokenizer", required=True, help="Directory written by save_pretrained, or a name on the Hugging Face Hub."
@@ -58,7 +62,7 @@ def wattwatch_train() -> None:
 @click.option(
     "--ranks",
     type=RanksOption(),
-    help="Ranks on this node, such as 0-7. [default: the RANK that the launcher set, or all ranks]",
+    help="Ranks on this node, such as 0-7. [default: the rank set by the launcher, or all ranks]",
 )
 @click.option("--seq-len", type=click.IntRange(2), default=2048, show_default=True, help="Token ids per block.")
 @click.option("--split", default="train", show_default=True, help="Split of the dataset to read.")
@@ -67,7 +71,7 @@ def wattwatch_train() -> None:
     "--contiguous/--strided",
     default=True,
     show_default=True,
-    help="Give each rank one range of consecutive rows, or every Nth row.",
+    help="Contiguous: each rank gets one range of consecutive rows. Strided: each rank gets every Nth row.",
 )
 @click.option(
     "--document-mask", is_flag=True, help="Also write the positions where records begin, for train.document_mask."
@@ -125,7 +129,7 @@ def pack_command(
 def describe_manifest(manifest: PackManifest) -> str:
     return (
         f"rank {manifest.rank} of {manifest.world}: {manifest.rows:,} rows ({manifest.empty_rows:,} empty), "
-        f"{manifest.tokens:,} tokens, {manifest.blocks:,} blocks of {manifest.seq_len:,}, "
+        f"{manifest.tokens:,} tokens, {manifest.blocks:,} blocks of {manifest.seq_len:,} tokens, "
         f"{manifest.dropped_tokens:,} tokens dropped"
     )
 
@@ -156,7 +160,7 @@ def read_job_defaults(ctx: click.Context, _: click.Parameter, path: str | None) 
 @click.option(
     "--ranks",
     type=RanksOption(),
-    help="Ranks that this process checks, such as 0-7. [default: the RANK that the launcher set, or all ranks]",
+    help="Ranks that this process checks, such as 0-7. [default: the rank set by the launcher, or all ranks]",
 )
 @click.option(
     "--rendezvous", help="HOST:PORT where rank 0's gate process listens. [default: MASTER_ADDR and MASTER_PORT]"
@@ -171,7 +175,9 @@ def read_job_defaults(ctx: click.Context, _: click.Parameter, path: str | None) 
     type=click.IntRange(1),
     help="Vocabulary size of the model. [default: from --model, or from the tokenizer]",
 )
-@click.option("--model", help="Model directory, read for the vocabulary, the tokenizer and the size of a checkpoint.")
+@click.option(
+    "--model", help="Model directory. The gate reads the vocabulary, the tokenizer and the checkpoint size from it."
+)
 @click.option("--config", help="Configuration file of the job; it must be identical on all nodes.")
 @click.option("--resume", help="Checkpoint directory to resume from; it must be complete.")
 @click.option(
@@ -191,10 +197,10 @@ def read_job_defaults(ctx: click.Context, _: click.Parameter, path: str | None) 
     type=click.FloatRange(0.1),
     default=10.0,
     show_default=True,
-    help="Seconds that a path or nvidia-smi may take to respond.",
+    help="Maximum number of seconds that a path or nvidia-smi may take to respond.",
 )
 @click.option("--strict", is_flag=True, help="Refuse the job on warnings too, not only on failures.")
-@click.option("--json", "as_json", is_flag=True, help="Print the content of gate.json. Every process prints it.")
+@click.option("--json", "as_json", is_flag=True, help="Print the content of gate.json, in every process.")
 def gate_command(
     job: JobFile | None,
     run: str,
@@ -261,9 +267,9 @@ def gate_option_defaults(job: JobFile) -> dict[str, Any]:
     for name in WORLD_VARIABLES:
         if os.environ.get(name, str(placement.world)) != str(placement.world):
             raise UserError(
-                f"{job.path}: nodes x ranks per node is {len(placement.nodes)} x {placement.ranks_per_node} = "
-                f"{placement.world}, but the environment has {name}={os.environ[name]}: correct launch.nodes or "
-                "launch.ranks_per_node"
+                f"{job.path}: the job has {len(placement.nodes)} x {placement.ranks_per_node} = {placement.world} "
+                f"ranks (nodes x ranks per node), but the environment has {name}={os.environ[name]}; correct "
+                "launch.nodes or launch.ranks_per_node"
             )
     return {
         "run": settings.run,
@@ -310,7 +316,7 @@ def _node_index(placement: Placement, node: str, path: str) -> int:
             return placement.nodes.index(name)
     shown = ", ".join(placement.nodes[:4]) + (", ..." if len(placement.nodes) > 4 else "")
     raise UserError(
-        f"{path}: this node, {node}, is not in launch.nodes ({shown}): give its name with --node, or its ranks with "
+        f"{path}: this node, {node}, is not in launch.nodes ({shown}); give its name with --node, or its ranks with "
         "--ranks"
     )
 

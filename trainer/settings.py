@@ -58,19 +58,21 @@ def setting(default: Any, text: str) -> Any:
 class TrainSettings:
     """[train]"""
 
-    epochs: int = setting(1, "passes over the data")
-    micro_batch: int = setting(1, "blocks per micro-step, on each rank")
-    accumulation: int = setting(8, "micro-steps per optimizer step")
+    epochs: int = setting(1, "number of passes over the data")
+    micro_batch: int = setting(1, "number of blocks per micro-step, on each rank")
+    accumulation: int = setting(8, "number of micro-steps per optimizer step")
     learning_rate: float = setting(1e-5, "peak learning rate, reached at the end of the warm-up")
     final_learning_rate_share: float = setting(0.1, "fraction of learning_rate at which the cosine schedule ends")
     warmup_steps: int = setting(
-        100, "steps in which the rate rises from 0 to learning_rate; repeated after a resume without optimizer state"
+        100,
+        "number of steps in which the learning rate rises from 0 to learning_rate; a resume without optimizer state "
+        "repeats these steps of warm-up",
     )
-    weight_decay: float = setting(0.1, "applied to matrices, but not to norms and biases")
+    weight_decay: float = setting(0.1, "weight decay of matrices; norms and biases have none")
     beta1: float = setting(0.9, "AdamW")
     beta2: float = setting(0.95, "AdamW")
     epsilon: float = setting(1e-8, "AdamW")
-    clip_norm: float = setting(1.0, "maximum gradient norm over all ranks; 0: no clipping")
+    clip_norm: float = setting(1.0, "maximum gradient norm over all ranks; 0 turns clipping off")
     seed: int = setting(0, "random seed for initial weights and dropout")
     random_weights: bool = setting(False, "start from config.json alone, with randomly initialized weights")
     evenness: str = setting(
@@ -83,13 +85,13 @@ class TrainSettings:
     )
     gather: str = setting(
         "layer",
-        "layer: gather one layer at a time, with the least memory; step: gather the whole model once per step, with "
-        "up to 8 bytes more per parameter",
+        "layer: gather one layer at a time, which needs the least memory; step: gather the whole model once per step, "
+        "which needs up to 8 bytes more per parameter",
     )
     gradient_checkpointing: bool = setting(False, "recompute activations to save memory; about 1.6x slower")
     compile: bool = setting(False, "compile each layer with torch.compile")
     document_mask: bool = setting(False, "prevent attention across records; needs blocks packed with --document-mask")
-    log_every: int = setting(10, "steps between two log lines")
+    log_every: int = setting(10, "number of steps between two log lines")
     step_timeout_seconds: float = setting(
         1800.0, "the job is ended if a collective during a step takes longer than this"
     )
@@ -99,8 +101,10 @@ class TrainSettings:
 class CheckpointSettings:
     """[checkpoint]"""
 
-    save_every: int = setting(500, "steps between two checkpoints; another one is saved at the end of each epoch")
-    keep: int = setting(2, "complete checkpoints to keep")
+    save_every: int = setting(
+        500, "number of steps between two checkpoints; one is also saved at the end of each epoch"
+    )
+    keep: int = setting(2, "number of complete checkpoints to keep")
     optimizer: bool = setting(
         False, "also save optimizer state, so that a resume is exact; adds 12 bytes per parameter"
     )
@@ -113,16 +117,16 @@ class LaunchSettings:
     """[launch]"""
 
     nodes: str = setting("localhost", "node names, such as gpu-[01-16]; rank 0 runs on the first node")
-    ranks_per_node: int = setting(1, "processes on each node: one per GPU")
+    ranks_per_node: int = setting(1, "number of processes on each node, one per GPU")
     via: str = setting(
         "local", "how to start processes: local (this host only), ssh, or srun (inside a Slurm allocation)"
     )
     address: str = setting("", "address at which the other nodes reach the first node. Default: the first node's name")
-    port: int = setting(29500, "port of torch's store on the first node; the gate uses the next port")
+    port: int = setting(29500, "port of torch's key-value store on the first node; the gate uses the next higher port")
     retries: int = setting(3, "maximum number of new attempts after failures, each from the last complete checkpoint")
-    retry_wait_seconds: float = setting(10.0, "delay before the first retry; doubled before each further retry")
+    retry_wait_seconds: float = setting(10.0, "delay before the first retry; the delay doubles with each further retry")
     gate_wait_seconds: float = setting(60.0, "how long the gate waits for all nodes")
-    strict: bool = setting(False, "refuse the job on warnings of the gate too")
+    strict: bool = setting(False, "refuse the job also if the gate has only warnings")
     python: str = setting("", "path of the Python interpreter on the nodes. Default: the one that runs the launcher")
     ssh_options: tuple[str, ...] = setting((), 'options for ssh, such as "-F", "/nfs/ssh_config"')
     environment: dict[str, str] = field(
@@ -247,7 +251,7 @@ def _bad_values(settings: JobSettings) -> list[str]:
         if not VARIABLE_NAME.fullmatch(name) or "\0" in value:
             problems.append(f"launch.environment.{name!r}: not a valid environment variable")
         elif name in RESERVED_VARIABLES:
-            problems.append(f"launch.environment.{name}: the launcher sets this itself; remove it")
+            problems.append(f"launch.environment.{name}: the launcher sets this variable itself; remove it")
     problems += [f"{name}: empty" for name in ("run", "data", "model") if not getattr(settings, name)]
     return problems
 

@@ -44,11 +44,12 @@ DISCOVERY_SECONDS = 10.0
 KERNEL_HISTORY_SECONDS = 300.0  # a fault shortly before we (re)connected is still worth reporting
 
 ROOT = os.environ.get("WATTWATCH_NODE_ROOT", "")
-"""Prefix of /proc, /sys and /dev/kmsg: a simulated node uses it to show its own processes and kernel log. It is empty
-on a real node. Paths of jobs, logs and checkpoints never get this prefix."""
+"""Directory that replaces / in the paths of /proc, /sys and /dev/kmsg. Only a simulated node sets this variable, to
+show its own processes and kernel log. Paths of jobs, logs and checkpoints never get this prefix."""
 
 TOOL_PATH = os.environ.get("PATH", "") + ":/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/nvidia/bin:/opt/bin"
-"""Where to look for nvidia-smi: sshd starts commands with a short PATH, and container runtimes mount it elsewhere."""
+"""Where to look for nvidia-smi: sshd starts commands with a short PATH, and container runtimes mount nvidia-smi
+elsewhere."""
 
 FUNCTION_NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED = 13, 15, 16  # nvml.h, enum nvmlReturn_t
 

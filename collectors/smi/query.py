@@ -20,10 +20,11 @@ QUERY_FIELDS: Final = (
     *_OTHER_POWER,
 )
 """Fields of the query `nvidia-smi --query-gpu=<fields, separated by commas> --format=csv,noheader,nounits`. If the
-driver does not know one of them, the whole answer is empty (exit 2, `SmiReport.invalid_fields`): then query
-fewer fields."""
+driver does not know one of these fields, the whole answer is empty (exit status 2, `SmiReport.invalid_fields`). In that
+case, query fewer fields."""
 FALLBACK_QUERY_FIELDS: Final = ("index", *(reading.old_query for reading in GPU_READINGS.values() if reading.old_query))
-"""Fields that every driver since 2013 knows: for the shell probe, which cannot drop single columns."""
+"""Fields that every driver since 2013 knows. The shell probe falls back to them, because it
+cannot drop single columns."""
 QUERY_FORMAT: Final = "csv,noheader,nounits"
 
 _FIELDS: Final = tuple(column.field for column in columns_from_names(QUERY_FIELDS))

@@ -84,7 +84,7 @@ def _build_report(source: str, rows: ParsedRows, messages: MessageLog, exit_code
     if rows.snapshots:
         # A message before the rows was transient; one after them is the current state.
         if messages.status and messages.status_line > rows.last_row_line >= 0:
-            status, detail = messages.status, f"reported after the last row: {messages.detail}"
+            status, detail = messages.status, f"after the last row, nvidia-smi reported: {messages.detail}"
         elif messages.status:
             messages.warn(messages.detail)
         if ended:

@@ -8,7 +8,8 @@ from typing import Final
 from wattwatch.collectors.samples import GpuSample, HostStatus, MissingGpu
 
 MAX_WARNINGS: Final = 20
-"""Enough to see what is wrong. The limit keeps a log with a million unreadable lines from filling the memory."""
+"""A report keeps at most this many warnings. Without a limit, a log with a million unreadable lines would fill the
+memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class NodeChannels:
         """
         if len(stdin) > MAX_STDIN_BYTES:
             raise ValueError(
-                f"stdin has {len(stdin):,} bytes, but at most {MAX_STDIN_BYTES:,} can be written without blocking"
+                f"stdin has {len(stdin):,} bytes, but only {MAX_STDIN_BYTES:,} bytes can be written without blocking"
             )
         transport = self._transport()
         if isinstance(transport, str):

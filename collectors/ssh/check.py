@@ -102,7 +102,7 @@ def check_host(
 
 def describe_login(route: HostRoute) -> str:
     through = f" through {route.via.name}" if route.via else ""
-    return f"{route.user}@{route.place}{through}: host key known, login accepted"
+    return f"logged in as {route.user}@{route.place}{through}; the host key is known"
 
 
 def check_script(request: ProbeRequest) -> str:
@@ -152,7 +152,7 @@ def run_script(connection: SshConnection, text: str, attempt: LoginAttempt) -> s
     except TimeoutError:
         raise unreachable(
             f"logged in, but the node's shell did not answer within {attempt.timeout_seconds:.0f} s",
-            "possible causes: a hung nvidia-smi, a hung file system, or a slow ~/.bashrc (pyenv, conda): "
+            "possible causes: a hung nvidia-smi, a hung file system, or a slow ~/.bashrc (pyenv, conda); "
             f"try `ssh {shlex.quote(attempt.node)} true`",
         ) from None
     except paramiko.ChannelException as error:
@@ -268,13 +268,13 @@ def capture_notes(answer: str, targets: Sequence[CaptureTarget], ras: dict[int, 
 def _sockets(target: CaptureTarget, found_worker: tuple[str, str] | None, user: str) -> str:
     if target.run_directory is None or found_worker is None:
         return (
-            "no run_directory is configured, so worker sockets cannot be used: "
-            "a capture can use only existing dumps, NCCL RAS and processes"
+            "no run_directory is configured, so a capture cannot use worker sockets; "
+            "it can use only existing dumps, NCCL RAS and processes"
         )
     verdict, text = found_worker
     if verdict == "absent":
         return (
-            f"no worker sockets in {target.run_directory}/worker yet: "
+            f"there are no worker sockets in {target.run_directory}/worker yet; "
             "this is normal only if the job has never been started"
         )
     owner, _, number = text.partition(" ")
@@ -290,7 +290,7 @@ def _recorders(found: dict[str, tuple[str, str]]) -> str:
             "no process with a flight recorder was found: set TORCH_FR_BUFFER_SIZE when starting the job "
             "(before torch 2.8: TORCH_NCCL_TRACE_BUFFER_SIZE)"
         )
-    return f"flight recorder enabled in {number} process{'' if number == '1' else 'es'}"
+    return f"the flight recorder is enabled in {number} process{'' if number == '1' else 'es'}"
 
 
 def describe_ras_access(transport: paramiko.Transport, port: int, timeout_seconds: float) -> str:

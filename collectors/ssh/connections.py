@@ -25,8 +25,8 @@ from wattwatch.collectors.ssh.model import ConnectionFailure, unreachable
 from wattwatch.collectors.ssh.ssh_config import HostRoute
 
 MAX_CHANNELS: Final = 32
-"""Maximum number of nodes per transport to a gateway. These nodes share one thread and one TCP window, and if the
-transport fails, all of them are lost. The limit keeps both effects small."""
+"""Maximum number of nodes that one SSH connection to a gateway carries. These nodes share one thread and one TCP
+window, and if the connection fails, all of them are lost. The limit keeps both effects small."""
 
 
 @dataclass(slots=True, eq=False)

@@ -150,7 +150,7 @@ def verify_host_key(route: HostRoute, key: paramiko.PKey, known: Sequence[KnownK
     raise _host_key_failure(
         f"host key has CHANGED: {shown}, but expected {expected}",
         f"if the node was reinstalled, compare the keys ({command}), run ssh-keygen -R '{route.host_key_name}' and "
-        "add the new key; otherwise the connection may be intercepted",
+        "add the new key; if it was not reinstalled, somebody may be intercepting the connection",
     )
 
 

@@ -27,13 +27,13 @@ from wattwatch.collectors.ssh.model import ConnectionFailure, error_text, tcp_fa
 from wattwatch.collectors.ssh.ssh_config import HostRoute
 
 STACK_BYTES: Final = 512 * 1024
-"""Stack size of a transport's thread. Only pages in use cost memory, but the default of 8 MB would reserve 8 GB of
-address space for 1,000 nodes."""
+"""Stack size of the thread of one SSH connection. Only pages in use cost memory, but the default of 8 MB would reserve
+8 GB of address space for 1,000 nodes."""
 POLL_SECONDS: Final = 5.0
-"""How often an idle transport polls its flags. With paramiko's default of 0.1 s, this polling took two thirds of the
-CPU time of watching a node."""
+"""The thread of an idle SSH connection wakes up at this interval. With paramiko's default of 0.1 s, waking up took two
+thirds of the CPU time of watching a node."""
 REKEY_WAIT_SECONDS: Final = 5.0
-"""How long a message may wait while keys are exchanged. Chosen to be well above a round trip, not measured."""
+"""A message may wait for this long while SSH exchanges new keys. Chosen, not measured: far longer than a round trip."""
 
 logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # it logs tracebacks; what matters is in our ConnectionFailure
 
@@ -94,7 +94,8 @@ def open_tcp(route: HostRoute, attempt: LoginAttempt) -> socket.socket:
     except (socket.gaierror, UnicodeError) as error:
         text = error.strerror if isinstance(error, socket.gaierror) else error_text(error)
         raise unreachable(
-            f"cannot resolve the name {route.hostname}: {text}", "check the node's name, HostName in ssh_config, or DNS"
+            f"cannot resolve the name {route.hostname}: {text}",
+            "check the node's name, HostName in ssh_config, and DNS",
         ) from None
     attempt.enter(f"connecting to {route.place}")
     ends = time.monotonic() + attempt.real_timeout_seconds
@@ -246,7 +247,9 @@ def authenticate(transport: paramiko.Transport, route: HostRoute, attempt: Login
                 more = transport.auth_publickey(route.user, identity.key)
             except paramiko.BadAuthenticationType as error:
                 raise _auth_failure(
-                    route, f"the host does not accept keys; it accepts only {', '.join(error.allowed_types)}"
+                    route,
+                    f"the host does not accept keys; it accepts only {', '.join(error.allowed_types)}",
+                    "check PubkeyAuthentication in sshd_config on that host",
                 ) from None
             except (paramiko.SSHException, EOFError, OSError) as error:
                 tried.append(identity.description)
@@ -262,19 +265,22 @@ def authenticate(transport: paramiko.Transport, route: HostRoute, attempt: Login
                         route,
                         f"the host disconnected after {len(tried)} keys, perhaps because of MaxAuthTries: "
                         f"{', '.join(tried)}",
+                        "list only the right key in [ssh] identity_files, or in IdentityFile in ssh_config",
                     ) from None
                 raise unreachable(f"{route.place} disconnected during authentication") from None
             if more:
                 raise _auth_failure(
-                    route, f"the host accepts {identity.description} but also requires {', '.join(more)}"
+                    route,
+                    f"the host accepts {identity.description} but also requires {', '.join(more)}",
+                    "check AuthenticationMethods in sshd_config on that host: a key alone must be sufficient",
                 )
             return
-        raise _auth_failure(route, f"tried {', '.join(tried)}")
+        raise _auth_failure(
+            route,
+            f"tried {', '.join(tried)}",
+            "check that the public key is in authorized_keys on that host, and that the user name is correct",
+        )
 
 
-def _auth_failure(route: HostRoute, detail: str) -> ConnectionFailure:
-    return ConnectionFailure(
-        HostStatus.AUTH_FAILED,
-        f"{route.user}@{route.place} rejected our login: {detail}",
-        "check that the public key is in authorized_keys on that host, and that the user name is correct",
-    )
+def _auth_failure(route: HostRoute, detail: str, advice: str) -> ConnectionFailure:
+    return ConnectionFailure(HostStatus.AUTH_FAILED, f"{route.user}@{route.place} rejected our login: {detail}", advice)

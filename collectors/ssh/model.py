@@ -12,7 +12,7 @@ from typing import Final
 from wattwatch.collectors.samples import HostStatus
 
 SLOW_RETRY_STATUSES: Final = frozenset({HostStatus.AUTH_FAILED, HostStatus.HOST_KEY_CHANGED})
-"""An early retry after one of these failures cannot help, and may lock an account or trigger an intrusion alarm."""
+"""After one of these failures, an early retry cannot help. It may lock an account or trigger an intrusion alarm."""
 
 
 @dataclass(frozen=True, slots=True)

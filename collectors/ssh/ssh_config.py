@@ -96,7 +96,9 @@ def _route(
     port = port or _port(asked.get("port", str(SSH_PORT)), f"Port of {name}")
     jump = jump if jump is not None else asked.get("proxyjump")
     if asked.get("proxycommand") and not jump:
-        raise unreachable(f"ssh_config uses a ProxyCommand to reach {name}, which is not supported; use ProxyJump")
+        raise unreachable(
+            f"ssh_config reaches {name} through a ProxyCommand, but ProxyCommand is not supported; use ProxyJump"
+        )
     identities = [str(path) for path in settings.identity_files] or asked.get("identityfile") or []
     certificates = asked.get("certificatefile")
     named = [settings.certificate_file] if settings.certificate_file else [certificates] if certificates else []

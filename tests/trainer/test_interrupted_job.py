@@ -172,7 +172,7 @@ def test_a_new_launch_continues_until_the_stop_file_which_saves(interrupted: Int
 def test_a_damaged_checkpoint_is_skipped(interrupted: InterruptedJob) -> None:
     code, said = interrupted.killed
     assert code == 0, said
-    assert f"{interrupted.newest_checkpoint / 'model.safetensors'}: truncated" in said
+    assert f"{interrupted.newest_checkpoint / 'model.safetensors'} is truncated" in said
 
 
 def test_a_killed_rank_costs_one_attempt_and_nothing_else(interrupted: InterruptedJob) -> None:

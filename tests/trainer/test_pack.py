@@ -134,9 +134,9 @@ def test_a_saved_dataset_packs_like_the_jsonl_it_came_from(
     packed(capsys, tmp_path / "saved", "--split", "small", "--column", "body", "-o", tmp_path / "b", *common)
     assert (tmp_path / "a" / "rank-00000.i32").read_bytes() == (tmp_path / "b" / "rank-00000.i32").read_bytes()
     answer = run_wattwatch_train(capsys, "pack", tmp_path / "saved", "-o", tmp_path / "c", *common)
-    assert (answer.exit_code, answer.err) == (2, f"{tmp_path}/saved: no split 'train'; the splits are small\n")
+    assert (answer.exit_code, answer.err) == (2, f"{tmp_path}/saved has no split 'train'; its splits are small\n")
     answer = run_wattwatch_train(capsys, "pack", tmp_path / "saved", "--split", "small", "-o", tmp_path / "c", *common)
-    assert "no column 'text' or 'messages'; the columns are body, n" in answer.err
+    assert "no column 'text' or 'messages'; its columns are body, n" in answer.err
 
 
 def test_any_block_can_be_read_without_those_before_it(
@@ -165,16 +165,16 @@ def test_any_block_can_be_read_without_those_before_it(
 @pytest.mark.parametrize(
     ("records", "world", "message"),
     [
-        ([], 1, "source.jsonl: "),
-        ([{"text": "few"}], 1, "but one block needs 32: pack more records"),
+        ([], 1, "source.jsonl cannot be read as a dataset: "),
+        ([{"text": "few"}], 1, "but one block needs 32; pack more records"),
         ([{"text": words(1, 90)}] * 3, 4, "rank 3 of 4 gets none of the 3 rows"),
         ([{"text": 5}] * 9, 1, "column 'text', row 0: expected text"),
         (
             [{"text": "x", "messages": []}],
             1,
-            "has both a column 'text' and a column 'messages': choose one with --column",
+            "has both a column 'text' and a column 'messages'; choose one with --column",
         ),
-        ([{"note": "x"}], 1, "no column 'text' or 'messages'; the columns are note"),
+        ([{"note": "x"}], 1, "no column 'text' or 'messages'; its columns are note"),
         ([{"messages": [{"content": "x"}]}], 1, "column 'messages', row 0: expected text, or a list of messages"),
     ],
 )
@@ -202,9 +202,9 @@ def test_missing_sources_and_tokenizers_are_named(
 ) -> None:
     (tmp_path / "torn.jsonl").write_text('{"text": "whole"}\n{"text": "to')
     for source, chosen, named in (
-        (tmp_path / "none.jsonl", tokenizer, "none.jsonl: cannot be read"),
-        (tmp_path / "torn.jsonl", tokenizer, "torn.jsonl: cannot be read"),
-        (corpus, tmp_path, f"{tmp_path}: has no tokenizer_config.json"),
+        (tmp_path / "none.jsonl", tokenizer, "none.jsonl cannot be read"),
+        (tmp_path / "torn.jsonl", tokenizer, "torn.jsonl cannot be read"),
+        (corpus, tmp_path, f"{tmp_path} has no tokenizer_config.json"),
     ):
         answer = run_wattwatch_train(
             capsys, "pack", source, "-o", tmp_path / "out", "--tokenizer", chosen, "--world", "1", "--workers", "1"

@@ -101,7 +101,7 @@ def why_incomplete(directory: Path, deep: bool = False) -> str | None:
     """
     try:
         if STAGED_NAME.fullmatch(directory.name):
-            raise _IncompleteError(f"{directory}: temporary directory of a save that did not finish")
+            raise _IncompleteError(f"{directory} is the temporary directory of a save that did not finish")
         completion = _read_marker(directory)
         _check_names(directory, completion)
         for name, record in completion.files.items():
@@ -149,11 +149,13 @@ def _read_marker(directory: Path) -> Completion:
     except OSError as error:
         raise _IncompleteError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError):
-        raise _IncompleteError(f"{path}: not valid JSON: the file is truncated or damaged") from None
+        raise _IncompleteError(f"{path} is not valid JSON: the file is truncated or damaged") from None
     # Before the fields: another version may have other ones, and "unknown field" would hide the real reason.
     version = data.get("v") if isinstance(data, dict) else None
     if isinstance(version, int) and version != COMPLETION_VERSION:
-        raise _IncompleteError(f"{path}: format version {version}, but this program reads version {COMPLETION_VERSION}")
+        raise _IncompleteError(
+            f"{path} has format version {version}, but this program reads version {COMPLETION_VERSION}"
+        )
     try:
         return parse_dataclass(Completion, data)
     except InvalidDataError as error:
@@ -164,22 +166,22 @@ def _check_names(directory: Path, completion: Completion) -> None:
     """The marker lists what a checkpoint needs, and there is nothing that would be loaded without being listed."""
     marker = directory / MARKER
     if (match := DIRECTORY_NAME.fullmatch(directory.name)) and int(match[1]) != completion.step:
-        raise _IncompleteError(f"{marker}: says step {completion.step}, but the directory is named {directory.name}")
+        raise _IncompleteError(f"{marker} says step {completion.step}, but the directory is named {directory.name}")
     for name in completion.files:
         # The names are joined to the directory below: a damaged or hostile marker must not lead outside of it.
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name:
-            raise _IncompleteError(f"{marker}: lists {name!r}, which is not a valid name of a file in this directory")
+            raise _IncompleteError(f"{marker} lists {name!r}, which is not a valid name of a file in this directory")
     needed = [CONFIG_FILE]
     if completion.optimizer:
         needed += [optimizer_file(rank) for rank in range(completion.world)]
     if missing := [name for name in needed if name not in completion.files]:
-        raise _IncompleteError(f"{marker}: does not list {missing[0]}")
+        raise _IncompleteError(f"{marker} does not list {missing[0]}")
     # transformers loads whatever it finds, so a stray model.safetensors would be loaded instead of the listed files.
     for name in sorted(os.listdir(directory)):
         if name.endswith((".safetensors", ".index.json")) and name not in completion.files:
             raise _IncompleteError(
-                f"{directory / name}: {MARKER} does not list this file, so it is not part of the checkpoint"
+                f"{directory / name} is not part of the checkpoint, because {MARKER} does not list it"
             )
 
 
@@ -191,8 +193,8 @@ def _check_size(path: Path, record: FileRecord) -> None:
     if not stat.S_ISREG(found.st_mode):  # opening a named pipe would hang
         raise _IncompleteError(f"{path}: not a regular file")
     if found.st_size != record.bytes:
-        what = "truncated" if found.st_size < record.bytes else "longer than written"
-        raise _IncompleteError(f"{path}: {what}: {found.st_size:,} bytes, but {record.bytes:,} were written")
+        what = "truncated" if found.st_size < record.bytes else "too long"
+        raise _IncompleteError(f"{path} is {what}: it has {found.st_size:,} bytes, but {record.bytes:,} were written")
 
 
 def _check_weights(directory: Path, completion: Completion) -> None:
@@ -209,7 +211,7 @@ def _check_weights(directory: Path, completion: Completion) -> None:
         _check_index(directory / INDEX_FILE, weights)
     elif list(weights) != [SINGLE_FILE]:
         raise _IncompleteError(
-            f"{directory / MARKER}: must list {INDEX_FILE}, or {SINGLE_FILE} as the only weights file"
+            f"{directory / MARKER} must list {INDEX_FILE}, or {SINGLE_FILE} as the only weights file"
         )
 
 
@@ -218,15 +220,15 @@ def _check_index(path: Path, weights: Mapping[str, frozenset[str]]) -> None:
         mapping = json.loads(path.read_bytes())["weight_map"]
         pairs = {(str(tensor), str(name)) for tensor, name in mapping.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise _IncompleteError(f"{path}: no valid weight_map: the file is truncated or damaged") from None
+        raise _IncompleteError(f"{path} has no valid weight_map: the file is truncated or damaged") from None
     for tensor, name in sorted(pairs):
         if name not in weights:
-            raise _IncompleteError(f"{path}: refers to {name}, which is not part of this checkpoint")
+            raise _IncompleteError(f"{path} refers to {name}, which is not part of this checkpoint")
         if tensor not in weights[name]:
-            raise _IncompleteError(f"{path}: says that tensor {tensor} is in {name}, but it is not")
+            raise _IncompleteError(f"{path} says that tensor {tensor} is in {name}, but that file does not contain it")
     if more := sorted({(tensor, name) for name, tensors in weights.items() for tensor in tensors} - pairs):
         tensor, name = more[0]
-        raise _IncompleteError(f"{path}: does not list tensor {tensor} of {name}")
+        raise _IncompleteError(f"{path} does not list tensor {tensor}, which is in {name}")
 
 
 def _check_bytes(directory: Path, completion: Completion) -> None:
@@ -234,7 +236,7 @@ def _check_bytes(directory: Path, completion: Completion) -> None:
         digests = threads.map(_file_sha256, [directory / name for name in completion.files])
         for (name, record), digest in zip(completion.files.items(), digests, strict=True):
             if digest != record.sha256:
-                raise _IncompleteError(f"{directory / name}: content does not match the SHA-256 in {MARKER}")
+                raise _IncompleteError(f"{directory / name}: the content does not match the SHA-256 in {MARKER}")
 
 
 def _file_sha256(path: Path) -> str:
@@ -250,11 +252,11 @@ def read_tensor_names(path: Path, size_bytes: int) -> frozenset[str]:
     """
     with open(path, "rb") as file:
         if size_bytes < 8:
-            raise InvalidHeaderError(f"too short for a safetensors file ({size_bytes} B)")
+            raise InvalidHeaderError(f"the file is too short for a safetensors file ({size_bytes} B)")
         header_bytes = int.from_bytes(file.read(8), "little")
         if size_bytes < 8 + header_bytes or header_bytes > MAX_HEADER_BYTES:
             raise InvalidHeaderError(
-                f"says that its header has {header_bytes:,} bytes, but the whole file has {size_bytes:,}"
+                f"the file says that its header has {header_bytes:,} bytes, but the whole file has {size_bytes:,}"
             )
         raw = file.read(header_bytes)
     try:
@@ -263,12 +265,14 @@ def read_tensor_names(path: Path, size_bytes: int) -> frozenset[str]:
         # data_offsets count from the end of the header
         spans = sorted((int(begin), int(end)) for begin, end in (item["data_offsets"] for item in header.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InvalidHeaderError("no valid safetensors header") from None
+        raise InvalidHeaderError("the file has no valid safetensors header") from None
     reached = 0
     for begin, end in spans:
         if begin != reached or end < begin:
-            raise InvalidHeaderError(f"its header describes tensors with a gap or an overlap at byte {reached:,}")
+            raise InvalidHeaderError(f"the tensors listed in its header leave a gap or overlap at byte {reached:,}")
         reached = end
     if (stated := 8 + header_bytes + reached) != size_bytes:
-        raise InvalidHeaderError(f"its header describes {stated:,} bytes, but the file has {size_bytes:,}")
+        raise InvalidHeaderError(
+            f"the file has {size_bytes:,} bytes, but should have {stated:,} according to its header"
+        )
     return frozenset(header)

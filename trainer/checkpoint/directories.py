@@ -66,7 +66,9 @@ def clean_up_after_save(run: RunDirectory, published: Path, keep: int) -> tuple[
     try:
         atomic_write_text(str(run.latest), published.name + "\n")
     except OSError as error:
-        warnings.append(f"{run.latest}: {error.strerror or error}; the file may still name an older checkpoint")
+        warnings.append(
+            f"{run.latest} was not updated: {error.strerror or error}; it may still name an older checkpoint"
+        )
     try:
         warnings += _prune(run, _step_number(published), keep)
     except OSError as error:
@@ -82,7 +84,8 @@ def _prune(run: RunDirectory, step: int, keep: int) -> list[str]:
     names = [name for name in os.listdir(run.checkpoints) if DIRECTORY_NAME.fullmatch(name)]
     listed = sorted(((_step_number(run.checkpoints / name), run.checkpoints / name) for name in names), reverse=True)
     warnings = [
-        f"{path} is from a later step than this save, so the next attempt would resume from it; move it away"
+        f"{path} is from a later step than this save, so the next attempt would resume from it; move that checkpoint "
+        "away"
         for number, path in listed
         if number > step and why_incomplete(path) is None
     ]

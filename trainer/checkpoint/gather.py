@@ -50,7 +50,8 @@ def describe_tensors(tensors: dict[str, torch.Tensor]) -> list[TensorSpec]:
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and tuple(tensor.placements) != (Shard(0),):
             raise UserError(
-                f"{name} is sharded as {tensor.placements}: only shards of the first dimension can be saved"
+                f"{name} cannot be saved: only tensors that are sharded along their first dimension can be saved, "
+                f"but this one is sharded as {tensor.placements}"
             )
     return [TensorSpec(name, tuple(tensor.shape), _saved_dtype(tensor)) for name, tensor in tensors.items()]
 

@@ -47,12 +47,12 @@ def load_optimizer_state(
     checkpoint without optimizer state; model and optimizer are then unchanged.
     """
     completion = read_completion(directory)
-    advice = "resume only the weights, or use the settings of the run that saved it"
+    advice = "resume only the weights, or use the settings of the run that saved this checkpoint"
     if not completion.optimizer:
-        raise UserError(f"{directory}: saved without optimizer state; resume only the weights")
+        raise UserError(f"{directory} was saved without optimizer state; resume only the weights")
     if completion.world != world:
         raise UserError(
-            f"{directory}: saved by {format_count(completion.world, 'rank')}, but this job has {world}; {advice}"
+            f"{directory} was saved by {format_count(completion.world, 'rank')}, but this job has {world}; {advice}"
         )
     path = directory / optimizer_file(rank)
     parameters = dict(model.named_parameters())
@@ -94,17 +94,17 @@ def _mismatch(file: Any, shards: dict[str, torch.Tensor]) -> str:
     """The first difference between file and model, from the header alone; "" if they fit."""
     keys = set(file.keys())
     if missing := [name for name in shards if f"{MASTER}.{name}" not in keys]:
-        return f"has no {missing[0]}"
+        return f"the file has no {missing[0]}"
     for key in sorted(keys):
         kind, _, name = key.partition(".")
         if name not in shards:
-            return f"has {name}, which the model does not have"
+            return f"the file has {name}, which the model does not have"
         saved, shard = file.get_slice(key), shards[name]
         shape = tuple(saved.get_shape())
         if shape != tuple(shard.shape) and (shape or kind == MASTER):  # AdamW's step count has no shape
-            return f"has {name} with shape {shape}, but this rank's shard has shape {tuple(shard.shape)}"
+            return f"the file has {name} with shape {shape}, but this rank's shard has shape {tuple(shard.shape)}"
         if kind == MASTER and saved.get_dtype() != DTYPE_NAMES[shard.dtype]:
-            return f"has {name} as {saved.get_dtype()}, but the model has it as {DTYPE_NAMES[shard.dtype]}"
+            return f"the file has {name} as {saved.get_dtype()}, but the model has it as {DTYPE_NAMES[shard.dtype]}"
     return ""
 
 

@@ -129,7 +129,7 @@ def check_world(reports: Sequence[NodeReport], note: str) -> GateCheck:
         if report.skew_seconds is not None and abs(report.skew_seconds) > MAX_SKEW_SECONDS:
             direction = "behind" if report.skew_seconds > 0 else "ahead of"
             seconds = abs(report.skew_seconds)
-            problems.append(warn(f"{report.node}: clock is {seconds:.1f} s {direction} the clock of rank 0's node"))
+            problems.append(warn(f"{report.node}: its clock is {seconds:.1f} s {direction} the clock of rank 0's node"))
     summary = f"ranks={len(seen)}/{settings.world} nodes={len({report.node for report in reports})}"
     return GateCheck("world", tuple(problems), summary)
 
@@ -162,37 +162,42 @@ def block_file_problems(settings: GateSettings, shard: ShardReport) -> list[str]
     seq_len = settings.seq_len or manifest.seq_len
     if manifest.seq_len != seq_len or manifest.seq_len < 1:
         problems.append(
-            f"packed with --seq-len {manifest.seq_len}, but the job needs {seq_len}: {REPACK} with --seq-len {seq_len}"
+            f"the file was packed with --seq-len {manifest.seq_len}, but the job needs {seq_len}; {REPACK} with "
+            f"--seq-len {seq_len}"
         )
     if manifest.rank != shard.rank:
-        problems.append(f"its manifest belongs to rank {manifest.rank}: {REPACK}")
+        problems.append(f"its manifest belongs to rank {manifest.rank}; {REPACK}")
     if seq_len >= 1 and shard.size_bytes % (TOKEN_BYTES * seq_len):
         problems.append(
-            f"truncated: {shard.size_bytes:,} bytes are not a whole number of blocks of {seq_len} int32 ids; {REPACK}"
+            f"the file is truncated: its {shard.size_bytes:,} bytes are not a whole number of blocks of {seq_len} "
+            f"int32 ids; {REPACK}"
         )
     if (
         shard.size_bytes != manifest.size_bytes
         or manifest.size_bytes != manifest.blocks * manifest.seq_len * TOKEN_BYTES
     ):
         problems.append(
-            f"has {shard.size_bytes:,} bytes, but its manifest says {manifest.size_bytes:,} in "
-            f"{format_count(manifest.blocks, 'block')}: {REPACK}"
+            f"the file has {shard.size_bytes:,} bytes, but its manifest says {manifest.size_bytes:,} bytes in "
+            f"{format_count(manifest.blocks, 'block')}; {REPACK}"
         )
     elif shard.differing_offsets:
         problems.append(
-            f"the bytes at offset {shard.differing_offsets[0]:,} differ from those that were packed: {REPACK}"
+            f"the bytes at offset {shard.differing_offsets[0]:,} differ from those that were packed; {REPACK}"
         )
     # A manifest without hashes would let any file of the right size pass.
     elif manifest.blocks and tuple((sample.offset, sample.bytes) for sample in manifest.samples) != sample_ranges(
         manifest.size_bytes
     ):
-        problems.append(f"its manifest lacks the hashes that are needed to verify its content: {REPACK}")
+        problems.append(f"its manifest lacks the hashes that are needed to verify the file; {REPACK}")
     if settings.document_mask and manifest.document_starts is None:
         problems.append(
-            f"packed without --document-mask, but train.document_mask needs it: {REPACK} with --document-mask"
+            f"the file was packed without --document-mask, but train.document_mask needs that option; {REPACK} with "
+            "--document-mask"
         )
     if manifest.document_starts is not None and shard.starts_bytes != manifest.document_starts * START_BYTES:
-        problems.append(f"its file of document starts is missing or has the wrong size: {REPACK} with --document-mask")
+        problems.append(
+            f"the file that says where documents start is missing or has the wrong size; {REPACK} with --document-mask"
+        )
     return problems
 
 
@@ -220,8 +225,8 @@ def check_shards(reports: Sequence[NodeReport], shards: dict[int, ShardReport]) 
         if rows != corpus_rows or xor != xor_below(corpus_rows):
             problems.append(
                 fail(
-                    f"some rows are missing or packed twice: the ranks have {rows:,} of {corpus_rows:,} "
-                    f"rows{REPACK_ALL}"
+                    "some rows are missing or packed twice (rows of all ranks: "
+                    f"{rows:,}, rows of the corpus: {corpus_rows:,}){REPACK_ALL}"
                 )
             )
     empty = sum(manifest.empty_rows for manifest in manifests.values())
@@ -234,16 +239,16 @@ def check_shards(reports: Sequence[NodeReport], shards: dict[int, ShardReport]) 
 
 def _row_problems(world: int, manifest: PackManifest) -> list[str]:
     if manifest.rows == 0:
-        return ["its shard has no rows: pack more records, or use fewer ranks"]
+        return ["its shard has no rows; pack more records, or use fewer ranks"]
     if manifest.world != world:
-        return [f"packed for {format_count(manifest.world, 'rank')}, but the job has {world}: {REPACK}"]
+        return [f"its blocks were packed for {format_count(manifest.world, 'rank')}, but the job has {world}; {REPACK}"]
     if not 0 <= manifest.rank < world:
         return []  # check_block_files reports that it is another rank's
     count, first, last = shard_row_range(manifest.corpus_rows, world, manifest.rank, manifest.contiguous)
     if (manifest.rows, manifest.first_row, manifest.last_row) != (count, first, last):
         return [
-            f"has {format_count(manifest.rows, 'row')} ({manifest.first_row} to {manifest.last_row}), but should have "
-            f"{count:,} ({first} to {last}): {REPACK}"
+            f"its shard has {format_count(manifest.rows, 'row')} ({manifest.first_row} to {manifest.last_row}), but "
+            f"should have {count:,} ({first} to {last}); {REPACK}"
         ]
     return []
 
@@ -265,7 +270,7 @@ def _tokenizer_problems(report: NodeReport, manifests: dict[int, PackManifest]) 
     return [
         fail(
             f"{report.node}: the blocks of {format_rank_list(other)} were packed with a tokenizer that is not the "
-            f"model's: {REPACK} with the model's tokenizer"
+            f"model's; {REPACK} with the model's tokenizer"
         )
     ]
 
@@ -303,14 +308,14 @@ def check_evenness(
         problems.append(
             fail(
                 f"rank {counts.shortest_rank} has {format_count(counts.global_min_blocks, 'block')}, but one step "
-                f"needs {settings.blocks_per_step:,}: pack more data, or reduce the accumulation"
+                f"needs {settings.blocks_per_step:,}; pack more data, or lower the accumulation setting"
             )
         )
     elif counts.spread:
         problems.append(
             warn(
                 f"block counts differ by {counts.spread:,}: rank {counts.shortest_rank} has "
-                f"{format_count(counts.global_min_blocks, 'block')}, rank {counts.longest_rank} has "
+                f"{format_count(counts.global_min_blocks, 'block')}, and rank {counts.longest_rank} has "
                 f"{counts.max_blocks:,}; {SPREAD_CONSEQUENCES.get(settings.evenness, SPREAD_CONSEQUENCES['min'])}"
             )
         )
@@ -338,10 +343,10 @@ def _token_id_problems(settings: GateSettings, shard: ShardReport, model_sizes: 
         problems.append(f"token id {low} is negative")
     if vocabulary and high >= vocabulary:
         problems.append(
-            f"token id {high:,} is outside the vocabulary of {vocabulary:,}: pack with the model's tokenizer"
+            f"token id {high:,} is outside the vocabulary of {vocabulary:,} ids; {REPACK} with the model's tokenizer"
         )
     if shard.min_id is not None and shard.min_id == shard.max_id:
-        problems.append(f"all token ids that were read are {shard.min_id}")
+        problems.append(f"every token id that was read is {shard.min_id}")
     return problems
 
 
@@ -365,8 +370,9 @@ def check_checkpoint(reports: Sequence[NodeReport], counts: BlockCounts | None) 
         needed = f"{format_count(settings.keep, 'checkpoint')} of {format_bytes_short(checkpoint_bytes)}"
         needed += "" if too_small else " plus the one being written"
         text = (
-            f"{directories[0].directory}: only {format_bytes_short(free)} free, too little for {needed}: free another "
-            f"{format_bytes_short((settings.keep + 1) * checkpoint_bytes - free)}, or keep fewer checkpoints"
+            f"{directories[0].directory} has {format_bytes_short(free)} of free space, which is too little for "
+            f"{needed}; free another {format_bytes_short((settings.keep + 1) * checkpoint_bytes - free)}, or keep "
+            "fewer checkpoints"
         )
         problems.append(fail(text) if too_small else warn(text))
     seconds = _estimate_save_seconds(reports, checkpoint_bytes)
@@ -376,8 +382,9 @@ def check_checkpoint(reports: Sequence[NodeReport], counts: BlockCounts | None) 
         problems.append(
             warn(
                 f"{directories[0].directory}: a save of {format_bytes_short(checkpoint_bytes)} would take about "
-                f"{seconds:,.0f} s, too long for a timeout of {timeout:,.0f} s (a test file was written at "
-                f"{format_bytes_short(min(rates))}/s); increase checkpoint.timeout_seconds, or save to a faster disk"
+                f"{seconds:,.0f} s, which is more than {MAX_SAVE_TIME_FRACTION:.0%} of the timeout of {timeout:,.0f} s "
+                f"(a test file was written at {format_bytes_short(min(rates))}/s); increase "
+                "checkpoint.timeout_seconds, or save to a faster disk"
             )
         )
     size = format_bytes_short(checkpoint_bytes) if checkpoint_bytes else "unknown"
@@ -395,7 +402,7 @@ def _directory_problems(reports: Sequence[NodeReport]) -> list[GateProblem]:
         elif found.trouble:
             problems.append(
                 fail(
-                    f"{report.node}: {found.directory}: cannot be written: {found.trouble}; "
+                    f"{report.node}: {found.directory} cannot be written ({found.trouble}); "
                     "use a run directory that the job's user can write to"
                 )
             )
@@ -419,8 +426,9 @@ def _live_rank_problems(reports: Sequence[NodeReport]) -> list[GateProblem]:
             by_rank[beat.rank] = report, beat
     return [
         fail(
-            f"{report.node}: rank {beat.rank} of run {beat.run!r} is still running in this run directory: pid "
-            f"{beat.pid} on {beat.host}, heartbeat {beat.age_seconds:.0f} s old; end it, or use another run directory"
+            f"{report.node}: rank {beat.rank} of run {beat.run!r} is still running in this run directory (pid "
+            f"{beat.pid} on {beat.host}, last heartbeat {beat.age_seconds:.0f} s ago); end that process, or use "
+            "another run directory"
         )
         for _, (report, beat) in sorted(by_rank.items())
     ]
@@ -467,8 +475,8 @@ def _resume_problems(reports: Sequence[NodeReport], counts: BlockCounts | None) 
         if reports[0].settings.optimizer and resumes[0].optimizer is False:
             problems.append(
                 warn(
-                    f"{resumes[0].directory} has no optimizer state: only the weights are loaded, and the warm-up is "
-                    "repeated"
+                    f"{resumes[0].directory} has no optimizer state, so the job will load only the weights and repeat "
+                    "the warm-up"
                 )
             )
     return problems
@@ -479,11 +487,11 @@ def _resume_mismatches(
 ) -> Iterable[str]:
     settings = reports[0].settings
     if resume.other_shape:
-        yield f"it belongs to a different model: {resume.other_shape}"
+        yield f"the checkpoint belongs to a different model: {resume.other_shape}"
     if settings.optimizer and resume.optimizer and resume.world != settings.world:
         yield (
-            f"its optimizer state needs the same number of ranks, {resume.world}, but the job has {settings.world}; "
-            f"use {resume.world}, or set checkpoint.optimizer to false to resume only the weights"
+            f"its optimizer state can be loaded only by {format_count(resume.world or 0, 'rank')}, but the job has "
+            f"{settings.world}; use {resume.world}, or set checkpoint.optimizer to false to resume only the weights"
         )
     manifests = {shard.rank: shard.manifest for report in reports for shard in report.shards if shard.manifest}
     by_rank = {rank: manifest.sha256 for rank, manifest in manifests.items()}
@@ -491,18 +499,21 @@ def _resume_mismatches(
     step_tokens = settings.blocks_per_step * settings.world * seq_len
     if resume.blocks_sha256 and len(by_rank) == settings.world and resume.blocks_sha256 != blocks_sha256(by_rank):
         yield (
-            "it was trained on different blocks, so training cannot resume from its step; to start from its weights, "
-            "set `model` to its directory"
+            "the checkpoint was trained on different blocks, so training cannot continue from its step; to start with "
+            "its weights, set `model` to the checkpoint directory"
         )
     elif manifests and resume.step and resume.tokens is not None and resume.tokens != resume.step * step_tokens:
         yield (
-            f"it used {resume.tokens:,} tokens in {format_count(resume.step, 'step')}, but this job uses "
-            f"{step_tokens:,} per step, so blocks would be skipped or repeated; use the micro_batch x accumulation of "
-            "that run"
+            f"the checkpoint used {resume.tokens:,} tokens in {format_count(resume.step, 'step')}, but this job uses "
+            f"{step_tokens:,} per step, so blocks would be skipped or repeated; use the same micro_batch x "
+            "accumulation as the run that saved it"
         )
     if counts and resume.step is not None and resume.step > counts.steps * settings.epochs:
         total = counts.steps * settings.epochs
-        yield f"it has done {format_count(resume.step, 'step')}, but the job has only {total:,}; increase train.epochs"
+        yield (
+            f"the checkpoint was saved after {format_count(resume.step, 'step')}, but the job has only {total:,}; "
+            "increase train.epochs"
+        )
 
 
 def _checkpoint_bytes(reports: Sequence[NodeReport]) -> int | None:
@@ -548,8 +559,8 @@ def check_devices(reports: Sequence[NodeReport]) -> GateCheck:
         busy = {process.rpartition(" ")[2] for process in devices.processes}
         problems += [
             warn(
-                f"{report.node}: GPU {gpu.index} has {gpu.memory_used_mib:,.0f} MiB in use, but nvidia-smi lists no "
-                "process"
+                f"{report.node}: GPU {gpu.index} has {gpu.memory_used_mib:,.0f} MiB of memory in use, but nvidia-smi "
+                "lists no process"
             )
             for gpu in devices.gpus
             if gpu.memory_used_mib > MAX_USED_MEMORY_FRACTION * gpu.memory_total_mib and str(gpu.index) not in busy
@@ -598,9 +609,10 @@ def _gpu_health_problems(gpu: GpuReport, busy: bool) -> Iterator[str]:
     if busy:
         return
     if gpu.temperature_celsius is not None and gpu.temperature_celsius > MAX_IDLE_CELSIUS:
-        yield f"is at {gpu.temperature_celsius:.0f} C while idle, above {MAX_IDLE_CELSIUS:.0f} C: check its cooling"
+        yield f"is at {gpu.temperature_celsius:.0f} C while idle (limit {MAX_IDLE_CELSIUS:.0f} C); check its cooling"
     if gpu.power_watts and gpu.power_limit_watts and gpu.power_watts > MAX_IDLE_POWER_FRACTION * gpu.power_limit_watts:
-        yield f"draws {gpu.power_watts:.0f} W (limit {gpu.power_limit_watts:.0f} W), but nvidia-smi lists no process"
+        limit = f"{gpu.power_limit_watts:.0f} W"
+        yield f"draws {gpu.power_watts:.0f} W (its limit is {limit}), but nvidia-smi lists no process"
 
 
 def _one_gpu_per_process(report: NodeReport, gpus: Sequence[object]) -> bool:
@@ -612,7 +624,7 @@ def _flight_recorder_problems(reports: Sequence[NodeReport]) -> list[GateProblem
     environment = reports[0].environment
     size = environment.get("TORCH_FR_BUFFER_SIZE") or environment.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or "0"
     if size == "0":
-        return [warn("the flight recorder is off, so a hang would leave no record: set TORCH_FR_BUFFER_SIZE=2000")]
+        return [warn("the flight recorder is off, so a hang would leave no record; set TORCH_FR_BUFFER_SIZE=2000")]
     return []
 
 

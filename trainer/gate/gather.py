@@ -166,7 +166,7 @@ def _check_hello(message: Any, rendezvous: Rendezvous) -> None:
     if not isinstance(message, dict) or message.get("wattwatch_gate") != GATHER_PROTOCOL_VERSION:
         raise InvalidDataError("rank 0 runs a different version of wattwatch")
     if message.get("key") != rendezvous.key:
-        raise InvalidDataError("the gate that listens there belongs to another job")
+        raise InvalidDataError("the gate at this address belongs to another job")
 
 
 def _refusal_line(why: str) -> bytes:
@@ -233,7 +233,8 @@ class GatherMember:
             self._buffer += data
             if not data or len(self._buffer) > MAX_LINE_BYTES:
                 raise GatherError(
-                    f"{self._rendezvous} closed the connection: it is not a gate, or rank 0's gate has exited"
+                    f"{self._rendezvous} closed the connection: another program listens there, or rank 0's gate has "
+                    "exited"
                 )
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:

@@ -300,20 +300,24 @@ def first_shape_difference(saved: TensorShapes, model: TensorShapes, config: Jso
         is_tied = name == VOCABULARY_TENSORS[0] and config.get("tie_word_embeddings") and None in (ours, theirs)
         if ours == theirs or is_tied:
             continue
-        return f"{name} is {_describe_shape(ours)} in the checkpoint, but {_describe_shape(theirs)} in the model"
+        return f"tensor {name} {_describe_shape(ours)} in the checkpoint, but {_describe_shape(theirs)} in the model"
     expected = tuple(config.get(key) for key in reversed(EMBEDDING_DIMENSIONS))
     for name in VOCABULARY_TENSORS:
         if not model and name in saved and None not in expected and saved[name] != expected:
-            shape = _describe_shape(saved[name])
+            shape = _format_shape(saved[name])
             return (
-                f"{name} is {shape} in the checkpoint, but should be {list(expected)} according to the model's "
-                "config.json"
+                f"tensor {name} has shape {shape} in the checkpoint, but the model's config.json says "
+                f"{_format_shape(expected)}"
             )
     return None
 
 
 def _describe_shape(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else str(list(shape))
+    return "is missing" if shape is None else f"has shape {_format_shape(shape)}"
+
+
+def _format_shape(shape: tuple[int | None, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
 
 
 PROBES: Final = {"shards": probe_shards, "checkpoint": probe_checkpoint, "model": probe_model}

@@ -137,7 +137,7 @@ def run_gate_on_nodes(
                 elif message.kind == MessageKind.ENDED:
                     codes[message.index] = message.code
     if context.interrupts.count:
-        return GateOutcome(None, "interrupted during the gate; nothing was started", interrupted=True)
+        return GateOutcome(None, "the launch was interrupted during the gate; no rank was started", interrupted=True)
     if refused:
         return GateOutcome(None, f"{refused}; nothing was started", may_pass_later=True)
     if lost:
@@ -306,7 +306,7 @@ def node_log_path(run: RunDirectory, attempt: int, node: str) -> Path:
 def _last_log_message(run: RunDirectory, attempt: int, rank: int, node: str) -> str:
     lines = _read_last_lines(run.rank_log(attempt, rank))
     if lines and (line := lines[-1].strip()[:MAX_QUOTED_CHARACTERS]):
-        return f"the last line of its log: {line}"
+        return f"the last line of its log is: {line}"
     return f"see {node_log_path(run, attempt, node)}"
 
 

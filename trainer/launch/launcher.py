@@ -116,7 +116,7 @@ class JobLauncher:
                 return EXIT_CODES[decision.action]
             retry += 1
             seconds = retry_delay_seconds(settings.retry_wait_seconds, retry)
-            self._print_line(f"launch: retry {retry} of {settings.retries} in {seconds:g} s")
+            self._print_line(f"launch: retry {retry} of {settings.retries} starts in {seconds:g} s")
             if (stop := self._wait_for_retry(seconds)) is not None:
                 self._print_line(f"launch: {stop.line}")
                 return EXIT_CODES[stop.action]
@@ -164,10 +164,12 @@ class JobLauncher:
         until = time.monotonic() + seconds
         while True:
             if self._context.interrupts.count:
-                return LaunchDecision(NextAction.INTERRUPTED, "interrupted between two attempts; nothing is running")
+                return LaunchDecision(
+                    NextAction.INTERRUPTED, "the launch was interrupted between two attempts; no rank is running"
+                )
             if self._run.stop_file.exists():
                 return LaunchDecision(
-                    NextAction.STOPPED, f"{STOP_FILE}, found between two attempts; nothing is running"
+                    NextAction.STOPPED, f"{STOP_FILE}, which was found between two attempts; no rank is running"
                 )
             if (left := until - time.monotonic()) <= 0:
                 return None
@@ -176,7 +178,7 @@ class JobLauncher:
     def _attempt(self, retries_left: int, first: bool) -> LaunchDecision:
         """Gate, ranks, decision. The gate runs before every attempt: a node may have broken since the last."""
         if read_job_file(self._job.path).sha256 != self._job.sha256:
-            why = f"{self._job.path} has changed since this launch began: start a new launch"
+            why = f"{self._job.path} has changed since this launch began; start a new launch"
             return LaunchDecision(NextAction.REFUSED, why)
         # Determined again before every attempt: the last one may have saved, or its newest checkpoint may be damaged.
         attempt = next_attempt_number(self._run)
@@ -218,7 +220,7 @@ class JobLauncher:
         newest = find_newest_complete(self._run.checkpoints)
         if deep and newest.completion:
             if (size := sum(file.bytes for file in newest.completion.files.values())) > ANNOUNCED_READ_BYTES:
-                self._print_line(f"launch: verifying the checksums of {newest.directory}, {size / 1e9:.1f} GB")
+                self._print_line(f"launch: verifying the checksums of {newest.directory} ({size / 1e9:.1f} GB)")
             newest = find_newest_complete(self._run.checkpoints, deep=True)
         for reason in newest.skipped:
             self._print_line(f"launch: skipped a checkpoint: {reason}")

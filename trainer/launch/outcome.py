@@ -325,23 +325,23 @@ def decide_next(result: AttemptResult, retries_left: int) -> LaunchDecision:
         why = f"{outcome.sentence}. No step was completed, so another attempt would fail in the same way"
         return LaunchDecision(NextAction.FAILED, why)
     if retries_left <= 0:
-        return LaunchDecision(NextAction.FAILED, f"{outcome.sentence}; no retries left, {_saved_summary(result)}")
+        return LaunchDecision(NextAction.FAILED, f"{outcome.sentence}; no retries are left; {_saved_summary(result)}")
     return LaunchDecision(NextAction.RETRY, outcome.sentence)
 
 
 def _stop_summary(result: AttemptResult) -> str:
-    """`SIGTERM at step 56 of 60, saved; run the same command to continue`."""
+    """`SIGTERM at step 56 of 60, which is saved; run the same command to continue`."""
     by = result.stopped_by or result.outcome.stopped_by or "a request"
     at = f"{by} at step {result.reached:,}" + ("" if result.steps is None else f" of {result.steps:,}")
     if not result.saved:
         return f"{at}; nothing is saved, so the same command will start from the beginning"
-    saved = "saved" if result.saved >= result.reached else f"saved up to step {result.saved:,}"
+    saved = "which is saved" if result.saved >= result.reached else f"but the last saved step is {result.saved:,}"
     return f"{at}, {saved}; run the same command to continue"
 
 
 def _saved_summary(result: AttemptResult) -> str:
     of = "" if result.steps is None else f" of {result.steps:,}"
-    return f"saved up to step {result.saved:,}{of}" if result.saved else "nothing is saved"
+    return f"the last saved step is {result.saved:,}{of}" if result.saved else "nothing is saved"
 
 
 def retry_delay_seconds(first: float, retry: int) -> float:

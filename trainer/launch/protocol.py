@@ -59,7 +59,7 @@ def parse_request(line: bytes) -> StartRequest:
     try:
         request = parse_dataclass(StartRequest, json.loads(line))
     except ValueError as error:
-        raise InvalidDataError(f"not a valid request from the launcher: {error}") from None
+        raise InvalidDataError(f"the request from the launcher is not valid: {error}") from None
     if request.v != PROTOCOL_VERSION:
         raise InvalidDataError(
             f"the launcher's protocol version is {request.v}, but this node's is {PROTOCOL_VERSION}: install the same "

@@ -50,7 +50,7 @@ class PackedBlocks:
             raise UserError(f"{self.path}: {_error_text(error)}; {REPACK}") from None
         if self.count != self.manifest.blocks:
             raise UserError(
-                f"{self.path}: has {format_count(self.count, 'block')}, but its manifest says "
+                f"{self.path} has {format_count(self.count, 'block')}, but its manifest says "
                 f"{self.manifest.blocks:,}; {REPACK}"
             )
         if self.count == 0:
@@ -74,7 +74,7 @@ class PackedBlocks:
         if the file was packed without `--document-mask`.
         """
         if self._starts is None:
-            raise ValueError(f"{self.path}: packed without --document-mask")
+            raise ValueError(f"{self.path} was packed without --document-mask")
         begin = self._checked(index) * self.manifest.seq_len
         # Binary search in the mapped file: a block needs no index in memory, and no block before it.
         low, high = np.searchsorted(self._starts, (begin, begin + self.manifest.seq_len))
@@ -104,7 +104,7 @@ def _read_starts(path: Path, ids: int) -> NDArray[np.int64]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {_error_text(error)}; {REPACK}") from None
     if starts[0] < 0 or starts[-1] >= ids or bool((np.diff(starts) <= 0).any()):
-        raise UserError(f"{path}: truncated, or written for a different token file than the one beside it; {REPACK}")
+        raise UserError(f"{path} is truncated, or it was written for a different token file; {REPACK}")
     return starts
 
 

@@ -66,13 +66,14 @@ def read_corpus(source: str, split: str, column: str | None) -> Corpus:
         raise UserError(f"{source}: no records")
     names = [column] if column else [name for name in COLUMNS if name in dataset.column_names]
     if not names or names[0] not in dataset.column_names:
-        problem = f"no column {column!r}" if column else "no column 'text' or 'messages'"
+        wanted = repr(column) if column else "'text' or 'messages'"
         raise UserError(
-            f"{source}: {problem}; the columns are {', '.join(dataset.column_names)}: choose one with --column"
+            f"{source} has no column {wanted}; its columns are {', '.join(dataset.column_names)}; choose one with "
+            "--column"
         )
     # Guessing one of two columns would train on the wrong one without a sign of it.
     if len(names) > 1:
-        raise UserError(f"{source}: has both a column 'text' and a column 'messages': choose one with --column")
+        raise UserError(f"{source} has both a column 'text' and a column 'messages'; choose one with --column")
     rows = dataset.select_columns(names[0])
     kind = _record_kind(rows[0][names[0]], f"{source}: column {names[0]!r}, row 0")
     sha256 = _sampled_sha256(rows, names[0])
@@ -87,7 +88,7 @@ def shard_corpus(corpus: Corpus, world: int, rank: int, contiguous: bool) -> Cor
     """
     if shard_row_range(len(corpus), world, rank, contiguous)[0] == 0:
         raise UserError(
-            f"{corpus.source}: rank {rank} of {world} gets none of the {len(corpus):,} rows: use fewer ranks"
+            f"{corpus.source}: rank {rank} of {world} gets none of the {len(corpus):,} rows; use fewer ranks"
         )
     # The row ids travel through the same shard call as the rows, so they are right whatever that call does.
     rows = corpus.rows.shard(num_shards=world, index=rank, contiguous=contiguous)
@@ -104,7 +105,7 @@ def _load_dataset(source: str, split: str) -> Any:
             if not isinstance(found, datasets.DatasetDict):
                 return found
             if split not in found:
-                raise UserError(f"{source}: no split {split!r}; the splits are {', '.join(found)}")
+                raise UserError(f"{source} has no split {split!r}; its splits are {', '.join(found)}")
             return found[split]
         return datasets.load_dataset(source, split=split)
     except UserError:
@@ -115,7 +116,7 @@ def _load_dataset(source: str, split: str) -> Any:
         while root.__cause__ is not None:
             root = root.__cause__
         lines = str(root).strip().splitlines() or [type(root).__name__]
-        raise UserError(f"{source}: cannot be read as a dataset: {lines[0]}") from error
+        raise UserError(f"{source} cannot be read as a dataset: {lines[0]}") from error
 
 
 def _record_kind(record: object, where: str) -> str:

@@ -108,9 +108,9 @@ def pack_shard(
                 on_rows(batch.lengths.size)
             if packer.blocks == 0:
                 raise UserError(
-                    f"{corpus.source}: rank {shard.rank} of {shard.world}: {format_count(shard.row_ids.size, 'row')} "
-                    f"gave only {packer.tokens:,} tokens, but one block needs {settings.seq_len:,}: pack more records, "
-                    "or reduce --seq-len"
+                    f"{corpus.source}: rank {shard.rank} of {shard.world} got only {packer.tokens:,} tokens from "
+                    f"{format_count(shard.row_ids.size, 'row')}, but one block needs {settings.seq_len:,}; pack more "
+                    "records, or reduce --seq-len"
                 )
             # Before the new token file gets its name: if we are killed in between, there is a file without a manifest,
             # which the gate refuses, and not a new file with the old manifest.

@@ -160,7 +160,7 @@ class TokenizerPool:
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool:
-            raise UserError("a worker process was killed, perhaps for lack of memory: use a lower --workers") from None
+            raise UserError("a worker process was killed, perhaps for lack of memory; lower --workers") from None
 
 
 _worker: RecordTokenizer | None = None  # in a worker process
@@ -192,14 +192,14 @@ def _load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     if Path(name).is_dir() and not (Path(name) / "tokenizer_config.json").exists():
-        raise UserError(f"{name}: has no tokenizer_config.json: use a directory written by save_pretrained")
+        raise UserError(f"{name} has no tokenizer_config.json; use a directory written by save_pretrained")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True)
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{name}: cannot be loaded as a tokenizer: {first}") from error
+        raise UserError(f"{name} cannot be loaded as a tokenizer: {first}") from error
     if not getattr(tokenizer, "is_fast", False):
-        raise UserError(f"{name}: has no fast tokenizer (tokenizer.json), but packing needs one")
+        raise UserError(f"{name} has no fast tokenizer (tokenizer.json), but packing needs one")
     return tokenizer
 
 

@@ -69,7 +69,7 @@ def train(job: TrainingJob) -> int:
         if is_saved:
             save_checkpoint(job, done)
         if result.request and done < plan.steps:
-            state = "and saved" if is_saved else "but the steps since the last save are lost"
+            state = "and saved" if is_saved else "but not saved, so the steps since the last save are lost"
             by = job.stop_listener.why or "through another rank"
             raise TrainingStopped(f"asked to stop ({by}); step {done:,} is done {state}")
     return plan.steps
@@ -88,8 +88,8 @@ def take_step(job: TrainingJob, step: int) -> StepResult:
     if not is_finite(result.loss, result.grad_norm):
         job.heartbeat.update(loss=result.loss)
         raise NonFiniteLoss(
-            f"step {step + 1:,}: loss is {result.loss}, gradient norm is {result.grad_norm}; this step was not saved. "
-            "Check the data of this step, or lower learning_rate"
+            f"step {step + 1:,}: the loss is {result.loss}, and the gradient norm is {result.grad_norm}; this step "
+            "was not saved. Check the data of this step, or lower learning_rate"
         )
     job.heartbeat.update(step=step + 1, loss=result.loss, blocks_left=left - job.plan.blocks_per_step, micro=0)
     job.meter.step(job.tokens_per_step, result.data_wait_seconds)

@@ -168,8 +168,7 @@ def _copy_tensor(tensor: torch.Tensor, file: Any, name: str, path: Path) -> None
         )
     if stored.get_dtype() not in FLOAT_DTYPES:
         raise UserError(
-            f"{path}: {name} has type {stored.get_dtype()}, but must have one of {', '.join(FLOAT_DTYPES)}: convert it "
-            "first"
+            f"{path}: {name} has type {stored.get_dtype()}; convert it first to one of {', '.join(FLOAT_DTYPES)}"
         )
     rows = local_rows(tensor)
     if not tensor.dim():
@@ -198,10 +197,10 @@ def find_weight_files(directory: Path) -> dict[str, Path]:
         with safe_open(directory / SINGLE_FILE, framework="pt") as file:
             return dict.fromkeys(file.keys(), directory / SINGLE_FILE)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index}: not a valid weight index file: {type(error).__name__}: {error}") from None
+        raise UserError(f"{index} is not a valid weight index file ({type(error).__name__}: {error})") from None
     except FileNotFoundError:
         raise UserError(
-            f"{directory}: no {INDEX_FILE} or {SINGLE_FILE}; set train.random_weights to start with random weights"
+            f"{directory} has no {INDEX_FILE} or {SINGLE_FILE}; set train.random_weights to start with random weights"
         ) from None
     except (OSError, SafetensorError) as error:
         raise UserError(f"{directory}: {error}") from None

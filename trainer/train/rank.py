@@ -86,7 +86,7 @@ def train_rank(
 
     def exit_from_collective() -> None:
         # Called in a thread: the main thread is inside a collective and cannot be interrupted from Python.
-        why = "asked to exit, but still waiting in a collective: another rank does not respond"
+        why = "this rank was asked to exit, but it still waits in a collective, because another rank does not respond"
         write_exit_file(
             directory.exit_file(options.number, info.rank), RankExit(RankExitCode.FAILED, why, heartbeat.step)
         )
@@ -127,13 +127,13 @@ def describe_failure(error: Exception) -> RankExit:
     traceback.print_exc()
     first_line = str(error).strip().partition("\n")[0]
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        advice = "lower train.micro_batch or set train.gradient_checkpointing"
+        advice = "lower train.micro_batch, or set train.gradient_checkpointing"
         return RankExit(RankExitCode.FAILED, f"out of memory: {first_line}; {advice}")
     # gloo raises a plain RuntimeError whose text starts with [gloo/...]; NCCL's are subclasses of DistError.
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
         what = first_line.partition(". This may indicate")[0]  # gloo appends speculation and a greeting
         # The watcher finds this sentence in logs by its first words, see watcher/diagnosis/stacks/log_errors.toml.
-        why = f"a collective failed, another rank has exited or does not respond: {what}"
+        why = f"a collective failed: another rank has exited or does not respond ({what})"
         return RankExit(RankExitCode.FAILED, why, follows=True)
     if isinstance(error, OSError):
         return RankExit(RankExitCode.FAILED, f"{error.filename or 'a file'}: {error.strerror or error}")

@@ -120,7 +120,7 @@ def prepare_training(
     )  # fmt: skip
     if info.rank == 0:
         write_run_record(directory, record)
-        log.info("step %d of %d, %s", start.step, plan.steps, start.description)
+        log.info("training starts after step %d of %d: %s", start.step, plan.steps, start.description)
     # From here on the watcher can tell the end of the job from a hang at its last step.
     heartbeat.update(steps=plan.steps, step=start.step)
     peak = peak_flops_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -137,17 +137,17 @@ def find_start_point(
     completion: Completion | None, options: AttemptOptions, plan: StepPlan, settings: JobSettings
 ) -> StartPoint:
     if completion and completion.optimizer:
-        description = f"resumed exactly from {options.resume}"
+        description = f"all state is loaded from {options.resume}"
         return StartPoint(completion.step, completion.warm_from, description)
     if completion:
-        description = f"with the weights from {options.resume}; the warm-up is repeated"
+        description = f"only the weights are loaded from {options.resume}, so the warm-up is repeated"
         return StartPoint(completion.step, completion.step, description)
     if options.smoke:
         first = max(0, plan.steps - SMOKE_STEPS)
-        return StartPoint(first, first, "as a test of the end of the epoch and the save after it")
+        return StartPoint(first, first, "this run tests only the end of the epoch and the save after it")
     if settings.train.random_weights:
-        return StartPoint(description=f"from random weights with seed {settings.train.seed}")
-    return StartPoint(description=f"from the weights of {settings.model}")
+        return StartPoint(description=f"the weights are random, with seed {settings.train.seed}")
+    return StartPoint(description=f"the weights are loaded from {settings.model}")
 
 
 def make_save_function(
@@ -173,7 +173,7 @@ def make_save_function(
         )  # fmt: skip
         report = saver.save(model, optimizer if checkpoint.optimizer else None, point)
         if info.rank == 0:
-            log.info("saved %s: %s in %.1f s; weights written by %d rank%s", report.directory,
+            log.info("saved %s: %s in %.1f s; %d rank%s wrote the weights", report.directory,
                      format_bytes_short(report.bytes), report.seconds, report.writers,
                      "s"[: report.writers > 1])  # fmt: skip
             for warning in report.warnings:
@@ -196,18 +196,18 @@ def read_resume_checkpoint(
     completion = read_completion(resume)
     if completion.blocks_sha256 != gate.blocks_sha256:
         raise UserError(
-            f"{resume}: trained on different blocks, so training cannot resume from its step {completion.step:,}; to "
-            "start from its weights, set `model` to its directory"
+            f"{resume} was trained on different blocks, so training cannot continue from its step {completion.step:,}; "
+            "to start with its weights, set `model` to this directory"
         )
     if completion.tokens != completion.step * tokens_per_step:
         raise UserError(
-            f"{resume}: saved after {format_count(completion.step, 'step')} and {completion.tokens:,} tokens, but this "
-            f"job uses {tokens_per_step:,} tokens per step, so data blocks would be skipped or repeated. Use the "
-            "micro_batch x accumulation of that run."
+            f"{resume} was saved after {format_count(completion.step, 'step')} and {completion.tokens:,} tokens, but "
+            f"this job uses {tokens_per_step:,} tokens per step, so data blocks would be skipped or repeated. Use the "
+            "same micro_batch x accumulation as the run that saved it."
         )
     if completion.step > plan.steps:
         raise UserError(
-            f"{resume}: saved at step {completion.step:,}, but this job has only {format_count(plan.steps, 'step')}"
+            f"{resume} was saved at step {completion.step:,}, but this job has only {format_count(plan.steps, 'step')}"
         )
     return completion
 
@@ -221,10 +221,10 @@ def check_blocks_fit_model(blocks: PackedBlocks, settings: JobSettings) -> None:
     if blocks.manifest.max_token_id >= vocabulary:  # it would read beyond the embedding
         raise UserError(
             f"{blocks.path}: token id {blocks.manifest.max_token_id:,} is outside the model's vocabulary of "
-            f"{vocabulary:,}; pack with the model's tokenizer"
+            f"{vocabulary:,} ids; pack the dataset again with the model's tokenizer"
         )
     if settings.train.document_mask and blocks.manifest.document_starts is None:
-        raise UserError(f"{blocks.path}: train.document_mask needs blocks packed with --document-mask")
+        raise UserError(f"{blocks.path} was packed without --document-mask, but train.document_mask needs that option")
 
 
 def fill_parameters(model: Any, settings: JobSettings, resume: Path | None) -> None:
@@ -263,12 +263,14 @@ def read_passed_gate(directory: RunDirectory, job: JobFile, world: int, gate_id:
         level, gate_world, config = gate["level"], gate["world"], gate["config_sha256"]
         step_blocks = gate["settings"]["micro_batch"] * gate["settings"]["accumulation"]
     except FileNotFoundError:
-        raise UserError(f"{path}: no gate has run; start the job with `wattwatch-train launch`") from None
+        raise UserError(
+            f"{path} does not exist, because no gate has run; start the job with `wattwatch-train launch`"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a gate record ({type(error).__name__}: {error}); run the gate again") from None
+        raise UserError(f"{path} is not a gate record ({type(error).__name__}: {error}); run the gate again") from None
     again = "run the gate again"
     if level == "FAIL":
-        raise UserError(f"{path}: the gate refused the job; fix the problems that it lists and {again}")
+        raise UserError(f"{path}: the gate refused the job; fix the problems listed in this file and {again}")
     if gate_world != world:
         raise UserError(
             f"{path}: the gate checked {format_count(gate_world, 'rank')}, but this job has {world}; {again}"
@@ -282,8 +284,8 @@ def read_passed_gate(directory: RunDirectory, job: JobFile, world: int, gate_id:
         )
     if gate_id and record.gate_id != gate_id:
         raise UserError(
-            f"{path}: written by gate {record.gate_id}, but the launcher ran gate {gate_id}; is another launch using "
-            "this directory?"
+            f"{path} was written by gate {record.gate_id}, but the launcher ran gate {gate_id}; is another launch "
+            "using this directory?"
         )
     return record
 
@@ -309,6 +311,6 @@ def check_plan_passed(record: GateRecord, plan: StepPlan) -> None:
     """Raises UserError if the ranks have agreed on another number of steps than the gate computed."""
     if plan.evenness is Evenness.MIN and plan.steps_per_epoch != record.steps:
         raise UserError(
-            f"the ranks agreed on {format_count(plan.steps_per_epoch, 'step')}, but the gate computed "
+            f"the ranks agreed on {format_count(plan.steps_per_epoch, 'step')} per epoch, but the gate computed "
             f"{record.steps:,}; run the gate again"
         )

@@ -71,7 +71,7 @@ def test_what_a_capture_would_find_is_a_note(here: Site) -> None:
     assert said["train"].endswith(": reachable")
     assert "TORCH_FR_BUFFER_SIZE" in said["train"] or "flight recorder enabled in" in said["train"]
     assert "py-spy" in said["train"]
-    assert said["it's"].startswith("no worker sockets in /absent/it's/worker yet")
+    assert said["it's"].startswith("there are no worker sockets in /absent/it's/worker yet")
     assert "forwarding works, but nothing listens" in said["it's"]
     assert said["logs"].startswith("no run_directory")
     assert check_host("node", here.settings()).capture == ()
@@ -121,4 +121,4 @@ def test_a_shell_that_never_answers_times_out(here: Site) -> None:
     found = check_host("node", here.settings(connect_timeout_seconds=1.0))
     assert found.status is HostStatus.UNREACHABLE
     assert "did not answer within 1 s" in step(found, "login")[1]
-    assert "or a slow ~/.bashrc (pyenv, conda): try `ssh node true`" in step(found, "login")[1]
+    assert "or a slow ~/.bashrc (pyenv, conda); try `ssh node true`" in step(found, "login")[1]

@@ -76,11 +76,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "marker missing": (lambda d: (d / "COMPLETE.json").unlink(), "COMPLETE.json is missing: the save did not finish"),
     "marker empty": (
         lambda d: cut(d / "COMPLETE.json", 0),
-        "COMPLETE.json: not valid JSON: the file is truncated or damaged",
+        "COMPLETE.json is not valid JSON: the file is truncated or damaged",
     ),
     "marker cut": (
         lambda d: cut(d / "COMPLETE.json", 100),
-        "COMPLETE.json: not valid JSON: the file is truncated or damaged",
+        "COMPLETE.json is not valid JSON: the file is truncated or damaged",
     ),
     "marker is a list": (lambda d: (d / "COMPLETE.json").write_text("[]"), "expected an object"),
     "marker of a later version": (lambda d: remark(d, v=2), "format version 2, but this program reads version 1"),
@@ -101,37 +101,40 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "marker does not list a shard": (
         lambda d: relist_without(d, SHARD),
-        f"{SHARD}: COMPLETE.json does not list this file",
+        f"{SHARD} is not part of the checkpoint, because COMPLETE.json does not list it",
     ),
     "shard missing": (lambda d: (d / SHARD).unlink(), f"{SHARD}: missing"),
-    "shard cut": (lambda d: cut(d / SHARD, 20), f"{SHARD}: truncated: 20 bytes, "),
+    "shard cut": (lambda d: cut(d / SHARD, 20), f"{SHARD} is truncated: it has 20 bytes, "),
     "shard longer": (
         lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes() + b"x"),
-        f"{SHARD}: longer than written",
+        f"{SHARD} is too long",
     ),
     "shard is a directory": (lambda d: replace_by_directory(d / SHARD), f"{SHARD}: not a regular file"),
     "shard is a pipe": (lambda d: replace_by_fifo(d / SHARD), f"{SHARD}: not a regular file"),
     "optimizer directory gone": (lambda d: shutil.rmtree(d / "optimizer"), "optimizer/rank-00000.safetensors: missing"),
     "header tells of more": (
         lambda d: relist(d, SHARD, tensors_file({"c": b"678"}, offset=1)),
-        f"{SHARD}: its header describes",
+        f"{SHARD}: the file has",
     ),
     "header tells of less": (
         lambda d: relist(d, SHARD, tensors_file({"c": b"678"}) + b"\0"),
-        f"{SHARD}: its header describes",
+        f"{SHARD}: the file has",
     ),
     "header of another format": (
         lambda d: relist(d, SHARD, (2).to_bytes(8, "little") + b"[]"),
-        f"{SHARD}: no valid safetensors header",
+        f"{SHARD}: the file has no valid safetensors header",
     ),
-    "header longer than the file": (lambda d: relist(d, SHARD, b"\xff" * 8), f"{SHARD}: says that its header has"),
-    "empty shard": (lambda d: relist(d, SHARD, b""), f"{SHARD}: too short for a safetensors file (0 B)"),
+    "header longer than the file": (
+        lambda d: relist(d, SHARD, b"\xff" * 8),
+        f"{SHARD}: the file says that its header has",
+    ),
+    "empty shard": (lambda d: relist(d, SHARD, b""), f"{SHARD}: the file is too short for a safetensors file (0 B)"),
     "index names a file not there": (
         lambda d: change_index(d, c="model-00003-of-00003.safetensors"),
         "refers to model-00003-of-00003.safetensors, which is not part of this checkpoint",
     ),
     "index names a tensor not there": (lambda d: change_index(d, d=SHARD), f"says that tensor d is in {SHARD}"),
-    "index leaves a tensor out": (drop_from_index, f"does not list tensor c of {SHARD}"),
+    "index leaves a tensor out": (drop_from_index, f"does not list tensor c, which is in {SHARD}"),
     "index without a map": (lambda d: relist(d, INDEX, b"{}"), "no valid weight_map: the file is truncated or damaged"),
     "index gone with its listing": (
         lambda d: forget(d, INDEX),
@@ -139,7 +142,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "weights beside that would be loaded first": (
         lambda d: (d / "model.safetensors").write_bytes(tensors_file({"a": b"0"})),
-        "model.safetensors: COMPLETE.json does not list this file",
+        "model.safetensors is not part of the checkpoint, because COMPLETE.json does not list it",
     ),
 }
 
@@ -173,7 +176,7 @@ def test_one_weights_file_needs_no_index(tmp_path: Path) -> None:
 
 def test_a_staged_directory_is_not_complete_whatever_it_holds(tmp_path: Path) -> None:
     staged = make_checkpoint(tmp_path).rename(tmp_path / "step-00000500.tmp-0af3")
-    assert why_incomplete(staged) == f"{staged}: temporary directory of a save that did not finish"
+    assert why_incomplete(staged) == f"{staged} is the temporary directory of a save that did not finish"
 
 
 def test_bytes_changed_in_place_are_found_only_by_the_deep_check(tmp_path: Path) -> None:
@@ -183,7 +186,7 @@ def test_bytes_changed_in_place_are_found_only_by_the_deep_check(tmp_path: Path)
     assert why_incomplete(directory) is None
     reason = why_incomplete(directory, deep=True)
     assert reason is not None
-    assert f"{SHARD}: content does not match the SHA-256 in COMPLETE.json" in reason
+    assert f"{SHARD}: the content does not match the SHA-256 in COMPLETE.json" in reason
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -221,7 +224,7 @@ def test_a_broken_one_is_skipped_with_its_reason_and_a_staged_one_never_counts(t
     newest = find_newest_complete(tmp_path)
     assert newest.directory == tmp_path / "step-00000500"
     (reason,) = newest.skipped
-    assert f"step-00001000/{SHARD}: truncated" in reason
+    assert f"step-00001000/{SHARD} is truncated" in reason
 
 
 def test_without_any_there_is_none(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_rank_killed_while_saving_leaves_nothing_that_looks_complete(
 
     staged = [path for path in (tmp_path / "checkpoints").iterdir() if path != before]
     assert [path.name.partition("-")[0] for path in staged] == ["step"]
-    assert why_incomplete(staged[0]) == f"{staged[0]}: temporary directory of a save that did not finish"
+    assert why_incomplete(staged[0]) == f"{staged[0]} is the temporary directory of a save that did not finish"
     assert find_newest_complete(tmp_path / "checkpoints").directory == before
 
     (again, _) = run_ranks(2, saves, run=tmp_path, model=model, optimizer=True)
@@ -110,7 +110,7 @@ def test_latest_that_cannot_be_replaced_is_a_warning_since_the_checkpoint_is_saf
     for rank in run_ranks(2, saves, run=tmp_path, model=model, fault=fault):
         (report,) = rank.value
         assert why_incomplete(report.directory, deep=True) is None
-        assert "checkpoints/latest: No space left on device" in report.warnings[0]
+        assert "checkpoints/latest was not updated: No space left on device" in report.warnings[0]
 
 
 def test_with_a_damaged_shard_the_previous_checkpoint_is_resumed(tmp_path: Path, model: Path) -> None:
@@ -121,7 +121,7 @@ def test_with_a_damaged_shard_the_previous_checkpoint_is_resumed(tmp_path: Path,
     path.write_bytes(data[: len(data) // 2])
     newest = find_newest_complete(tmp_path / "checkpoints")
     assert newest.directory == before
-    assert newest.skipped == (f"{path}: truncated: {len(data) // 2:,} bytes, but {len(data):,} were written",)
+    assert newest.skipped == (f"{path} is truncated: it has {len(data) // 2:,} bytes, but {len(data):,} were written",)
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     newest = find_newest_complete(tmp_path / "checkpoints", deep=True)
     assert newest.directory == before

@@ -56,8 +56,8 @@ def test_the_papers_job_gets_a_warning_about_its_spread_and_the_minimum_is_recor
     assert even.lost_share == pytest.approx(1 - 3_854 * 8 * 16 / sum(PAPER_BLOCKS))
     assert level_and_problems(verdict, "evenness") == (
         CheckLevel.WARN,
-        "block counts differ by 53: rank 3 has 30,835 blocks, rank 11 has 30,888; all ranks must stop at the smallest "
-        "count",
+        "block counts differ by 53: rank 3 has 30,835 blocks, and rank 11 has 30,888; all ranks must stop at the "
+        "smallest count",
     )
     assert (verdict.exit_code(strict=False), verdict.exit_code(strict=True)) == (1, 2)
 
@@ -68,16 +68,17 @@ def test_the_papers_job_gets_a_warning_about_its_spread_and_the_minimum_is_recor
         ({"trouble": "no such file", "manifest": None, "size_bytes": None}, "blocks", "FAIL",
          "rank 5: /local/rank-00005.i32: no such file"),
         ({"size_bytes": 30_870 * SEQ_LEN * 4 - 4}, "blocks", "FAIL", "not a whole number of blocks of 2048"),
-        ({"size_bytes": 30_860 * SEQ_LEN * 4}, "blocks", "FAIL", "its manifest says 252,887,040 in 30,870 blocks"),
+        ({"size_bytes": 30_860 * SEQ_LEN * 4}, "blocks", "FAIL",
+         "its manifest says 252,887,040 bytes in 30,870 blocks"),
         ({"differing_offsets": (4096,)}, "blocks", "FAIL",
          "the bytes at offset 4,096 differ from those that were packed"),
-        ({"manifest_samples": ()}, "blocks", "FAIL", "lacks the hashes that are needed to verify its content"),
+        ({"manifest_samples": ()}, "blocks", "FAIL", "lacks the hashes that are needed to verify the file"),
         ({"manifest_rank": 6}, "blocks", "FAIL", "its manifest belongs to rank 6"),
-        ({"manifest_document_starts": 7}, "blocks", "FAIL", "document starts is missing or has the wrong size"),
+        ({"manifest_document_starts": 7}, "blocks", "FAIL", "documents start is missing or has the wrong size"),
         ({"filesystem": "nfs4"}, "blocks", "WARN",
          "rank 5: blocks are on a network file system (nfs4), not on the node's local disk"),
         ({"manifest_world": 8}, "shards", "FAIL",
-         "rank 5: packed for 8 ranks, but the job has 16: pack the dataset again"),
+         "rank 5: its blocks were packed for 8 ranks, but the job has 16; pack the dataset again"),
         ({"manifest_rows": 0}, "shards", "FAIL", "rank 5: its shard has no rows"),
         ({"manifest_first_row": 50_004}, "shards", "FAIL", "but should have 10,000 (50003 to 60002)"),
         ({"manifest_row_xor": 1}, "shards", "FAIL", "some rows are missing or packed twice"),
@@ -92,7 +93,7 @@ def test_the_papers_job_gets_a_warning_about_its_spread_and_the_minimum_is_recor
         ({"max_id": 151_669}, "evenness", "FAIL", "token id 151,669 is outside the vocabulary of 151,669"),
         ({"manifest_max_token_id": 151_700}, "evenness", "FAIL", "token id 151,700 is outside the vocabulary"),
         ({"min_id": -1}, "evenness", "FAIL", "token id -1 is negative"),
-        ({"min_id": 7, "max_id": 7}, "evenness", "FAIL", "all token ids that were read are 7"),
+        ({"min_id": 7, "max_id": 7}, "evenness", "FAIL", "every token id that was read is 7"),
     ],
 )  # fmt: skip
 def test_a_problem_with_one_ranks_data_is_reported_with_the_rank(
@@ -107,7 +108,7 @@ def test_a_rank_with_less_data_than_one_step_refuses_the_job() -> None:
     level, text = level_and_problems(run_checks(job((40, 40, 7, 40))), "evenness")
     assert (level, text) == (
         CheckLevel.FAIL,
-        "rank 2 has 7 blocks, but one step needs 8: pack more data, or reduce the accumulation",
+        "rank 2 has 7 blocks, but one step needs 8; pack more data, or lower the accumulation setting",
     )
 
 
@@ -137,7 +138,7 @@ def test_ranks_that_did_not_report_are_named_and_their_counts_are_not_guessed() 
          "NCCL_SOCKET_IFNAME differs"),
         ({"code_sha256": "9" * 64}, "FAIL", "the trainer's code differs"),
         ({"model": ModelReport(config_sha256="9" * 64)}, "FAIL", "the configuration file differs"),
-        ({"skew_seconds": -3.2}, "WARN", "node-b: clock is 3.2 s ahead of the clock of rank 0's node"),
+        ({"skew_seconds": -3.2}, "WARN", "node-b: its clock is 3.2 s ahead of the clock of rank 0's node"),
         ({"settings": replace(job()[0].settings, accumulation=4)}, "FAIL", "setting accumulation differs: 8 on node-a"),
     ],
 )  # fmt: skip
@@ -150,11 +151,11 @@ def test_a_node_that_differs_from_the_other_is_named(changes: dict[str, Any], le
     ("changes", "level", "words"),
     [
         ({"checkpoint": None}, "FAIL", "node-b: the checkpoint directory was not inspected"),
-        ({"checkpoint": replace(CHECKPOINT, trouble="Read-only file system")}, "FAIL", "cannot be written: Read-only"),
+        ({"checkpoint": replace(CHECKPOINT, trouble="Read-only file system")}, "FAIL", "cannot be written (Read-only"),
         ({"checkpoint": replace(CHECKPOINT, sees_rank_0=False)}, "FAIL",
          "node-b: /nfs/run/checkpoints is not the same directory as on node-a"),
         ({"checkpoint": replace(CHECKPOINT, free_bytes=100 * 10**9)}, "FAIL",
-         "100.0 GB free, too little for 2 checkpoints of 62.0 GB"),
+         "100.0 GB of free space, which is too little for 2 checkpoints of 62.0 GB"),
         ({"checkpoint": replace(CHECKPOINT, free_bytes=150 * 10**9)}, "WARN", "62.0 GB plus the one being written"),
         ({"model": ModelReport(resume=ResumeReport("x", trouble="x: no COMPLETE.json"))}, "FAIL",
          "cannot resume: x: no"),
@@ -180,7 +181,7 @@ def test_a_checkpoint_directory_that_cannot_take_a_save_is_named(
         (DevicesReport(gpus=tuple(gpu(n) for n in range(8)), processes=("pid 77 on GPU 3",)), "FAIL",
          "node-b: another process is using a GPU: pid 77 on GPU 3"),
         (DevicesReport(gpus=(*(gpu(n) for n in range(7)), gpu(7, memory_used_mib=90_000.0))), "WARN",
-         "node-b: GPU 7 has 90,000 MiB in use, but nvidia-smi lists no process"),
+         "node-b: GPU 7 has 90,000 MiB of memory in use, but nvidia-smi lists no process"),
     ],
 )  # fmt: skip
 def test_gpus_that_are_missing_different_or_in_use_are_named(
@@ -227,15 +228,16 @@ def resuming(settings: dict[str, Any], **changes: Any) -> list[NodeReport]:
         ({"optimizer": True}, {}, "PASS", ""),
         ({}, {"world": 8}, "PASS", ""),
         ({"optimizer": True}, {"world": 8}, "FAIL",
-         "its optimizer state needs the same number of ranks, 8, but the job has 16; use 8"),
+         "its optimizer state can be loaded only by 8 ranks, but the job has 16; use 8"),
         ({"optimizer": True}, {"optimizer": False}, "WARN", "has no optimizer state"),
-        ({}, {"blocks_sha256": "9" * 64}, "FAIL", "it was trained on different blocks"),
-        ({}, {"tokens": 7}, "FAIL", "it used 7 tokens in 500 steps, but this job uses 262,144 per step"),
+        ({}, {"blocks_sha256": "9" * 64}, "FAIL", "the checkpoint was trained on different blocks"),
+        ({}, {"tokens": 7}, "FAIL", "the checkpoint used 7 tokens in 500 steps, but this job uses 262,144 per step"),
         ({}, {"step": 3_854, "tokens": None}, "WARN", "all 3,854 steps are already done"),
-        ({}, {"step": 3_855, "tokens": None}, "FAIL", "it has done 3,855 steps, but the job has only 3,854"),
+        ({}, {"step": 3_855, "tokens": None}, "FAIL",
+         "the checkpoint was saved after 3,855 steps, but the job has only 3,854"),
         ({"epochs": 2}, {"step": 3_855, "tokens": None}, "PASS", ""),
         ({}, {"other_shape": "a.weight is [2] in the checkpoint, but [3] in the model"}, "FAIL",
-         "it belongs to a different model: a.weight is [2] in the checkpoint, but [3]"),
+         "the checkpoint belongs to a different model: a.weight is [2] in the checkpoint, but [3]"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_with_other_data_shapes_or_ranks_is_not_resumed_from(
@@ -262,12 +264,14 @@ def test_a_rank_that_still_runs_in_the_run_directory_refuses_the_job(
     found, text = level_and_problems(run_checks(with_live_rank(alive)), "checkpoint")
     assert found == level
     assert (
-        "rank 3 of run 'other' is still running in this run directory: pid 77 on host-b, heartbeat 4 s old" in text
+        "rank 3 of run 'other' is still running in this run directory (pid 77 on host-b, last heartbeat 4 s ago)"
+        in text
     ) == (level == "FAIL")
 
 
 @pytest.mark.parametrize(
-    ("rate", "level", "seconds"), [(2e9, "PASS", ""), (1e7, "WARN", "about 3,100 s, too long for a timeout of 3,600 s")]
+    ("rate", "level", "seconds"),
+    [(2e9, "PASS", ""), (1e7, "WARN", "about 3,100 s, which is more than 50% of the timeout of 3,600 s")],
 )
 def test_a_checkpoint_directory_that_is_too_slow_for_a_save_is_a_warning(rate: float, level: str, seconds: str) -> None:
     reports = [
@@ -289,7 +293,7 @@ def test_a_checkpoint_directory_that_is_too_slow_for_a_save_is_a_warning(rate: f
         ({"rows_pending": True}, "GPU 7 needs a reset to remap memory rows"),
         ({"pages_pending": True}, "GPU 7 needs a reset to retire memory pages"),
         ({"temperature_celsius": 71.0}, "GPU 7 is at 71 C while idle"),
-        ({"power_watts": 600.0, "power_limit_watts": 1100.0}, "GPU 7 draws 600 W (limit 1100 W)"),
+        ({"power_watts": 600.0, "power_limit_watts": 1100.0}, "GPU 7 draws 600 W (its limit is 1100 W)"),
     ],
 )
 def test_a_gpu_in_poor_health_is_a_warning(health: dict[str, Any], words: str) -> None:

@@ -32,7 +32,8 @@ def test_two_nodes_exchange_reports_and_gate_json_contains_them(gates: Gates, tm
     other = finish(second)
     assert (first.exit_code, other.exit_code) == (1, 1), first.out + first.err + other.err
     assert first.problems[0] == (
-        "WARN  block counts differ by 3: rank 0 has 30 blocks, rank 1 has 33; all ranks must stop at the smallest count"
+        "WARN  block counts differ by 3: rank 0 has 30 blocks, and rank 1 has 33; "
+        "all ranks must stop at the smallest count"
     )
     assert other.out == "gate WARN: see the output of rank 0's process on node-0-1\n"
     record = gates.record
@@ -136,14 +137,17 @@ def high_id(data: Path) -> None:
     ("spoil", "arguments", "words"),
     [
         (empty_shard, (),
-         ("rank 1: its shard has no rows: pack more records", "rank 1 has 0 blocks, but one step needs 8")),
-        (ragged, (), ("rank-00001.i32: truncated: 1,027 bytes are not a whole number of blocks of 16",)),
+         ("rank 1: its shard has no rows; pack more records", "rank 1 has 0 blocks, but one step needs 8")),
+        (ragged, (),
+         ("rank-00001.i32: the file is truncated: its 1,027 bytes are not a whole number of blocks of 16",)),
         (high_id, (),
          ("token id 100 is outside the vocabulary of 100", "at offset 0 differ from those that were packed")),
         (lambda data: None, ("--vocab-size", "50"), ("rank 1: ", "token id 99 is outside the vocabulary of 50")),
         (lambda data: None, ("--seq-len", "32"), ("packed with --seq-len 16, but the job needs 32",)),
-        (lambda data: None, ("--checkpoint-gigabytes", "1e9"), ("free, too little for 2 checkpoints",)),
-        (lambda data: change_manifest(data, 1, world=4), (), ("rank 1: packed for 4 ranks, but the job has 2",)),
+        (lambda data: None, ("--checkpoint-gigabytes", "1e9"),
+         ("of free space, which is too little for 2 checkpoints",)),
+        (lambda data: change_manifest(data, 1, world=4), (),
+         ("rank 1: its blocks were packed for 4 ranks, but the job has 2",)),
         (lambda data: change_manifest(data, 1, tokenizer_sha256="9" * 64), (), ("tokenizer differs: ", "on rank 1")),
         (lambda data: change_manifest(data, 1, datasets_version="2.0"), (), ("datasets version differs: ", "2.0 on")),
         (lambda data: change_manifest(data, 1, rows="many"), (), ("rows: expected int, found 'many'",)),
@@ -173,7 +177,7 @@ def test_a_directory_that_cannot_be_written_refuses_the_job_and_the_missing_gate
     gates.run.write_text("a file where a directory should be")
     answer = gates.alone(data, 2)
     assert answer.exit_code == 2
-    assert any("cannot be written: " in line and "Not a directory" in line for line in answer.problems)
+    assert any("cannot be written (" in line and "Not a directory" in line for line in answer.problems)
     assert answer.err == f"{gates.run}/gate.json was not written: {gates.run}/gate.json.tmp: Not a directory\n"
 
 
@@ -231,7 +235,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_first_different_tenso
     answer = gates.alone(data, 2, "--model", model, "--resume", step)
     assert answer.exit_code == 2
     assert (
-        f"{step}: it belongs to a different model: model is [32] in the checkpoint, but [64] in the model" in answer.out
+        f"{step}: the checkpoint belongs to a different model: tensor model has shape 32 in the checkpoint, "
+        "but has shape 64 in the model" in answer.out
     )
 
 
@@ -248,7 +253,7 @@ def test_a_job_that_still_runs_there_refuses_the_job_and_one_that_has_ended_does
     answer = gates.alone(data, 2)
     assert answer.exit_code == 2
     assert record.read_text() == "the running job's"
-    assert f"rank 3 of run 'other' is still running in this run directory: pid {os.getpid()} on " in answer.out
+    assert f"rank 3 of run 'other' is still running in this run directory (pid {os.getpid()} on " in answer.out
     for ended in ({"phase": "done"}, {"t_wall": 1.0}, {"pid": 2**22 + 1}, {"host": "elsewhere", "t_wall": 1.0}):
         path.write_text(json.dumps(beat | {"t_wall": time.time()} | ended))
         assert gates.alone(data, 2).exit_code == 0, ended
@@ -282,7 +287,10 @@ def test_a_job_file_sets_all_options_and_options_override_it(gates: Gates, tmp_p
 def test_a_missing_job_file_or_one_for_another_world_is_a_usage_error(gates: Gates, tmp_path: Path) -> None:
     job = write_toml(tmp_path, write_job(tmp_path / "data", [16, 16]))
     answer = finish(gates.command("--job", job, WORLD_SIZE="8"))
-    assert (answer.exit_code, answer.err.startswith(f"{job}: nodes x ranks per node is 1 x 2 = 2, ")) == (
+    assert (
+        answer.exit_code,
+        answer.err.startswith(f"{job}: the job has 1 x 2 = 2 ranks (nodes x ranks per node), "),
+    ) == (
         2,
         True,
     )
@@ -315,7 +323,7 @@ def test_other_clients_and_another_jobs_gate_do_not_disturb_the_gather(gates: Ga
             client.sendall(data_sent)
     other = finish(gates.member(data, "1", 2, "--wait", "5", SLURM_JOB_ID="8"))
     assert other.exit_code == 2
-    assert "refused this process: the gate that listens there belongs to another job" in other.out
+    assert "refused this process: the gate at this address belongs to another job" in other.out
     assert finish(gates.member(data, "1", 2, SLURM_JOB_ID="7")).exit_code == 0
     assert finish(first).exit_code == 0
 

@@ -63,7 +63,7 @@ def test_retries_run_out_and_the_last_line_says_what_is_saved(tmp_path: Path) ->
     assert len([line for line in job.output if line.startswith("launch: attempt ")]) == 3
     assert job.output[-1] == (
         "launch: failed: attempt 3: rank 1 on localhost exited with code 5 after step 3: as planned; the other "
-        "ranks failed as a result; no retries left, saved up to step 2 of 4"
+        "ranks failed as a result; no retries are left; the last saved step is 2 of 4"
     )
 
 
@@ -85,7 +85,7 @@ def test_a_rank_that_fails_at_once_is_not_retried_and_its_log_is_quoted(tmp_path
     job = MadeJob(tmp_path, ranks=1, plan=Plan(rank=0, at=0, until_attempt=99, act="exit:1"))
     job.write()
     assert job.start() == 5
-    assert "exited with code 1; the last line of its log: node localhost rank 0 begins at step 0" in job.output[-1]
+    assert "exited with code 1; the last line of its log is: node localhost rank 0 begins at step 0" in job.output[-1]
 
 
 def test_an_empty_shard_starts_nothing(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_one_signal_saves_and_exits_with_4_and_the_next_launch_continues(tmp_pat
     assert saved
     assert saved >= 3
     assert job.output[-1] == (
-        f"launch: stopped by a signal at step {saved} of 10,000, saved; run the same command to continue"
+        f"launch: stopped by a signal at step {saved} of 10,000, which is saved; run the same command to continue"
     )
     assert not job.run.stop_file.exists(), "the launcher created it, and removes it"
     assert job.left_running() == []

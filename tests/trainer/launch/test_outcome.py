@@ -86,10 +86,12 @@ def test_all_stopped_on_request_is_a_stop() -> None:
 
 
 def test_a_rank_without_an_exit_file_is_reported_with_the_end_of_its_log() -> None:
-    evidence = AttemptEvidence((RankFailure(1, 1, 1, 100),), {}, logs={1: "the last line of its log: ImportError: x"})
+    evidence = AttemptEvidence(
+        (RankFailure(1, 1, 1, 100),), {}, logs={1: "the last line of its log is: ImportError: x"}
+    )
     assert (
         determine_outcome(evidence, PLACEMENT).sentence
-        == "rank 1 on node-a exited with code 1; the last line of its log: ImportError: x"
+        == "rank 1 on node-a exited with code 1; the last line of its log is: ImportError: x"
     )
 
 
@@ -178,7 +180,7 @@ def test_the_last_line_of_stderr_is_the_reason_unless_a_signal_ended_the_program
 
 
 TIMED_OUT = RankExit(
-    5, "a collective failed, another rank has exited or does not respond: Timed out waiting 60000ms", 13
+    5, "a collective failed: another rank has exited or does not respond (Timed out waiting 60000ms)", 13
 )
 
 
@@ -191,7 +193,7 @@ def test_a_rank_that_hangs_and_is_killed_in_the_cleanup_is_reported_as_hung_not_
     assert cause.kind is OutcomeKind.HUNG
     assert cause.sentence == (
         "rank 1 on localhost hung after step 13 and had to be killed; rank 0 failed while waiting for it: a collective "
-        "failed, another rank has exited or does not respond: Timed out waiting 60000ms"
+        "failed: another rank has exited or does not respond (Timed out waiting 60000ms)"
     )
 
 
@@ -248,8 +250,12 @@ def stop(reached: int, saved: int, by: str = "") -> str:
 
 
 def test_a_stop_is_reported_with_who_asked_and_what_is_saved() -> None:
-    assert stop(56, 56, "Ctrl-C") == "stopped by Ctrl-C at step 56 of 60, saved; run the same command to continue"
-    assert stop(56, 50).startswith("stopped by SIGUSR1 at step 56 of 60, saved up to step 50; run the same command")
+    assert (
+        stop(56, 56, "Ctrl-C") == "stopped by Ctrl-C at step 56 of 60, which is saved; run the same command to continue"
+    )
+    assert stop(56, 50).startswith(
+        "stopped by SIGUSR1 at step 56 of 60, but the last saved step is 50; run the same command"
+    )
     assert (
         stop(3, 0)
         == "stopped by SIGUSR1 at step 3 of 60; nothing is saved, so the same command will start from the beginning"

@@ -60,9 +60,9 @@ def test_a_working_node_and_a_reachable_receiver_pass(here: Site, shell: Shell) 
         assert node[f"path {run}"][0] is True
         (note,) = (line for line in said if line["note"])
         assert (note["name"], note["ok"]) == ("capture of train", True)
-        assert note["detail"].startswith(f"no worker sockets in {run}/worker yet")
+        assert note["detail"].startswith(f"there are no worker sockets in {run}/worker yet")
         text = shell.run("check", "-c", config)
-        assert "note    capture of train: no worker sockets" in text.out
+        assert "note    capture of train: there are no worker sockets" in text.out
     assert text.exit_code == answer.exit_code
     assert answer.exit_code == (1 if any(line["ok"] is None for line in said) else 0)
     assert "nvidia-smi lists 2 NVIDIA B300" in text.out
