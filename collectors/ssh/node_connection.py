@@ -284,6 +284,6 @@ class NodeConnection:
             wait = max(wait, min(self.ghosts.values()) - now)
             return (
                 f"{len(self.ghosts)} probes may still be running on the node, "
-                f"so the next login is in {max(0.0, wait):.0f} s"
+                f"so the next login follows in {max(0.0, wait):.0f} s"
             )
         return f"next login in {wait:.0f} s" if wait > 0 else "the next login is waiting for a free login slot"

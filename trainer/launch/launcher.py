@@ -265,7 +265,7 @@ class JobLauncher:
         outcome = replace(outcome, sentence=f"attempt {attempt}: {outcome.sentence}")
         if ranks.failures and (silent := ranks_without_evidence(evidence, placement.world)) and not ranks.lost:
             self._print_line(
-                f"launch: {silent} recorded no exit reason, probably because torchrun ended all ranks of the node"
+                f"launch: {silent} recorded no exit reason, probably because torchrun ended all ranks of a node"
             )
         reached = max((rank_exit.step or 0 for rank_exit in evidence.exits.values()), default=0)
         return AttemptResult(
