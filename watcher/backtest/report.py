@@ -120,9 +120,9 @@ def _lines(test: BacktestResult) -> Iterator[str]:
     unscored = test.unscored
     if test.scored or unscored.state_unknown or unscored.no_such_state or unscored.no_reading:
         yield f"cases scored: {test.scored}; each has power, utilization, and a state that can be seen in samples"
-        yield f"  not scored: {_counts('state unknown; their verdicts', test.unscored.state_unknown)}"
-        yield f"              {_counts('state not visible in samples', test.unscored.no_such_state)}"
-        yield f"              {_counts('power or utilization not reported', test.unscored.no_reading)}"
+        yield f"cases not scored, because their true state is unknown: {_counts(unscored.state_unknown, 'verdicts')}"
+        yield f"cases not scored, because samples cannot show their state: {_counts(unscored.no_such_state, 'states')}"
+        yield f"cases not scored, because power or utilization is missing: {_counts(unscored.no_reading, 'states')}"
     for knowledge, result in test.cases.items():
         yield ""
         yield from _picture_lines(HEADINGS[knowledge], result)
@@ -141,8 +141,9 @@ def _lines(test: BacktestResult) -> Iterator[str]:
         )
 
 
-def _counts(words: str, counts: Mapping[str, int]) -> str:
-    return f"{words}: {', '.join(f'{name} {count}' for name, count in counts.items()) or 'none'}"
+def _counts(counts: Mapping[str, int], what: str) -> str:
+    listed = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f"{sum(counts.values())}" + (f" ({what}: {listed})" if listed else "")
 
 
 def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:

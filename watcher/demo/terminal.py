@@ -103,15 +103,15 @@ def summary_table(rows: Sequence[ExpectedAlertResult]) -> Table:
     table = Table(
         title="Injected faults, alerts and delays",
         title_justify="left",
-        caption="Delay: scenario time from the injection of the fault to the receipt of the alert. A sample is clear "
-        "if its whole interval is after the injection. Last column: real time from the end of the 2nd clear sample to "
-        "the receipt of the alert at the webhook; it is negative if the alert came before the end of that sample.",
+        caption="delay: from the injection of the fault to the receipt of the alert, in scenario time. "
+        "after 2 samples: from the end of the second sample that lies wholly after the injection to the receipt of "
+        "the alert at the webhook, in real time; negative if the alert came before that sample ended.",
         caption_justify="left",
     )
     for heading in ("scenario", "injected", "alert"):
         table.add_column(heading, overflow="fold")
     table.add_column("delay", justify="right")
-    table.add_column("after the 2nd\nclear sample", justify="right")
+    table.add_column("after\n2 samples", justify="right")
     for row in rows:
         color = "red" if row.problems else SEVERITY_COLORS.get(row.severity, "bold")
         text = "; ".join(row.problems) if row.problems else row.alert

@@ -227,7 +227,9 @@ class RealDemoRun:
         self._deadlocked_at = self._now()
         steps = sorted({heartbeat.step for heartbeat in self._job.heartbeats()})
         self._note(
-            "parted", f"heartbeats: rank {self._shortest} is in barrier, all other ranks are in train; steps {steps}"
+            "parted",
+            f"heartbeats: rank {self._shortest} waits in the barrier before the save, and all other ranks are in a "
+            f"training step (last step reported: {' or '.join(map(str, steps))})",
         )
         self._wait_for_suspect()
         detected_at = self._now()

@@ -69,7 +69,7 @@ def deciding_check(verdict: Verdict, sample: JobSample, *, steps_reported: bool 
     unanswered = [check for check in checks if not (steps_reported and check.source == STEPS_SOURCE)]
     text = _check_text(unanswered[0] if unanswered else checks[-1], sample)
     missing = _missing_reading(sample) if state is PowerState.UNKNOWN else None
-    return text if missing is None else f"{text}; {missing}"
+    return text if missing is None else f"Because {missing}, {text[0].lower()}{text[1:]}"
 
 
 def _check_text(check: DecidingCheck, sample: JobSample) -> str:
@@ -78,7 +78,7 @@ def _check_text(check: DecidingCheck, sample: JobSample) -> str:
     reading = _current_reading(check.source, sample)
     if reading is not None:
         return f"{check.text} ({reading})"
-    return f"{check.text}: {ambiguity_table().sources[check.source]}"
+    return f"{check.text} ({ambiguity_table().sources[check.source]})"
 
 
 def _current_reading(source: str, sample: JobSample) -> str | None:

@@ -139,8 +139,8 @@ def classify_idle_power(features: PowerFeatures) -> Verdict | None:
         why = "No model is loaded on the GPUs and few kernels run: the GPUs may only serve a desktop or an idle process"
         return make_verdict(features, PowerState.IDLE, 0.5, why, (PowerState.HANG, 0.3))
     why = (
-        f"{features.scatter_text}, and the GPUs draw no more power than GPUs that only wait: they get work only now "
-        "and then"
+        f"{features.scatter_text}, and power is as low as on GPUs that only wait: the GPUs of this job get work only "
+        "now and then"
     )
     return make_verdict(features, PowerState.STARVATION, 0.45, why, (PowerState.HANG, 0.3))
 

@@ -100,8 +100,8 @@ def at_step(step: int, age_seconds: float, data_wait_ms: float | None = None) ->
 def test_a_hang_without_a_counter_asks_for_one() -> None:
     said = told(job_sample([190.0] * 8, ALL))
     assert said == (
-        "Check whether the step counter is moving: "
-        "pass --progress stalled or --progress advancing, or provide a log or a run directory"
+        "Check whether the step counter is moving (not known here: see the job's log; give "
+        "`wattwatch triage` the answer with --progress advancing or --progress stalled)"
     )
 
 
@@ -119,7 +119,7 @@ def test_steps_that_the_user_reported_are_not_asked_for_again() -> None:
 
 def test_a_save_is_decided_by_its_files() -> None:
     sample = job_sample([190.0] * 8, RANK_0_LOW)
-    assert told(sample).startswith("Check whether files in the checkpoint directory grow: provide")
+    assert told(sample).startswith("Check whether files in the checkpoint directory grow (not known here: list")
     entry = CheckpointEntry("step-100", 100, None, int(3e9), 12.0, "")
     seen = replace(sample, checkpoints=(CheckpointSample("/ckpt/a", (entry,), 1.0),))
     assert (
