@@ -147,7 +147,7 @@ def _with_columns(found: _CsvRows, messages: MessageLog) -> list[tuple[int, int,
             names = ", ".join(column.field or "?" for column in inferred)
             messages.warn(
                 f"there is no header, so the columns were inferred from the values as {names}; "
-                "add a header to read all columns"
+                "add a header so that all columns can be read"
             )
     result = []
     for number, block, columns, cells in found.rows:

@@ -263,8 +263,8 @@ def authenticate(transport: paramiko.Transport, route: HostRoute, attempt: Login
                 if len(tried) > 1:
                     raise _auth_failure(
                         route,
-                        f"the host disconnected after {len(tried)} keys, perhaps because of MaxAuthTries: "
-                        f"{', '.join(tried)}",
+                        f"the host disconnected after {len(tried)} keys ({', '.join(tried)}), perhaps because of "
+                        "MaxAuthTries",
                         "list only the right key in [ssh] identity_files, or in IdentityFile in ssh_config",
                     ) from None
                 raise unreachable(f"{route.place} disconnected during authentication") from None

@@ -181,7 +181,7 @@ def _check_names(directory: Path, completion: Completion) -> None:
     for name in sorted(os.listdir(directory)):
         if name.endswith((".safetensors", ".index.json")) and name not in completion.files:
             raise _IncompleteError(
-                f"{directory / name} is not part of the checkpoint, because {MARKER} does not list it"
+                f"{directory / name} is not part of the checkpoint ({MARKER} does not list it), but would be loaded"
             )
 
 

@@ -504,9 +504,9 @@ def _resume_mismatches(
         )
     elif manifests and resume.step and resume.tokens is not None and resume.tokens != resume.step * step_tokens:
         yield (
-            f"the checkpoint used {resume.tokens:,} tokens in {format_count(resume.step, 'step')}, but this job uses "
-            f"{step_tokens:,} per step, so blocks would be skipped or repeated; use the same micro_batch x "
-            "accumulation as the run that saved it"
+            f"the run that saved the checkpoint used {resume.tokens:,} tokens in {format_count(resume.step, 'step')}, "
+            f"but this job would have used {resume.step * step_tokens:,}, so blocks would be skipped or repeated; use "
+            "the same micro_batch x accumulation as that run"
         )
     if counts and resume.step is not None and resume.step > counts.steps * settings.epochs:
         total = counts.steps * settings.epochs

@@ -322,7 +322,7 @@ def decide_next(result: AttemptResult, retries_left: int) -> LaunchDecision:
     # A bug or a bad installation that ends a rank before its first step does so in every attempt.
     no_step = max(result.reached, result.saved) <= result.began_at
     if no_step and (outcome.kind is OutcomeKind.SILENT or outcome.code == RankExitCode.INTERNAL_ERROR):
-        why = f"{outcome.sentence}. No step was completed, so another attempt would fail in the same way"
+        why = f"{outcome.sentence}. No step was completed, so another attempt would probably fail in the same way"
         return LaunchDecision(NextAction.FAILED, why)
     if retries_left <= 0:
         return LaunchDecision(NextAction.FAILED, f"{outcome.sentence}; no retries are left; {_saved_summary(result)}")

@@ -44,11 +44,10 @@ class AlertMessage:
 
     @property
     def inhibited_sentence(self) -> str:
-        return (
-            f"This alert also explains {', '.join(self.inhibited)}, so no separate message is sent."
-            if self.inhibited
-            else ""
-        )
+        if not self.inhibited:
+            return ""
+        them = "it" if len(self.inhibited) == 1 else "them"
+        return f"This alert also explains {', '.join(self.inhibited)}, so no separate messages are sent for {them}."
 
     @property
     def text(self) -> str:

@@ -284,7 +284,7 @@ class HangDetector:
         ]
         if not confirmed:
             evidence.append(
-                "a checkpoint save by all ranks or an evaluation can look the same; the hang is confirmed after "
+                "a checkpoint save by all ranks or an evaluation can look like a hang; the hang is confirmed after "
                 f"{timeout.confirm_seconds:.0f} s without a step"
             )
         suspects = self._suspects or outlier_suspects(observation)

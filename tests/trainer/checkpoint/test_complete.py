@@ -101,7 +101,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "marker does not list a shard": (
         lambda d: relist_without(d, SHARD),
-        f"{SHARD} is not part of the checkpoint, because COMPLETE.json does not list it",
+        f"{SHARD} is not part of the checkpoint (COMPLETE.json does not list it), but would be loaded",
     ),
     "shard missing": (lambda d: (d / SHARD).unlink(), f"{SHARD}: missing"),
     "shard cut": (lambda d: cut(d / SHARD, 20), f"{SHARD} is truncated: it has 20 bytes, "),
@@ -142,7 +142,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "weights beside that would be loaded first": (
         lambda d: (d / "model.safetensors").write_bytes(tensors_file({"a": b"0"})),
-        "model.safetensors is not part of the checkpoint, because COMPLETE.json does not list it",
+        "model.safetensors is not part of the checkpoint (COMPLETE.json does not list it), but would be loaded",
     ),
 }
 

@@ -231,7 +231,7 @@ def resuming(settings: dict[str, Any], **changes: Any) -> list[NodeReport]:
          "its optimizer state can be loaded only by 8 ranks, but the job has 16; use 8"),
         ({"optimizer": True}, {"optimizer": False}, "WARN", "has no optimizer state"),
         ({}, {"blocks_sha256": "9" * 64}, "FAIL", "the checkpoint was trained on different blocks"),
-        ({}, {"tokens": 7}, "FAIL", "the checkpoint used 7 tokens in 500 steps, but this job uses 262,144 per step"),
+        ({}, {"tokens": 7}, "FAIL", "used 7 tokens in 500 steps, but this job would have used 131,072,000"),
         ({}, {"step": 3_854, "tokens": None}, "WARN", "all 3,854 steps are already done"),
         ({}, {"step": 3_855, "tokens": None}, "FAIL",
          "the checkpoint was saved after 3,855 steps, but the job has only 3,854"),

@@ -108,7 +108,7 @@ def _evenly_busy(features: PowerFeatures) -> Verdict:
     light = any(watts in band for band in profile.light)
     barely = watts < profile.floor_watts + LIGHT_LOAD_SHARE * (profile.compute_watts - profile.floor_watts)
     if advancing and barely and not light:
-        why = "Steps advance; all GPUs are evenly busy but draw little more power than GPUs that only wait"
+        why = "Steps advance; all GPUs are evenly busy but draw only slightly more power than GPUs that only wait"
         return make_verdict(features, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.35))
     if advancing or light:
         why = "All GPUs are evenly busy below compute-level power: probably healthy training with a light load"
@@ -124,7 +124,7 @@ def _evenly_busy(features: PowerFeatures) -> Verdict:
         why = "Some GPUs are only waiting (high utilization at low power), and others draw more power"
         return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3))
     if barely:
-        why = "All GPUs are evenly busy but draw little more power than GPUs that only wait"
+        why = "All GPUs are evenly busy but draw only slightly more power than GPUs that only wait"
         return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.35))
     why = "All GPUs are evenly busy and draw more power than GPUs that only wait, but less than compute-level power"
     # GPUs of an unknown model may draw a third of their limit when idle, so spinning is not out of the question.

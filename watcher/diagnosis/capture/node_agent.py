@@ -288,7 +288,7 @@ class NodeAgent:
         nccl = self.ask(path, "dump_nccl_trace_json", RECORD_SECONDS)
         if not general and not nccl:
             self.report_missing(
-                f"rank {rank}: its worker socket cannot return flight records; newer versions of torch can"
+                f"rank {rank}: its torch cannot return flight records through the worker socket; newer versions can"
             )
         elif b'"entries"' in nccl:
             self.send_file("recorder.json", rank, nccl, source=name, owner_uid=owner)

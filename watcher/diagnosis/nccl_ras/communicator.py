@@ -77,7 +77,7 @@ def _dead(now: RasCommunicator) -> Suspicion | None:
     if not dead:
         return None
     them = "it" if len(dead) == 1 else "them"
-    why = f"RAS considers {describe_ranks(dead)} dead: it could not reach {them} for 60 s and no longer tries"
+    why = f"RAS considers {describe_ranks(dead)} dead: RAS could not reach {them} for 60 s and has stopped trying"
     return Suspicion(RasFinding.DEAD, [rank.rank for rank in dead], why, 0.9)
 
 
