@@ -124,6 +124,9 @@ class ProbeReader:
         self._filesystems: dict[str, FilesystemSample] = {}
         self._processes: tuple[ProcessSample, ...] | None = None
         self._processes_seconds = 0.0
+        self._held: frozenset[ProcessKey] = frozenset()  # processes of the last list that held a GPU
+        self._exited: frozenset[ProcessKey] = frozenset()
+        self._unlisted: frozenset[ProcessKey] = frozenset()
         self._workers: tuple[WorkerSample, ...] = ()
         self._shares = CpuShareTracker()
         self._driver: str | None = None
@@ -200,6 +203,7 @@ class ProbeReader:
         # A slow node may print a line before its process list is ready: keep the last one for a while.
         if "proc" in message:
             self._processes, self._processes_seconds = self._read_processes(message["proc"], now), now
+            self._follow_exits(message)
         elif now - self._processes_seconds > PROCESS_LIST_MAX_AGE_SECONDS:
             self._processes = None
         if "warn" in message:
@@ -243,6 +247,9 @@ class ProbeReader:
             max(0.0, now - answer.read_seconds) if answer.read_seconds is not None else 0.0,
             self._workers,
             self._driver,
+            self._exited,
+            self._unlisted,
+            self._kernel_warning[0] if self._kernel_warning else "",
         )
 
     # GPUs
@@ -321,6 +328,21 @@ class ProbeReader:
             )  # fmt: skip
         self._shares.forget(now)
         return tuple(samples)
+
+    def _follow_exits(self, message: Mapping[str, Any]) -> None:
+        if "exited" in message:
+            self._exited = frozenset((_to_int(pid), _to_float(started)) for pid, started in message["exited"])
+            self._unlisted = frozenset(
+                (_to_int(pid), _to_float(started)) for pid, started in message.get("unlisted", ())
+            )
+            return
+        # Python probes of releases before 0.3.0 send no such list. They send null once none of the processes that
+        # held a GPU exists; if some of them existed before, these have exited.
+        if message["proc"] is None:
+            self._exited |= self._held
+        else:
+            held = (row for row in message["proc"] if row[5])
+            self._held = frozenset((_to_int(row[0]), _to_float(row[1])) for row in held)
 
     def _read_workers(self, rows: Sequence[Sequence[Any]], now: float) -> tuple[WorkerSample, ...]:
         return tuple(

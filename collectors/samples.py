@@ -360,7 +360,9 @@ class NodeSample:
     """One line of a node's probe, typed. A node that did not answer is a gap, never a sample with zeros.
 
     `gpus` is None when no GPU could be read (status and detail say why); with status OK it is never empty.
-    `processes` is None when they could not be listed.
+    `processes` is None when they could not be listed, and empty only where the node says that there is none. Those in
+    `exited_processes` were listed before and do not exist any more; those in `unlisted_processes` do, though nothing
+    lists them now. Both hold (pid, start time).
     """
 
     node: str
@@ -384,3 +386,6 @@ class NodeSample:
     gpus_age_seconds: float = 0.0  # since the GPUs were queried: one answer of a slow query appears in several lines
     workers: tuple[WorkerSample, ...] = ()  # children of `processes`, read every few seconds
     driver_version: str | None = None  # "580.95.05", of the kernel module that is loaded
+    exited_processes: frozenset[tuple[int, float]] = frozenset()
+    unlisted_processes: frozenset[tuple[int, float]] = frozenset()
+    kernel_log_error: str = ""  # why the kernel log cannot be read; "" where it can

@@ -40,6 +40,7 @@ MAX_LOGS = 16
 MAX_PROCESSES = 128
 MAX_WORKERS = 64
 WORKER_SCAN_SECONDS = 5.0
+EXITED_SECONDS = 120.0  # for how long an exit is repeated: a line may be lost
 DISCOVERY_SECONDS = 10.0
 KERNEL_HISTORY_SECONDS = 300.0  # a fault shortly before we (re)connected is still worth reporting
 
@@ -173,6 +174,7 @@ class NvmlReader:
         self.count = nvml.nvmlDeviceGetCount()
         self.columns = ["index"] + [column for column, _, _, _ in readings]
         self.handles: dict[int, Any] = {}
+        self.held_by: dict[int, list[int]] = {}  # index -> pids, as last listed
         self.steady: dict[int, tuple[float, list[Any], dict[str, int]]] = {}  # index -> when read, values, errors
         self.steady_calls = self.plan([reading for reading in readings if reading[3]])
         self.live_calls = self.plan([reading for reading in readings if not reading[3]])
@@ -239,17 +241,27 @@ class NvmlReader:
         except self.nvml.NVMLError:
             return ""
 
-    def holders(self) -> dict[int, list[Any]]:
-        """pid -> indexes of the GPUs on which it holds a compute context."""
-        found: dict[int, list[Any]] = {}
-        for index, handle in list(self.handles.items()):
+    def holders(self) -> tuple[dict[int, list[Any]], bool]:
+        """pid -> indexes of the GPUs on which it holds a compute context, and whether every GPU could be asked.
+
+        A GPU that cannot be asked keeps the processes of its last answer: an error does not end them.
+        """
+        complete = True
+        for index in range(self.count):
+            handle = self.handles.get(index)
             try:
-                processes = self.nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+                processes = None if handle is None else self.nvml.nvmlDeviceGetComputeRunningProcesses(handle)
             except self.nvml.NVMLError:
-                continue
-            for process in processes or []:
-                found.setdefault(int(process.pid), []).append(index)
-        return found
+                processes = None
+            if processes is None:
+                complete = False
+            else:
+                self.held_by[index] = [int(process.pid) for process in processes]
+        found: dict[int, list[Any]] = {}
+        for index, pids in sorted(self.held_by.items()):
+            for pid in pids:
+                found.setdefault(pid, []).append(index)
+        return found, complete
 
 
 def part_of(result: Any, part: Any) -> Any:
@@ -277,6 +289,7 @@ class GpuCollector:
         self.nvml_retry = 0.0
         self.init_code: int | None = None
         self.holders: dict[int, list[Any]] | None = None  # pid -> GPUs; None: never known
+        self.holders_complete = False  # the last attempt to list them could ask every GPU
         self.holders_due = 0.0
         self.smi_due = 0.0
         self.reads = 0
@@ -322,7 +335,8 @@ class GpuCollector:
         try:
             rows = reader.read(now)
             if now >= self.holders_due:
-                self.holders, self.holders_due = reader.holders(), now + 5.0
+                self.holders_due = now + 5.0
+                self.holders, self.holders_complete = reader.holders()
         except Exception as error:  # noqa: BLE001 - the driver was unloaded or reloaded: nvidia-smi prints why
             self.init_code = getattr(error, "value", 999)
             self.nvml_retry = now + 5.0
@@ -360,6 +374,7 @@ class GpuCollector:
         elif now >= self.holders_due:
             self.holders_due = now + DISCOVERY_SECONDS
             code, out, _ = run_tool(["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"])
+            self.holders_complete = code == 0
             if code == 0:
                 pairs = re.findall(r"(?m)^\s*(\d+)\s*,\s*(\S+)", out)
                 holders: dict[int, list[Any]] = {}
@@ -405,15 +420,19 @@ def read_text(path: str, most: int = 4096) -> str:
         return (file.read(most) or b"").decode("utf-8", "replace")
 
 
+ENDED_STATES = frozenset("ZXx")  # exited, and not yet reaped by its parent
+
+
 def read_process(pid: int, ticks: float) -> list[Any] | None:
-    """[pid, start, state, comm, cpu seconds] from stat only: reading the cmdline of a stuck process may hang."""
+    """[pid, start, state, comm, cpu seconds] from stat only: reading the cmdline of a stuck process may hang. None
+    where there is no such process; an OSError where it cannot be read."""
     try:
         text = read_text(f"{ROOT}/proc/{pid}/stat")
         opened, closed = text.index("("), text.rindex(")")
         rest = text[closed + 2 :].split()
         cpu = (int(rest[11]) + int(rest[12])) / ticks
         return [pid, round(int(rest[19]) / ticks, 2), rest[0], encodable_text(text[opened + 1 : closed]), round(cpu, 2)]
-    except (OSError, ValueError, IndexError):
+    except (FileNotFoundError, ProcessLookupError, ValueError, IndexError):  # it may exit while it is read
         return None
 
 
@@ -437,9 +456,10 @@ def read_workers(parent: int, ticks: float) -> list[list[Any]]:
         return []  # a kernel without CONFIG_PROC_CHILDREN
     rows = []
     for pid in pids[:MAX_WORKERS]:
-        row = read_process(int(pid), ticks)
-        if row is not None:
-            rows.append([parent, *row, read_wait_channel(row[0], row[2])])
+        with contextlib.suppress(OSError):
+            row = read_process(int(pid), ticks)
+            if row is not None:
+                rows.append([parent, *row, read_wait_channel(row[0], row[2])])
     return rows
 
 
@@ -455,6 +475,8 @@ class ProcessCollector:
         self.pattern_text = pattern
         self.pattern: re.Pattern[str] | None = None
         self.matched: set[int] = set()
+        self.seen: set[tuple[int, float]] = set()  # (pid, start) of those that were listed and have not exited
+        self.exited: dict[tuple[int, float], float] = {}  # (pid, start) -> when it was first gone
         self.scan_due = 0.0
         self.workers_due = 0.0
         self.ticks = float(os.sysconf("SC_CLK_TCK"))
@@ -472,15 +494,26 @@ class ProcessCollector:
         for heartbeat in self.heartbeats:
             pids |= heartbeat.pids
         rows: list[Any] = []
+        unreadable: set[int] = set()
         for pid in sorted(pids)[:MAX_PROCESSES]:
-            row = read_process(pid, self.ticks)
+            try:
+                row = read_process(pid, self.ticks)
+            except OSError:
+                unreadable.add(pid)
+                continue
             if row is not None:
                 waits_in = read_wait_channel(pid, row[2])
                 row.append((holders or {}).get(pid, []))
                 rows.append(row if waits_in is None else [*row, waits_in])
-        # In a container, NVML reports pids of the host's namespace: that none exists here does not mean they exited.
-        unknown = not rows and (holders or (holders is None and self.pattern is None and not pids))
+        # An empty list says that nobody is there. In a container, NVML reports pids of the host's namespace: that none
+        # exists here does not mean that nobody is.
+        incomplete = bool(unreadable) or (holders is not None and not self.gpu.holders_complete)
+        unknown = not rows and (holders or incomplete or (holders is None and self.pattern is None and not pids))
         self.outbox.set("proc", None if unknown else rows)
+        unlisted = self.follow_exits(rows, now)
+        self.outbox.set("exited", [list(process) for process in self.exited])
+        if unlisted:
+            self.outbox.set("unlisted", unlisted)
         self.outbox.set("load", read_load())
         if now >= self.workers_due:
             self.workers_due = now + WORKER_SCAN_SECONDS
@@ -489,6 +522,26 @@ class ProcessCollector:
             self.outbox.set("work", [worker for worker in workers if worker[1] not in ranks][:MAX_WORKERS])
         if self.pattern_text is not None and self.pattern is None:
             re.compile(self.pattern_text)  # reported as this thread's error, after everything that does not need it
+
+    def follow_exits(self, rows: list[Any], now: float) -> list[list[float]]:
+        """Move processes that were listed before, and that /proc does not have any more, to `exited`: that is proof
+        of an exit, and needs no driver. Returns [pid, start] of those that live on, though nothing lists them."""
+        listed = {(row[0], row[1]) for row in rows if row[2] not in ENDED_STATES}
+        unlisted = []
+        for process in [process for process in self.seen if process not in listed]:
+            try:
+                row = read_process(process[0], self.ticks)
+            except OSError:
+                row = [*process, "?"]  # it is there, and cannot be read now
+            if row is None or row[1] != process[1] or row[2] in ENDED_STATES:
+                self.seen.discard(process)
+                self.exited[process] = now
+            else:
+                unlisted.append(list(process))
+        self.seen |= listed
+        newest = sorted(self.exited, key=self.exited.__getitem__)[-MAX_PROCESSES:]
+        self.exited = {each: self.exited[each] for each in newest if now - self.exited[each] <= EXITED_SECONDS}
+        return unlisted[:MAX_PROCESSES]
 
     def scan(self, pattern: re.Pattern[str]) -> set[int]:
         found = set()

@@ -51,15 +51,23 @@ round() {
     esac
     asked=$(printf '%s' "$asked" | sed 's/,/","/g')
     holders=
-    [ "$code" = 0 ] && holders=$(nvidia-smi --query-compute-apps=pid,gpu_uuid --format=csv,noheader 2>/dev/null </dev/null |
+    listed=
+    apps=
+    [ "$code" = 0 ] && apps=$(nvidia-smi --query-compute-apps=pid,gpu_uuid --format=csv,noheader 2>/dev/null </dev/null) && listed=1
+    [ -n "$listed" ] && holders=$(printf '%s\n' "$apps" |
         sed -n 's/^ *\([0-9][0-9]*\), *\(GPU-[0-9a-fA-F-]*\).*/\1,\2/p')
     driver=$(sed -n 's/^NVRM version:.* \([0-9][0-9]*\.[0-9.]*\) .*/\1/p' "$root/proc/driver/nvidia/version" 2>/dev/null)
     { read -r load rest <"$root/proc/loadavg"; } 2>/dev/null || load=null
     # Everything is computed first, so that the line is written at once.
     out=$(printf '%s\n' "$out" | quote)
     held=$(processes)
-    printf '{"v":1,"seq":%s,"t":%s,"w":%s,"gpu":{"src":"shell","t":%s,"rc":%s,"fields":["%s"]%s,"out":"%s"}%s,"load":[%s,null,null,null,null]}\n' \
-        "$1" "$(seconds)" "$(date +%s)" "$at" "$code" "$asked" "${driver:+,\"driver\":\"$driver\"}" "$out" "${held:+,\"proc\":[$held]}" "$load"
+    # An empty list says that nobody is there. A query that fails, or pids of another namespace, say nothing.
+    case "$held:$listed:$apps" in
+        ::* | :1:*[0-9]*) held=null ;;
+        *) held="[$held]" ;;
+    esac
+    printf '{"v":1,"seq":%s,"t":%s,"w":%s,"gpu":{"src":"shell","t":%s,"rc":%s,"fields":["%s"]%s,"out":"%s"},"proc":%s,"exited":[],"load":[%s,null,null,null,null]}\n' \
+        "$1" "$(seconds)" "$(date +%s)" "$at" "$code" "$asked" "${driver:+,\"driver\":\"$driver\"}" "$out" "$held" "$load"
 }
 
 ticker() {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,6 +32,7 @@ from wattwatch.watcher.detection.model import (
     JobSpec,
     NodeState,
     RankGpu,
+    UnseenGpu,
     normalized_pci_id,
 )
 
@@ -59,6 +60,9 @@ class NodeHistory:
     kernel_events: list[KernelEvent] = field(default_factory=list)  # since the last evaluation
     reading: int = 0  # number of GPU queries
     read_seconds: float | None = None  # time of the last one, on the node's clock
+    ranks: dict[str, int] = field(default_factory=dict)  # key of a GPU -> its rank when it was last read
+    lists_processes: bool = False  # a process of the job that holds a GPU or has a rank was listed
+    hides_processes: bool = False  # memory was in use while none was listed: whoever uses it is not in the list
 
     def gpu_positions(self) -> dict[str, int]:
         """Key -> position of each GPU among the node's, by the driver's index. GPUs that were never used beside others
@@ -120,6 +124,7 @@ class JobAssembler:
             return
         history.count_reading(sample)
         history.sample = sample
+        self._check_process_list(history, sample)
         history.kernel_events.extend(sample.kernel_events)
         gpus = {
             gpu.key: gpu
@@ -133,6 +138,18 @@ class JobAssembler:
         else:
             history.gpus = {**without_replaced_gpus(history.gpus, gpus), **gpus}
 
+    def _check_process_list(self, history: NodeHistory, sample: NodeSample) -> None:
+        """Find out whether the node's process list shows the job's processes. Without the rights for it, in another
+        pid namespace or after an error of the driver, it may be empty beside gigabytes in use."""
+        listed = self._job_processes(sample.processes)
+        if listed is None:
+            return
+        if any(process.gpu_indexes or process.rank is not None for process in listed):
+            history.lists_processes, history.hides_processes = True, False
+        elif not history.lists_processes:
+            in_use = any((gpu.memory_used_bytes or 0.0) >= CONTEXT_BYTES for gpu in sample.gpus or ())
+            history.hides_processes = history.hides_processes or in_use
+
     def assemble(self, links: Mapping[str, NodeLink], now: float, wall: float) -> JobSample:
         """The job at `now` (control host's monotonic clock); `wall` (Unix time) is for display."""
         recent = tuple(self._recent_samples(now))
@@ -142,13 +159,15 @@ class JobAssembler:
             self._node_state(node, links.get(node), now, formats.get(node, frozenset())) for node in self._spec.nodes
         )
         fresh = {state.node for state in nodes if state.fresh}
+        gpus, unseen = self._rank_gpus(nodes, fresh)
         return JobSample(
             job=self._spec.name,
-            gpus=self._rank_gpus(nodes, fresh),
+            gpus=gpus,
             nodes=nodes,
             progress=self._progress(sources, now),
             checkpoints=self._checkpoints(recent),
             wall_seconds=wall,
+            unseen=unseen,
         )
 
     def _node_state(self, node: str, link: NodeLink | None, now: float, step_formats: frozenset[str]) -> NodeState:
@@ -161,8 +180,19 @@ class JobAssembler:
         events = tuple(history.kernel_events)
         history.kernel_events = []
         if sample is None or age is None:
-            return NodeState(node, status, detail or "no sample yet", None, fresh=False, kernel_events=events)
+            return NodeState(
+                node,
+                status,
+                detail or "no sample yet",
+                None,
+                fresh=False,
+                expected_gpus=self._spec.gpus_per_node,
+                kernel_events=events,
+            )
         recent = age <= FRESH_INTERVALS * self._spec.interval_seconds
+        processes = self._job_processes(sample.processes) if recent else None
+        if not processes and history.hides_processes:
+            processes = None  # an empty list proves nothing on this node
         return NodeState(
             node=node,
             status=status,
@@ -173,7 +203,10 @@ class JobAssembler:
             reading=history.reading,
             expected_gpus=self._spec.gpus_per_node or len(history.gpus) or None,
             missing_gpus=(*sample.missing_gpus, *self._vanished_gpus(history)) if recent else (),
-            processes=self._job_processes(sample.processes) if recent else None,
+            processes=processes,
+            exited_processes=sample.exited_processes,
+            unlisted_processes=sample.unlisted_processes,
+            kernel_log_error=sample.kernel_log_error,
             kernel_events=events,
             hung_calls=sample.hung_calls if recent else (),
             filesystems=sample.filesystems,
@@ -290,29 +323,67 @@ class JobAssembler:
                     freshest[listing.directory] = listing
         return tuple(freshest.values())
 
-    def _rank_gpus(self, nodes: tuple[NodeState, ...], fresh: set[str]) -> tuple[RankGpu, ...]:
+    def _rank_gpus(
+        self, nodes: tuple[NodeState, ...], fresh: set[str]
+    ) -> tuple[tuple[RankGpu, ...], tuple[UnseenGpu, ...]]:
         """GPUs in order of nodes, each with its rank: from heartbeat and process, else from their order where that is
-        sure."""
+        sure. Then the known ones of which there is no reading now."""
         by_process: dict[tuple[str, int], int] = {}
         for state in nodes:
             for process in state.processes or ():
                 if process.rank is not None and len(process.gpu_indexes) == 1:
                     by_process[(state.node, process.gpu_indexes[0])] = process.rank
         ranked: list[RankGpu] = []
+        unseen: list[UnseenGpu] = []
         offset: int | None = 0
         for state in nodes:
             history = self._nodes[state.node]
             positions = history.gpu_positions()
-            if state.node in fresh and history.sample is not None:
-                for gpu in history.sample.gpus or ():
-                    rank = by_process.get((state.node, -1 if gpu.index is None else gpu.index))
-                    if rank is None and not by_process and offset is not None and gpu.key in positions:
-                        rank = offset + positions[gpu.key]
-                    ranked.append(RankGpu(state.node, rank, gpu))
+            gpus = (history.sample.gpus or ()) if history.sample is not None and state.node in fresh else ()
+            for gpu in gpus:
+                rank = by_process.get((state.node, -1 if gpu.index is None else gpu.index))
+                if rank is None and not by_process and offset is not None and gpu.key in positions:
+                    rank = offset + positions[gpu.key]
+                if rank is not None:
+                    history.ranks[gpu.key] = rank
+                ranked.append(RankGpu(state.node, rank, gpu))
+            unseen += _unseen_gpus(state, history, [gpu.key for gpu in gpus])
             # The order of GPUs gives ranks only while the number of GPUs of every earlier node is known.
             unused = len(history.gpus) - len(positions)
             offset = None if offset is None or state.expected_gpus is None else offset + state.expected_gpus - unused
-        return tuple(ranked)
+        return tuple(ranked), tuple(unseen)
+
+
+def _unseen_gpus(state: NodeState, history: NodeHistory, seen: Sequence[str]) -> Iterator[UnseenGpu]:
+    """The node's GPUs without a reading: those that were read before, then those that it should have beside them.
+    `seen`: the keys of those with one."""
+    count = len(seen)
+    missing = list(state.missing_gpus) if state.fresh else []
+    blind = "no reading yet" if state.age_seconds is None else state.unreadable_reason
+    if state.status is HostStatus.OK:
+        blind = "no recent reading"
+    for key, gpu in sorted(history.gpus.items(), key=lambda item: (item[1].index is None, item[1].index or 0)):
+        if key in seen:
+            continue
+        lost = next((each for each in missing if _is_same_gpu(each, gpu)), None)
+        if lost is not None:
+            missing.remove(lost)
+        count += 1
+        yield UnseenGpu(
+            state.node, history.ranks.get(key), gpu.index, gpu.pci_bus_id, blind if lost is None else lost.text
+        )
+    for lost in missing:
+        count += 1
+        yield UnseenGpu(state.node, None, lost.index, lost.pci_bus_id, lost.text)
+    for _ in range(count, state.expected_gpus or 0):
+        yield UnseenGpu(state.node, None, None, None, blind)
+
+
+def _is_same_gpu(missing: MissingGpu, gpu: GpuSample) -> bool:
+    """The PCI id decides; where one of the two has none, the driver's index does."""
+    if missing.pci_bus_id is not None and gpu.pci_bus_id is not None:
+        return normalized_pci_id(missing.pci_bus_id) == normalized_pci_id(gpu.pci_bus_id)
+    return missing.index is not None and missing.index == gpu.index
 
 
 def _step_formats(samples: Iterable[NodeSample], sources: tuple[ProgressSample, ...]) -> dict[str, frozenset[str]]:

@@ -8,11 +8,13 @@ the others were still seen: what the others do afterwards follows from it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from wattwatch.collectors.samples import CheckpointEntry
+from wattwatch.watcher.common.formatting import format_bytes, format_count
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
-from wattwatch.watcher.detection.model import AlertName, Finding, Severity, Suspect
+from wattwatch.watcher.detection.model import AlertName, Finding, JobSample, Severity, Suspect
 from wattwatch.watcher.detection.trackers.checkpoint_save import CheckpointSaveTracker
 from wattwatch.watcher.detection.trackers.observation import Observation, Streak
 from wattwatch.watcher.detection.trackers.processes import DONE_PHASE, ExitedProcess, ProcessTracker
@@ -52,6 +54,7 @@ class JobExitTracker:
         self._earlier_stop_lines: frozenset[str] | None = None  # in logs of the previous run; None: not read yet
         self._has_run = False  # its counter advanced, or was recent when first read
         self._memory_was_in_use = False
+        self._most_in_use_bytes = 0.0  # on all GPUs together, at any time of this run
         self._released = Streak()
         self.memory_returned = False  # in this observation, where no process can be listed: the job was restarted
 
@@ -60,6 +63,7 @@ class JobExitTracker:
         self._completed_since = self._crashed_since = self._exited_since = None
         self._exited_count = 0
         self._stopped = self._earlier_stop_lines = None
+        self._most_in_use_bytes = 0.0
         self._released.clear()
 
     def observe_run(self, observation: Observation, step_rate: StepRateTracker) -> None:
@@ -80,6 +84,7 @@ class JobExitTracker:
         if any(used >= MIN_JOB_BYTES for used in readings):
             self.memory_returned = self._memory_released
             self._memory_was_in_use = True
+            self._most_in_use_bytes = max(self._most_in_use_bytes, sum(readings))
             self._released.clear()
         elif self._memory_was_in_use and readings:
             self._released.update(True, observation)
@@ -138,7 +143,10 @@ class JobExitTracker:
             or not observation.spec.has_progress_source
             or any(each.cause for each in exited)
         )
-        return crash_finding(observation, self._crashed_since, exited, all_exited=all_exited, confirmed=confirmed)
+        left = _describe_remaining(observation, processes)
+        return crash_finding(
+            observation, self._crashed_since, exited, left, self._most_in_use_bytes, confirmed=confirmed
+        )
 
     def _stop_line(self, observation: Observation) -> str | None:
         """What a log says about a stop from outside, unless it is of the previous run. Kept until the job restarts."""
@@ -180,6 +188,33 @@ class JobExitTracker:
         return newest.age_seconds - (observation.now - self._exited_since) <= FINAL_SAVE_SECONDS
 
 
+def _describe_remaining(observation: Observation, processes: ProcessTracker) -> str:
+    """What is known of the job's other processes, to follow "8 processes of the job exited"."""
+    newly_missing, living = processes.newly_missing(), processes.living()
+    hidden = [node.node for node in observation.sample.nodes if node.processes is None and not node.exited_processes]
+    text = "" if not newly_missing else f", and {newly_missing} more were not in the newest sample"
+    if living:
+        return f"{text}; {living} still {'exists' if living == 1 else 'exist'}"
+    if hidden:
+        return f"{text}; the processes of {_some(hidden)} cannot be listed"
+    return f"{text}, and none is left"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+def _describe_kernel_log(observation: Observation, nodes: Iterable[str], subject: str) -> str:
+    """What it means that the kernel log has no entry about `subject`: nothing, where it cannot be read."""
+    unread = sorted(
+        state.node for state in observation.sample.nodes if state.node in set(nodes) and state.kernel_log_error
+    )
+    if unread:
+        return f"the kernel log of {_some(unread)} cannot be read"
+    return f"the kernel log has no entry about {subject}"
+
+
 def _stop_lines(observation: Observation) -> frozenset[str]:
     return frozenset(s.stopped for s in observation.sample.progress.sources if s.stopped is not None)
 
@@ -188,6 +223,10 @@ def _unfinished_save(observation: Observation, saves: CheckpointSaveTracker) -> 
     """The save of the last step where it is incomplete: processes that exit now leave it incomplete."""
     entry = None if saves.save is None else saves.save.entry
     return None if observation.phases == DONE_PHASES else entry
+
+
+def _bytes_in_use(sample: JobSample) -> float:
+    return sum(ranked.gpu.memory_used_bytes or 0.0 for ranked in sample.gpus)
 
 
 # The findings.
@@ -218,33 +257,41 @@ def crash_finding(
     observation: Observation,
     since: float,
     exited: tuple[ExitedProcess, ...],
+    remaining: str,
+    most_in_use_bytes: float,
     *,
-    all_exited: bool,
     confirmed: bool = True,
 ) -> Finding:
-    """Processes exited before the job was done. `exited` is empty where only released GPU memory shows it."""
+    """Processes exited before the job was done. `exited` is empty where only released GPU memory shows it; `remaining`:
+    what is known of the other processes; `most_in_use_bytes`: on all GPUs together, before that."""
+    sample = observation.sample
     first = first_exits(exited)
     named = tuple(each for each in exited if each.cause) or (first if len(first) == 1 else ())
     suspects = tuple(each.suspect for each in named)
-    who = ", ".join(map(str, suspects[:MAX_NAMED]))
-    who += f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+    who = _some([str(suspect) for suspect in suspects])
     advice = CRASH_ADVICE
     count = "1 process" if len(exited) == 1 else f"{len(exited)} processes"
-    evidence = [
-        f"{count} of the job exited" + (", and none is left" if all_exited else "; the others are waiting"),
-        *(
+    evidence = [f"{count} of the job exited{remaining}"]
+    for one in named[:1]:
+        no_entry = _describe_kernel_log(observation, (one.node,), "its exit")
+        evidence.append(
             f"process {one.process.pid} ({one.process.name}) of {one.suspect}: "
-            + (one.cause or "the kernel log has no entry about its exit; read its own log")
-            for one in named[:1]
-        ),
-    ]
+            + (one.cause or f"{no_entry}; read its own log")
+        )
     if exited and not named:
         who, suspects = simultaneous_exit(observation, first)
-        evidence.append("the kernel log has no entry about these exits")
+        evidence.append(_describe_kernel_log(observation, {each.node for each in first}, "these exits"))
         advice = SIMULTANEOUS_EXIT_ADVICE
     if not exited:
-        who = "all processes have exited"
-        evidence = ["the memory of all GPUs was released; processes cannot be listed on these nodes"]
+        gpus = format_count(len(sample.gpus), "GPU")
+        hidden = [node.node for node in sample.nodes if node.processes is None]
+        who = f"the memory of all {gpus} was released, so its processes have exited"
+        evidence = [
+            f"{gpus} hold {format_bytes(_bytes_in_use(sample))} in total; they held up to "
+            f"{format_bytes(most_in_use_bytes)}"
+        ]
+        if hidden:
+            evidence.append(f"the processes of {_some(hidden)} cannot be listed")
     if not confirmed:
         evidence.append("no step of the job was seen, so this may have been a test run before the actual start")
     progress = observation.sample.progress
@@ -272,7 +319,7 @@ def completion_finding(observation: Observation, since: float, newest: Checkpoin
     step = observation.sample.progress.step
     evidence = ["all processes have exited"] if step is None else [f"last step {step:,}"]
     if newest is not None:
-        evidence.append(f"checkpoint {newest.name} is complete, {newest.bytes / 1e9:.1f} GB")
+        evidence.append(f"checkpoint {newest.name} is complete, {format_bytes(newest.bytes)}")
     kind = ALERT_KINDS[AlertName.JOB_COMPLETED]
     return Finding(
         job=observation.spec.name,

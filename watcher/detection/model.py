@@ -8,6 +8,7 @@ read without a rank and ranks without a GPU; whatever was not read is None, neve
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -79,6 +80,18 @@ class RankGpu:
 
 
 @dataclass(frozen=True, slots=True)
+class UnseenGpu:
+    """A GPU of the job of which this sample has no reading: it is lost, or its node cannot be read. `rank` and `index`
+    (the driver's) are those it had when it was last read, or None; `reason` is a clause."""
+
+    node: str
+    rank: int | None
+    index: int | None
+    pci_bus_id: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodeState:
     """What one node contributes to a job sample. `age_seconds`: age of its last line on the control host's clock."""
 
@@ -91,7 +104,10 @@ class NodeState:
     reading: int | None = None  # number of GPU queries so far; a repeated answer does not count again
     expected_gpus: int | None = None  # the most ever seen, or the configured number
     missing_gpus: tuple[MissingGpu, ...] = ()
-    processes: tuple[ProcessSample, ...] | None = None
+    processes: tuple[ProcessSample, ...] | None = None  # None: unknown; empty only where it is known that there is none
+    exited_processes: frozenset[tuple[int, float]] = frozenset()  # (pid, start) that the node proves to be gone
+    unlisted_processes: frozenset[tuple[int, float]] = frozenset()  # (pid, start) that exist, though nothing lists them
+    kernel_log_error: str = ""  # why the kernel log cannot be read; "" where it can
     kernel_events: tuple[KernelEvent, ...] = ()
     hung_calls: tuple[HungCall, ...] = ()
     filesystems: tuple[FilesystemSample, ...] = ()
@@ -166,6 +182,7 @@ class JobSample:
     progress: JobProgress = JobProgress()
     checkpoints: tuple[CheckpointSample, ...] = ()  # one per directory: the freshest listing of any node
     wall_seconds: float = 0.0  # Unix time, for display only
+    unseen: tuple[UnseenGpu, ...] = ()  # the job's other GPUs, as far as they are known
 
     @property
     def expected_gpus(self) -> int | None:
@@ -177,6 +194,35 @@ class JobSample:
     def gpu_count(self) -> int:
         """Number of GPUs the job should have, or the number that was read where that is unknown."""
         return self.expected_gpus or len(self.gpus)
+
+    @property
+    def seen_share(self) -> float:
+        """Share (0..1) of the job's GPUs that this sample shows; 1 where nothing says that there are more. A node that
+        has never named its GPUs counts as having as many as the others on average."""
+        seen = Counter(ranked.node for ranked in self.gpus)
+        known = 0
+        unknown_nodes = 0
+        for node in self.nodes:
+            lost = len(node.missing_gpus) if node.fresh else 0
+            expected = max(node.expected_gpus or 0, seen[node.node] + lost)
+            known += expected
+            unknown_nodes += not expected
+        if not known:
+            return 0.0 if unknown_nodes else 1.0
+        total = known + unknown_nodes * known / (len(self.nodes) - unknown_nodes)
+        return min(1.0, len(self.gpus) / total)
+
+    @property
+    def extent(self) -> str:
+        """How much of the job this sample shows: "4 of 8 GPUs seen"; "" where it shows all of it, or nothing."""
+        share = self.seen_share
+        if not self.gpus or share >= 1.0:
+            return ""
+        with_gpus = {ranked.node for ranked in self.gpus}
+        unknown = [node.node for node in self.nodes if node.node not in with_gpus and not node.expected_gpus]
+        if unknown:
+            return f"GPUs of {len(with_gpus)} of {len(self.nodes)} nodes seen"
+        return f"{len(self.gpus)} of {round(len(self.gpus) / share)} GPUs seen"
 
     @property
     def complete(self) -> bool:

@@ -96,15 +96,20 @@ class ProcessTracker:
             events = self._kernel_events.setdefault(node.node, [])
             events.extend(e for e in node.kernel_events if e.pid is not None)
             del events[:-KEPT_KERNEL_EVENTS]
-            if node.processes is not None:
-                self._update_node(node, node.processes)
+            self._update_node(node)
         if self.job_restarted:
             # Processes missing on other nodes belong to the previous run: the new one may be smaller, or start later.
             self.forget_missing()
 
-    def _update_node(self, node: NodeState, processes: tuple[ProcessSample, ...]) -> None:
-        alive = {(p.pid, p.started_seconds): p for p in processes if p.state not in ENDED_STATES}
+    def _update_node(self, node: NodeState) -> None:
         known = self._known.setdefault(node.node, {})
+        if node.processes is None:
+            # Nothing is known of the others; but those that the node proves to be gone are gone.
+            for key, entry in known.items():
+                if key in node.exited_processes:
+                    self._count_missing(entry, node)
+            return
+        alive = {(p.pid, p.started_seconds): p for p in node.processes if p.state not in ENDED_STATES}
         appeared = [p for key, p in alive.items() if key not in known and (p.gpu_indexes or p.rank is not None)]
         # Also one that left since the previous sample: after a quick restart the new one already holds its place.
         disappeared = [key for key in known if key not in alive]
@@ -127,12 +132,19 @@ class ProcessTracker:
                 if in_use is not None:
                     entry.held_bytes = max(entry.held_bytes or 0.0, in_use)
         for key, entry in known.items():
+            if key in alive:
+                continue
+            if key in node.unlisted_processes:
+                entry.missing_samples = 0  # it released its GPU, or the driver does not list it, and it lives
             # While the GPUs cannot be read nobody can say who holds one: then only ranks are looked for, by pid.
-            certain = node.fresh or entry.process.rank is not None
-            new_sample = not entry.missing_samples or entry.missing_sequence != node.sequence
-            if key not in alive and certain and new_sample:
-                entry.missing_since = entry.missing_since if entry.missing_samples else self._now
-                entry.missing_samples, entry.missing_sequence = entry.missing_samples + 1, node.sequence
+            elif node.fresh or entry.process.rank is not None or key in node.exited_processes:
+                self._count_missing(entry, node)
+
+    def _count_missing(self, entry: KnownProcess, node: NodeState) -> None:
+        if entry.missing_samples and entry.missing_sequence == node.sequence:
+            return  # the same sample again
+        entry.missing_since = entry.missing_since if entry.missing_samples else self._now
+        entry.missing_samples, entry.missing_sequence = entry.missing_samples + 1, node.sequence
 
     def forget_missing(self) -> None:
         """The job continues without them."""
@@ -179,6 +191,18 @@ class ProcessTracker:
     def any_missing(self) -> bool:
         """A process is missing, even if only since this observation."""
         return next(self._missing(), None) is not None
+
+    def newly_missing(self) -> int:
+        """Number of processes that are missing for the first time: one listing may fail to show a living process."""
+        return sum(entry.missing_samples < EXITED_SAMPLES for _, entry in self._missing())
+
+    def living(self) -> int:
+        """Number of the job's processes that were listed in the newest sample of their node."""
+        return sum(
+            not entry.missing_samples and (not self._has_ranks or entry.process.rank is not None)
+            for known in self._known.values()
+            for entry in known.values()
+        )
 
     @property
     def has_ranks(self) -> bool:
