@@ -64,6 +64,12 @@ class NodeHistory:
     lists_processes: bool = False  # a process of the job that holds a GPU or has a rank was listed
     hides_processes: bool = False  # memory was in use while none was listed: whoever uses it is not in the list
 
+    def count_gpus(self) -> int:
+        """The most that were known at once, with those that were missing from the first sample on."""
+        sample = self.sample
+        named = 0 if sample is None else len(sample.gpus or ()) + len(sample.missing_gpus)
+        return max(len(self.gpus), named)
+
     def gpu_positions(self) -> dict[str, int]:
         """Key -> position of each GPU among the node's, by the driver's index. GPUs that were never used beside others
         that are in use are not the job's (CUDA_VISIBLE_DEVICES), so ranks are counted without them."""
@@ -201,7 +207,7 @@ class JobAssembler:
             fresh=recent and sample.gpus is not None and status is HostStatus.OK,
             sequence=sample.sequence,
             reading=history.reading,
-            expected_gpus=self._spec.gpus_per_node or len(history.gpus) or None,
+            expected_gpus=self._spec.gpus_per_node or history.count_gpus() or None,
             missing_gpus=(*sample.missing_gpus, *self._vanished_gpus(history)) if recent else (),
             processes=processes,
             exited_processes=sample.exited_processes,
@@ -347,17 +353,27 @@ class JobAssembler:
                 if rank is not None:
                     history.ranks[gpu.key] = rank
                 ranked.append(RankGpu(state.node, rank, gpu))
-            unseen += _unseen_gpus(state, history, [gpu.key for gpu in gpus])
+            unseen += _unseen_gpus(state, history, [gpu.key for gpu in gpus], None if by_process else offset)
             # The order of GPUs gives ranks only while the number of GPUs of every earlier node is known.
             unused = len(history.gpus) - len(positions)
             offset = None if offset is None or state.expected_gpus is None else offset + state.expected_gpus - unused
         return tuple(ranked), tuple(unseen)
 
 
-def _unseen_gpus(state: NodeState, history: NodeHistory, seen: Sequence[str]) -> Iterator[UnseenGpu]:
+def _unseen_gpus(
+    state: NodeState, history: NodeHistory, seen: Sequence[str], offset: int | None
+) -> Iterator[UnseenGpu]:
     """The node's GPUs without a reading: those that were read before, then those that it should have beside them.
-    `seen`: the keys of those with one."""
+    `seen`: the keys of those with one; `offset`: rank of the node's first GPU, where the order of GPUs gives ranks."""
     count = len(seen)
+    positions = history.gpu_positions()
+    all_are_used = len(positions) == len(history.gpus)
+
+    def rank_at(index: int | None, key: str = "") -> int | None:
+        if key in history.ranks or offset is None:
+            return history.ranks.get(key)
+        return offset + index if index is not None and all_are_used else None
+
     missing = list(state.missing_gpus) if state.fresh else []
     blind = "no reading yet" if state.age_seconds is None else state.unreadable_reason
     if state.status is HostStatus.OK:
@@ -369,12 +385,11 @@ def _unseen_gpus(state: NodeState, history: NodeHistory, seen: Sequence[str]) ->
         if lost is not None:
             missing.remove(lost)
         count += 1
-        yield UnseenGpu(
-            state.node, history.ranks.get(key), gpu.index, gpu.pci_bus_id, blind if lost is None else lost.text
-        )
+        reason = blind if lost is None else lost.text
+        yield UnseenGpu(state.node, rank_at(gpu.index, key), gpu.index, gpu.pci_bus_id, reason)
     for lost in missing:
         count += 1
-        yield UnseenGpu(state.node, None, lost.index, lost.pci_bus_id, lost.text)
+        yield UnseenGpu(state.node, rank_at(lost.index), lost.index, lost.pci_bus_id, lost.text)
     for _ in range(count, state.expected_gpus or 0):
         yield UnseenGpu(state.node, None, None, None, blind)
 

@@ -147,7 +147,8 @@ class JobDetector:
 
     def _findings(self, observation: Observation, is_slow: bool) -> tuple[Finding, ...]:
         found: list[Finding] = [*self._reachability.update(observation, self._step_rate)]
-        found += [gpu_fault_finding(observation, gpu) for gpu in self._gpu_health.update(observation)]
+        faulty = self._gpu_health.update(observation)
+        found += [gpu_fault_finding(observation, gpu) for gpu in faulty]
         job_end = self._job_exit.update(observation, self._step_rate, self._saves, self._processes)
         if job_end is not None:
             return (*found, job_end)
@@ -157,6 +158,7 @@ class JobDetector:
             self._saves,
             process_missing=self._processes.any_missing,
             few_processes_compute=self._processes.few_processes_compute,
+            lost_gpus=tuple(gpu for gpu in faulty if gpu.unusable and not gpu.answers),
         )
         stalled_save = checkpoint_stalled_finding(observation, self._saves)
         if stalled_save is not None:

@@ -331,13 +331,23 @@ def gpu_fault_finding(observation: Observation, gpu: FaultyGpu) -> Finding:
         alert=kind.name,
         severity=kind.severity if gpu.unusable else Severity.WARNING,
         scope=f"{gpu.suspect.node}/{gpu.key}",
-        summary=f"{gpu.suspect} has failed." if gpu.unusable else f"{gpu.suspect} needs a reset soon.",
+        summary=_describe_gpu_fault(gpu),
         evidence=gpu.evidence,
         advice=kind.advice,
         since_seconds=gpu.since_seconds,
         suspects=(gpu.suspect,),
         gpus_idle=int(gpu.unusable),
     )
+
+
+def _describe_gpu_fault(gpu: FaultyGpu) -> str:
+    if not gpu.unusable:
+        return f"{gpu.suspect} needs a reset soon (Xid {gpu.xid})."
+    if gpu.xid is None:
+        return f"{gpu.suspect} has failed."
+    if gpu.answers:
+        return f"{gpu.suspect} answers, but the kernel log reports that it has failed (Xid {gpu.xid})."
+    return f"{gpu.suspect} has failed (Xid {gpu.xid})."
 
 
 def checkpoint_stalled_finding(observation: Observation, saves: CheckpointSaveTracker) -> Finding | None:

@@ -36,6 +36,7 @@ from wattwatch.watcher.detection.model import (
     UtilizationPattern,
 )
 from wattwatch.watcher.detection.trackers.checkpoint_save import DEFAULT_SAVE_LIMIT_SECONDS, CheckpointSaveTracker
+from wattwatch.watcher.detection.trackers.gpu_health import FaultyGpu
 from wattwatch.watcher.detection.trackers.observation import HangHistory, Observation, Streak, outlier_suspects
 from wattwatch.watcher.detection.trackers.step_rate import MIN_STALL_SECONDS, StepRateTracker
 from wattwatch.watcher.detection.trackers.step_timeout import (
@@ -64,6 +65,9 @@ DEADLOCK_PATTERNS: Final = frozenset({UtilizationPattern.ALL_BUSY, UtilizationPa
 OTHER_STALL_PATTERNS: Final = frozenset(
     {UtilizationPattern.TWO_GROUPS, UtilizationPattern.ONE_BUSY_REST_LOW, UtilizationPattern.SCATTER}
 )
+# A GPU may have been lost this many samples before the last step was read: logs are written and read late.
+MAX_LOSS_NOTICE_INTERVALS: Final = 2.0
+MAX_LOST_LISTED: Final = 4
 EXCUSED_PHASES: Final = frozenset({"save", "load", "done"})
 
 
@@ -118,9 +122,11 @@ class HangDetector:
         *,
         process_missing: bool,
         few_processes_compute: bool = False,
+        lost_gpus: tuple[FaultyGpu, ...] = (),
     ) -> Finding | None:
         """The hang finding now, or None. `process_missing`: a process has exited, so the others wait because of that
-        and nothing is reported here; `few_processes_compute`: few of the job's processes use a CPU core."""
+        and nothing is reported here; `few_processes_compute`: few of the job's processes use a CPU core; `lost_gpus`:
+        those that cannot be used now."""
         verdict = observation.verdict
         working = verdict.state in WORKING_STATES and not verdict.at_floor
         self._working_rounds += working
@@ -129,7 +135,7 @@ class HangDetector:
         self._follow_other_patterns(observation, step_rate, saves, process_missing)
         self._last_power_fraction = verdict.power_fraction
         found = (
-            self._by_counter(observation, step_rate, saves, few_processes_compute)
+            self._by_counter(observation, step_rate, saves, few_processes_compute, lost_gpus)
             or self._by_signature(observation, step_rate)
             or self._by_endless_save(observation, step_rate, saves)
             or self._by_endless_idle(observation)
@@ -242,6 +248,7 @@ class HangDetector:
         step_rate: StepRateTracker,
         saves: CheckpointSaveTracker,
         few_processes_compute: bool,
+        lost_gpus: tuple[FaultyGpu, ...],
     ) -> Finding | None:
         """No step for too long, the processes live, and nothing is going on that takes its time."""
         stalled = step_rate.stalled_seconds
@@ -287,8 +294,16 @@ class HangDetector:
                 "a checkpoint save by all ranks or an evaluation can look like a hang; the hang is confirmed after "
                 f"{timeout.confirm_seconds:.0f} s without a step"
             )
-        suspects = self._suspects or outlier_suspects(observation)
         since = observation.now - stalled + (usual or 0.0)
+        # A rank that has lost its GPU takes no further step. One whose GPU was lost earlier was not needed for them.
+        noticed_late = MAX_LOSS_NOTICE_INTERVALS * observation.spec.interval_seconds
+        culprits = [gpu for gpu in lost_gpus if gpu.since_seconds >= observation.now - stalled - noticed_late]
+        evidence += [
+            f"{gpu.suspect} has been lost for {observation.now - gpu.since_seconds:.0f} s: {gpu.evidence[0]}"
+            for gpu in culprits[:MAX_LOST_LISTED]
+            if gpu.evidence
+        ]
+        suspects = tuple(gpu.suspect for gpu in culprits) or self._suspects or outlier_suspects(observation)
         return self._finding(observation, since, tuple(evidence), suspects, confirmed=confirmed)
 
     def _by_signature(self, observation: Observation, step_rate: StepRateTracker) -> Finding | None:

@@ -224,6 +224,16 @@ class JobSample:
             return f"GPUs of {len(with_gpus)} of {len(self.nodes)} nodes seen"
         return f"{len(self.gpus)} of {round(len(self.gpus) / share)} GPUs seen"
 
+    def missing_suspect(self, node: str, missing: MissingGpu) -> Suspect:
+        """A missing GPU with the index and rank that it had when it was last read."""
+        for each in self.unseen:
+            if each.node != node:
+                continue
+            same_place = missing.pci_bus_id is not None and each.pci_bus_id == missing.pci_bus_id
+            if same_place or (missing.index is not None and each.index == missing.index):
+                return Suspect(node, each.index, each.rank)
+        return Suspect(node, missing.index)
+
     @property
     def complete(self) -> bool:
         """All nodes are fresh. A pattern over ranks means something only then."""

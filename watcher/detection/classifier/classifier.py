@@ -126,7 +126,7 @@ def _faulty_gpu(sample: JobSample) -> Verdict | None:
     for node in sample.nodes:
         for missing in node.missing_gpus:
             faults.append(f"{node.node}: {missing.text}")
-            suspects.append(Suspect(node.node, missing.index))
+            suspects.append(sample.missing_suspect(node.node, missing))
     for ranked in sample.gpus:
         fault = ranked.gpu.fault
         if fault is not None:

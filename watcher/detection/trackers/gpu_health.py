@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Final
 
 from wattwatch.collectors.samples import KernelEvent, ReadingStatus
-from wattwatch.watcher.detection.model import NodeState, Suspect, normalized_pci_id
+from wattwatch.watcher.detection.model import PCI_ID, NodeState, Suspect, normalized_pci_id
 from wattwatch.watcher.detection.trackers.observation import Observation, Streak
 
 # One reading may fail by itself; a GPU whose readings fail in two rounds is faulty. "Lost" and "reset required" are the
@@ -50,6 +50,8 @@ class FaultyGpu:
     evidence: tuple[str, ...]
     since_seconds: float  # when the fault was first seen
     unusable: bool = True  # False: only the kernel log reports it, and the GPU works on
+    answers: bool = False  # only the kernel log reports it, and the GPU's readings are those of a working one
+    xid: int | None = None  # the Xid that decided; None where the driver itself reports the GPU as lost or broken
 
 
 class GpuHealthTracker:
@@ -57,11 +59,13 @@ class GpuHealthTracker:
 
     def __init__(self) -> None:
         self._unreadable: dict[GpuPlace, Streak] = {}
-        self._xids: dict[GpuPlace, tuple[float, KernelEvent]] = {}
+        # By node and PCI id as the kernel writes it, then by code: the first line of a fault is not the last of it.
+        self._xids: dict[GpuPlace, dict[int, tuple[float, KernelEvent]]] = {}
         self._known_lines: dict[tuple[str, str], float] = {}  # (node, text) -> time of the line, on our clock
         self._since: dict[GpuPlace, float] = {}
         self._last: dict[GpuPlace, FaultyGpu] = {}
         self._places: dict[GpuPlace, Suspect] = {}  # (node, PCI id) -> index and rank when the GPU last answered
+        self._same_gpu: dict[GpuPlace, str] = {}  # key -> the key under which the same GPU was reported first
 
     def update(self, observation: Observation) -> tuple[FaultyGpu, ...]:
         """All GPUs that are faulty now, each once with all evidence."""
@@ -71,24 +75,73 @@ class GpuHealthTracker:
             if ranked.gpu.pci_bus_id is not None:
                 place = (ranked.node, normalized_pci_id(ranked.gpu.pci_bus_id))
                 self._places[place] = Suspect(ranked.node, ranked.gpu.index, ranked.rank)
+        self._pair_missing_gpus(observation)
         found: dict[GpuPlace, tuple[Suspect, list[str]]] = {}
-        unusable: set[GpuPlace] = set()
-        reported = [(*each, True) for each in self._reported_by_gpus(observation)]
-        for suspect, key, text, is_fatal in (*reported, *self._reported_by_kernel(observation)):
-            _, evidence = found.setdefault((suspect.node, key), (suspect, []))
-            if text not in evidence:
-                evidence.append(text)
-            if is_fatal:
-                unusable.add((suspect.node, key))
+        xids: dict[GpuPlace, int] = {}
+        for suspect, key, text in self._reported_by_gpus(observation):
+            _add_evidence(found, suspect, key, text)
+        reported = frozenset(found)
+        unusable = set(reported)
+        for suspect, key, text, code in self._reported_by_kernel(observation):
+            place = (suspect.node, key)
+            _add_evidence(found, suspect, key, text)
+            if code in fatal_xids():
+                unusable.add(place)
+                xids[place] = code
+            else:
+                xids.setdefault(place, code)
+        answers = self._add_answers(observation, {place: found[place] for place in xids if place not in reported})
         # A node whose GPUs cannot be read withdraws nothing: a lost GPU is lost until the node shows it again.
         readable = {node.node for node in observation.sample.nodes if node.fresh}
         kept = {place: gpu for place, gpu in self._last.items() if place[0] not in readable and place not in found}
         self._since = {place: self._since.get(place, observation.now) for place in (*found, *kept)}
         self._last = kept | {
-            place: FaultyGpu(suspect, place[1], tuple(evidence), self._since[place], place in unusable)
+            place: FaultyGpu(
+                suspect,
+                place[1],
+                tuple(evidence),
+                self._since[place],
+                place in unusable,
+                place in answers,
+                None if place in reported else xids.get(place),
+            )
             for place, (suspect, evidence) in found.items()
         }
         return tuple(self._last.values())
+
+    def _add_answers(
+        self, observation: Observation, found: dict[GpuPlace, tuple[Suspect, list[str]]]
+    ) -> frozenset[GpuPlace]:
+        """Those of which only the kernel log reports a fault while the GPU answers, with its readings as evidence."""
+        answers = set()
+        for ranked in observation.sample.gpus:
+            watts, percent = ranked.gpu.power_watts, ranked.gpu.utilization_percent
+            if ranked.gpu.pci_bus_id is None or ranked.gpu.fault is not None or watts is None or percent is None:
+                continue
+            place = (ranked.node, normalized_pci_id(ranked.gpu.pci_bus_id))
+            if place in found:
+                answers.add(place)
+                found[place][1].append(f"the GPU answers: {watts:.0f} W, utilization {percent:.0f} %")
+        return frozenset(answers)
+
+    def _pair_missing_gpus(self, observation: Observation) -> None:
+        """Recognize a GPU that one source names by its index and another one by its PCI id, where only one GPU of the
+        node is missing: all others are there, so it can be no other."""
+        for node in observation.sample.nodes:
+            known = {key for at, key in self._places if at == node.node}
+            by_kernel = {
+                key
+                for (at, pci_id) in self._xids
+                if at == node.node and (key := normalized_pci_id(pci_id)) not in known and PCI_ID.fullmatch(key)
+            }
+            missing = [each for each in node.missing_gpus if each.pci_bus_id is None and each.index is not None]
+            by_index = {self._key(node.node, each.index, None) for each in missing} - known
+            if len(by_kernel) != 1 or len(by_index) != 1 or len(node.missing_gpus) != 1:
+                continue
+            (pci_id,), (index,) = by_kernel, by_index
+            first, second = (index, pci_id) if (node.node, index) in self._since else (pci_id, index)
+            if (node.node, first) not in self._same_gpu:
+                self._same_gpu.setdefault((node.node, second), first)
 
     def _read_kernel_log(self, node: NodeState, now: float) -> None:
         for event in node.kernel_events:
@@ -104,14 +157,19 @@ class GpuHealthTracker:
             if repeated:
                 continue
             if event.age_seconds is None or event.age_seconds <= RECENT_LINE_SECONDS:
-                self._xids[(node.node, (event.pci_bus_id or "?").lower())] = (now, event)
+                place = (node.node, (event.pci_bus_id or "?").lower())
+                self._xids.setdefault(place, {})[event.xid or 0] = (now, event)
 
     def _reported_by_gpus(self, observation: Observation) -> Iterator[tuple[Suspect, str, str]]:
         """(suspect, key, evidence) of GPUs that are missing, or whose readings report a fault."""
         for node in observation.sample.nodes:
             for missing in node.missing_gpus:
-                suspect = Suspect(node.node, missing.index)
-                yield suspect, self._key(node.node, missing.index, missing.pci_bus_id), missing.text
+                suspect = observation.sample.missing_suspect(node.node, missing)
+                key = self._key(node.node, missing.index, missing.pci_bus_id)
+                known = self._places.get((node.node, key), suspect)
+                if suspect.rank is None and known.gpu in (None, suspect.gpu):
+                    suspect = Suspect(node.node, suspect.gpu if suspect.gpu is not None else known.gpu, known.rank)
+                yield suspect, self._canonical(node.node, key), missing.text
         faulty = set()
         for ranked in observation.sample.gpus:
             fault = ranked.gpu.fault
@@ -126,22 +184,27 @@ class GpuHealthTracker:
             fields = ", ".join(sorted(name for name, reason in ranked.gpu.reasons.items() if reason is fault)[:4])
             text = f"GPU {ranked.gpu.index} {fault.value.replace('_', ' ')}: {fields}"
             key = self._key(ranked.node, ranked.gpu.index, ranked.gpu.pci_bus_id)
-            yield Suspect(ranked.node, ranked.gpu.index, ranked.rank), key, text
+            yield Suspect(ranked.node, ranked.gpu.index, ranked.rank), self._canonical(ranked.node, key), text
         for place in [place for place in self._unreadable if place not in faulty]:
             del self._unreadable[place]
 
-    def _reported_by_kernel(self, observation: Observation) -> Iterator[tuple[Suspect, str, str, bool]]:
-        """(suspect, key, evidence, whether fatal) of GPUs with a recent Xid. Evidence begins with "Xid CODE": alerting
+    def _reported_by_kernel(self, observation: Observation) -> Iterator[tuple[Suspect, str, str, int]]:
+        """(suspect, key, evidence, Xid) of GPUs with a recent Xid. Evidence begins with "Xid CODE": alerting
         keeps such episodes for as long as the Xid counts, even if the GPU answers."""
-        for (node, pci_id), (since, event) in list(self._xids.items()):
-            if observation.now - since > XID_SECONDS:
+        for (node, pci_id), events in list(self._xids.items()):
+            for code in [code for code, (since, _) in events.items() if observation.now - since > XID_SECONDS]:
+                del events[code]
+            if not events:
                 del self._xids[(node, pci_id)]
-                continue
             key = normalized_pci_id(pci_id)
-            code = event.xid or 0
-            meaning = fatal_xids().get(code) or degrading_xids()[code]
             suspect = self._places.get((node, key), Suspect(node))
-            yield suspect, key, f"Xid {code} ({meaning}): {event.text}", code in fatal_xids()
+            # The fatal ones first: they decide, and readers of a cut message must see them.
+            for code, (_, event) in sorted(events.items(), key=lambda item: (item[0] not in fatal_xids(), item[1][0])):
+                meaning = fatal_xids().get(code) or degrading_xids()[code]
+                yield suspect, self._canonical(node, key), f"Xid {code} ({meaning}): {event.text}", code
+
+    def _canonical(self, node: str, key: str) -> str:
+        return self._same_gpu.get((node, key), key)
 
     def _key(self, node: str, index: int | None, pci_id: str | None) -> str:
         """One key per GPU however a source names it: its PCI id where any sample had it, else its index."""
@@ -149,3 +212,14 @@ class GpuHealthTracker:
             return normalized_pci_id(pci_id)
         known = (known for (at, known), suspect in self._places.items() if at == node and suspect.gpu == index)
         return next(known, "?" if index is None else str(index))
+
+
+def _add_evidence(
+    found: dict[GpuPlace, tuple[Suspect, list[str]]], suspect: Suspect, key: str, text: str
+) -> None:
+    """One finding per GPU. The source that knows its rank names it."""
+    known, evidence = found.setdefault((suspect.node, key), (suspect, []))
+    if known.rank is None and suspect.rank is not None:
+        found[suspect.node, key] = (suspect, evidence)
+    if text not in evidence:
+        evidence.append(text)
