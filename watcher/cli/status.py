@@ -24,6 +24,7 @@ from wattwatch.watcher.cli.shared import (
     print_json,
     text_console,
 )
+from wattwatch.watcher.common.formatting import describe_unseen
 from wattwatch.watcher.detection.model import Severity
 
 
@@ -83,6 +84,11 @@ def _print(jobs: list[dict[str, Any]], alerts: list[dict[str, Any]]) -> None:
         cells = (job["name"], job["state"], step, "-" if rate is None else f"{rate:,.0f}", job["reason"])
         table.add_row(*map(escape, cells))
     console.print(table)
+    for job in jobs:
+        unseen = describe_unseen((gpu["node"], gpu["rank"], gpu["why"]) for gpu in job.get("unseen", ()))
+        if unseen:
+            total = job["gpus"] + len(job["unseen"])
+            console.print(escape(f"{job['name']}: {job['gpus']} of {total} GPUs seen; not seen: {'; '.join(unseen)}"))
     for alert in alerts:
         cause = f" (not sent, because {alert['suppressed_by']} explains it)" if alert["suppressed_by"] else ""
         subject = alert["job"] or "the watcher"

@@ -114,6 +114,20 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"{'rank' if len(unique) == 1 else 'ranks'} {', '.join(shown) or 'none'}{more}"
 
 
+def describe_unseen(gpus: Iterable[tuple[str, int | None, str]]) -> list[str]:
+    """(node, rank, why) of GPUs without a reading -> one clause per node and reason: "ranks 8-15 on node-2: node does
+    not answer"."""
+    groups: dict[tuple[str, str], list[int | None]] = {}
+    for node, rank, why in gpus:
+        groups.setdefault((node, why), []).append(rank)
+    clauses = []
+    for (node, why), ranks in groups.items():
+        known = [rank for rank in ranks if rank is not None]
+        who = format_ranks(known) if len(known) == len(ranks) else format_count(len(ranks), "GPU")
+        clauses.append(f"{who} on {node}: {why}")
+    return clauses
+
+
 def agree_with_count(text: str, number: int) -> str:
     """A text about one rank, made to fit `number` ranks: "has not launched it" -> "have not launched it"."""
     return text if number == 1 else SINGULAR_VERB.sub(lambda found: PLURAL_VERBS[found[0]], text)

@@ -184,7 +184,7 @@ class JobDetector:
             hysteresis = self._hysteresis[rule.alert]
             hysteresis.update(rule.holds(inputs), observation, rule.required_seconds(inputs))
             if hysteresis.is_reported:
-                findings.append(rule.finding(inputs, hysteresis))
+                findings.append(hysteresis.report(inputs, rule.finding))
         return findings
 
     def _set_state(self, observation: Observation, findings: tuple[Finding, ...]) -> None:
@@ -216,7 +216,7 @@ class JobDetector:
             return JobState.CHECKPOINTING, f"a checkpoint save has been running for {seconds:.0f} s"
         if is_evaluating(observation) and verdict.state is PowerState.STARVATION:
             return JobState.COMPUTING, "ranks report that they are evaluating"
-        if AlertName.JOB_STARVING in found:
+        if AlertName.JOB_STARVING in found and self._hysteresis[AlertName.JOB_STARVING].is_current(observation):
             return JobState.STARVING, found[AlertName.JOB_STARVING].summary
         if not sample.gpus and not sample.progress.readable:
             return JobState.UNKNOWN, verdict.why

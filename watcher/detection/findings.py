@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
@@ -36,6 +36,9 @@ STARVING_LOST_SHARE: Final = 0.1
 MENTIONED_LOST_SHARE: Final = 0.05
 # A counter unchanged for two of its usual intervals proves no starvation; what lasts longer contains steps.
 MIN_STARVATION_STEPS: Final = 2.5
+# A reported condition that was true this recently still describes the job.
+CURRENT_SECONDS: Final = 5.0
+CURRENT_INTERVALS: Final = 3.0
 MIN_OBSERVATIONS: Final = 5  # at long sampling intervals a few samples reach the required seconds alone
 
 
@@ -53,6 +56,8 @@ class Hysteresis:
     is_reported: bool = False
     is_proved: bool = False  # by more than power and utilization, at some time since it began
     suspects: tuple[Suspect, ...] = ()  # of the last observation in which it was true
+    true_seconds: float | None = None  # when it was last true
+    finding: Finding | None = None  # what was said then
 
     def update(self, condition: bool, observation: Observation, required_seconds: float) -> None:
         if observation.gap and not self.is_reported:
@@ -66,6 +71,7 @@ class Hysteresis:
                 self.clear()
             return
         self.since = observation.now if self.since is None else self.since
+        self.true_seconds = observation.now
         self.suspects = observation.verdict.suspects
         # Bounded: a condition that held for hours need not be gone for hours.
         bound = max(2 * required_seconds, MIN_OBSERVATIONS * observation.observed_seconds)
@@ -76,7 +82,29 @@ class Hysteresis:
 
     def clear(self) -> None:
         self.since, self.seconds, self.observations, self.is_reported, self.is_proved = None, 0.0, 0, False, False
-        self.suspects = ()
+        self.suspects, self.true_seconds, self.finding = (), None, None
+
+    def is_current(self, observation: Observation) -> bool:
+        """It is reported, and was true a moment ago: a condition that comes and goes is absent now and then."""
+        if not self.is_reported or self.true_seconds is None:
+            return False
+        recent = max(CURRENT_SECONDS, CURRENT_INTERVALS * observation.spec.interval_seconds)
+        return observation.now - self.true_seconds <= recent
+
+    def report(self, inputs: RuleInputs, make: Callable[[RuleInputs, Hysteresis], Finding]) -> Finding:
+        """The finding: made from this observation if the condition is true in it, otherwise as it was when it last was
+        true, and for how long that has been over."""
+        now = inputs.observation.now
+        if self.true_seconds == now or self.finding is None:
+            self.finding = make(inputs, self)
+            return self.finding
+        age = now - (self.true_seconds or now)
+        return replace(
+            self.finding,
+            summary=f"{self.finding.summary.removesuffix('.')} (last seen {age:.0f} s ago).",
+            gpus_idle=0,
+            idle_joules=0.0,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -390,7 +390,7 @@ class HangDetector:
             severity=kind.severity if confirmed else Severity.WARNING,
             scope="",
             summary=f"{observation.spec.name} {'is hung' if confirmed else 'may be hung'}{where}: "
-            + (f"suspect {who}." if who else "no single rank stands out."),
+            + (f"suspect {who}." if who else _nobody_stands_out(observation)),
             evidence=evidence,
             advice=kind.advice + (f" Investigate {who} first." if who else ""),
             since_seconds=since,
@@ -398,3 +398,12 @@ class HangDetector:
             suspects=suspects,
             gpus_idle=observation.sample.gpu_count,
         )
+
+
+def _nobody_stands_out(observation: Observation) -> str:
+    sample = observation.sample
+    if not sample.gpus:
+        return "no GPU can be read, so no rank can be named."
+    if sample.extent:
+        return f"no single rank stands out ({sample.extent})."
+    return "no single rank stands out."

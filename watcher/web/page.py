@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.samples import GpuSample, HostStatus
 from wattwatch.watcher.common import formatting
-from wattwatch.watcher.common.formatting import format_energy
-from wattwatch.watcher.detection.model import JobState, RankGpu, Severity, Suspect
+from wattwatch.watcher.common.formatting import describe_unseen, format_energy
+from wattwatch.watcher.detection.model import JobSample, JobState, RankGpu, Severity, Suspect, UnseenGpu
 from wattwatch.watcher.detection.timeline import TimelinePoint
 from wattwatch.watcher.detection.wasted_time import total_kilowatt_hours
 from wattwatch.watcher.diagnosis.report.ranks import BarLayout, bar_paths, format_range
@@ -73,6 +73,20 @@ def power_strip(gpus: Sequence[RankGpu], suspects: Sequence[Suspect]) -> BarStri
 
 def utilization_strip(gpus: Sequence[RankGpu], suspects: Sequence[Suspect]) -> BarStrip:
     return bar_strip(gpus, [b.gpu.utilization_percent for b in gpus], 100.0, suspects, "", "%")
+
+
+def gpus_to_draw(sample: JobSample) -> tuple[RankGpu, ...]:
+    """All GPUs of the job in the order of nodes and indexes, those without a reading included."""
+    place = {node.node: i for i, node in enumerate(sample.nodes)}
+    unseen = (
+        RankGpu(gpu.node, gpu.rank, GpuSample(index=gpu.index, pci_bus_id=gpu.pci_bus_id)) for gpu in sample.unseen
+    )
+    return tuple(
+        sorted(
+            (*sample.gpus, *unseen),
+            key=lambda each: (place.get(each.node, 0), each.gpu.index is None, each.gpu.index or 0),
+        )
+    )
 
 
 def power_axis_top(gpus: Sequence[RankGpu]) -> float:
@@ -153,6 +167,9 @@ class JobCard:
     energy_lost: str  # "" if no wasted energy was measured
     power: BarStrip
     utilization: BarStrip
+    extent: str  # "8 of 16 GPUs"; those that are not seen are drawn as small marks
+    unseen: tuple[str, ...]  # who is not seen, and why
+    unseen_rows: tuple[UnseenGpu, ...]  # for the table
     history: PowerHistory | None
     listed: tuple[RankGpu, ...]
     unlisted: int
@@ -275,6 +292,7 @@ def job_card(view: JobView, late_seconds: float, now: float, diagnosis: Diagnosi
     # A faulty GPU is always listed: it may have no reading at all, so that nothing else on the page shows it.
     list_all = len(sample.gpus) <= TABLE_GPUS_MAX
     listed = tuple(b for b in sample.gpus if list_all or is_suspect(b, suspects) or b.gpu.fault is not None)
+    drawn = gpus_to_draw(sample)
     newest = newest_complete_checkpoint(sample)
     done = None
     if progress.step is not None and progress.total_steps:
@@ -291,8 +309,11 @@ def job_card(view: JobView, late_seconds: float, now: float, diagnosis: Diagnosi
         done=done,
         gpu_hours_lost=sum(view.wasted_gpu_seconds.values()) / 3600,
         energy_lost=format_energy(total_kilowatt_hours(view.wasted_joules)) if any(view.wasted_joules.values()) else "",
-        power=power_strip(sample.gpus, suspects),
-        utilization=utilization_strip(sample.gpus, suspects),
+        power=power_strip(drawn, suspects),
+        utilization=utilization_strip(drawn, suspects),
+        extent=f"{len(sample.gpus)} of {len(drawn)} GPUs" if sample.unseen else f"{len(drawn)} GPUs",
+        unseen=tuple(describe_unseen((gpu.node, gpu.rank, gpu.reason) for gpu in sample.unseen)),
+        unseen_rows=sample.unseen[:TABLE_GPUS_MAX],
         history=power_history(view.timeline, sample.gpus, now),
         listed=listed,
         unlisted=len(sample.gpus) - len(listed),

@@ -96,6 +96,15 @@ class JobNodeAnswer(BaseModel):
     expected_gpus: int | None
 
 
+class UnseenGpuAnswer(BaseModel):
+    """A GPU of the job without a reading in the last sample."""
+
+    node: str
+    gpu: int | None = Field(description="GPU index as the driver numbers it, when it was last read")
+    rank: int | None = Field(description="rank when the GPU was last read")
+    why: str = Field(description="why there is no reading")
+
+
 class FindingAnswer(BaseModel):
     """A problem that the job has now."""
 
@@ -125,6 +134,8 @@ class JobAnswer(BaseModel):
     )
     gpus: int = Field(description="number of GPUs in the last sample")
     expected_gpus: int | None
+    seen: str = Field(description='how much of the job the last sample shows, e.g. "4 of 8 GPUs seen"; empty for all')
+    unseen: list[UnseenGpuAnswer] = Field(description="the job's GPUs without a reading, as far as they are known")
     nodes: list[JobNodeAnswer]
     findings: list[FindingAnswer]
     wasted_gpu_seconds: dict[str, float] = Field(
@@ -248,6 +259,8 @@ def job_answer(view: JobView, late_seconds: float, now: float, incident: str | N
         ),
         gpus=len(sample.gpus),
         expected_gpus=sample.expected_gpus,
+        seen=sample.extent,
+        unseen=[UnseenGpuAnswer(node=u.node, gpu=u.index, rank=u.rank, why=u.reason) for u in sample.unseen],
         nodes=[job_node_answer(node, gpus_by_node[node.node], late_seconds) for node in sample.nodes],
         findings=[finding_answer(finding) for finding in view.findings],
         wasted_gpu_seconds=dict(view.wasted_gpu_seconds),

@@ -75,7 +75,22 @@ def classify(
             why=f"{verdict.why} Cause of the slow input: {bottleneck.description}.",
             advice=bottleneck.next_step,
         )
-    return with_deciding_check(verdict, sample, steps_reported=progress is not None)
+    return with_extent(with_deciding_check(verdict, sample, steps_reported=progress is not None), sample)
+
+
+def with_extent(verdict: Verdict, sample: JobSample) -> Verdict:
+    """The verdict on a part of the job, named as such. A GPU that is not seen does the same as the others or it does
+    not, and nothing says which: it counts half. A fault of one GPU is a fault, however many are seen."""
+    if not sample.extent or verdict.state is PowerState.GPU_FAULT:
+        return verdict
+    factor = (1.0 + sample.seen_share) / 2.0
+    other = verdict.alternative
+    return replace(
+        verdict,
+        confidence=round(verdict.confidence * factor, 2),
+        why=f"Only {sample.extent}. {verdict.why}",
+        alternative=None if other is None else replace(other, confidence=round(other.confidence * factor, 2)),
+    )
 
 
 def _classify(
