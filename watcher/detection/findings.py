@@ -231,7 +231,12 @@ def _low_throughput_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Findi
 # Single GPUs.
 
 
-def _power_state_rule(alert: AlertName, state: PowerState, description: str) -> PersistentRule:
+MAX_NAMED: Final = 4  # GPUs named in one sentence
+
+
+def _power_state_rule(
+    alert: AlertName, state: PowerState, describe: Callable[[tuple[Suspect, ...]], str]
+) -> PersistentRule:
     """A rule whose condition is the classifier's state alone; the suspects are those of its last verdict."""
 
     def holds(inputs: RuleInputs) -> bool:
@@ -239,11 +244,26 @@ def _power_state_rule(alert: AlertName, state: PowerState, description: str) -> 
 
     def finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
         observation = inputs.observation
-        summary = f"{observation.spec.name}: {description}"
+        summary = f"{observation.spec.name}: {describe(hysteresis.suspects)}."
         evidence = [observation.verdict.why]
         return _persistent_finding(alert, observation, hysteresis, summary, evidence, suspects=hysteresis.suspects)
 
     return PersistentRule(alert, holds, finding)
+
+
+def _name_gpus(suspects: tuple[Suspect, ...]) -> str:
+    more = len(suspects) - MAX_NAMED
+    names = ", ".join(str(suspect) for suspect in suspects[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return names or "a GPU"
+
+
+def _describe_straggler(suspects: tuple[Suspect, ...]) -> str:
+    return f"the other GPUs are waiting for {_name_gpus(suspects)}"
+
+
+def _describe_throttling(suspects: tuple[Suspect, ...]) -> str:
+    verb = "are" if len(suspects) > 1 else "is"
+    return f"{_name_gpus(suspects)} {verb} throttled by heat or power supply"
 
 
 # The loss.
@@ -270,8 +290,8 @@ def _loss_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
 PERSISTENT_RULES: Final = (
     PersistentRule(AlertName.JOB_STARVING, _is_starving, _starvation_finding, _starvation_seconds),
     PersistentRule(AlertName.JOB_SLOW, _is_below_throughput_floor, _low_throughput_finding),
-    _power_state_rule(AlertName.STRAGGLER, PowerState.STRAGGLER, "a few GPUs are slowing down the others."),
-    _power_state_rule(AlertName.GPU_THROTTLED, PowerState.THROTTLE, "GPUs are throttled by heat or power supply."),
+    _power_state_rule(AlertName.STRAGGLER, PowerState.STRAGGLER, _describe_straggler),
+    _power_state_rule(AlertName.GPU_THROTTLED, PowerState.THROTTLE, _describe_throttling),
     PersistentRule(AlertName.LOSS_NOT_FINITE, _is_loss_not_finite, _loss_finding),
 )
 

@@ -147,7 +147,7 @@ HOST_STATUS_TEXT: Final = {
     HostStatus.AUTH_FAILED: "SSH login refused",
     HostStatus.HOST_KEY_CHANGED: "SSH host key does not match the known one",
     HostStatus.DRIVER_DOWN: "NVIDIA driver does not respond",
-    HostStatus.SAMPLER_TIMEOUT: "GPU query does not return",
+    HostStatus.SAMPLER_TIMEOUT: "GPU query does not finish",
     HostStatus.NO_DEVICES: "NVIDIA driver finds no GPU",
     HostStatus.PARSE_ERROR: "GPU query output cannot be parsed",
 }

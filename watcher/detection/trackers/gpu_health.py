@@ -23,6 +23,12 @@ RECENT_LINE_SECONDS: Final = 120.0
 # The same text with a time stamp later than this is a new event, otherwise the same line sent again.
 SAME_LINE_SECONDS: Final = 60.0
 KEPT_LINES: Final = 1000
+MAX_FIELDS_NAMED: Final = 4
+FAULT_TEXT: Final = {
+    ReadingStatus.LOST: "is lost, the driver says",
+    ReadingStatus.RESET_REQUIRED: "needs a reset, the driver says",
+    ReadingStatus.UNREADABLE: "cannot be read",
+}
 
 GpuPlace = tuple[str, str]  # node and key of a GPU
 
@@ -181,8 +187,9 @@ class GpuHealthTracker:
             streak.update(True, observation, ranked.node)
             if fault is ReadingStatus.UNREADABLE and streak.rounds < UNREADABLE_ROUNDS:
                 continue
-            fields = ", ".join(sorted(name for name, reason in ranked.gpu.reasons.items() if reason is fault)[:4])
-            text = f"GPU {ranked.gpu.index} {fault.value.replace('_', ' ')}: {fields}"
+            names = sorted(name for name, reason in ranked.gpu.reasons.items() if reason is fault)
+            fields = ", ".join(name.rpartition("_")[0].replace("_", " ") or name for name in names[:MAX_FIELDS_NAMED])
+            text = f"GPU {ranked.gpu.index} {FAULT_TEXT[fault]}: it returns no {fields}"
             key = self._key(ranked.node, ranked.gpu.index, ranked.gpu.pci_bus_id)
             yield Suspect(ranked.node, ranked.gpu.index, ranked.rank), self._canonical(ranked.node, key), text
         for place in [place for place in self._unreadable if place not in faulty]:

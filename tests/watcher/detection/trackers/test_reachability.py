@@ -85,7 +85,7 @@ def test_the_log_of_one_node_is_not_reported_as_readable_on_another() -> None:
     job = training(progress="log")
     job.status["node-2"] = (HostStatus.SAMPLER_TIMEOUT, "nvidia-smi has not returned for 12 s")
     job.play(20, COMPUTE)
-    assert job.finding(BLIND).summary == "GPUs of node-2 cannot be read: GPU query does not return."
+    assert job.finding(BLIND).summary == "GPUs of node-2 cannot be read: GPU query does not finish."
 
 
 def test_an_unreadable_node_does_not_hide_stalled_steps() -> None:
