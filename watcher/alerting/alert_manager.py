@@ -104,6 +104,7 @@ class AlertManager:
         self._open: dict[EpisodeKey, Episode] = {}
         self._closed: deque[Episode] = deque(maxlen=MAX_CLOSED_EPISODES_SHOWN)
         self._previous: dict[EpisodeKey, PreviousEpisode] = {}
+        self._announced: set[EpisodeKey] = set()  # open ones that a message about their cause has named
         self._diagnoses: dict[str, EpisodeDiagnosis] = {}  # by the id of the open episode
         self._unsaved: dict[str, Episode] = {}
         self._unsaved_deliveries: list[Delivery] = []
@@ -149,7 +150,7 @@ class AlertManager:
 
         `recoveries`, by job: positive evidence that it runs. It closes what was found before the watcher restarted.
         """
-        found = {finding.key: finding for finding in findings}
+        found = {known.key: known for known in map(self._with_known_scope, findings)}
         updates = self._updates(found, evaluated_jobs, now, wall, recoveries)
         open_ids = {episode.id for episode in self._open.values()}
         self._diagnoses = {each: diagnosis for each, diagnosis in self._diagnoses.items() if each in open_ids}
@@ -186,6 +187,9 @@ class AlertManager:
                 )
             episode = self._open.get(key)
             new_receivers: tuple[str, ...] = ()
+            reported_alone = frozenset(
+                finding_label(each) for each in consequences if self._is_known_as_critical(each.key)
+            )
             if episode is not None and episode.notified is not None:
                 new_receivers = tuple(sorted(self._receivers_for(consequences) - set(episode.notified.receivers)))
             update = EpisodeUpdate(
@@ -200,9 +204,24 @@ class AlertManager:
                 successors=() if finding is not None else find_successors(self._open[key].finding, found.values()),
                 diagnosis=None if episode is None else self._diagnoses.get(episode.id),
                 new_receivers=new_receivers,
+                reported_alone=reported_alone,
             )
             updates.append((key, update))
         return updates
+
+    def _with_known_scope(self, finding: Finding) -> Finding:
+        """A GPU that no query returns has only its index. If an open alert names the same GPU by its PCI id, as an
+        earlier watcher process saw it, this is that alert and no new one."""
+        if finding.key in self._open or not finding.scope or not finding.suspects:
+            return finding
+        suspect = finding.suspects[0]
+        for job, alert, scope in self._open:
+            if (job, alert) != (finding.job, finding.alert.value) or "/" not in scope or suspect.gpu is None:
+                continue
+            known = self._open[job, alert, scope].finding.suspects
+            if any((each.node, each.gpu) == (suspect.node, suspect.gpu) for each in known):
+                return replace(finding, scope=scope)
+        return finding
 
     def _with_first_time(self, finding: Finding) -> Finding:
         """A cause began with its episode, even if a restarted detector dates it later.
@@ -213,6 +232,14 @@ class AlertManager:
         if episode is None or ALERT_KINDS[finding.alert].stops_job:
             return finding
         return replace(finding, since_seconds=min(finding.since_seconds, episode.began_seconds))
+
+    def _is_known_as_critical(self, key: EpisodeKey) -> bool:
+        """Whether people know of this open episode, from a message of its own or one about its cause: another message
+        in the same words would be no news."""
+        episode = self._open.get(key)
+        if episode is not None and key in self._announced:
+            return True
+        return episode is not None and episode.notified is not None and episode.notified.severity is Severity.CRITICAL
 
     def _earlier_causes(self) -> dict[EpisodeKey, str]:
         """Causes of what was inhibited in the last evaluation and present since, or was so before a restart."""
@@ -237,7 +264,9 @@ class AlertManager:
         after = advance_episode(episode, update, decision, receivers)
         deliveries: tuple[Delivery, ...] = ()
         if decision.notice is not None:
-            related = (*unreported_job_stops(episode.notified, update), *update.successors)
+            job_stops = unreported_job_stops(episode.notified, update)
+            self._announced |= {each.key for each in job_stops}
+            related = (*job_stops, *update.successors)
             message = compose_message(
                 after, decision.notice, decision.reason, update.now, update.wall, self._external_url, related
             )
@@ -246,6 +275,7 @@ class AlertManager:
                 deliveries = tuple(d for d in deliveries if self._receivers[d.receiver].send_resolved)
         if decision.closes:
             self._open.pop(after.key, None)
+            self._announced.discard(after.key)
             self._closed.append(after)
             if after.notified is not None:
                 self._previous[after.key] = PreviousEpisode(update.now, after.reopenings)

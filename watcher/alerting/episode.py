@@ -174,6 +174,7 @@ class EpisodeUpdate:
     successors: tuple[Finding, ...] = ()  # if it is absent: confirmed findings that have replaced it
     diagnosis: EpisodeDiagnosis | None = None  # of the open episode, if a capture has given one
     new_receivers: tuple[str, ...] = ()  # not notified yet, although its consequences are routed to them
+    reported_alone: frozenset[str] = frozenset()  # labels of consequences that have been reported on their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,7 @@ def unreported_job_stops(notified: NotifiedState | None, update: EpisodeUpdate) 
         if ALERT_KINDS[each.alert].stops_job
         and finding_severity(each) is Severity.CRITICAL
         and finding_label(each) not in reported
+        and finding_label(each) not in update.reported_alone
         and not (says_job_stopped and each.alert is not AlertName.JOB_CRASHED)
     )
 

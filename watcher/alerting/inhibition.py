@@ -20,6 +20,9 @@ EpisodeKey = tuple[str, str, str]
 # without it, and whatever stops it later is news: it must not be hidden behind a cause that people already know.
 # Two minutes was chosen, not measured; it covers the longest step of a usual job.
 MAX_CONSEQUENCE_DELAY_SECONDS: Final = 120.0
+# A driver may report a lost GPU only after its timeouts, so a cause may be noticed after its consequence. One that is
+# noticed later than this is not taken for the cause of what had long begun. Chosen, like the delay above.
+MAX_CAUSE_NOTICE_SECONDS: Final = 120.0
 
 # alerts.toml lists the strongest cause first, and an alert only inhibits alerts below it: there can be no cycle.
 CAUSE_ORDER: Final = {
@@ -98,10 +101,12 @@ def find_successors(absent: Finding, present: Iterable[Finding]) -> tuple[Findin
 
 
 def began_in_time(target: Finding, source: Finding) -> bool:
-    """Whether `target` began early enough to be a consequence. The end of a job ends all its problems at any time."""
+    """Whether `target` began at a time at which `source` can be its cause. The end of a job ends all its problems at
+    any time."""
     if not ALERT_KINDS[target.alert].stops_job or source.alert is AlertName.JOB_COMPLETED:
         return True
-    return target.since_seconds - source.since_seconds <= MAX_CONSEQUENCE_DELAY_SECONDS
+    delay = target.since_seconds - source.since_seconds
+    return -MAX_CAUSE_NOTICE_SECONDS <= delay <= MAX_CONSEQUENCE_DELAY_SECONDS
 
 
 def has_suspect_on_node(crash: Finding, gpu_fault: Finding) -> bool:

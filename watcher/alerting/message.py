@@ -44,7 +44,7 @@ class AlertMessage:
 
     @property
     def inhibited_sentence(self) -> str:
-        if not self.inhibited:
+        if not self.inhibited or self.is_closed:
             return ""
         them = "it" if len(self.inhibited) == 1 else "them"
         return f"This alert also explains {', '.join(self.inhibited)}, so no separate messages are sent for {them}."
@@ -124,6 +124,10 @@ def title_prefix(notice: NoticeKind, reason: NotifyReason, severity: Severity) -
         return {NotifyReason.MORE_SEVERE: f"RAISED to {level}", NotifyReason.CONFIRMED: f"CONFIRMED {level}"}.get(
             reason, f"UPDATE {level}"
         )
+    if reason is NotifyReason.REOPENED:
+        return f"{level} AGAIN"
+    if reason is NotifyReason.OUTLIVED_CAUSE:
+        return f"STILL {level}"
     return level
 
 

@@ -24,7 +24,7 @@ from wattwatch.watcher.alerting.episode import EpisodeDiagnosis
 from wattwatch.watcher.alerting.notify_policy import RESTART_GRACE_MAX_SECONDS
 from wattwatch.watcher.common.state_store import EpisodeRow, StateStore, StateStoreError
 from wattwatch.watcher.config.settings import ReceiverSection, RouteSection
-from wattwatch.watcher.detection.model import AlertName, Finding, Severity
+from wattwatch.watcher.detection.model import AlertName, Finding, Severity, Suspect
 from wattwatch.watcher.detection.trackers.recovery import RecoveryEvidence
 
 NODE_DOWN = finding(AlertName.NODE_UNREACHABLE, "node-02", gpus_idle=8)
@@ -207,6 +207,36 @@ def test_a_job_stopped_by_a_gpu_fault_is_named_once_in_a_message_about_the_fault
     assert watch.messages() == [("firing", "GpuFault", "critical")] * 2
     assert "caused another critical alert" in watch.last()["annotations"]["reason"]
     assert "JobHung: No step for 95 s" in watch.last()["annotations"]["reason"]
+
+
+def test_a_gpu_that_has_only_its_index_after_a_restart_is_the_alert_that_named_its_pci_id(watch: Watch) -> None:
+    suspect = (Suspect("node-02", 3, 11),)
+    watch.evaluate(finding(AlertName.GPU_FAULT, "node-02/0000:9b:00", suspects=suspect), times=5)
+    watch.restart()
+    by_index = finding(AlertName.GPU_FAULT, "node-02/3", suspects=(Suspect("node-02", 3),))
+    watch.evaluate(by_index, times=5)
+    assert watch.messages() == [("firing", "GpuFault", "critical")]
+    watch.evaluate(by_index, finding(AlertName.GPU_FAULT, "node-02/4", suspects=(Suspect("node-02", 4),)), times=5)
+    assert watch.messages() == [("firing", "GpuFault", "critical")] * 2
+
+
+def reasons_of(watch: Watch) -> list[str]:
+    watch.messages()
+    return [post.content["alerts"][0]["annotations"]["reason"] for post in watch.hook.posts]
+
+
+def test_a_hang_that_people_know_of_is_not_reported_again_by_a_gpu_fault_that_comes_and_goes(watch: Watch) -> None:
+    lost, hang = finding(AlertName.GPU_FAULT, "node-02/0000:9b:00", since=100.0), finding(since=110.0)
+    watch.evaluate(lost, times=5)
+    watch.evaluate(lost, hang, times=20)
+    assert "JobHung: No step for 95 s" in watch.last()["annotations"]["reason"]
+    for _ in range(2):
+        watch.evaluate(hang, times=5)
+        watch.evaluate(lost, hang, times=20)
+    assert sum("JobHung" in reason for reason in reasons_of(watch)) == 1
+    watch.evaluate(hang, times=120)
+    assert watch.messages().count(("firing", "JobHung", "critical")) == 1
+    assert any("but the problem persists" in reason for reason in reasons_of(watch))
 
 
 def test_a_silent_node_whose_summary_says_the_job_stopped_is_not_reported_again_for_the_hang(watch: Watch) -> None:

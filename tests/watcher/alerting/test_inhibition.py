@@ -69,7 +69,8 @@ HUNG = finding(AlertName.JOB_HUNG)
             False,
         ),
         ("a slow job, however long after", GPU_LOST, finding(AlertName.JOB_SLOW, since=6000.0), True),
-        ("a hang that began before the node was lost", NODE_DOWN, finding(since=-600.0), True),
+        ("a hang shortly before its cause was noticed", NODE_DOWN, finding(since=-120.0), True),
+        ("a hang that had lasted ten minutes when the node was lost", NODE_DOWN, finding(since=-600.0), False),
         (
             "a process killed on the node of the faulty GPU",
             GPU_LOST,

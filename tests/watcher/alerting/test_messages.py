@@ -71,6 +71,33 @@ def closing_message() -> AlertMessage:
     return compose_message(closed, NoticeKind.CLOSED, NotifyReason.CLEARED, 120.0, WALL + 25, None)
 
 
+@pytest.mark.parametrize(
+    ("reason", "title"),
+    [
+        (NotifyReason.OPENED, "CRITICAL JobHung llama"),
+        (NotifyReason.REOPENED, "CRITICAL AGAIN JobHung llama"),
+        (NotifyReason.OUTLIVED_CAUSE, "STILL CRITICAL JobHung llama"),
+    ],
+)
+def test_the_title_says_whether_an_alert_is_new(reason: NotifyReason, title: str) -> None:
+    update = EpisodeUpdate(finding(), now=95.0, wall=WALL)
+    decision = NotifyDecision(reason, NoticeKind.OPENED)
+    episode = advance_episode(open_episode("e1", update, finding()), update, decision, ("webhook",))
+    assert compose_message(episode, NoticeKind.OPENED, reason, 95.0, WALL, None).title == title
+
+
+def test_a_closing_message_no_longer_names_what_the_alert_explained() -> None:
+    lost, hang = finding(AlertName.GPU_FAULT, "node-02/3"), finding()
+    update = EpisodeUpdate(lost, now=95.0, wall=WALL, consequences=(hang,))
+    episode = advance_episode(
+        open_episode("e1", update, lost), update, NotifyDecision(NotifyReason.OPENED, NoticeKind.OPENED), ("webhook",)
+    )
+    opened = compose_message(episode, NoticeKind.OPENED, NotifyReason.OPENED, 95.0, WALL, None)
+    closed = compose_message(episode, NoticeKind.CLOSED, NotifyReason.CLEARED, 120.0, WALL, None)
+    assert "also explains JobHung" in opened.text
+    assert "JobHung" not in closed.text
+
+
 def test_a_message_has_verdict_suspect_evidence_cost_start_and_next_step() -> None:
     assert message().text.splitlines() == [
         "CRITICAL JobHung llama",
