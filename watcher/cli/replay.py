@@ -120,6 +120,7 @@ def replay_object(result: ReplayResult) -> dict[str, Any]:
         "source": result.source,
         "seconds": result.seconds,
         "rounds": result.rounds,
+        "samples": result.samples,
         "states": [
             {"at_seconds": c.at_seconds, "job": c.job, "state": c.state, "reason": c.reason} for c in result.changes
         ],
@@ -155,7 +156,7 @@ def replay_object(result: ReplayResult) -> dict[str, Any]:
 
 def print_replay(result: ReplayResult) -> None:
     console = text_console()
-    samples = format_count(result.rounds, "sample")
+    samples = format_count(result.samples, "sample")
     console.print(f"[bold]{escape(result.source)}[/]: {samples} over {format_elapsed(result.seconds)}")
     several = len({change.job for change in result.changes}) > 1
     lines = [

@@ -26,6 +26,7 @@ from wattwatch.watcher.detection.model import (
     MAX_GAP_INTERVALS,
     AlertName,
     Finding,
+    JobProgress,
     JobSample,
     JobSpec,
     JobState,
@@ -38,7 +39,7 @@ from wattwatch.watcher.detection.trackers.observation import JobHistory, Observa
 from wattwatch.watcher.detection.trackers.processes import ProcessTracker
 from wattwatch.watcher.detection.trackers.reachability import ReachabilityTracker
 from wattwatch.watcher.detection.trackers.slowdown import SlowdownTracker
-from wattwatch.watcher.detection.trackers.step_rate import StepRateTracker
+from wattwatch.watcher.detection.trackers.step_rate import LATE_FACTOR, StepRateTracker
 from wattwatch.watcher.detection.trackers.step_timeout import is_evaluating
 from wattwatch.watcher.detection.wasted_time import WastedTime
 
@@ -222,8 +223,9 @@ class JobDetector:
             return JobState.UNKNOWN, verdict.why
         if observation.alive is False and not sample.progress.readable:
             return JobState.IDLE, "no process of the job is running on the nodes that answer"
-        if self._spec.has_progress_source and self._step_rate.advances == 0 and verdict.state in NOT_YET_WORKING:
-            return JobState.STARTING, "no step has been seen yet"
+        not_yet_working = self._step_rate.advances == 0 and verdict.state in NOT_YET_WORKING
+        if self._spec.has_progress_source and not_yet_working and not _is_stepping(sample.progress):
+            return JobState.STARTING, _describe_start(sample.progress)
         return self._state_by_power(observation)
 
     def _state_by_power(self, observation: Observation) -> tuple[JobState, str]:
@@ -233,7 +235,21 @@ class JobDetector:
         advancing = usual is not None and stalled is not None and not self._step_rate.is_late
         if advancing and state not in (JobState.COMPUTING, JobState.COMMUNICATING, JobState.STARVING):
             # Light work near the power floor, or GPUs that cannot be read: the step counter is the better source.
-            return JobState.COMPUTING, f"steps advance at intervals of at most {usual:.1f} s; {verdict.why}"
+            last = f"the last step was counted {stalled:.0f} s ago, and one usually takes at most {usual:.1f} s"
+            return JobState.COMPUTING, f"{last}; {verdict.why}"
         if verdict.state is PowerState.IDLE and not observation.alive:
             return JobState.IDLE, verdict.why
         return state or JobState.UNKNOWN, verdict.why
+
+
+def _is_stepping(progress: JobProgress) -> bool:
+    """Its own time stamps say that steps advance, though none was counted since the watcher looks."""
+    interval, age = progress.line_interval_seconds, progress.age_seconds
+    return progress.step is not None and interval is not None and age is not None and age <= LATE_FACTOR * interval
+
+
+def _describe_start(progress: JobProgress) -> str:
+    if progress.step is None:
+        return "no step has been seen yet"
+    age = "" if progress.age_seconds is None else f", and the last change was {progress.age_seconds:.0f} s ago"
+    return f"no new step has been counted yet: the log or heartbeat shows step {progress.step:,}{age}"

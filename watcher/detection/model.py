@@ -119,6 +119,8 @@ class NodeState:
     @property
     def unreadable_reason(self) -> str:
         """Why the node's GPUs cannot be read. Constant over time: a detail that counts seconds belongs in evidence."""
+        if self.status is HostStatus.UNREACHABLE and self.age_seconds is None:
+            return NEVER_ANSWERED_TEXT
         first, *_ = self.detail.split("; ")
         if self.status is HostStatus.DRIVER_DOWN and first:
             return first
@@ -131,6 +133,8 @@ class NodeState:
             return self.detail
         if not self.detail:
             return self.unreadable_reason
+        if self.status is HostStatus.UNREACHABLE and self.age_seconds is None:
+            return f"{NEVER_ANSWERED_TEXT} ({self.detail})"
         return f"{HOST_STATUS_TEXT.get(self.status, self.status.value)} ({self.detail})"
 
     @property
@@ -142,6 +146,7 @@ class NodeState:
         return f"the job's {source} still readable"
 
 
+NEVER_ANSWERED_TEXT: Final = "no answer yet"  # it may not even have been asked: logins are limited in number
 HOST_STATUS_TEXT: Final = {
     HostStatus.UNREACHABLE: "node does not answer",
     HostStatus.AUTH_FAILED: "SSH login refused",

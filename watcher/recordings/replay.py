@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +16,7 @@ from wattwatch.watcher.detection.baselines.profiles import UserProfile
 from wattwatch.watcher.detection.model import JobState
 from wattwatch.watcher.engine.engine import Engine
 from wattwatch.watcher.engine.snapshot import EpisodeView, Snapshot
-from wattwatch.watcher.recordings.format import Recording
+from wattwatch.watcher.recordings.format import RecordedEvent, Recording
 from wattwatch.watcher.recordings.inputs import GpuLog, SourcePlayer
 
 # Samples that come within this fraction of an interval form one round. Chosen: nodes answer within milliseconds of each
@@ -54,7 +54,8 @@ class ReplayResult:
 
     source: str
     seconds: float
-    rounds: int
+    rounds: int  # updates of the watcher, those without a new sample included
+    samples: int  # lines of nodes, or rounds of a log
     changes: tuple[StateChange, ...]
     episodes: tuple[
         EpisodeView, ...
@@ -84,7 +85,8 @@ class SourceClock(Clock):
 def replay(name: str, source: GpuLog | Recording, profiles: Sequence[UserProfile] = ()) -> ReplayResult:
     """Judges everything in `source`, in order, as if it came in live. `profiles`: the user's own."""
     clock = SourceClock()
-    player = SourcePlayer(source.specs, iter(source.events))
+    counter = SampleCounter(source.events)
+    player = SourcePlayer(source.specs, iter(counter))
     interval = min((spec.interval_seconds for spec in source.specs), default=1.0)
     changes: list[StateChange] = []
     episodes: dict[str, EpisodeView] = {}
@@ -110,7 +112,22 @@ def replay(name: str, source: GpuLog | Recording, profiles: Sequence[UserProfile
                     episodes[episode.id] = episode
         finally:
             store.close()
-    return ReplayResult(name, clock.wall(), rounds, tuple(changes), tuple(episodes.values()), tuple(alerts))
+    return ReplayResult(
+        name, clock.wall(), rounds, counter.samples, tuple(changes), tuple(episodes.values()), tuple(alerts)
+    )
+
+
+class SampleCounter:
+    """The same events, and how many of them had a sample."""
+
+    def __init__(self, events: Iterable[RecordedEvent]) -> None:
+        self._events = events
+        self.samples = 0
+
+    def __iter__(self) -> Iterator[RecordedEvent]:
+        for event in self._events:
+            self.samples += event.sample is not None
+            yield event
 
 
 def _transition(before: EpisodeView | None, now: EpisodeView) -> AlertTransition | None:

@@ -44,7 +44,9 @@ from wattwatch.watcher.detection.model import (
     IDLE_PERCENT,
     Alternative,
     JobSample,
+    NodeState,
     PowerState,
+    RankGpu,
     Suspect,
     UtilizationPattern,
     Verdict,
@@ -81,15 +83,28 @@ def classify(
 def with_extent(verdict: Verdict, sample: JobSample) -> Verdict:
     """The verdict on a part of the job, named as such. A GPU that is not seen does the same as the others or it does
     not, and nothing says which: it counts half. A fault of one GPU is a fault, however many are seen."""
-    if not sample.extent or verdict.state is PowerState.GPU_FAULT:
+    seen, judged = len(sample.gpus), len(_readable_gpus(sample))
+    if not judged or verdict.state is PowerState.GPU_FAULT:
         return verdict
-    factor = (1.0 + sample.seen_share) / 2.0
+    share = sample.seen_share * judged / seen
+    if share >= 1.0:
+        return verdict
+    extent = sample.extent
+    if judged < seen:
+        extent = f"{judged} of {max(seen, round(seen / sample.seen_share))} GPUs can be judged"
+    factor = (1.0 + share) / 2.0
     other = verdict.alternative
     return replace(
         verdict,
         confidence=round(verdict.confidence * factor, 2),
-        why=f"Only {sample.extent}. {verdict.why}",
+        why=f"Only {extent}. {verdict.why}",
         alternative=None if other is None else replace(other, confidence=round(other.confidence * factor, 2)),
+    )
+
+
+def _readable_gpus(sample: JobSample) -> tuple[RankGpu, ...]:
+    return tuple(
+        g for g in sample.gpus if valid_power_watts(g.gpu) is not None and g.gpu.utilization_percent is not None
     )
 
 
@@ -101,9 +116,7 @@ def _classify(
     faulty = _faulty_gpu(sample)
     if faulty is not None:
         return faulty
-    readable = tuple(
-        g for g in sample.gpus if valid_power_watts(g.gpu) is not None and g.gpu.utilization_percent is not None
-    )
+    readable = _readable_gpus(sample)
     if len(readable) < max(1, (len(sample.gpus) + 1) // 2):
         return _readings_missing(sample, progress)
     features = extract_features(sample, readable, profile, progress, learned)
@@ -119,10 +132,7 @@ def _classify(
 
 
 def _no_readable_gpu(sample: JobSample) -> Verdict:
-    reasons = [
-        f"{node.node}: {'no GPU reading received' if node.status is HostStatus.OK else node.unreadable_reason_in_full}"
-        for node in sample.nodes
-    ]
+    reasons = [f"{node.node}: {_why_no_reading(node)}" for node in sample.nodes]
     driver_lost = any(node.status in (HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES) for node in sample.nodes)
     return Verdict(
         state=PowerState.UNKNOWN,
@@ -132,6 +142,12 @@ def _no_readable_gpu(sample: JobSample) -> Verdict:
         advice="The job itself may be fine. Run nvidia-smi on the node to see whether its GPUs respond."
         + (" The NVIDIA driver was replaced or has failed." if driver_lost else ""),
     )
+
+
+def _why_no_reading(node: NodeState) -> str:
+    if node.status is not HostStatus.OK:
+        return node.unreadable_reason_in_full
+    return "no data yet" if node.age_seconds is None else f"no data for {node.age_seconds:.0f} s"
 
 
 def _faulty_gpu(sample: JobSample) -> Verdict | None:

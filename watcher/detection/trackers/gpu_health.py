@@ -221,9 +221,7 @@ class GpuHealthTracker:
         return next(known, "?" if index is None else str(index))
 
 
-def _add_evidence(
-    found: dict[GpuPlace, tuple[Suspect, list[str]]], suspect: Suspect, key: str, text: str
-) -> None:
+def _add_evidence(found: dict[GpuPlace, tuple[Suspect, list[str]]], suspect: Suspect, key: str, text: str) -> None:
     """One finding per GPU. The source that knows its rank names it."""
     known, evidence = found.setdefault((suspect.node, key), (suspect, []))
     if known.rank is None and suspect.rank is not None:
