@@ -137,6 +137,12 @@ def generic_profile() -> PowerProfile:
 
 
 @cache
+def highest_communication_watts() -> float:
+    """The most power that communication takes on any GPU model with a profile, measured or scaled."""
+    return max(band.high_watts for each in shipped_profiles() if (band := each.communication) is not None)
+
+
+@cache
 def profile_for(name: str | None, limit_watts: float | None) -> PowerProfile:
     """The shipped profile of a GPU model at its limit. An unknown model gets the generic one, scaled as a whole."""
     for profile in shipped_profiles()[:-1]:

@@ -13,7 +13,7 @@ import statistics
 from typing import Final
 
 from wattwatch.watcher.detection.baselines.baseline import HIGHEST_FLOOR_WATTS
-from wattwatch.watcher.detection.baselines.profiles import generic_profile
+from wattwatch.watcher.detection.baselines.profiles import generic_profile, highest_communication_watts
 from wattwatch.watcher.detection.classifier.conclusion import make_verdict
 from wattwatch.watcher.detection.classifier.features import (
     FLOOR_TOLERANCE,
@@ -25,6 +25,7 @@ from wattwatch.watcher.detection.classifier.features import (
 from wattwatch.watcher.detection.model import (
     IDLE_PERCENT,
     PowerState,
+    RankGpu,
     UtilizationPattern,
     Verdict,
     valid_power_watts,
@@ -38,13 +39,22 @@ EVEN_SPREAD: Final = 15.0
 NEAR_PLATEAU: Final = 0.95  # GPUs of one model differ by a few per cent
 # A GPU that gets work now and then reads some per cent, at the power of clocks that stay up.
 OCCASIONAL_WORK_PERCENT: Final = 5.0
+# Chosen: GPUs of one model that do the same work differ by a few per cent only.
+STRAGGLER_POWER_RATIO: Final = 2.0
+WITHOUT_MODEL: Final = "without the GPU model, power does not show"
 
 
 def classify_active_power(features: PowerFeatures) -> Verdict:
     """The verdict on GPUs of which at least one draws more than the power floor."""
+    if not features.profile_known:
+        return _classify_unnamed_model(features)
     pattern, watts = features.match.pattern, features.median_watts
-    if not features.floor_known and pattern is not UtilizationPattern.ALL_LOW and watts < _certain_work_watts(features):
-        return _floor_unknown(features)
+    if (
+        not features.floor_known
+        and pattern is not UtilizationPattern.ALL_LOW
+        and watts < features.profile.compute_watts
+    ):
+        return _no_gap(features)
     if pattern is UtilizationPattern.ALL_BUSY:
         return _evenly_busy(features)
     if pattern is UtilizationPattern.SCATTER:
@@ -65,25 +75,91 @@ def classify_active_power(features: PowerFeatures) -> Verdict:
     return make_verdict(features, PowerState.UNKNOWN, 0.35, why, (PowerState.HANG, 0.3), suspects)
 
 
-def _certain_work_watts(features: PowerFeatures) -> float:
-    """Power that no GPU draws without working: by its profile, or above every floor ever seen."""
-    return features.profile.compute_watts if features.profile_known else HIGHEST_FLOOR_WATTS
-
-
-def _floor_unknown(features: PowerFeatures) -> Verdict:
-    """A GPU without model and limit, or one on which spinning and work draw about the same."""
-    problem = (
-        "waiting and working draw nearly the same power on this GPU model"
-        if features.profile_known
-        else "the power that this GPU draws while it only waits is unknown"
-    )
+def _no_gap(features: PowerFeatures) -> Verdict:
+    """A GPU model on which spinning and work draw about the same."""
+    problem = "waiting and working draw nearly the same power on this GPU model"
     if features.progress is StepProgress.ADVANCING:
-        state, other = PowerState.COMPUTE, PowerState.COMMUNICATION
-        if features.profile_known:
-            state, other = other, state
-        return make_verdict(features, state, 0.5, f"Steps advance; {problem}", (other, 0.3))
+        why = f"Steps advance; {problem}"
+        return make_verdict(features, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.3))
     why = f"GPUs are busy, but {problem}, so power does not show whether they work or wait"
     return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3), features.single_outlier)
+
+
+# GPUs of which neither the model nor the power limit is known. Their watts belong to no range: 640 W is communication
+# on a B300 and full work on an H100 (arXiv 2608.05944, section 3: watts are specific to the hardware, the ordering and
+# the pattern over the ranks are not). What remains is how the GPUs of one sample compare with each other, and what
+# holds on every model.
+
+
+def _classify_unnamed_model(features: PowerFeatures) -> Verdict:
+    pattern = features.match.pattern
+    watts = [valid_power_watts(g.gpu) or 0.0 for g in features.gpus]
+    working = min(watts) > HIGHEST_FLOOR_WATTS  # on every model, each of these GPUs does more than wait
+    if pattern is UtilizationPattern.ALL_LOW:
+        return _no_kernels_on_unnamed_model(features)
+    if features.progress is StepProgress.ADVANCING:
+        if pattern is UtilizationPattern.SCATTER and not _is_even(features):
+            why = f"Steps advance. {features.scatter_text}: the GPUs are probably waiting for input at different times"
+            return make_verdict(features, PowerState.STARVATION, 0.5, why, (PowerState.COMPUTE, 0.3))
+        why = f"Steps advance; {WITHOUT_MODEL} how hard the GPUs work"
+        return make_verdict(features, PowerState.COMPUTE, 0.5, why, (PowerState.COMMUNICATION, 0.3))
+    if pattern is UtilizationPattern.ALL_BUSY and (slow := _much_more_power(features)):
+        why = (
+            f"{len(slow)} of {len(watts)} GPUs {'draws' if len(slow) == 1 else 'draw'} at least "
+            f"{STRAGGLER_POWER_RATIO:.0f} times the power of the others at the same utilization: the others are "
+            "probably waiting"
+        )
+        return make_verdict(features, PowerState.STRAGGLER, 0.45, why, (PowerState.HANG, 0.3), slow)
+    if min(watts) > highest_communication_watts() and pattern in (
+        UtilizationPattern.ALL_BUSY,
+        UtilizationPattern.SCATTER,
+    ):
+        why = (
+            "All GPUs are busy and draw more power than communication takes on any GPU model with a profile "
+            f"({highest_communication_watts():.0f} W)"
+        )
+        return make_verdict(features, PowerState.COMPUTE, 0.6, why, (PowerState.COMMUNICATION, 0.2))
+    if working and pattern is UtilizationPattern.SCATTER and not _is_even(features):
+        why = (
+            f"{features.scatter_text}: the GPUs are probably waiting for input at different times; {WITHOUT_MODEL} "
+            "whether they compute instead"
+        )
+        return make_verdict(features, PowerState.STARVATION, 0.45, why, (PowerState.COMPUTE, 0.3))
+    if working:
+        evenly = pattern in (UtilizationPattern.ALL_BUSY, UtilizationPattern.SCATTER)
+        busy = "All GPUs are evenly busy" if evenly else "Some GPUs are idle and the others busy"
+        why = (
+            f"{busy}, and each draws more power than any known GPU model needs to wait ({HIGHEST_FLOOR_WATTS:.0f} W); "
+            f"{WITHOUT_MODEL} whether they compute or communicate"
+        )
+        return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.COMPUTE, 0.3))
+    why = f"GPUs are busy, but {WITHOUT_MODEL} whether they work or wait"
+    return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3), features.single_outlier)
+
+
+def _much_more_power(features: PowerFeatures) -> list[RankGpu]:
+    """The few GPUs that draw at least STRAGGLER_POWER_RATIO times the power of all others, which may be waiting."""
+    watts = {id(g): valid_power_watts(g.gpu) or 0.0 for g in features.gpus}
+    most = max(watts.values())
+    high = [g for g in features.gpus if watts[id(g)] * STRAGGLER_POWER_RATIO > most]
+    low = [w for w in watts.values() if w * STRAGGLER_POWER_RATIO <= most]
+    if not low or len(high) > len(low) or max(low) > HIGHEST_FLOOR_WATTS:
+        return []
+    return high if min(watts[id(g)] for g in high) >= STRAGGLER_POWER_RATIO * max(low) else []
+
+
+def _no_kernels_on_unnamed_model(features: PowerFeatures) -> Verdict:
+    if features.median_watts > HIGHEST_FLOOR_WATTS:
+        why = (
+            "Utilization is near 0 % although GPUs draw more power than any known GPU model draws when it is idle "
+            f"({HIGHEST_FLOOR_WATTS:.0f} W): the sample was probably taken between two kernels"
+        )
+        return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.COMPUTE, 0.3))
+    why = (
+        f"No kernel is running, and {WITHOUT_MODEL} whether the GPUs worked a moment ago: the job may be starting up, "
+        "pausing between phases, or no longer launching work"
+    )
+    return make_verdict(features, PowerState.IDLE, 0.45, why, (PowerState.HANG, 0.3))
 
 
 def _evenly_busy(features: PowerFeatures) -> Verdict:

@@ -19,6 +19,7 @@ from wattwatch.watcher.detection.model import JobSample, PowerState, Verdict
 
 StatePair = frozenset[PowerState]
 STEPS_SOURCE: Final = "steps"  # the only source that the user can answer for, with --progress
+MODEL_SOURCE: Final = "model"  # asked for only where the sample names neither a model nor a power limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,13 @@ def deciding_check(verdict: Verdict, sample: JobSample, *, steps_reported: bool 
     if other is None:
         return ambiguity_table().alone.get(state)
     checks = ambiguity_table().pairs.get(frozenset((state, other.state)), ambiguity_table().otherwise)
-    unanswered = [check for check in checks if not (steps_reported and check.source == STEPS_SOURCE)]
+    answered = {STEPS_SOURCE} if steps_reported else set()
+    if names_model(sample):
+        answered.add(MODEL_SOURCE)
+    unanswered = [check for check in checks if check.source not in answered]
     text = _check_text(unanswered[0] if unanswered else checks[-1], sample)
-    missing = _missing_reading(sample) if state is PowerState.UNKNOWN else None
+    asks_for_model = bool(unanswered) and unanswered[0].source == MODEL_SOURCE
+    missing = _missing_reading(sample) if state is PowerState.UNKNOWN and not asks_for_model else None
     return text if missing is None else f"Because {missing}, {text[0].lower()}{text[1:]}"
 
 
@@ -89,6 +94,8 @@ def _current_reading(source: str, sample: JobSample) -> str | None:
             return None
         since = "" if progress.age_seconds is None else f", last changed {progress.age_seconds:.0f} s ago"
         return f"now at step {progress.step:,}{since}"
+    if source == MODEL_SOURCE:
+        return None
     if source == "files":
         return _checkpoint_reading(sample)
     if source == "data_wait":
@@ -124,6 +131,9 @@ def _missing_reading(sample: JobSample) -> str | None:
         return missing["power"]
     if 2 * sum(g.utilization_percent is None for g in gpus) > len(gpus):
         return missing["utilization"]
-    if not any(g.name or g.power_limit_watts for g in gpus):
-        return missing["floor"]
-    return None
+    return None if names_model(sample) else missing["floor"]
+
+
+def names_model(sample: JobSample) -> bool:
+    """Whether some GPU of the sample has a model name or a power limit: without either, its watts mean nothing."""
+    return any(ranked.gpu.name or ranked.gpu.power_limit_watts for ranked in sample.gpus)

@@ -19,7 +19,7 @@ from wattwatch.collectors.samples import HostStatus, ReadingStatus
 from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.detection.baselines.baseline import JobBaseline
 from wattwatch.watcher.detection.baselines.profiles import PowerProfile
-from wattwatch.watcher.detection.classifier.active_power import classify_active_power
+from wattwatch.watcher.detection.classifier.active_power import STRAGGLER_POWER_RATIO, classify_active_power
 from wattwatch.watcher.detection.classifier.ambiguity import with_deciding_check
 from wattwatch.watcher.detection.classifier.conclusion import ADVICE, PROVIDE_PROGRESS, make_verdict
 from wattwatch.watcher.detection.classifier.features import (
@@ -53,8 +53,6 @@ from wattwatch.watcher.detection.model import (
     valid_power_watts,
 )
 
-# Chosen: GPUs of one model that do the same work differ by a few per cent only.
-STRAGGLER_POWER_RATIO: Final = 2.0
 SLOWDOWN_REASONS: Final = frozenset(
     {"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown"}
 )

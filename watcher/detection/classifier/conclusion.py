@@ -12,6 +12,11 @@ from wattwatch.watcher.detection.model import AlertName, Alternative, PowerState
 # Live, the step counter can be read. `wattwatch triage` replaces this by its own option.
 PROVIDE_PROGRESS: Final = "Provide the job's progress (a log or a run directory)"
 
+# What makes the power of unnamed GPUs mean something.
+NAME_THE_MODEL: Final = (
+    "Add the columns name and power.limit to the query, or pass --board MODEL (such as --board B300)"
+)
+
 MAX_CONFIDENCE: Final = 0.99  # one sample is never proof
 
 # The next step, by state. Its reader was asleep a minute ago.
@@ -44,12 +49,15 @@ def make_verdict(
     suspects: Sequence[RankGpu] = (),
 ) -> Verdict:
     """The verdict `state`, with the numbers of `features` behind `why` (a clause without a full stop)."""
+    advice = ADVICE[state]
+    if state is PowerState.UNKNOWN and not features.profile_known:
+        advice = f"{NAME_THE_MODEL}. {advice}"
     return Verdict(
         state=state,
         confidence=round(min(MAX_CONFIDENCE, confidence), 2),
         pattern=features.match.pattern,
         why=f"{why} ({features.description}).",
-        advice=ADVICE[state],
+        advice=advice,
         suspects=tuple(Suspect(g.node, g.gpu.index, g.rank) for g in suspects),
         power_fraction=features.power_fraction,
         alternative=None if alternative is None else Alternative(alternative[0], round(alternative[1], 2)),

@@ -277,7 +277,7 @@ def observed_floor_watts(gpus: Sequence[RankGpu], floor_watts: float | None = No
 
 
 NO_FLOOR: Final = (
-    "the power of GPUs that only wait is unknown, because the input does not name the GPU model or its power limit"
+    "the power of GPUs that only wait is unknown, because the input names neither the GPU model nor its power limit"
 )
 
 

@@ -78,11 +78,12 @@ def stalled_verdict(features: PowerFeatures) -> Verdict | None:
         )
         return make_verdict(features, PowerState.HANG, 0.75, why, (PowerState.CHECKPOINT, 0.25), suspects)
     confidence = 0.95 if features.at_floor else 0.8
-    why = (
-        "Steps have stopped, and all GPUs draw so little power that they are idle or only waiting"
-        if features.at_floor
-        else "Steps have stopped, although some GPUs draw more power than GPUs that only wait"
-    )
+    if features.at_floor:
+        why = "Steps have stopped, and all GPUs draw so little power that they are idle or only waiting"
+    elif features.profile_known:
+        why = "Steps have stopped, although some GPUs draw more power than GPUs that only wait"
+    else:
+        why = "Steps have stopped; whether the GPUs work or wait cannot be told from their power"
     return make_verdict(features, PowerState.HANG, confidence, why, (PowerState.WAITING, 0.1), suspects)
 
 
