@@ -77,6 +77,16 @@ def test_what_is_known_about_the_steps_is_taken_into_account() -> None:
     assert advancing.state != "hang"
 
 
+def test_the_gpu_model_can_be_named_where_the_readings_do_not() -> None:
+    unnamed = "index, utilization.gpu [%], power.draw [W]\n" + "".join(f"{i}, 100 %, 640.00 W\n" for i in range(8))
+    assert [wattwatch.triage(unnamed)[0].state, wattwatch.triage(unnamed, board="B300")[0].state] == [
+        "unknown",
+        "communication",
+    ]
+    with pytest.raises(ValueError, match="there is no power profile for 'b9000'"):
+        wattwatch.triage(unnamed, board="b9000")
+
+
 def test_text_without_readings_is_unknown_and_a_missing_file_an_error(tmp_path: Path) -> None:
     (verdict,) = wattwatch.triage("hello")
     assert verdict.state == "unknown"

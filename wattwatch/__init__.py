@@ -47,18 +47,22 @@ _TYPES = {
 
 
 def triage(
-    text_or_path: str | os.PathLike[str], *, progress: Literal["advancing", "stalled"] | None = None
+    text_or_path: str | os.PathLike[str],
+    *,
+    progress: Literal["advancing", "stalled"] | None = None,
+    board: str | None = None,
 ) -> list[Verdict]:
     """One verdict for each job in some GPU readings, as `wattwatch triage` gives it.
 
     `text_or_path` is the readings themselves (what nvidia-smi prints, a log of it, JSON samples) or the path of a file
     with them, or of a recording. A string is a path if a file of that name exists. `progress` is what you know about
-    the steps of the job. Raises InputError or RecordingError if the input cannot be read; readings that say nothing
-    are no error, their verdict is "unknown".
+    the steps of the job, `board` the GPU model ("B300") for readings that do not name it. Raises InputError or
+    RecordingError if the input cannot be read, ValueError for a model without a power profile. Readings that say
+    nothing are no error: their verdict is "unknown".
     """
     from wattwatch.watcher.recordings.triage import triage_text_or_path
 
-    return [result.verdict for result in triage_text_or_path(text_or_path, progress)]
+    return [result.verdict for result in triage_text_or_path(text_or_path, progress, board)]
 
 
 def diagnose(path: str | os.PathLike[str]) -> Diagnosis:

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, Self, get_args
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from wattwatch.watcher.common.formatting import describe_invalid_value
 from wattwatch.watcher.detection.classifier.features import StepProgress
 from wattwatch.watcher.detection.model import PowerState
 
@@ -155,7 +156,7 @@ def _series(name: str, sidecar: Path) -> LabeledSeries:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise LabelError(f"{sidecar}: {place + ': ' if place else ''}{first['msg']}") from None
+        raise LabelError(f"{sidecar}: {place + ': ' if place else ''}{describe_invalid_value(first)}") from None
     if whole and label.intervals:
         raise LabelError(f'{sidecar}: it contains both "state", for the whole log, and "intervals". Remove one of them')
     if not whole and not label.intervals:

@@ -116,11 +116,12 @@ def check_state_directory(config: Config) -> list[CheckResult]:
     directory = config.watcher.state_directory.expanduser()
     existing = next(place for place in (directory, *directory.parents) if place.exists())
     ok = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    detail = (
-        f"{directory} is writable"
-        if ok
-        else f"cannot write to {existing}: allow this user to write there, or change watcher.state_directory"
-    )
+    if not ok:
+        detail = f"cannot write to {existing}: allow this user to write there, or change watcher.state_directory"
+    elif existing == directory:
+        detail = f"{directory} is writable"
+    else:
+        detail = f"{directory} does not exist yet; `wattwatch serve` can create it, because {existing} is writable"
     return [CheckResult("state directory", "", ok, detail)]
 
 

@@ -69,6 +69,9 @@ def replay_command(files: tuple[Path, ...], profile_file: Path | None, anonymous
             worst = max(worst, UNKNOWN)
             continue
         worst = max([worst, *(SEVERITY_EXIT_CODES[e.severity] for e in result.episodes if e.suppressed_by is None)])
+        if not result.samples:
+            print_error(f"{path}: {result.problem}")
+            worst = max(worst, UNKNOWN)
         objects.append(replay_object(result))
         if not as_json:
             print_replay(result)
@@ -151,6 +154,7 @@ def replay_object(result: ReplayResult) -> dict[str, Any]:
             }
             for e in result.episodes
         ],
+        "problem": result.problem or None,
     }
 
 
@@ -166,8 +170,10 @@ def print_replay(result: ReplayResult) -> None:
     lines += [(change.at_seconds, describe_alert_change(change, several=several)) for change in result.alerts]
     for at_seconds, text in sorted(lines, key=lambda line: line[0]):
         console.print(f"  {format_elapsed(at_seconds):>9}  {text}")
-    if not result.episodes:
+    if not result.episodes and result.samples:
         console.print("  no alerts")
+    if result.problem and result.samples:
+        console.print(f"  {result.problem}")
 
 
 def describe_alert_change(change: AlertChange, *, several: bool) -> str:

@@ -13,6 +13,7 @@ from wattwatch.watcher.cli.shared import CRITICAL, config_option, print_error
 from wattwatch.watcher.config.settings import load_config
 from wattwatch.watcher.daemon.service import Service, ServiceStartError
 from wattwatch.watcher.daemon.systemd import SystemdNotifier
+from wattwatch.watcher.recordings.format import unused_recording_path
 
 
 @click.command()
@@ -21,7 +22,8 @@ from wattwatch.watcher.daemon.systemd import SystemdNotifier
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write all data from the nodes to this file (gzip), for `wattwatch replay` and bug reports.",
+    help="Write all data from the nodes to this file (gzip), for `wattwatch replay` and bug reports. A file that "
+    "exists is kept: the recording then goes to NAME-2, NAME-3 and so on.",
 )
 def serve_command(path: Path, record: Path | None) -> int:
     """Watch the configured jobs: send alerts, and serve the web page, the API and /metrics.
@@ -37,6 +39,9 @@ def serve_command(path: Path, record: Path | None) -> int:
         logging.getLogger(name).setLevel(logging.WARNING)
     # The status of each SSH link already says what is wrong; paramiko would add tracebacks about sockets and threads.
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)
+    if record is not None and (unused := unused_recording_path(record)) != record:
+        print_error(f"{record} already exists and is kept. The recording is written to {unused}")
+        record = unused
     try:
         return Service(config, record=record).run(SystemdNotifier())
     except ServiceStartError as error:

@@ -6,10 +6,10 @@ Pure functions. A value that is unknown is formatted as a dash, never as 0.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 UNKNOWN_TEXT: Final = "–"
 # Below this many seconds a duration keeps one decimal: 1.4 s and 2.4 s differ, 61.4 s and 62.4 s need not. Chosen at
@@ -19,6 +19,7 @@ DURATION_UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 MAX_RANK_RANGES: Final = 8  # chosen so that one line of a pager holds the ranks of any job
 MAX_NODES_LISTED: Final = 3
+MAX_VALUE_LENGTH: Final = 80  # of a wrong value that an error quotes
 PLURAL_VERBS: Final = {"has": "have", "is": "are", "waits": "wait"}
 SINGULAR_VERB: Final = re.compile(r"^(has|is|waits)\b|(?<= and )(waits|is|has)\b")
 LINE_BREAKS: Final = str.maketrans(dict.fromkeys("\n\t", "\N{REPLACEMENT CHARACTER}"))
@@ -97,6 +98,76 @@ def format_utc_time(wall_seconds: float) -> str:
 def format_count(number: int, noun: str) -> str:
     """ "1 rank", "15 ranks"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+# Types of pydantic's errors -> what a person should have written. The library's own words name Python's types ("Input
+# should be a valid tuple"), which say nothing to the author of a TOML file.
+EXPECTED_BY_ERROR_TYPE: Final[Mapping[str, str]] = {
+    "string_type": "text",
+    "string_sub_type": "text",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "none_required": "no value",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "set_type": "a list",
+    "frozen_set_type": "a list",
+    "iterable_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "dataclass_type": "a table",
+    "mapping_type": "a table",
+    "path_type": "a path",
+    "enum": "one of {expected}",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "less than {lt}",
+    "less_than_equal": "{le} or less",
+    "string_too_short": "at least {min_length}",
+    "string_too_long": "at most {max_length}",
+    "too_short": "at least {min_length}",
+    "too_long": "at most {max_length}",
+    "string_pattern_mismatch": "text that matches {pattern}",
+    "url_parsing": "a URL",
+    "url_scheme": "a URL that begins with {expected_schemes}",
+    "date_parsing": "a date",
+    "datetime_parsing": "a date and time",
+}
+LENGTH_NOUNS: Final = {"string_too_short": "character", "string_too_long": "character"}
+
+
+def describe_invalid_value(error: Mapping[str, Any]) -> str:
+    """What is wrong with a value, from one error of pydantic: "expected a list, got 5"."""
+    if error["type"] in ("value_error", "assertion_error"):
+        return str(error["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if error["type"] == "missing":
+        return "missing"
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return "unknown key"
+    if error["type"] == "json_invalid":
+        return f"not valid JSON: {error['ctx']['error']}"
+    expected = EXPECTED_BY_ERROR_TYPE.get(str(error["type"]))
+    value = single_line(repr(error.get("input")))
+    got = value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}..."
+    if expected is None:
+        return f"not a valid value: {got}"
+    details = {
+        name: format_count(value, LENGTH_NOUNS.get(str(error["type"]), "item"))
+        if name in ("min_length", "max_length")
+        else f"{value:g}"
+        if isinstance(value, float)
+        else value
+        for name, value in error.get("ctx", {}).items()
+    }
+    return f"expected {expected.format(**details)}, got {got}"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -30,6 +30,7 @@ from pydantic import (
 )
 
 from wattwatch.collectors.probe.request import LogSource, ProbeRequest
+from wattwatch.watcher.common.formatting import describe_invalid_value
 from wattwatch.watcher.detection.model import AlertName, JobSpec, Severity
 
 UNIT_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -495,12 +496,12 @@ def describe_validation_error(item: Any) -> list[str]:
         return [f"{place}: unknown key{hint}"]
     if item["type"] == "missing":
         return [f"{place}: missing{expected_value(location)}"]
-    message = str(item["msg"]).removeprefix("Value error, ")
+    problem = describe_invalid_value(item)
     if not place:
-        return message.splitlines()
-    if item["type"] == "value_error":
-        return [f"{place}: {message}"]
-    return [f"{place}: {message}, got {item['input']!r}"]
+        return problem.splitlines()
+    if item["type"] == "tuple_type" and place in TABLES:
+        problem = problem.replace("expected a list", f"expected [[{place}]] tables")
+    return [f"{place}: {problem}"]
 
 
 def format_location(location: list[str | int]) -> str:

@@ -188,6 +188,7 @@ class JobSample:
     checkpoints: tuple[CheckpointSample, ...] = ()  # one per directory: the freshest listing of any node
     wall_seconds: float = 0.0  # Unix time, for display only
     unseen: tuple[UnseenGpu, ...] = ()  # the job's other GPUs, as far as they are known
+    ranks_known: bool = True  # False: one host of a job that may have more, so GPU 0 need not be rank 0
 
     @property
     def expected_gpus(self) -> int | None:

@@ -9,6 +9,7 @@ recording began may follow the header (detection/prior_state.py).
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import itertools
 import os
@@ -55,6 +56,26 @@ class RecordedEvent:
     link: NodeLink | None = None
 
 
+@dataclass(slots=True)
+class RecordingEnd:
+    """How the file of a recording ends. Filled in while its events are iterated."""
+
+    complete: bool = False  # the watcher closed the file; otherwise its end is missing
+    samples: int = 0
+
+    @property
+    def problem(self) -> str:
+        """What a reader must know before he trusts a verdict on the recording; "" for nothing."""
+        if not self.samples:
+            return "The recording contains no samples of any node, so it says nothing about its jobs."
+        if not self.complete:
+            return (
+                "The end of the recording is missing: the file was cut off, or the watcher is still writing it or was "
+                "killed. What happened after its last sample is unknown."
+            )
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Recording:
     """An open recording: its jobs, and an iterator over what happened, in order. It can be iterated once."""
@@ -62,6 +83,7 @@ class Recording:
     specs: tuple[JobSpec, ...]
     events: Iterator[RecordedEvent]
     prior_state: PriorState | None = None  # what had been learned before its first line
+    end: RecordingEnd | None = None  # None: the events do not come from a file
 
 
 class RecordingWriter:
@@ -72,8 +94,13 @@ class RecordingWriter:
     """
 
     def __init__(self, path: Path, specs: Sequence[JobSpec]) -> None:
-        """Raises OSError if the file cannot be created. Only its owner may read it: it holds lines of logs."""
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+        """Raises OSError if the file cannot be created, FileExistsError if it already holds something. Only its owner
+        may read it: it holds lines of logs."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        size = os.fstat(descriptor).st_size
+        os.close(descriptor)
+        if size:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         self._lock = threading.Lock()
         self._file: gzip.GzipFile | None = gzip.GzipFile(path, "wb", compresslevel=5)
         self._links: dict[str, tuple[HostStatus, str]] = {}
@@ -126,6 +153,14 @@ class RecordingWriter:
                 self._file = None
 
 
+def unused_recording_path(path: Path) -> Path:
+    """The path itself, or the first of NAME-2, NAME-3 ... that is not taken: a recording is never overwritten, and a
+    watcher that is started again with the same command keeps recording."""
+    name, dot, suffixes = path.name.partition(".")
+    candidates = itertools.chain((path,), (path.with_name(f"{name}-{n}{dot}{suffixes}") for n in itertools.count(2)))
+    return next(each for each in candidates if not each.is_file() or not each.stat().st_size)
+
+
 def is_recording(start: bytes) -> bool:
     """Whether a file that starts with these bytes is a recording, compressed or not."""
     if start.startswith(MAGIC):
@@ -149,7 +184,8 @@ def parse_recording(name: str, raw: BinaryIO) -> Recording:
     """As `open_recording`, for an open stream, which is closed at its end. `name` is used in errors."""
     specs, lines = _header(name, raw)
     head, lines = _split_prior_state(lines)
-    return Recording(specs, _events(lines, specs), prior_state_from_records(_records(head)))
+    end = RecordingEnd()
+    return Recording(specs, _events(lines, specs, end), prior_state_from_records(_records(head)), end)
 
 
 def _split_prior_state(lines: Iterator[bytes]) -> tuple[Iterator[bytes], Iterator[bytes]]:
@@ -218,13 +254,14 @@ def _lines(name: str, raw: BinaryIO) -> Generator[bytes, None, None]:
         raise RecordingError(f"{name}: cannot read the file: {error.strerror}") from None
 
 
-def _events(lines: Iterator[bytes], specs: tuple[JobSpec, ...]) -> Iterator[RecordedEvent]:
+def _events(lines: Iterator[bytes], specs: tuple[JobSpec, ...], end: RecordingEnd) -> Iterator[RecordedEvent]:
     readers: dict[str, ProbeReader] = {}
     for line in lines:
         try:
             record = orjson.loads(line)
             seconds = float(record["t"])
             if "end" in record:
+                end.complete = True
                 yield RecordedEvent(seconds)
                 continue
             node = str(record["n"])
@@ -241,4 +278,5 @@ def _events(lines: Iterator[bytes], specs: tuple[JobSpec, ...]) -> Iterator[Reco
             reader = readers.setdefault(node, ProbeReader(node, probe_request_for(specs, node)))
             sample = reader.read(str(record["line"]).encode(), seconds)
             if sample is not None:
+                end.samples += 1
                 yield RecordedEvent(seconds, sample=sample)

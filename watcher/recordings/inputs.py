@@ -6,16 +6,22 @@ the name of the file, at the log's own pace. What has no readings is still a res
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import math
+import os
 import re
+import select
+import stat
 import statistics
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -28,15 +34,31 @@ from wattwatch.collectors.smi.csv_format import split_cells
 from wattwatch.collectors.ssh.model import NodeLink
 from wattwatch.watcher.detection.model import JobSpec
 from wattwatch.watcher.recordings.format import RecordedEvent, Recording, is_recording, open_recording, parse_recording
+from wattwatch.watcher.recordings.pasted_hosts import (
+    HostOutputs,
+    count_undated_outputs,
+    find_mixed_hosts,
+    separate_outputs,
+    split_by_host,
+)
 
 MEBIBYTE: Final = 1024.0**2
 MAX_FILE_BYTES: Final = 512 * 1024**2  # chosen: a week of eight GPUs, and no danger to the memory of a laptop
 GZIP_MAGIC: Final = b"\x1f\x8b"
+# Inputs without a name of their own: their readings are of some host, which messages call by this name.
+UNNAMED_INPUTS: Final[Mapping[str, str]] = {"-": "host", "text": "host"}
 MAX_SILENT_TICKS: Final = 7200  # during one silence: whatever it means has been detected long before
 
 
 class InputError(Exception):
     """The input cannot be read at all. One sentence: which one, why, what to do."""
+
+
+class HostOrder(StrEnum):
+    """How the hosts of one text follow each other. Ranks are counted over the nodes of a job in their order."""
+
+    GIVEN = "given"  # as the person, or the list of hosts, has it
+    ARRIVAL = "arrival"  # as the hosts happened to answer: says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +72,9 @@ class GpuLog:
     ranks: Mapping[tuple[str, int], int]  # (node, GPU index) -> rank; only JSON samples can name ranks
     warnings: tuple[str, ...] = ()
     advice: str = ""  # what to do about an input without readings
+    host_order: HostOrder | None = None  # each spec is a host, of which several were in the text; None: a job
+    undated_outputs: int = 0  # outputs that may be of one host or of several: nothing in them says which
+    ended: bool = True  # False: it came through a pipe that is still open, so there may be more
 
 
 def split_by_job(log: GpuLog) -> tuple[GpuLog, ...]:
@@ -62,8 +87,11 @@ def split_by_job(log: GpuLog) -> tuple[GpuLog, ...]:
     )
 
 
-def read_input(name: str, data: bytes) -> GpuLog | Recording:
+def read_input(name: str, data: bytes, *, several_hosts: bool = False) -> GpuLog | Recording:
     """Reads any supported content. `name` is used in messages and as the name of the job and node of a log.
+
+    `several_hosts`: the user says that the content is of several hosts, so outputs that nothing tells apart are of one
+    host each, not samples of one host.
 
     Raises InputError or RecordingError if nothing can be said about the content. Content without readings is no error:
     the log has a status other than OK, with a detail and advice.
@@ -79,11 +107,12 @@ def read_input(name: str, data: bytes) -> GpuLog | Recording:
             f"{name}: the beginning of this wattwatch recording is missing. Give the whole file: the first line names "
             "the jobs"
         )
-    jobs = _parse_json_jobs(name, data)
+    host = UNNAMED_INPUTS.get(name, name)
+    jobs = _parse_json_jobs(host, data)
     if jobs is not None:
-        return _from_json(name, jobs)
-    if hosts := split_by_host_prefix(data):
-        return _from_hosts(hosts)
+        return _from_json(host, jobs)
+    if (hosts := split_by_host(data)) is not None and (log := _from_hosts(hosts)) is not None:
+        return log
     report = read_gpu_output(data)
     if (problem := find_mixed_hosts(report)) is not None:
         raise InputError(f"{name}: {problem}")
@@ -91,7 +120,12 @@ def read_input(name: str, data: bytes) -> GpuLog | Recording:
     if not has_readings and describe_training_log(data):
         # A training log may contain "timeout", or a name beside a number: that is not an answer of nvidia-smi.
         report = SmiReport("", HostStatus.PARSE_ERROR, "")
-    log = _from_report(name, report)
+    undated = count_undated_outputs(data) if has_readings else 0
+    if undated and several_hosts:
+        outputs = {f"host {i}": output for i, output in enumerate(separate_outputs(data), 1)}
+        if (log := _from_hosts(HostOutputs(outputs, ordered=True))) is not None:
+            return replace(log, undated_outputs=undated)
+    log = replace(_from_report(host, report), undated_outputs=undated)
     if report.snapshots or report.status is not HostStatus.PARSE_ERROR:
         return log
     detail, advice = describe_source_without_readings(data)
@@ -102,12 +136,22 @@ def _has_reading(gpu: GpuSample) -> bool:
     return gpu.power_watts is not None or gpu.utilization_percent is not None or bool(gpu.reasons)
 
 
-def _from_hosts(hosts: Mapping[str, bytes]) -> GpuLog:
-    """One job per host. The status of the whole is that of the first host that does not end well."""
-    logs = [_from_report(host, read_gpu_output(data)) for host, data in hosts.items()]
+def _from_hosts(hosts: HostOutputs) -> GpuLog | None:
+    """One job per host; None if there are no readings at all. The status of the whole is that of the first host that
+    does not end well."""
+    logs = [_from_report(host, read_gpu_output(data)) for host, data in hosts.outputs.items()]
+    if all(event.sample is None or event.sample.gpus is None for log in logs for event in log.events):
+        return None
     events = sorted((event for log in logs for event in log.events), key=lambda event: event.seconds)
     last = next((log for log in logs if log.status is not HostStatus.OK), logs[0])
-    return GpuLog(tuple(spec for log in logs for spec in log.specs), tuple(events), last.status, last.detail, {})
+    return GpuLog(
+        tuple(spec for log in logs for spec in log.specs),
+        tuple(events),
+        last.status,
+        last.detail,
+        {},
+        host_order=HostOrder.GIVEN if hosts.ordered else HostOrder.ARRIVAL,
+    )
 
 
 def _unzipped(name: str, data: bytes) -> bytes:
@@ -125,22 +169,90 @@ def _unzipped(name: str, data: bytes) -> bytes:
     return text
 
 
-def read_input_file(path: Path, *, only_the_end: bool = False) -> GpuLog | Recording:
+def read_input_file(path: Path, *, only_the_end: bool = False, several_hosts: bool = False) -> GpuLog | Recording:
     """Reads a file or a pipe. Raises InputError or RecordingError, as `read_input` does.
 
-    `only_the_end`: of a long log, read only the last rounds, and the first ones for the GPUs that were there then.
+    `only_the_end`: of a long log, read only the last rounds, and the first ones for the GPUs that were there then; of a
+    pipe that does not end, what comes within MAX_PIPE_SECONDS.
     """
     try:
+        if not path.is_file():
+            with _open_pipe(path) as file:
+                return read_stream(path.name, file, only_the_end=only_the_end, several_hosts=several_hosts)
         with path.open("rb") as file:
             start = file.read(512)
-            if path.is_file() and is_recording(start):
+            if is_recording(start):
                 return open_recording(path)
             data = start + file.read(MAX_FILE_BYTES)
-            if only_the_end and not data.startswith(GZIP_MAGIC):
-                data = head_and_tail_of_log(data)
-            return read_input(path.name, data)
     except OSError as error:
         raise InputError(f"{path}: cannot read the file: {error.strerror}") from None
+    if only_the_end and not data.startswith(GZIP_MAGIC):
+        data = head_and_tail_of_log(data)
+    return read_input(path.name, data, several_hosts=several_hosts)
+
+
+# Pipes. A program that hangs while it holds the other end, such as nvidia-smi on a broken driver, must not hang the
+# reader too; and `nvidia-smi -l 1` never ends.
+
+MAX_PIPE_SECONDS: Final = 60.0  # chosen: nvidia-smi without persistence mode takes up to 20 s on eight GPUs
+PIPE_POLL_SECONDS: Final = 0.2
+DESCRIPTOR_PATH: Final = re.compile(r"/dev/fd/(\d+)|/proc/self/fd/(\d+)|/dev/std(in)")
+
+
+def read_stream(
+    name: str, file: BinaryIO, *, only_the_end: bool = False, several_hosts: bool = False
+) -> GpuLog | Recording:
+    """Reads standard input or a pipe until its end. Raises InputError if nothing comes for MAX_PIPE_SECONDS, and as
+    `read_input` does. `only_the_end`: read what has come after MAX_PIPE_SECONDS, even if there may be more."""
+    data, ended = _read_pipe(file, MAX_PIPE_SECONDS, until_silent=not only_the_end)
+    if not data and not ended:
+        raise InputError(
+            f"{name}: nothing was written to this pipe within {MAX_PIPE_SECONDS:.0f} s. If nvidia-smi writes to it, "
+            "nvidia-smi hangs: check the kernel log of that host"
+        )
+    source = read_input(name, data, several_hosts=several_hosts)
+    return replace(source, ended=ended) if isinstance(source, GpuLog) else source
+
+
+def _open_pipe(path: Path) -> BinaryIO:
+    """Without waiting for a writer, as an open of a named pipe does otherwise."""
+    if (own := DESCRIPTOR_PATH.fullmatch(str(path))) is not None:
+        # Opened anew, a pipe whose writer has finished looks like one whose writer has not come yet.
+        return os.fdopen(os.dup(int(own[1] or own[2] or 0)), "rb", buffering=0)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def _read_pipe(file: BinaryIO, seconds: float, *, until_silent: bool) -> tuple[bytes, bool]:
+    """What comes within `seconds`, or with `until_silent` until nothing has come for that long; and whether the end was
+    reached. Reads at most MAX_FILE_BYTES and a byte."""
+    try:
+        descriptor = file.fileno()
+    except (OSError, io.UnsupportedOperation):  # not a file of the operating system
+        return file.read(MAX_FILE_BYTES + 1), True
+    if stat.S_ISREG(os.fstat(descriptor).st_mode) or os.isatty(descriptor):  # a person takes the time that it takes
+        return file.read(MAX_FILE_BYTES + 1), True
+    chunks: list[bytes] = []
+    size = 0
+    deadline = time.monotonic() + seconds
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN | select.POLLHUP)
+    while size <= MAX_FILE_BYTES and (left := deadline - time.monotonic()) > 0:
+        if not waiting.poll(min(left, PIPE_POLL_SECONDS) * 1000):
+            continue
+        try:
+            chunk = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            continue
+        if not chunk:
+            return b"".join(chunks), True
+        chunks.append(chunk)
+        size += len(chunk)
+        deadline = time.monotonic() + seconds if until_silent else deadline
+    return b"".join(chunks), size > MAX_FILE_BYTES
 
 
 def _from_report(name: str, report: SmiReport) -> GpuLog:
@@ -393,50 +505,6 @@ def _header_before(data: bytes, first: int, last: int) -> bytes | None:
         if end <= first:
             return b""
     return None
-
-
-# Output of several hosts in one paste: separated if each line names its host, otherwise rejected.
-
-HOST_PREFIX_PATTERN: Final = re.compile(rb"([A-Za-z][\w.\-]*): (?=\S)")  # as pdsh and clush print it before each line
-MIN_PREFIXED_FRACTION: Final = 0.9
-# In a long log a GPU may change its index, after a reload of the driver. In a paste of a few rounds it does not.
-MAX_PASTED_ROUNDS: Final = 16
-
-
-def split_by_host_prefix(data: bytes) -> Mapping[str, bytes]:
-    """The lines of each host, without the prefix. Empty if the lines have no prefix, or if it is always the same."""
-    head = [line for line in data[:65536].split(b"\n") if line.strip()]
-    prefixed = sum(HOST_PREFIX_PATTERN.match(line) is not None for line in head)
-    if not head or prefixed < MIN_PREFIXED_FRACTION * len(head):
-        return {}
-    lines: dict[str, list[bytes]] = {}
-    for line in data.split(b"\n"):
-        if (found := HOST_PREFIX_PATTERN.match(line)) is not None:
-            lines.setdefault(found[1].decode("ascii", "replace"), []).append(line[found.end() :])
-    hosts = {host: b"\n".join(mine) + b"\n" for host, mine in lines.items()}
-    return hosts if 1 < len(hosts) <= len(head) / 2 else {}
-
-
-def find_mixed_hosts(report: SmiReport) -> str | None:
-    """An error message if one GPU index has two different GPUs: the paste is then not from one host."""
-    places: dict[int, tuple[str | None, str | None]] = {}
-    for snapshot in report.snapshots if len(report.snapshots) <= MAX_PASTED_ROUNDS else ():
-        for gpu in snapshot.gpus:
-            if gpu.index is None or gpu.mig:
-                continue
-            name, bus = places.setdefault(gpu.index, (gpu.name, gpu.pci_bus_id))
-            if any(_differ(a, b) for a, b in zip((name, bus), (gpu.name, gpu.pci_bus_id), strict=True)):
-                return (
-                    f"this is the output of several hosts: GPU {gpu.index} is {name or 'a GPU'} at {bus or '?'}, "
-                    f"but also {gpu.name or 'a GPU'} at {gpu.pci_bus_id or '?'}. Give the output of each host "
-                    "separately, or name the hosts: `wattwatch triage HOST ...`"
-                )
-    return None
-
-
-def _differ(a: str | None, b: str | None) -> bool:
-    """Whether two values contradict each other. At the cut of a log, a cell may hold only the beginning of a name."""
-    return a is not None and b is not None and not a.startswith(b) and not b.startswith(a)
 
 
 # Content without GPU readings: what it is and what to do, so that nobody looks for the fault on the node.

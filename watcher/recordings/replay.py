@@ -61,6 +61,7 @@ class ReplayResult:
         EpisodeView, ...
     ]  # in their last state, in the order in which they opened; wall seconds count from the start
     alerts: tuple[AlertChange, ...]  # in order of time
+    problem: str = ""  # of the source, such as a missing end: what is known only up to there
 
 
 class SourceClock(Clock):
@@ -113,7 +114,14 @@ def replay(name: str, source: GpuLog | Recording, profiles: Sequence[UserProfile
         finally:
             store.close()
     return ReplayResult(
-        name, clock.wall(), rounds, counter.samples, tuple(changes), tuple(episodes.values()), tuple(alerts)
+        name,
+        clock.wall(),
+        rounds,
+        counter.samples,
+        tuple(changes),
+        tuple(episodes.values()),
+        tuple(alerts),
+        source.end.problem if isinstance(source, Recording) and source.end is not None else "",
     )
 
 

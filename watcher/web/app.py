@@ -29,6 +29,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from wattwatch.watcher.common.formatting import describe_invalid_value
 from wattwatch.watcher.diagnosis.report.page import REPORT_SECURITY_POLICY
 from wattwatch.watcher.engine.snapshot import JobView, LatestSnapshot
 from wattwatch.watcher.web.events import MAX_STREAMS, EventHub, StreamEvent, TooManyStreams, read_queue
@@ -340,7 +341,9 @@ def add_problem_handlers(app: FastAPI) -> None:
         return problem_response(error.status_code, detail, request.url.path, error.headers)
 
     async def on_invalid_request(request: Request, error: RequestValidationError) -> Response:
-        detail = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        detail = "; ".join(
+            f"{'.'.join(map(str, item['loc']))}: {describe_invalid_value(item)}" for item in error.errors()
+        )
         return problem_response(HTTPStatus.UNPROCESSABLE_ENTITY, detail, request.url.path)
 
     async def on_unexpected_error(request: Request, error: Exception) -> Response:

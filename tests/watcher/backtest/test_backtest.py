@@ -163,7 +163,7 @@ def test_cases_that_cannot_be_scored_are_listed_by_reason(shell: Shell, tmp_path
 @pytest.mark.parametrize(
     ("label", "words"),
     [
-        ("{", "Invalid JSON"),
+        ("{", "not valid JSON: EOF while parsing"),
         ("{}", 'expected "state", or "intervals"'),
         ('{"state": "asleep"}', "state"),
         ('{"intervals": [{"state": "hang", "from_seconds": 9, "to_seconds": 3}]}', "must be greater than"),

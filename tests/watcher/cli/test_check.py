@@ -133,6 +133,20 @@ def test_a_missing_file_fails_before_any_node_is_contacted(here: Site, shell: Sh
     assert lines(answer.json, "node node") == {}
 
 
+def test_a_state_directory_that_is_absent_is_not_called_writable(here: Site, shell: Shell) -> None:
+    path = configuration(here, "node")
+    absent = here.directory / "state"
+    assert not absent.exists()
+    (detail,) = lines(shell.run("check", "-c", path, "--json").json, "state directory").values()
+    assert detail == (
+        True,
+        f"{absent} does not exist yet; `wattwatch serve` can create it, because {here.directory} is writable",
+    )
+    absent.mkdir()
+    (detail,) = lines(shell.run("check", "-c", path, "--json").json, "state directory").values()
+    assert detail == (True, f"{absent} is writable")
+
+
 def test_a_state_directory_that_cannot_be_created_is_named(here: Site, shell: Shell) -> None:
     path = configuration(here, "node")
     path.write_text(path.read_text().replace(f'"{here.directory}/state"', f'"{path}/state"'))  # below a file

@@ -14,6 +14,7 @@ import pytest
 
 from tests.watcher.command_shell import CommandResult, Shell
 from tests.watcher.power_examples import POWER_EXAMPLES, PowerExample, json_sample
+from wattwatch.watcher.recordings import inputs
 
 DATA = Path(__file__).parents[2] / "data"
 CORPUS = Path(__file__).parents[4] / "shared" / "corpus" / "smi_odd"
@@ -224,6 +225,120 @@ def test_a_pipe_is_read_as_a_file(shell: Shell, tmp_path: Path) -> None:
     writer.join()
     assert answer.exit_code == 0
     assert "COMPUTE" in answer.out
+
+
+def test_a_pipe_without_a_writer_does_not_block(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "MAX_PIPE_SECONDS", 0.3)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for command in ("triage", "replay"):
+        answer = shell.run(command, pipe)
+        assert (answer.exit_code, answer.out) == (3, "")
+        assert "nothing was written to this pipe" in answer.err
+
+
+def test_a_pipe_that_stays_open_is_judged_by_what_has_come(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of `nvidia-smi -l 1`, which never ends."""
+    monkeypatch.setattr(inputs, "MAX_PIPE_SECONDS", 1.0)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    held_open = os.open(pipe, os.O_RDWR)
+    os.write(held_open, TRAINING)
+    (said,) = shell.run("triage", "--json", pipe).json
+    os.close(held_open)
+    assert said["state"] == "compute"
+    assert "The input was still open" in said["why"]
+
+
+def test_a_pipe_that_is_already_open_ends_with_its_writer(shell: Shell) -> None:
+    """As of `wattwatch triage <(nvidia-smi)`, also where the writer has finished before it is read."""
+    reader, writer = os.pipe()
+    os.write(writer, TRAINING)
+    os.close(writer)
+    (said,) = shell.run("triage", "--json", f"/dev/fd/{reader}").json
+    os.close(reader)
+    assert said["state"] == "compute"
+    assert "still open" not in said["why"]
+
+
+def test_a_mistyped_file_name_is_not_only_called_a_host(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smi_output").write_bytes(TRAINING)
+    config = tmp_path / "ssh_config"
+    config.write_text(f"Host *\n UserKnownHostsFile {tmp_path}/known_hosts\n")
+    (said,) = shell.run("triage", "--json", "-F", config, "smi_outptu").json
+    assert said["state"] == "unknown"
+    assert "There is no file named smi_outptu either." in said["why"]
+    assert "Did you mean the file smi_output?" in said["advice"]
+    answer = shell.run("triage", "smi.out")
+    assert (answer.exit_code, answer.err) == (3, "smi.out: cannot read the file: No such file or directory\n")
+
+
+# The GPU model, for input that does not name it
+
+UNNAMED = b"index, utilization.gpu [%], power.draw [W], memory.used [MiB]\n" + b"".join(
+    b"%d, 100 %%, %d.00 W, 83968 MiB\n" % (i, 638 + i) for i in range(8)
+)
+
+
+def test_the_papers_query_needs_the_gpu_model_for_a_power_range(shell: Shell) -> None:
+    answer = shell.run("triage", "--json", "-", stdin=UNNAMED)
+    (said,) = answer.json
+    assert (said["state"], answer.exit_code) == ("unknown", 3)
+    assert "--board" in said["advice"]
+    assert "columns name and power.limit" in said["advice"]
+    (said,) = shell.run("triage", "--json", "--board", "B300", "-", stdin=UNNAMED).json
+    assert said["state"] == "communication"
+    assert "GPU model as given with --board: B300." in said["why"]
+    assert "--board" not in said["settle"]
+    (said,) = shell.run("triage", "--json", "--board", "h100", "-", stdin=UNNAMED).json
+    assert said["state"] == "compute"
+    assert [gpu["name"] for gpu in said["gpus"]] == [None] * 8  # what was assumed is no reading
+
+
+def test_a_model_that_the_input_names_is_not_replaced(shell: Shell) -> None:
+    answer = shell.run("triage", "--json", "--board", "b300", "-", stdin=TRAINING)
+    assert answer.json == shell.run("triage", "--json", "-", stdin=TRAINING).json
+    assert "the input names its GPU model, NVIDIA H100 80GB HBM3; --board b300 is not used" in answer.err
+
+
+def test_a_model_without_a_profile_is_wrong_usage(shell: Shell, tmp_path: Path) -> None:
+    answer = shell.run("triage", "--board", "b9000", "-", stdin=UNNAMED)
+    assert (answer.exit_code, answer.out) == (2, "")
+    assert "there is no power profile for 'b9000'; choose one of b300," in answer.err
+    assert shell.run("triage", "--board", "b300", "--profile", "h100", "-", stdin=UNNAMED).exit_code == 2
+    profiles = tmp_path / "profiles.toml"
+    profiles.write_text(
+        '[[profiles]]\nname = "ours"\nmatch = "B300"\nlimit_watts = 1100\nidle_watts = 140\nfloor_watts = 200\n'
+    )
+    (said,) = shell.run("triage", "--json", "--board", "B300", "--profile", profiles, "-", stdin=UNNAMED).json
+    assert "profile ours" in said["why"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "nvidia module is loaded"),
+        ("No devices were found", "lspci"),
+    ],
+)
+def test_the_advice_about_a_driver_is_not_to_replace_a_gpu(text: str, words: str, shell: Shell) -> None:
+    (said,) = shell.run("triage", "--json", "-", stdin=text.encode()).json
+    assert said["state"] == "gpu_fault"
+    assert words in said["advice"]
+    assert "replace the GPU" not in said["advice"]
+    assert said["suspects"] == [{"node": "host", "gpu": None, "rank": None}]
+
+
+def test_a_check_that_decides_between_nothing_is_not_said_to_decide(shell: Shell) -> None:
+    out = shell.run("triage", "-", stdin=b"Failed to initialize NVML: Unknown Error\n").out
+    assert "to find out" in out
+    assert "to decide" not in out
+    assert "otherwise" not in out
 
 
 def test_a_host_that_cannot_be_reached_is_one_unknown_verdict(shell: Shell, tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 import orjson
 import pytest
 
+import wattwatch
 from tests.collectors.test_probe_reader import line, nvml, row
+from tests.watcher.command_shell import Shell
 from wattwatch.collectors.probe_reader import ProbeReader
 from wattwatch.collectors.samples import HostStatus, NodeSample
 from wattwatch.collectors.ssh.model import NodeLink
@@ -23,6 +25,7 @@ from wattwatch.watcher.recordings.format import (
     is_recording,
     open_recording,
     parse_recording,
+    unused_recording_path,
 )
 from wattwatch.watcher.recordings.inputs import read_input, read_input_file
 
@@ -211,3 +214,59 @@ def test_a_service_that_cannot_record_does_not_start_and_says_why(tmp_path: Path
     service.start()  # what had begun was undone
     service.stop()
     assert [spec.name for spec in open_recording(tmp_path / "r.gz").specs] == ["a"]
+
+
+def test_a_recording_is_never_written_over_another(tmp_path: Path) -> None:
+    first = record(tmp_path / "r.wattwatch.gz")
+    content = first.read_bytes()
+    with pytest.raises(FileExistsError):
+        RecordingWriter(first, [SPEC])
+    assert first.read_bytes() == content
+    second = unused_recording_path(first)
+    assert second == tmp_path / "r-2.wattwatch.gz"
+    record(second)
+    assert unused_recording_path(first) == tmp_path / "r-3.wattwatch.gz"
+    (tmp_path / "empty").touch()  # as mktemp makes it
+    assert unused_recording_path(tmp_path / "empty") == tmp_path / "empty"
+    assert unused_recording_path(Path("/dev/null")) == Path("/dev/null")
+
+
+# What a reader must know of the file
+
+
+def test_a_recording_without_its_end_says_so(shell: Shell, tmp_path: Path) -> None:
+    whole = record(tmp_path / "r.gz", seconds=40)
+    assert "The end of the recording is missing" not in shell.run("replay", whole).out
+    (said,) = shell.run("replay", "--json", whole).json
+    assert said["problem"] is None
+    cut = tmp_path / "cut.gz"
+    cut.write_bytes(whole.read_bytes()[:-30])
+    lines = gzip.decompress(whole.read_bytes()).splitlines(keepends=True)
+    killed = tmp_path / "killed.gz"
+    killed.write_bytes(gzip.compress(b"".join(lines[:-1])))
+    for path in (cut, killed):
+        assert "The end of the recording is missing" in shell.run("replay", path).out
+        (said,) = shell.run("replay", "--json", path).json
+        assert "The end of the recording is missing" in said["problem"]
+        (said,) = shell.run("triage", "--json", path).json
+        assert "The end of the recording is missing" in said["why"]
+    (said,) = shell.run("triage", "--json", whole).json
+    assert "end of the recording" not in said["why"]
+
+
+def test_a_recording_without_samples_is_unknown_and_not_without_alerts(shell: Shell, tmp_path: Path) -> None:
+    RecordingWriter(tmp_path / "r.gz", [SPEC]).close()
+    recorder = RecordingWriter(tmp_path / "links.gz", [SPEC])
+    recorder.write_links({node: NodeLink(node, HostStatus.UNREACHABLE, "refused") for node in SPEC.nodes}, 1.0)
+    recorder.close()
+    for name in ("r.gz", "links.gz"):
+        answer = shell.run("replay", tmp_path / name)
+        assert answer.exit_code == 3
+        assert "no alerts" not in answer.out
+        assert "contains no samples of any node" in answer.err
+        answer = shell.run("triage", "--json", tmp_path / name)
+        (said,) = answer.json
+        assert (said["state"], answer.exit_code) == ("unknown", 3)
+        assert "contains no samples of any node" in said["why"]
+    (verdict,) = wattwatch.triage(tmp_path / "r.gz")
+    assert verdict.state == "unknown"

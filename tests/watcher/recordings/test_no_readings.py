@@ -84,7 +84,18 @@ def test_a_log_in_gzip_is_read(cut: int, shell: Shell, tmp_path: Path) -> None:
         HEADER + "".join(rows()) + HEADER + "".join(rows()).replace("H100 80GB HBM3", "H200"),
     ],
 )
-def test_output_of_two_hosts_in_one_paste_is_an_error(text: str, shell: Shell) -> None:
+def test_two_hosts_in_one_paste_are_kept_apart_by_what_their_gpus_are(text: str, shell: Shell) -> None:
+    answer = shell.run("triage", "--json", "-", stdin=text.encode())
+    assert [said["source"] for said in answer.json] == ["-: host 1", "-: host 2"]
+    assert all("previous sample" not in said["why"] for said in answer.json)
+    assert (
+        "and each host was judged by itself. If they run one job, add --job."
+        in shell.run("triage", "-", stdin=text.encode()).out
+    )
+
+
+def test_rows_of_two_hosts_that_nothing_separates_are_an_error(shell: Shell) -> None:
+    text = HEADER + "".join(rows()) + "".join(rows()).replace("H100 80GB HBM3", "H200")
     answer = shell.run("triage", "-", stdin=text.encode())
     assert (answer.exit_code, answer.out) == (3, "")
     assert "-: this is the output of several hosts: GPU 0 is NVIDIA H100 80GB HBM3 at" in answer.err

@@ -18,6 +18,7 @@ from typing import Final
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
+from wattwatch.watcher.common.formatting import describe_invalid_value
 from wattwatch.watcher.detection.baselines.profiles import PowerProfile, generic_profile
 from wattwatch.watcher.detection.model import RankGpu
 
@@ -164,9 +165,12 @@ def load_baselines(rows: Mapping[str, bytes], wall_seconds: float) -> tuple[Base
         try:
             value = BASELINE_ADAPTER.validate_json(content)
         except (ValidationError, TypeError) as error:
-            first_line = str(error).splitlines()[0]
+            problem = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                problem = ": ".join((*map(str, first["loc"]), describe_invalid_value(first)))
             warnings.append(
-                f"a stored power baseline cannot be read, so it is being learned again ({key[:100]}): {first_line}"
+                f"a stored power baseline cannot be read, so it is being learned again ({key[:100]}): {problem}"
             )
             unusable.append(key)
             continue

@@ -136,6 +136,24 @@ def generic_profile() -> PowerProfile:
     return shipped_profiles()[-1]
 
 
+def find_profile(model: str) -> PowerProfile | None:
+    """The shipped profile of a GPU model as a person writes it: the name of a profile ("h100-pcie") or of a GPU, in any
+    case ("B300", "nvidia b300 sxm6 ac"). None for a model without one; the generic profile by its name only."""
+    text = model.strip()
+    for profile in shipped_profiles():
+        if text.lower() == profile.name:
+            return profile
+    for profile in shipped_profiles()[:-1]:
+        if any(profile.matches(each) for each in (text, text.upper(), f"RTX {text}")):
+            return profile
+    return None
+
+
+def unknown_model_text(model: str) -> str:
+    names = ", ".join(profile.name for profile in shipped_profiles())
+    return f"there is no power profile for {model!r}; choose one of {names}"
+
+
 @cache
 def highest_communication_watts() -> float:
     """The most power that communication takes on any GPU model with a profile, measured or scaled."""

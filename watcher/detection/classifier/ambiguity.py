@@ -55,20 +55,25 @@ def _read_checks(row: Mapping[str, Any]) -> tuple[DecidingCheck, ...]:
     return tuple(DecidingCheck(each["text"], each.get("source")) for each in row["checks"])
 
 
-def with_deciding_check(verdict: Verdict, sample: JobSample, *, steps_reported: bool) -> Verdict:
-    """The verdict with its deciding check. `steps_reported`: the user has said whether steps advance."""
-    text = deciding_check(verdict, sample, steps_reported=steps_reported)
+def with_deciding_check(
+    verdict: Verdict, sample: JobSample, *, steps_reported: bool, model_known: bool = False
+) -> Verdict:
+    """The verdict with its deciding check. `steps_reported`: the user has said whether steps advance. `model_known`:
+    what the GPUs draw is known, even if the sample does not name their model."""
+    text = deciding_check(verdict, sample, steps_reported=steps_reported, model_known=model_known)
     return verdict if text is None else replace(verdict, deciding_check=text)
 
 
-def deciding_check(verdict: Verdict, sample: JobSample, *, steps_reported: bool = False) -> str | None:
+def deciding_check(
+    verdict: Verdict, sample: JobSample, *, steps_reported: bool = False, model_known: bool = False
+) -> str | None:
     """One sentence without a full stop; None where there is no alternative and the state is known."""
     state, other = verdict.state, verdict.alternative
     if other is None:
         return ambiguity_table().alone.get(state)
     checks = ambiguity_table().pairs.get(frozenset((state, other.state)), ambiguity_table().otherwise)
     answered = {STEPS_SOURCE} if steps_reported else set()
-    if names_model(sample):
+    if model_known or names_model(sample):
         answered.add(MODEL_SOURCE)
     unanswered = [check for check in checks if check.source not in answered]
     text = _check_text(unanswered[0] if unanswered else checks[-1], sample)

@@ -75,7 +75,9 @@ def classify(
             why=f"{verdict.why} Cause of the slow input: {bottleneck.description}.",
             advice=bottleneck.next_step,
         )
-    return with_extent(with_deciding_check(verdict, sample, steps_reported=progress is not None), sample)
+    model_known = profile is not None or learned is not None
+    verdict = with_deciding_check(verdict, sample, steps_reported=progress is not None, model_known=model_known)
+    return with_extent(verdict, sample)
 
 
 def with_extent(verdict: Verdict, sample: JobSample) -> Verdict:

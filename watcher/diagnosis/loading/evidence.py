@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
+from wattwatch.watcher.common.formatting import describe_invalid_value
 from wattwatch.watcher.diagnosis.flight_recorder.loader import rank_from_file_name, read_flight_records
 from wattwatch.watcher.diagnosis.flight_recorder.model import RankRecord, UnreadableRecord
 from wattwatch.watcher.diagnosis.loading.directory import (
@@ -304,7 +305,7 @@ def _load_live_evidence(path: Path, missing: list[str]) -> LiveEvidence | None:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        missing.append(f"{path.name}: {where}: {first['msg']}")
+        missing.append(f"{path.name}: {where}: {describe_invalid_value(first)}")
     return None
 
 
@@ -353,7 +354,12 @@ def _load_processes(files: Iterable[ListedFile], missing: list[str]) -> Iterable
         try:
             rows = PROCESS_ROWS_ADAPTER.validate_json(_data(file, missing) or b"[]")
             yield from [_process(row, node, file.name) for row in rows]
-        except (ValidationError, KeyError, TypeError, ValueError) as error:
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            problem = f"{where + ': ' if where else ''}{describe_invalid_value(first)}"
+            missing.append(f"{file.name}: it is not a list of processes: {problem}")
+        except (KeyError, TypeError, ValueError) as error:
             missing.append(f"{file.name}: it is not a list of processes: {str(error).splitlines()[0]}")
 
 
