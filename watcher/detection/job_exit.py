@@ -191,13 +191,16 @@ class JobExitTracker:
 def _describe_remaining(observation: Observation, processes: ProcessTracker) -> str:
     """What is known of the job's other processes, to follow "8 processes of the job exited"."""
     newly_missing, living = processes.newly_missing(), processes.living()
-    hidden = [node.node for node in observation.sample.nodes if node.processes is None and not node.exited_processes]
-    text = "" if not newly_missing else f", and {newly_missing} more were not in the newest sample"
+    unlisted = [node for node in observation.sample.nodes if node.processes is None]
+    hidden = [node.node for node in unlisted if not node.exited_processes]
+    text = f", and {newly_missing} more were not in the newest sample" if newly_missing else ""
     if living:
         return f"{text}; {living} still {'exists' if living == 1 else 'exist'}"
     if hidden:
         return f"{text}; the processes of {_some(hidden)} cannot be listed"
-    return f"{text}, and none is left"
+    if newly_missing:
+        return text
+    return ", and none of those known is left" if unlisted else ", and none is left"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ what was found at each second is kept in `observed`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from wattwatch.collectors.samples import (
@@ -113,6 +113,7 @@ class Job:
         self.links: dict[str, NodeLink] = {n: NodeLink(n, HostStatus.OK, "", 0.0) for n in self.nodes}
         self.assembler, self.detector = JobAssembler(self.spec), JobDetector(self.spec)
         self.observed: list[ObservedSecond] = []
+        self.change_line: Callable[[NodeSample], NodeSample] = lambda line: line  # what the node really sends
         self.sample: JobSample | None = None
 
     def play(
@@ -148,7 +149,7 @@ class Job:
         self.stale_seconds = {node: self.stale_seconds[node] + 1.0 if node in slow else 0.0 for node in self.nodes}
         for place, node in enumerate(self.nodes):
             if node not in silent:
-                self.assembler.add(self._line(place, node, activity, ranks))
+                self.assembler.add(self.change_line(self._line(place, node, activity, ranks)))
         sample = self.assembler.assemble(self.links, self.now, 1.7e9 + self.now)
         verdict = self.judge(sample)
         findings = self.detector.observe(verdict, sample, self.now)

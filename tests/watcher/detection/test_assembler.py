@@ -229,3 +229,56 @@ def test_a_gpu_without_a_slot_is_missed_beside_one_that_the_tool_could_not_open(
     told = (MissingGpu(2, None, ReadingStatus.LOST, "cannot be opened"),)
     missing = look(assembler, 11.0, line("a", 11.0, gpus=before[:2], missing_gpus=told)).nodes[0].missing_gpus
     assert [m.index for m in missing] == [2, 3]
+
+
+def held(*indexes: int) -> tuple[GpuSample, ...]:
+    return tuple(replace(gpu, memory_used_bytes=60e9) for gpu in boards(*indexes))
+
+
+def test_a_list_that_shows_nobody_beside_memory_in_use_is_unknown_until_it_shows_somebody() -> None:
+    assembler = JobAssembler(spec())
+    sample = look(assembler, 10.0, line("a", 10.0, held(0, 1), processes=()), line("b", 10.0, processes=()))
+    assert [node.processes for node in sample.nodes] == [None, ()]
+    sample = look(assembler, 11.0, line("a", 11.0, processes=()))
+    assert sample.nodes[0].processes is None, "it says no more once the memory is released"
+    rank = ProcessSample(7, "python3", "R", 1.0, None, (0,))
+    assert look(assembler, 12.0, line("a", 12.0, processes=(rank,))).nodes[0].processes == (rank,)
+    assert look(assembler, 13.0, line("a", 13.0, held(0, 1), processes=())).nodes[0].processes == ()
+
+
+def test_gpus_of_a_blind_node_are_unseen_with_the_ranks_they_had() -> None:
+    assembler = JobAssembler(spec())
+    sample = look(assembler, 10.0, line("a", 10.0), line("b", 10.0))
+    assert (sample.unseen, sample.extent, sample.seen_share) == ((), "", 1.0)
+    for second in range(11, 20):
+        sample = look(assembler, float(second), line("a", float(second)))
+    assert [(gpu.node, gpu.rank, gpu.index, gpu.reason) for gpu in sample.unseen] == [
+        ("b", 2, 0, "no recent reading"),
+        ("b", 3, 1, "no recent reading"),
+    ]
+    assert (sample.extent, sample.seen_share) == ("2 of 4 GPUs seen", 0.5)
+
+
+def test_a_node_that_has_never_answered_is_counted_as_one_like_the_others() -> None:
+    sample = look(JobAssembler(spec()), 10.0, line("a", 10.0))
+    assert (sample.unseen, sample.extent, sample.seen_share) == ((), "GPUs of 1 of 2 nodes seen", 0.5)
+    sample = look(JobAssembler(spec(gpus_per_node=2)), 10.0, line("a", 10.0))
+    assert [(gpu.node, gpu.rank, gpu.index) for gpu in sample.unseen] == [("b", None, None), ("b", None, None)]
+    assert sample.extent == "2 of 4 GPUs seen"
+
+
+def test_a_lost_gpu_is_unseen_and_the_other_ranks_stay() -> None:
+    assembler = JobAssembler(spec())
+    look(assembler, 10.0, line("a", 10.0), line("b", 10.0))
+    gone = MissingGpu(1, None, ReadingStatus.LOST, "NVML cannot open GPU 1")
+    sample = look(assembler, 11.0, line("a", 11.0, boards(0), missing_gpus=(gone,)), line("b", 11.0))
+    assert [(gpu.node, gpu.rank, gpu.reason) for gpu in sample.unseen] == [("a", 1, "NVML cannot open GPU 1")]
+    assert [(gpu.node, gpu.rank) for gpu in sample.gpus] == [("a", 0), ("b", 2), ("b", 3)]
+    assert sample.extent == "3 of 4 GPUs seen"
+
+
+def test_a_gpu_that_was_lost_before_the_first_sample_counts_for_the_ranks_behind_it() -> None:
+    gone = MissingGpu(1, None, ReadingStatus.LOST, "NVML cannot open GPU 1")
+    sample = look(JobAssembler(spec()), 11.0, line("a", 11.0, boards(0), missing_gpus=(gone,)), line("b", 11.0))
+    assert [(gpu.node, gpu.rank) for gpu in sample.unseen] == [("a", 1)]
+    assert [(gpu.node, gpu.rank) for gpu in sample.gpus] == [("a", 0), ("b", 2), ("b", 3)]

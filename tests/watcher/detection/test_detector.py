@@ -39,6 +39,21 @@ def test_starvation_that_persists_is_reported_with_the_step_rate_that_is_lost() 
     assert job.detector.wasted_gpu_seconds["JobStarving"] > 0
 
 
+def test_starvation_that_is_over_is_told_as_over_while_its_alert_stays_open() -> None:
+    job = training()
+    job.step_seconds = 12
+    starve(job, 100)
+    seen = job.finding(AlertName.JOB_STARVING)
+    cost = job.detector.wasted_gpu_seconds["JobStarving"]
+    job.step_seconds = 5
+    job.play(10, COMPUTE)
+    finding = job.finding(AlertName.JOB_STARVING)
+    assert finding.summary == seen.summary.removesuffix(".") + " (last seen 10 s ago)."
+    assert finding.evidence == seen.evidence, "not the numbers of a job that computes"
+    assert job.state is JobState.COMPUTING
+    assert job.detector.wasted_gpu_seconds["JobStarving"] - cost < 2 * seen.gpus_idle
+
+
 def test_scatter_for_a_few_seconds_is_nothing() -> None:
     job = training()
     for _ in range(20):

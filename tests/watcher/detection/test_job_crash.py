@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.watcher.detection.simulated_seconds import COMPUTE, KILLED, LOAD, SPIN, Job
-from wattwatch.collectors.samples import HostStatus, KernelEvent
+from wattwatch.collectors.samples import HostStatus, KernelEvent, NodeSample
 from wattwatch.collectors.ssh.model import NodeLink
 from wattwatch.watcher.detection.model import AlertName, JobState
 
@@ -105,6 +107,87 @@ def test_gpus_that_cannot_be_asked_hide_no_process_of_a_foreign_job() -> None:
     job.status["node-2"] = (HostStatus.DRIVER_DOWN, "NVML: driver/library version mismatch")
     job.play(30, COMPUTE, dict.fromkeys(range(4, 8), KILLED))
     assert "JobCrashed" not in job.alerts
+
+
+def without_processes(line: NodeSample) -> NodeSample:
+    """The driver lists none of them, as an account without rights, or in another pid namespace, sees it."""
+    return replace(line, processes=())
+
+
+def test_an_empty_list_beside_memory_in_use_is_unknown_and_the_released_memory_tells_the_crash() -> None:
+    """Sixteen ranks ended, and an empty process list, which had been there all along, was taken for "nobody"."""
+    job = Job(nodes=2, gpus=8, progress="log")
+    job.change_line = without_processes
+    job.play(40, COMPUTE)
+    assert all(node.processes is None for node in job.sample.nodes)  # type: ignore[union-attr]  # it was played
+    job.play(30, KILLED)
+    crash = job.finding(CRASHED)
+    assert job.state is JobState.CRASHED
+    assert crash.confirmed
+    assert crash.summary == (
+        "pretrain crashed: the memory of all 16 GPUs was released, so its processes have exited."
+    )
+    assert crash.evidence[:2] == (
+        "16 GPUs hold 128 MB in total; they held up to 1.3 TB",
+        "the processes of node-1, node-2 cannot be listed",
+    )
+    assert not any("no process of the job is running" in second.verdict.why for second in job.observed)
+
+
+def test_an_empty_list_is_believed_where_the_list_has_shown_the_jobs_processes() -> None:
+    job = warmed_up(progress="log")
+    job.play(5, KILLED)
+    assert all(node.processes == () for node in job.sample.nodes)  # type: ignore[union-attr]  # it was played
+    assert any("8 processes of the job exited, and none is left" in line for line in job.finding(CRASHED).evidence)
+
+
+def test_processes_that_proc_has_no_more_have_exited_though_the_gpus_cannot_be_read() -> None:
+    """A crash while nvidia-smi hung on both nodes went unsaid, though the pids had vanished from /proc."""
+    job = warmed_up(progress="log")
+    for node in job.nodes:
+        job.status[node] = (HostStatus.SAMPLER_TIMEOUT, "nvidia-smi has not answered for 11 s")
+    gone = frozenset((4000 + rank, 500.0) for rank in range(8))
+    job.change_line = lambda line: replace(line, processes=None, exited_processes=gone)
+    job.play(1, SPIN)
+    assert "JobCrashed" not in job.alerts
+    job.play(1, SPIN)
+    crash = job.finding(CRASHED)
+    assert crash.evidence[0] == "8 processes of the job exited, and none of those known is left"
+    assert job.sample is not None
+    assert not any(node.processes == () for node in job.sample.nodes)
+
+
+def test_a_process_that_no_gpu_lists_any_more_but_that_lives_has_not_exited() -> None:
+    job = warmed_up(progress="log")
+
+    def unlisted(line: NodeSample) -> NodeSample:
+        kept = tuple(process for process in line.processes or () if process.pid != 4001)
+        return replace(line, processes=kept, unlisted_processes=frozenset({(4001, 500.0)}))
+
+    job.change_line = unlisted
+    job.play(60, COMPUTE)
+    assert job.alerts == set()
+
+
+def test_what_is_known_of_the_other_processes_is_said_and_no_more() -> None:
+    job = warmed_up()
+    job.play(3, SPIN, {5: KILLED})
+    assert job.finding(CRASHED).evidence[0] == "1 process of the job exited; 7 still exist"
+    job = warmed_up(progress="log")
+    job.play(1, SPIN, dict.fromkeys(range(4), KILLED))
+    job.play(1, KILLED)
+    assert job.finding(CRASHED).evidence[0] == (
+        "4 processes of the job exited, and 4 more were not in the newest sample"
+    )
+
+
+def test_a_kernel_log_that_cannot_be_read_has_no_entry_because_nobody_can_look() -> None:
+    job = warmed_up()
+    job.change_line = lambda line: replace(line, kernel_log_error="kernel log unreadable: Operation not permitted")
+    job.play(3, SPIN, {5: KILLED})
+    told = "\n".join(job.finding(CRASHED).evidence)
+    assert "the kernel log of node-2 cannot be read" in told
+    assert "has no entry" not in told
 
 
 def test_a_job_started_again_between_two_samples_is_no_crash() -> None:

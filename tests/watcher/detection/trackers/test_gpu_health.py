@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from tests.watcher.detection.simulated_seconds import COMPUTE, KILLED, LOST, SPIN, Activity, Job, xid
-from wattwatch.collectors.samples import HostStatus, ReadingStatus
+from wattwatch.collectors.samples import HostStatus, MissingGpu, NodeSample, ReadingStatus
 from wattwatch.watcher.detection.model import AlertName
 
 FAULT = AlertName.GPU_FAULT
@@ -42,6 +43,77 @@ def test_a_gpu_that_vanishes_from_the_list_is_the_same_finding() -> None:
     job.play(10, SPIN)
     assert len({f.key for told in job.observed for f in told.findings if f.alert is FAULT}) == 1
     assert [s.gpu for s in job.finding(FAULT).suspects] == [7]
+
+
+def unopened(index: int) -> Callable[[NodeSample], NodeSample]:
+    """NVML counts the GPU and cannot open it: it has neither PCI id nor UUID from then on."""
+
+    def change(line: NodeSample) -> NodeSample:
+        lost = MissingGpu(index, None, ReadingStatus.LOST, f"NVML cannot open GPU {index}: the GPU fell off the bus")
+        others = tuple(gpu for gpu in line.gpus or () if gpu.index != index)
+        return replace(line, gpus=others, missing_gpus=(lost,)) if line.node == "node-2" else line
+
+    return change
+
+
+def test_a_lost_gpu_keeps_its_rank_from_the_first_sample_to_the_hang_that_follows() -> None:
+    job = training(nodes=2, gpus=4, progress="log")
+    job.play(1, SPIN, {6: LOST})
+    job.change_line = unopened(2)
+    job.play(60, SPIN)
+    faults = [f for second in job.observed for f in second.findings if f.alert is FAULT]
+    assert {f.summary for f in faults} == {"rank 6 on node-2 GPU 2 has failed."}
+    assert len({f.key for f in faults}) == 1
+    assert [str(s) for s in job.observed[-1].verdict.suspects] == ["rank 6 on node-2 GPU 2"]
+    hang = job.finding(AlertName.JOB_HUNG)
+    assert hang.summary.endswith("suspect rank 6 on node-2 GPU 2.")
+    assert any("rank 6 on node-2 GPU 2 has been lost for" in line for line in hang.evidence)
+
+
+def test_a_gpu_that_was_lost_while_steps_went_on_is_no_suspect_of_a_later_hang() -> None:
+    job = training(nodes=2, gpus=4, progress="log")
+    job.change_line = unopened(2)
+    job.play(60, COMPUTE)
+    job.play(60, SPIN)
+    assert job.finding(AlertName.JOB_HUNG).suspects == ()
+
+
+def test_a_gpu_that_is_lost_from_the_start_is_one_fault_by_index_and_by_pci_id() -> None:
+    for xid_first in (True, False):
+        job = Job(nodes=2, gpus=4, progress="log")
+        job.change_line = unopened(2)
+        job.kernel["node-2"] = [xid(79, 2)] if xid_first else []
+        job.play(3, COMPUTE)
+        job.kernel["node-2"] = [] if xid_first else [xid(79, 2)]
+        job.play(3, COMPUTE)
+        assert len({f.key for second in job.observed for f in second.findings if f.alert is FAULT}) == 1, xid_first
+        fault = job.finding(FAULT)
+        assert [str(s) for s in fault.suspects] == ["rank 6 on node-2 GPU 2"]
+        assert any("Xid 79" in line for line in fault.evidence)
+        assert any("NVML cannot open GPU 2" in line for line in fault.evidence)
+
+
+def test_every_xid_of_a_gpu_is_kept_and_the_fatal_one_decides() -> None:
+    job = training()
+    job.kernel["node-1"] = [xid(94, 2), xid(48, 2), xid(63, 2)]
+    job.play(3, COMPUTE)
+    fault = job.finding(FAULT)
+    assert fault.evidence[0].startswith("Xid 48")
+    assert [line.split()[1] for line in fault.evidence if line.startswith("Xid")] == ["48", "94", "63"]
+
+
+def test_a_gpu_that_answers_is_not_said_to_have_failed_on_the_word_of_the_kernel_log_alone() -> None:
+    job = training()
+    job.kernel["node-1"] = [xid(79, 2)]
+    job.play(3, COMPUTE)
+    fault = job.finding(FAULT)
+    assert fault.summary == (
+        "rank 2 on node-1 GPU 2 answers, but the kernel log reports that it has failed (Xid 79)."
+    )
+    assert fault.evidence[-1] == "the GPU answers: 985 W, utilization 99 %"
+    job.kernel["node-1"] = [xid(94, 3)]
+    job.play(3, COMPUTE)
+    assert "rank 3 on node-1 GPU 3 needs a reset soon (Xid 94)." in [f.summary for f in job.findings]
 
 
 def test_lines_that_are_sent_again_after_a_reconnect_are_no_news() -> None:
