@@ -40,6 +40,38 @@ def read(one: ProbeReader, data: bytes) -> NodeSample:
     return sample
 
 
+# Processes
+
+
+def process(pid: int, *gpus: int) -> list[Any]:
+    return [pid, 500.0, "S", "python3", 1.0, list(gpus)]
+
+
+def test_processes_that_the_probe_proves_gone_or_alive_are_handed_on() -> None:
+    one = reader()
+    sample = read(one, line(1, proc=[process(7, 0)], exited=[[8, 500.0]], unlisted=[[9, 400.5]]))
+    assert (sample.exited_processes, sample.unlisted_processes) == ({(8, 500.0)}, {(9, 400.5)})
+    sample = read(one, line(2, proc=None, exited=[]))
+    assert (sample.processes, sample.exited_processes) == (None, frozenset())
+
+
+def test_null_after_processes_that_held_gpus_is_their_exit_in_lines_of_older_probes() -> None:
+    """Those sent null for "none of the pids that the driver lists exists"; if they existed before, they have exited."""
+    one = reader()
+    assert read(one, line(0, proc=None)).exited_processes == frozenset()
+    read(one, line(1, proc=[process(7, 0), process(8, 1), process(9)]))
+    sample = read(one, line(2, proc=None))
+    assert (sample.processes, sample.exited_processes) == (None, {(7, 500.0), (8, 500.0)})
+    assert read(one, line(3, proc=None)).exited_processes == {(7, 500.0), (8, 500.0)}
+
+
+def test_why_the_kernel_log_cannot_be_read_is_handed_on() -> None:
+    one = reader()
+    assert read(one, line(0)).kernel_log_error == ""
+    read(one, line(1, kmsg_error="kernel log unreadable: dmesg: Operation not permitted"))
+    assert "Operation not permitted" in read(one, line(2)).kernel_log_error
+
+
 # GPUs
 
 

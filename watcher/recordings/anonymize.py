@@ -309,6 +309,9 @@ def _line(message: dict[str, Any], names: Pseudonyms, specs: Sequence[JobSpec], 
         ]
     elif "proc" in message:
         new["proc"] = None
+    for key in ("exited", "unlisted"):  # pids and start times
+        if key in message:
+            new[key] = _strings(message[key], names.text)
     if "work" in message:
         new["work"] = [[*row[:4], names.process(row[4]), *row[5:]] for row in message["work"]]
     for key in ("busy", "kmsg", "warn", "kmsg_error"):

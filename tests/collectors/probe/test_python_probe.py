@@ -10,11 +10,19 @@ import os
 import sys
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.collectors.probe.running_probe import Node, running_probe, wait_until
-from wattwatch.collectors.probe.node_probe import load_nvml
+from wattwatch.collectors.probe.node_probe import (
+    CollectorThread,
+    GpuCollector,
+    NvmlReader,
+    PendingLine,
+    ProcessCollector,
+    load_nvml,
+)
 from wattwatch.collectors.probe.payload import _pynvml_source, probe_command, probe_payload
 from wattwatch.collectors.probe.request import LogSource, ProbeRequest
 from wattwatch.collectors.samples import HostStatus, PowerSource
@@ -137,6 +145,101 @@ def test_processes_are_those_that_match_and_those_that_hold_a_gpu(node: Node) ->
         first, second = sample.processes or ()
         assert (first.pid, first.name, first.state, first.cpu_seconds) == (4100, "train (a) b", "R", 2.0)
         assert (second.pid, second.state, second.gpu_indexes) == (4101, "D", (1,))
+
+
+def test_a_process_that_exits_is_proven_gone_though_the_gpu_query_hangs(node: Node) -> None:
+    """With both nodes' nvidia-smi hung, sixteen ranks ended, and their list became "unknown"."""
+    node.with_fast_python(10.0)
+    node.with_nvidia_smi()
+    (node.root / "holders").write_text("4101, GPU-bbbbbbbb-0000-0000-0000-000000000000\n")
+    node.process(4101, "python3")
+    with running_probe(node, ProbeRequest(1.0)) as probe:
+        first = probe.sample(lambda s: bool(s.processes))
+        assert first.exited_processes == frozenset()
+        node.script("nvidia-smi", "exec sleep 1000")
+        probe.sample(lambda s: bool(s.hung_calls))
+        (node.root / "proc/4101/stat").unlink()
+        gone = probe.sample(lambda s: bool(s.exited_processes))
+        assert gone.exited_processes == {(4101, 42.0)}
+        assert gone.processes is None, "who came instead cannot be known"
+        probe.close_stdin()
+        probe.is_gone()
+
+
+def test_a_process_that_is_no_longer_listed_and_lives_is_told_from_one_that_exited(node: Node) -> None:
+    node.with_fast_python(20.0)
+    node.with_nvidia_smi()
+    (node.root / "holders").write_text(
+        "4101, GPU-bbbbbbbb-0000-0000-0000-000000000000\n4102, GPU-aaaaaaaa-0000-0000-0000-000000000000\n"
+    )
+    node.process(4101, "python3")
+    node.process(4102, "python3")
+    with running_probe(node, ProbeRequest(1.0)) as probe:
+        probe.sample(lambda s: len(s.processes or ()) == 2)
+        (node.root / "holders").write_text("")
+        node.process(4102, "python3", "Z")
+        sample = probe.sample(lambda s: bool(s.unlisted_processes) and bool(s.exited_processes))
+        assert sample.unlisted_processes == {(4101, 42.0)}
+        assert sample.exited_processes == {(4102, 42.0)}
+
+
+class NvmlError(Exception):
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self.value = value
+
+
+class Nvml:
+    """The driver of a node with two GPUs, as far as the list of processes goes."""
+
+    NVMLError = NvmlError
+
+    def __init__(self) -> None:
+        self.pids: dict[int, list[int] | None] = {0: [70], 1: [71]}  # None: an error
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.pids)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        pids = self.pids[handle]
+        if pids is None:
+            raise NvmlError(999)
+        return [SimpleNamespace(pid=pid) for pid in pids]
+
+
+def test_a_driver_that_cannot_list_the_processes_of_a_gpu_does_not_end_them() -> None:
+    driver = Nvml()
+    reader = NvmlReader(driver, [])
+    reader.read(0.0)
+    assert reader.holders() == ({70: [0], 71: [1]}, True)
+    driver.pids[1] = None
+    assert reader.holders() == ({70: [0], 71: [1]}, False)
+    driver.pids[0] = []
+    assert reader.holders() == ({71: [1]}, False)
+    driver.pids[1] = []
+    assert reader.holders() == ({}, True)
+
+
+def test_a_driver_that_never_lists_a_process_leaves_the_list_unknown_and_not_empty() -> None:
+    driver = Nvml()
+    driver.pids = {0: None, 1: None}
+    reader = NvmlReader(driver, [])
+    reader.read(0.0)
+    assert reader.holders() == ({}, False)
+    outbox = PendingLine()
+    gpu = GpuCollector(outbox, [], "csv", [], "")
+    processes = ProcessCollector(outbox, gpu, [], None)
+    thread = CollectorThread("test", lambda _: None)
+    for holders, complete, listed in (({}, False, None), ({}, True, []), (None, False, None)):
+        gpu.holders, gpu.holders_complete = holders, complete
+        processes(thread)
+        assert outbox.take()["proc"] == listed
 
 
 def test_heartbeats_of_this_host_are_read_again_and_their_ranks_found_by_pid(node: Node, tmp_path: Path) -> None:

@@ -34,6 +34,23 @@ def test_a_node_without_python_is_read_by_the_shell(node: Node) -> None:
         probe.is_gone()
 
 
+def test_nobody_is_said_only_where_the_list_of_processes_is_empty(node: Node) -> None:
+    node.with_nvidia_smi()
+    (node.root / "holders").write_text("4101, GPU-bbbbbbbb-0000-0000-0000-000000000000\n")
+    node.process(4101, "python3")
+    with running_probe(node, REQUEST) as probe:
+        seen = probe.sample(lambda s: bool(s.processes)).sequence
+        (node.root / "proc/4101/stat").unlink()
+        hidden = probe.sample(lambda s: s.sequence > seen and not s.processes)
+        assert hidden.processes is None, "it is listed, and in another pid namespace"
+        (node.root / "holders").write_text("")
+        assert probe.sample(lambda s: s.processes == ()).exited_processes == frozenset()
+        answer = f"exec cat {node.root}/answer"
+        node.script("nvidia-smi", f'case "$*" in *compute-apps*) exit 9;; esac\n{answer}')
+        empty = probe.samples[-1].sequence
+        assert probe.sample(lambda s: s.sequence > empty + 1).processes is None, "the query failed"
+
+
 def test_an_old_driver_is_queried_for_fewer_fields(node: Node) -> None:
     answer = "0, GPU-aaaaaaaa-0000-0000-0000-000000000000, 00000000:19:00.0, Tesla T4, 27.00, 70.00, 0, 0, 1, 15360, 40"
     node.script(

@@ -44,6 +44,18 @@ def test_all_jobs_are_listed_with_step_throughput_and_reason_and_open_alerts(add
     assert "JobSlow" not in answer.out  # closed
 
 
+def test_gpus_that_are_not_seen_are_named_with_the_reason(shell: Shell) -> None:
+    half = handmade.half_seen()
+    with watching(replace(handmade.cluster(), jobs={half.name: half}, episodes=())) as address:
+        answer = shell.run("status", "--url", address)
+        (job,) = shell.run("status", "--url", address, "--json").json["jobs"]
+    assert "pretrain-32b: 8 of 16 GPUs seen; not seen: ranks 8-15 on gpu-02: node does not answer" in " ".join(
+        answer.out.split()
+    )
+    assert job["seen"] == "8 of 16 GPUs seen"
+    assert job["unseen"][0] == {"node": "gpu-02", "gpu": 0, "rank": 8, "why": "node does not answer"}
+
+
 def test_the_recording_of_the_latest_incident_is_named(shell: Shell) -> None:
     desk = make_app(handmade.cluster(), None)
     desk.latest.recordings = {"finetune-evenfix": "/state/incidents/x.wattwatch.gz"}

@@ -124,9 +124,7 @@ def test_an_empty_list_beside_memory_in_use_is_unknown_and_the_released_memory_t
     crash = job.finding(CRASHED)
     assert job.state is JobState.CRASHED
     assert crash.confirmed
-    assert crash.summary == (
-        "pretrain crashed: the memory of all 16 GPUs was released, so its processes have exited."
-    )
+    assert crash.summary == ("pretrain crashed: the memory of all 16 GPUs was released, so its processes have exited.")
     assert crash.evidence[:2] == (
         "16 GPUs hold 128 MB in total; they held up to 1.3 TB",
         "the processes of node-1, node-2 cannot be listed",

@@ -72,6 +72,23 @@ def test_the_command_writes_the_copy_and_replays_it(tmp_path: Path) -> None:
     assert "exists" in again.output
 
 
+def test_exits_stay_proven_in_the_copy(tmp_path: Path) -> None:
+    spec = JobSpec("falcon", ("zeus-07",), logs=("/home/alice/train.log",))
+    recorder = RecordingWriter(tmp_path / "a.gz", [spec])
+    rank = [7, 500.0, "S", "python3", 1.0, [0]]
+    recorder.write_line("zeus-07", 1.0, line(0, 1.0, proc=[rank], exited=[]))
+    recorder.write_line("zeus-07", 2.0, line(1, 2.0, proc=None, exited=[], unlisted=[[7, 500.0]]))
+    recorder.write_line("zeus-07", 3.0, line(2, 3.0, proc=None, exited=[[7, 500.0]]))
+    recorder.close()
+    write_anonymized(tmp_path / "a.gz", tmp_path / "copy.gz")
+    samples = [event.sample for event in open_recording(tmp_path / "copy.gz").events if event.sample]
+    assert [(set(s.exited_processes), set(s.unlisted_processes)) for s in samples] == [
+        (set(), set()),
+        (set(), {(7, 500.0)}),
+        ({(7, 500.0)}, set()),
+    ]
+
+
 def test_a_file_that_is_not_a_recording_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("nothing")
     result = CliRunner().invoke(replay_command, [str(tmp_path / "log.txt"), "--anonymous", str(tmp_path / "copy.gz")])

@@ -30,6 +30,7 @@ from wattwatch.watcher.detection.model import (
     RankGpu,
     Severity,
     Suspect,
+    UnseenGpu,
     UtilizationPattern,
     Verdict,
 )
@@ -147,6 +148,16 @@ def healthy() -> JobView:
         ),
         121.0,
     )
+
+
+def half_seen() -> JobView:
+    """The healthy job when its second node no longer answers."""
+    view = healthy()
+    seen, lost = view.sample.gpus[:8], view.sample.gpus[8:]
+    first, second = view.sample.nodes
+    blind = replace(second, status=HostStatus.UNREACHABLE, detail="no line for 12 s", age_seconds=12.0, fresh=False)
+    unseen_gpus = tuple(UnseenGpu(g.node, g.rank, g.gpu.index, g.gpu.pci_bus_id, "node does not answer") for g in lost)
+    return replace(view, sample=replace(view.sample, gpus=seen, nodes=(first, blind), unseen=unseen_gpus))
 
 
 def hung() -> JobView:

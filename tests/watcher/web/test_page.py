@@ -15,7 +15,7 @@ from tests.watcher.web.served_app import make_app, served
 from wattwatch.watcher.common import formatting
 from wattwatch.watcher.detection.model import JobState
 from wattwatch.watcher.engine.snapshot import Snapshot
-from wattwatch.watcher.web.page import STRIP_HEIGHT, PageRenderer, power_history, power_strip
+from wattwatch.watcher.web.page import STRIP_HEIGHT, PageRenderer, gpus_to_draw, power_history, power_strip
 
 
 class Words(HTMLParser):
@@ -168,6 +168,23 @@ def test_bars_show_readings_and_marks_show_missing_ones() -> None:
     assert (strip.bars.count("z"), strip.marked.count("z")) == (15, 1)
     heights = [float(h) for h in re.findall(r"v-([0-9.]+)h", strip.bars)]
     assert max(heights) <= STRIP_HEIGHT
+
+
+def test_gpus_that_are_not_seen_are_drawn_and_named_as_such() -> None:
+    """Half of the ranks were blind, and the bars of the others filled the whole width."""
+    half = samples.half_seen()
+    assert [(each.rank, each.gpu.power_watts is None) for each in gpus_to_draw(half.sample)] == [
+        (rank, rank >= 8) for rank in range(16)
+    ]
+    strip = power_strip(gpus_to_draw(half.sample), ())
+    assert (strip.bars.count("z"), strip.absent.count("z")) == (8, 8)
+    assert strip.width == power_strip(samples.healthy().sample.gpus, ()).width
+    drawn = page(replace(samples.cluster(), jobs={"pretrain-32b": half}))
+    assert "Not seen: ranks 8-15 on gpu-02: node does not answer" in drawn.text
+    assert "8 gpu-02 0 not seen: node does not answer" in drawn.text
+    labels = [attributes.get("aria-label") or "" for tag, attributes in drawn.tags if tag == "svg"]
+    assert any(label.startswith("power by rank, 8 of 16 GPUs: ") for label in labels)
+    assert "Not seen" not in page(replace(samples.cluster(), jobs={"a": samples.healthy()})).text
 
 
 def test_the_power_history_has_gaps_where_there_is_no_data() -> None:

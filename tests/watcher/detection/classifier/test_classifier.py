@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,41 @@ def test_without_gpus_there_is_no_verdict_but_a_reason(status: HostStatus) -> No
     assert verdict.state is PowerState.UNKNOWN
     assert "as seen" in verdict.why
     assert verdict.pattern is UtilizationPattern.UNKNOWN
+
+
+def with_blind_node(sample: JobSample, expected_gpus: int | None) -> JobSample:
+    blind = NodeState("node-9", HostStatus.UNREACHABLE, "no line", 9.0, fresh=False, expected_gpus=expected_gpus)
+    return replace(sample, nodes=(*sample.nodes, blind))
+
+
+@pytest.mark.parametrize(
+    ("watts", "utilization"),
+    [([985] * 4, [99] * 4), ([191] * 4, [100, 100, 100, 100]), ([191] * 4, [100, 0, 100, 100]), ([189] * 4, [0] * 4)],
+)
+def test_a_verdict_on_a_part_of_the_job_says_so_and_is_less_sure(watts: list[float], utilization: list[float]) -> None:
+    """One of two nodes was blind, and the job was "computing, all ranks are busy, 90 % sure"."""
+    whole = classify(job_sample(watts, utilization))
+    assert "seen" not in whole.why
+    for expected, extent in ((4, "Only 4 of 8 GPUs seen. "), (None, "Only GPUs of 1 of 2 nodes seen. ")):
+        part = classify(with_blind_node(job_sample(watts, utilization), expected))
+        assert part.why.startswith(extent)
+        assert (part.state, part.suspects) == (whole.state, whole.suspects)
+        assert part.confidence == pytest.approx(0.75 * whole.confidence, abs=0.006)
+        if part.alternative is not None and whole.alternative is not None:
+            assert part.alternative.confidence == pytest.approx(0.75 * whole.alternative.confidence, abs=0.006)
+
+
+def test_gpus_that_cannot_be_judged_are_counted() -> None:
+    verdict = classify(job_sample([985] * 8, [99] * 6 + [None] * 2))
+    assert verdict.why.startswith("Only 6 of 8 GPUs can be judged. ")
+    assert verdict.confidence < classify(job_sample([985] * 8, [99] * 8)).confidence
+
+
+def test_a_lost_gpu_is_a_fault_however_many_are_seen() -> None:
+    missing = (MissingGpu(None, "0000:3B:00.0", ReadingStatus.LOST, "Unable to determine the device handle for GPU"),)
+    sample = job_sample([985] * 4, [99] * 4)
+    sample = replace(sample, nodes=(replace(sample.nodes[0], missing_gpus=missing),))
+    assert classify(with_blind_node(sample, 4)).confidence == classify(sample).confidence
 
 
 def test_a_job_without_nodes_is_unknown() -> None:
