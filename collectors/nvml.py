@@ -235,7 +235,8 @@ def missing_from_nvml(
         return None
     index, bus = (row[place] if 0 <= place < len(row) else None for place in columns.identity)
     index = index if type(index) is int else None
-    detail = f"NVML cannot open GPU {index}: {_code_entry(code)['detail']} (NVML error {code})"
+    gpu = "a GPU" if index is None else f"GPU {index}"
+    detail = f"NVML cannot open {gpu}: {_code_entry(code)['detail']} (NVML error {code})"
     return MissingGpu(index, bus if type(bus) is str else None, status_of_code(code), detail)
 
 

@@ -179,7 +179,8 @@ def summarize_progress(
     found = [f"{one.name}: step {last.step}" + (f" of {total}" if total else "")]
     if per_gpu is not None:
         found.append(
-            f"{per_gpu:.0f} tokens/s per GPU" + ("" if whole is not None else ", but the number of GPUs is unknown")
+            f"{per_gpu:.0f} tokens/s per GPU"
+            + ("" if whole is not None else "; the total is unknown, because the number of GPUs is unknown")
         )
     if phase is not None:
         found.append(f"in {phase}")

@@ -66,7 +66,10 @@ def wattwatch_train() -> None:
 )
 @click.option("--seq-len", type=click.IntRange(2), default=2048, show_default=True, help="Token ids per block.")
 @click.option("--split", default="train", show_default=True, help="Split of the dataset to read.")
-@click.option("--column", help="Column that holds the text or the lists of messages. [default: text or messages]")
+@click.option(
+    "--column",
+    help="Column that holds the text or the lists of messages. [default: text, or messages if there is no text]",
+)
 @click.option(
     "--contiguous/--strided",
     default=True,

@@ -108,7 +108,9 @@ class CheckpointSettings:
     optimizer: bool = setting(
         False, "also save optimizer state, so that a resume is exact; adds 12 bytes per parameter"
     )
-    file_gigabytes: float = setting(5.0, "approximate maximum size of a weights file; each file is written by one rank")
+    file_gigabytes: float = setting(
+        5.0, "approximate maximum size of a weights file in GB; each file is written by one rank"
+    )
     timeout_seconds: float = setting(3600.0, "the job is ended if a collective during a save takes longer than this")
 
 

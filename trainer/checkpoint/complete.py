@@ -272,5 +272,7 @@ def read_tensor_names(path: Path, size_bytes: int) -> frozenset[str]:
             raise InvalidHeaderError(f"the tensors listed in its header leave a gap or overlap at byte {reached:,}")
         reached = end
     if (stated := 8 + header_bytes + reached) != size_bytes:
-        raise InvalidHeaderError(f"its header describes {stated:,} bytes, but the file has {size_bytes:,}")
+        raise InvalidHeaderError(
+            f"according to its header the file should have {stated:,} bytes, but it has {size_bytes:,}"
+        )
     return frozenset(header)

@@ -65,5 +65,7 @@ def agree_on_blocks(
         dist.all_reduce(counts, op=dist.ReduceOp.MIN if evenness is Evenness.MIN else dist.ReduceOp.MAX)
         blocks = int(counts.item())
     if blocks < blocks_per_step:
-        raise UserError(f"too few blocks ({blocks:,}): one step needs {blocks_per_step:,}; pack more data")
+        raise UserError(
+            f"too few blocks of packed data on a rank ({blocks:,}): one step needs {blocks_per_step:,}; pack more data"
+        )
     return StepPlan(local_blocks, blocks, blocks_per_step, epochs, evenness)

@@ -121,7 +121,7 @@ def _lines(test: BacktestResult) -> Iterator[str]:
     if test.scored or unscored.state_unknown or unscored.no_such_state or unscored.no_reading:
         yield f"cases scored: {test.scored}; each has power, utilization, and a state that can be seen in samples"
         yield f"cases not scored, because their true state is unknown: {_counts(unscored.state_unknown, 'verdicts')}"
-        yield f"cases not scored, because samples cannot show their state: {_counts(unscored.no_such_state, 'states')}"
+        yield f"cases not scored, because no sample shows such a state: {_counts(unscored.no_such_state, 'states')}"
         yield f"cases not scored, because power or utilization is missing: {_counts(unscored.no_reading, 'states')}"
     for knowledge, result in test.cases.items():
         yield ""

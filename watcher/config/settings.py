@@ -183,7 +183,7 @@ class JobSection(Section):
     logs: tuple[str, ...] = Field(
         (),
         strict=False,
-        description="paths on the nodes of training logs that show progress; shell patterns are allowed",
+        description="training logs that show progress, as paths on the nodes; shell patterns such as * are allowed",
     )
     log_pattern: str | None = Field(
         None,

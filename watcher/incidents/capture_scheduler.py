@@ -172,7 +172,7 @@ class CaptureScheduler:
                 directory=str(directory),
             )
         )
-        log.info("%s of %s: capturing evidence in %s", episode.alert, job, directory)
+        log.info("%s of %s: saving evidence to %s", episode.alert, job, directory)
         self._start_thread(
             lambda: self._results.put((episode.id, self._investigator.run(episode, view, live, directory))),
             f"diagnosis of {job}",

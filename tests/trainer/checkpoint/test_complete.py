@@ -114,11 +114,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "optimizer directory gone": (lambda d: shutil.rmtree(d / "optimizer"), "optimizer/rank-00000.safetensors: missing"),
     "header tells of more": (
         lambda d: relist(d, SHARD, tensors_file({"c": b"678"}, offset=1)),
-        f"{SHARD}: its header describes",
+        f"{SHARD}: according to its header the file should have",
     ),
     "header tells of less": (
         lambda d: relist(d, SHARD, tensors_file({"c": b"678"}) + b"\0"),
-        f"{SHARD}: its header describes",
+        f"{SHARD}: according to its header the file should have",
     ),
     "header of another format": (
         lambda d: relist(d, SHARD, (2).to_bytes(8, "little") + b"[]"),

@@ -146,7 +146,7 @@ def test_it_names_rank_node_confidence_and_cost() -> None:
         "cause: the program",
         "ranks 0-2, 4-15",
         "save_checkpoint (/opt/job/train.py:88)",
-        "184 W, the other ranks 189–193 W",
+        "184 W on the marked ranks, 189–193 W on the others",
         "0.98 <small>GPU-hours",
         "190 <small>Wh",
         "py-spy is not installed",

@@ -279,13 +279,15 @@ class RealJob:
         try:
             outputs = [gate.communicate(timeout=GATE_SECONDS) for gate in gates]
         except subprocess.TimeoutExpired:
-            raise DemoError(f"the gate did not end within {GATE_SECONDS:.0f} s") from None
+            raise DemoError(f"wattwatch-train gate did not finish within {GATE_SECONDS:.0f} s") from None
         finally:
             for gate in gates:
                 gate.kill()
                 gate.communicate()
         if any(gate.returncode not in (0, 1) for gate in gates):
-            raise DemoError(f"the gate rejected the job: {' / '.join(last_lines(out + err) for out, err in outputs)}")
+            raise DemoError(
+                f"wattwatch-train gate rejected the job: {' / '.join(last_lines(out + err) for out, err in outputs)}"
+            )
         record = json.loads((self._run / "gate.json").read_text("utf-8"))
         return GateOutput(
             lines=tuple(outputs[0][0].splitlines()),

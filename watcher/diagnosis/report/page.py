@@ -182,8 +182,9 @@ def stack_views(incident: IncidentReport, culprits: frozenset[int]) -> Sequence[
     if others:
         largest = others[0]
         example = next(each for each in incident.stacks if each.rank == largest.ranks[0])
-        note = f"{format_count(len(largest.ranks), 'rank')} at this line; each {largest.words}"
-        views.append(stack_view(example, format_ranks(largest.ranks), note))
+        alike = len(largest.ranks) - 1
+        note = largest.words + (f", like {format_count(alike, 'other rank')}" if alike else "")
+        views.append(stack_view(example, f"rank {example.rank}", note))
     return views
 
 

@@ -87,7 +87,9 @@ def draw_rank_chart(
     of_others = [v for rank, v in zip(ranks, values, strict=True) if v is not None and rank.rank not in culprits]
     comparison = ""
     if of_culprits and of_others:
-        comparison = f"{format_range(of_culprits, unit)}, the other ranks {format_range(of_others, unit)}"
+        comparison = (
+            f"{format_range(of_culprits, unit)} on the marked ranks, {format_range(of_others, unit)} on the others"
+        )
     draw = draw_bars if len(ranks) <= MAX_BARS else draw_cells
     chart = draw(ranks, values, culprits, ceiling)
     return replace(chart, spread=format_range(known, unit), others=comparison, top_words=f"{ceiling:,.0f} {unit}")
