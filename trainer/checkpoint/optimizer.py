@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from wattwatch.trainer.checkpoint.complete import optimizer_file, read_completion
+from wattwatch.trainer.checkpoint.complete import START_FROM_WEIGHTS, optimizer_file, read_completion
 from wattwatch.trainer.checkpoint.gather import local_shard
 from wattwatch.trainer.checkpoint.safetensors_writer import DTYPE_NAMES, TensorSpec, host_bytes, safetensors_layout
 from wattwatch.trainer.errors import UserError
@@ -47,9 +47,9 @@ def load_optimizer_state(
     checkpoint without optimizer state; model and optimizer are then unchanged.
     """
     completion = read_completion(directory)
-    advice = "resume only the weights, or use the settings of the run that saved this checkpoint"
+    advice = f"use the settings of the run that saved this checkpoint, or, {START_FROM_WEIGHTS}"
     if not completion.optimizer:
-        raise UserError(f"{directory} was saved without optimizer state; resume only the weights")
+        raise UserError(f"{directory} was saved without optimizer state, so only its weights can be loaded")
     if completion.world != world:
         raise UserError(
             f"{directory} was saved by {format_count(completion.world, 'rank')}, but this job has {world}; {advice}"

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+from wattwatch.trainer.checkpoint.complete import START_FROM_WEIGHTS
 from wattwatch.trainer.formatting import format_bytes_short, format_count, format_rank_list
 from wattwatch.trainer.gate.model import (
     BlockCounts,
@@ -488,19 +489,20 @@ def _resume_mismatches(
     settings = reports[0].settings
     if resume.other_shape:
         yield f"the checkpoint belongs to a different model: {resume.other_shape}"
-    if settings.optimizer and resume.optimizer and resume.world != settings.world:
-        yield (
-            f"its optimizer state can be loaded only by {format_count(resume.world or 0, 'rank')}, but the job has "
-            f"{settings.world}; use {resume.world}, or set checkpoint.optimizer to false to resume only the weights"
-        )
     manifests = {shard.rank: shard.manifest for report in reports for shard in report.shards if shard.manifest}
     by_rank = {rank: manifest.sha256 for rank, manifest in manifests.items()}
     seq_len = max((manifest.seq_len for manifest in manifests.values()), default=0)
     step_tokens = settings.blocks_per_step * settings.world * seq_len
-    if resume.blocks_sha256 and len(by_rank) == settings.world and resume.blocks_sha256 != blocks_sha256(by_rank):
+    if resume.world is not None and resume.world != settings.world:
+        # Steps are counted over the blocks of all ranks, so another number of ranks also means other blocks.
         yield (
-            "the checkpoint was trained on different blocks, so training cannot continue from its step; to start with "
-            "its weights, set `model` to the checkpoint directory"
+            f"the checkpoint was saved by {format_count(resume.world, 'rank')}, and a resume needs the same number, but "
+            f"the job has {settings.world}; use {resume.world}, or, {START_FROM_WEIGHTS}"
+        )
+    elif resume.blocks_sha256 and len(by_rank) == settings.world and resume.blocks_sha256 != blocks_sha256(by_rank):
+        yield (
+            "the checkpoint was trained on different blocks, so training cannot continue from its step; "
+            f"{START_FROM_WEIGHTS}"
         )
     elif manifests and resume.step and resume.tokens is not None and resume.tokens != resume.step * step_tokens:
         yield (

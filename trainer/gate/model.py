@@ -28,7 +28,7 @@ class GateSettings:
     epochs: int = 1
     evenness: str = "min"  # wattwatch.trainer.settings.Evenness
     document_mask: bool = False  # blocks must have been packed with the positions where records begin
-    optimizer: bool = False  # checkpoints contain optimizer state, and a resume needs it
+    optimizer: bool = False  # the job saves optimizer state in its checkpoints
     random_weights: bool | None = None  # None: not known whether the model directory must have weights
     file_bytes: int | None = None  # size of a weights file; a rank writes whole files
     save_timeout_seconds: float | None = None  # None: the write speed of the checkpoint directory is not measured

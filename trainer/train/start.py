@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig
 
-from wattwatch.trainer.checkpoint.complete import Completion, read_completion, why_incomplete
+from wattwatch.trainer.checkpoint.complete import START_FROM_WEIGHTS, Completion, read_completion, why_incomplete
 from wattwatch.trainer.checkpoint.optimizer import load_optimizer_state
 from wattwatch.trainer.checkpoint.save import CheckpointSaver, SavePoint
 from wattwatch.trainer.errors import UserError
@@ -197,7 +197,7 @@ def read_resume_checkpoint(
     if completion.blocks_sha256 != gate.blocks_sha256:
         raise UserError(
             f"{resume} was trained on different blocks, so training cannot continue from its step {completion.step:,}; "
-            "to start with its weights, set `model` to this directory"
+            f"{START_FROM_WEIGHTS}"
         )
     if completion.tokens != completion.step * tokens_per_step:
         raise UserError(

@@ -23,7 +23,7 @@ def test_state_is_restored_bit_for_bit_or_refused(
         assert f"saved by {world} ranks, but this job has {world + 1}" in rank.value["other world"]
         assert f"optimizer/rank-{number:05d}.safetensors: the file has " in rank.value["other shape"]
         assert "lm_head.weight" in rank.value["other model"]
-        assert "saved without optimizer state; resume only the weights" in rank.value["weights only"]
+        assert "saved without optimizer state, so only its weights can be loaded" in rank.value["weights only"]
         assert rank.value["untouched"], "a refused resume changes nothing"
     directory = tmp_path / "checkpoints" / "step-00000002"
     assert why_incomplete(directory, deep=True) is None
