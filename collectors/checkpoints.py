@@ -1,8 +1,12 @@
 """A listing of a checkpoint directory -> `CheckpointSample`. Completion rules are data (checkpoint_layouts.toml).
 
 The listing is made on the node by the probe, or here by `list_checkpoint_directory` with the same function. `complete`
-is True, False, or None: the layout has no completion marker and the files have not been unchanged for long enough.
-A safetensors file states its own length, so one that is truncated or still growing is detected without a marker.
+is True, False, or None: the layout is not recognized, or it has no completion marker and the files have not been
+unchanged for long enough. A folder's name is not enough to recognize a layout: many trainers name folders alike.
+
+Some files show without any marker that a save is unfinished, whoever wrote it: safetensors headers state the file's
+length, zip archives (torch.save) end with a fixed record, names such as model-00001-of-00014 or world_size_4_rank_0
+state how many there are, and torch.distributed.checkpoint writes .metadata last.
 """
 
 from __future__ import annotations
@@ -10,12 +14,18 @@ from __future__ import annotations
 import re
 import time
 import tomllib
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Final
 
-from wattwatch.collectors.probe.node_probe import list_checkpoints
+from wattwatch.collectors.probe.node_probe import (
+    NO_END,
+    NO_HEADER,
+    WEIGHTS,
+    list_checkpoints,
+)
 from wattwatch.collectors.samples import CheckpointEntry, CheckpointSample
 
 
@@ -31,6 +41,20 @@ class CheckpointFolder:
     # Safetensors files whose size is not what their header says.
     stated_bytes: Mapping[str, int] = field(default_factory=dict)
     error: str | None = None
+    indexed_files: Mapping[str, int] = field(default_factory=dict)  # index -> number of files that it refers to
+    damaged: Mapping[str, int] = field(default_factory=dict)  # name -> code, see DAMAGE
+    checked_files: int = 0  # safetensors files that were seen to be as long as their header says
+
+    cut: bool = False  # the folder has so many files that not all were looked at
+
+    @property
+    def lists_all(self) -> bool:
+        return len(self.sizes) >= self.files
+
+    @property
+    def lists_all_markers(self) -> bool:
+        """The probe lists weights last: where it lists any, it has listed every other file."""
+        return self.lists_all or (not self.cut and any(name.endswith(WEIGHTS) for name in self.sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +75,7 @@ class CheckpointListing:
     root: Mapping[str, RootFile]
     folders: Mapping[str, CheckpointFolder]
     error: str | None = None
+    damaged: Mapping[str, int] = field(default_factory=dict)  # of the files directly in it, as in CheckpointFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +94,7 @@ class CheckpointLayout:
     single_file: bool = False
     quiet_seconds: float = 0.0
     trap: str = ""
+    beside: tuple[str, ...] = ()
 
 
 def parse_folder(folder: Mapping[str, Any]) -> CheckpointFolder:
@@ -81,7 +107,15 @@ def parse_folder(folder: Mapping[str, Any]) -> CheckpointFolder:
         {str(index): tuple(map(str, names)) for index, names in folder.get("index", {}).items()},
         {str(name): int(size) for name, size in folder.get("short", {}).items()},
         folder.get("error"),
+        {str(index): int(count) for index, count in folder.get("named", {}).items()},
+        parse_damage(folder),
+        int(folder.get("checked", 0)),
+        bool(folder.get("cut", False)),
     )
+
+
+def parse_damage(news: Mapping[str, Any]) -> dict[str, int]:
+    return {str(name): int(code) for name, code in news.get("bad", {}).items()}
 
 
 def parse_root_files(root: Mapping[str, Any]) -> dict[str, RootFile]:
@@ -98,6 +132,7 @@ def list_checkpoint_directory(directory: str) -> tuple[CheckpointListing, dict[s
         parse_root_files(raw["root"]),
         {name: parse_folder(folder) for name, folder in raw["entries"].items()},
         raw["error"],
+        parse_damage(raw),
     )
     return listing, ages_from_mtime(listing, time.time())
 
@@ -113,11 +148,11 @@ def read_checkpoints(
     directory: str, listing: CheckpointListing, ages_seconds: Mapping[str, float], listing_age_seconds: float = 0.0
 ) -> CheckpointSample:
     """The checkpoints in `listing`, oldest first. `ages_seconds`: entry name -> seconds since it changed."""
-    entries = []
-    for name, folder in listing.folders.items():
-        found = find_layout(name, folder)
-        if found is not None:
-            entries.append(classify_folder(found, name, folder, listing, ages_seconds.get(name)))
+    layouts = identify_layouts(listing)
+    entries = [
+        classify_folder(layout, name, listing.folders[name], listing, ages_seconds.get(name))
+        for name, layout in layouts.items()
+    ]
     for name, file in listing.root.items():
         entry = classify_single_file(name, file, listing, ages_seconds.get(name))
         if entry is not None:
@@ -127,99 +162,188 @@ def read_checkpoints(
     return CheckpointSample(directory, tuple(entries), listing_age_seconds, listing.error)
 
 
-def find_layout(name: str, folder: CheckpointFolder) -> CheckpointLayout | None:
-    """Of the layouts whose name matches, the one with most of its typical files; the first of the table on a tie."""
-    best, best_score = None, -1
-    for layout in LAYOUTS:
-        if layout.single_file or not layout.name.search(name):
-            continue
+def identify_layouts(listing: CheckpointListing) -> dict[str, CheckpointLayout | None]:
+    """Every folder that is named like a checkpoint, with its layout; None: not recognized.
+
+    A layout is recognized by files that only its trainer writes. Where a folder has none of them yet, the layout of the
+    other checkpoints in the directory is assumed: one directory is written by one trainer.
+    """
+    named = {
+        name: [each for each in LAYOUTS if not each.single_file and each.name.search(name)] for name in listing.folders
+    }
+    found = {
+        name: recognize_layout(candidates, listing.folders[name], listing)
+        for name, candidates in named.items()
+        if candidates
+    }
+    known = list({id(layout): layout for layout in found.values() if layout is not None}.values())
+    for name, layout in found.items():
+        alike = [each for each in known if each in named[name]]
+        if layout is None and len(alike) == 1:
+            found[name] = alike[0]
+    return found
+
+
+def recognize_layout(
+    candidates: Sequence[CheckpointLayout], folder: CheckpointFolder, listing: CheckpointListing
+) -> CheckpointLayout | None:
+    """The layout with most of its own files in the folder, or a file of its own beside it; the first on a tie."""
+    best, most = None, 0
+    for layout in candidates:
         score = sum(any(pattern.search(file) for file in folder.sizes) for pattern in layout.holds)
-        if score > best_score:
-            best, best_score = layout, score
+        score += any(name in listing.root or name in listing.folders for name in layout.beside)
+        if score > most:
+            best, most = layout, score
     return best
 
 
 def classify_folder(
-    layout: CheckpointLayout, name: str, folder: CheckpointFolder, listing: CheckpointListing, age_seconds: float | None
+    layout: CheckpointLayout | None,
+    name: str,
+    folder: CheckpointFolder,
+    listing: CheckpointListing,
+    age_seconds: float | None,
 ) -> CheckpointEntry:
     step = step_from_name(layout, name)
+    complete, why = judge_folder(layout, name, step, folder, listing, age_seconds)
+    if layout is None:
+        text = f"layout not recognized: {why}"
+    else:
+        text = f"{layout.framework} layout: {why}" + (f"; {layout.trap}" if layout.trap else "")
+    return CheckpointEntry(name, step, complete, folder.bytes, age_seconds, text)
 
-    def entry(complete: bool | None, why: str) -> CheckpointEntry:
-        text = f"{layout.framework}: {why}" + (f"; {layout.trap}" if layout.trap else "")
-        return CheckpointEntry(name, step, complete, folder.bytes, age_seconds, text)
 
+def judge_folder(
+    layout: CheckpointLayout | None,
+    name: str,
+    step: int | None,
+    folder: CheckpointFolder,
+    listing: CheckpointListing,
+    age_seconds: float | None,
+) -> tuple[bool | None, str]:
+    """Whether it is complete, and why. The order of the checks matters for the message only: the most telling first."""
     if folder.error is not None:
-        return entry(None, f"cannot be read: {folder.error}")
-    # The order of the checks matters for the message only: the most telling reason first.
+        return None, f"cannot be read: {folder.error}"
     if STAGING.search(name):
-        return entry(False, "the save has not finished: the folder still has a temporary name")
-    for path in layout.absent:
-        if path in folder.sizes:
-            return entry(False, f"{path} exists")
-    if layout.absent_beside is not None and layout.absent_beside.format(name=name) in listing.root:
-        return entry(False, f"{layout.absent_beside.format(name=name)} exists")
+        return False, "the save has not finished: the folder still has a temporary name"
+    if layout is not None:
+        for path in layout.absent:
+            if path in folder.sizes:
+                return False, f"{path} exists"
+        beside = "" if layout.absent_beside is None else layout.absent_beside.format(name=name)
+        if beside in listing.root:
+            return False, f"{beside} exists"
+    unfinished = describe_damage(folder) or describe_size_mismatch(folder) or describe_missing_files(folder)
+    if unfinished:
+        return False, unfinished
+    if folder.files == 0:
+        return False, "the folder is empty"
+    if layout is None:
+        quiet = "" if age_seconds is None else f", and has not changed for {age_seconds:.0f} s"
+        listed = "" if folder.lists_all else f" ({len(folder.sizes)} of them were listed)"
+        return None, (
+            f"it has {folder.files:,} file{'s'[: folder.files != 1]}{listed}{quiet}; nothing shows that the save is "
+            "unfinished, and nothing that it is complete"
+        )
     for path in layout.needs:
         if path not in folder.sizes:
-            return entry(False, f"{path} does not exist yet")
-    mismatch = describe_size_mismatch(folder)
-    if mismatch:
-        return entry(False, mismatch)
-    if layout.index is not None:
-        missing = describe_missing_shard(folder)
-        if missing:
-            return entry(False, missing)
-    if layout.pointers:
-        verdict = check_pointer(layout, name, step, listing)
-        if verdict is not None:
-            return entry(*verdict)
-    if folder.files == 0:
-        return entry(False, "the folder is empty")
-    if layout.quiet_seconds and (age_seconds is None or age_seconds < layout.quiet_seconds):
-        quiet = 0.0 if age_seconds is None else age_seconds
-        return entry(
-            None,
-            f"the folder has not changed for {quiet:.0f} s, and counts as complete after {layout.quiet_seconds:.0f} s "
-            "without a change",
+            if folder.lists_all_markers:
+                return False, f"{path} does not exist yet"
+            return None, f"{path} is not among the {len(folder.sizes)} files that were listed, of {folder.files:,}"
+    pointed, pointer = check_pointer(layout, name, step, listing) if layout.pointers else (False, "")
+    if layout.pointers and not pointed and not layout.quiet_seconds:
+        return False, pointer
+    if not pointed and layout.quiet_seconds and (age_seconds is None or age_seconds < layout.quiet_seconds):
+        quiet_seconds = 0.0 if age_seconds is None else age_seconds
+        return None, (
+            f"the folder has not changed for {quiet_seconds:.0f} s, and counts as complete after "
+            f"{layout.quiet_seconds:.0f} s without a change"
         )
-    return entry(True, describe_completion(layout, age_seconds))
+    return True, describe_completion(layout, folder, pointer if pointed else "", age_seconds)
 
 
-def describe_completion(layout: CheckpointLayout, age_seconds: float | None) -> str:
+def describe_completion(
+    layout: CheckpointLayout, folder: CheckpointFolder | None, pointer: str, age_seconds: float | None
+) -> str:
     marks = [f"{path} exists" for path in layout.needs]
-    if layout.pointers:
-        marks.append(f"{' or '.join(layout.pointers)} points to it")
-    if layout.index is not None:
-        marks.append("all files listed in the index are complete")
-    if layout.quiet_seconds and age_seconds is not None:
+    if pointer:
+        marks.append(pointer)
+    if folder is not None:
+        marks += [
+            f"{'the file' if count == 1 else f'all {count} files'} listed in {index} exist{'s'[: count == 1]}"
+            for index, count in folder.indexed_files.items()
+            if count
+        ]
+        if folder.checked_files == 1:
+            marks.append("1 safetensors file has the length that its header says")
+        elif folder.checked_files:
+            marks.append(f"{folder.checked_files} safetensors files have the length that their headers say")
+    if layout.quiet_seconds and not pointer and age_seconds is not None:
         marks.append(f"unchanged for {age_seconds:.0f} s")
     return ", ".join(marks) or "it exists"
+
+
+def describe_damage(folder: CheckpointFolder) -> str:
+    """The first file whose content shows that it is damaged or unfinished; "" if there is none."""
+    return next(
+        (describe_damaged_file(name, code, folder.sizes.get(name)) for name, code in folder.damaged.items()), ""
+    )
+
+
+def describe_damaged_file(name: str, code: int, size: int | None) -> str:
+    length = "" if size is None else f" ({size:,} bytes)"
+    return f"{name}{length} is damaged or still being written: {DAMAGE.get(code, 'its content is not valid')}"
 
 
 def describe_size_mismatch(folder: CheckpointFolder) -> str:
     """The first safetensors file whose size differs from its header; "" if there is none."""
     for name, stated in folder.stated_bytes.items():
         size = folder.sizes.get(name)
-        if size is not None and size != stated:
-            kind = "truncated or still being written" if size < stated else "too long"
-            return f"{name} is {kind}: it has {size} bytes, but its header says {stated} bytes"
+        if size != stated:
+            kind = "not as long as its header says" if size is None else "too long"
+            if size is not None and size < stated:
+                kind = "truncated or still being written"
+            has = "" if size is None else f"it has {size} bytes, but "
+            return f"{name} is {kind}: {has}its header says {stated} bytes"
     return ""
 
 
-def describe_missing_shard(folder: CheckpointFolder) -> str:
+def describe_missing_files(folder: CheckpointFolder) -> str:
+    """Files that an index, or the names of other files, say must exist; "" if none is missing."""
     for index, names in folder.index_files.items():
         parent = index.rpartition("/")[0]
-        for name in names:
-            path = f"{parent}/{name}" if parent else name
-            if path not in folder.sizes:
-                return f"{index} lists {name}, which does not exist yet"
+        missing = [name for name in names if (f"{parent}/{name}" if parent else name) not in folder.sizes]
+        if missing and (index in folder.indexed_files or folder.lists_all):
+            more = f" and {len(missing) - 1} more, which do" if len(missing) > 1 else ", which does"
+            return f"{index} lists {missing[0]}{more} not exist yet"
+    if not folder.lists_all:
+        return ""
+    folders_of_shards = set()
+    # Stem and suffix -> how many there should be -> the numbers that exist.
+    numbered: dict[tuple[str, str], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for path in folder.sizes:
+        parent, _, base = path.rpartition("/")
+        found = NUMBERED.search(base)
+        if found is not None and not SHARED_FILE.match(base):
+            key = path[: len(path) - len(base) + found.start()], base[found.end() :]
+            numbered[key][int(found["total"] or found["world"])].add(int(found["number"] or found["rank"]))
+        if base.endswith(".distcp"):
+            folders_of_shards.add(parent)
+    for (stem, suffix), by_total in numbered.items():
+        if not any(len(seen) >= total for total, seen in by_total.items()):
+            total, seen = max(by_total.items())
+            return f"{len(seen)} of the {total} files {stem}*{suffix} exist (their names give the total)"
+    for parent in sorted(folders_of_shards):
+        path = f"{parent}/.metadata" if parent else ".metadata"
+        if path not in folder.sizes:
+            return f"{path} does not exist yet"
     return ""
 
 
 def check_pointer(
     layout: CheckpointLayout, name: str, step: int | None, listing: CheckpointListing
-) -> tuple[bool | None, str] | None:
-    """None where a pointer refers to this checkpoint or a later one; else (False, why it does not count as
-    complete)."""
+) -> tuple[bool, str]:
+    """Whether a pointer refers to this checkpoint or a later one, and what it points to."""
     expected = layout.points_to.format(name=name, step=step)
     for pointer in layout.pointers:
         file = listing.root.get(pointer)
@@ -228,10 +352,10 @@ def check_pointer(
         target = file.text.strip().rstrip("/").rpartition("/")[2]
         # "release" is what Megatron-LM's tracker contains for a converted checkpoint without an iteration.
         if target in (expected, "release"):
-            return None
+            return True, f"{pointer} points to it"
         later = re.search(r"(\d+)\D*$", target)
         if later is not None and step is not None and int(later.group(1)) > step:
-            return None  # the pointer has moved on, so it referred to this one before
+            return True, f"{pointer} points to a later one, {target}"  # so it referred to this one before
         return False, f"{pointer} points to {target or 'nothing'}"
     return False, f"the pointer file {' or '.join(layout.pointers)} does not exist yet"
 
@@ -245,15 +369,22 @@ def classify_single_file(
     for layout in LAYOUTS:
         if layout.single_file and layout.name.search(name):
             step = step_from_name(layout, name)
-            verdict = check_pointer(layout, name, step, listing) if layout.pointers else None
-            complete, why = (True, describe_completion(layout, age_seconds)) if verdict is None else verdict
-            return CheckpointEntry(name, step, complete, file.bytes, age_seconds, f"{layout.framework}: {why}")
+            complete, why = check_pointer(layout, name, step, listing) if layout.pointers else (True, "")
+            if name in listing.damaged:
+                complete, why = False, describe_damaged_file(name, listing.damaged[name], file.bytes)
+            elif complete:
+                why = describe_completion(layout, None, why, age_seconds)
+            return CheckpointEntry(name, step, complete, file.bytes, age_seconds, f"{layout.framework} layout: {why}")
     return None
 
 
-def step_from_name(layout: CheckpointLayout, name: str) -> int | None:
-    found = layout.name.search(name)
-    return int(found["step"]) if found is not None and found["step"] else None
+def step_from_name(layout: CheckpointLayout | None, name: str) -> int | None:
+    """The number in the name; of an unrecognized layout, the same for every layout whose name matches."""
+    for each in LAYOUTS if layout is None else (layout,):
+        found = each.name.search(name)
+        if found is not None and found["step"]:
+            return int(found["step"])
+    return None
 
 
 def _load_layouts() -> tuple[CheckpointLayout, ...]:
@@ -272,10 +403,21 @@ def _load_layouts() -> tuple[CheckpointLayout, ...]:
             entry.get("single_file", False),
             float(entry.get("quiet_seconds", 0)),
             entry.get("trap", ""),
+            tuple(entry.get("beside", [])),
         )
         for entry in entries
     )
 
 
-STAGING: Final = re.compile(r"\.(?:tmp|staging|partial)(?:[-.]|$)|\.tmp-")
+STAGING: Final = re.compile(r"\.(?:tmp|staging|partial)(?:[-.]|$)|\.tmp-|\.orbax-checkpoint-tmp|^tmp_")
+# "model-00001-of-00014.safetensors", "model_world_size_4_rank_0.pt".
+NUMBERED: Final = re.compile(
+    r"(?<!\d)(?P<number>\d{2,})-of-(?P<total>\d{2,})(?!\d)|world_size_(?P<world>\d+)_rank_(?P<rank>\d+)(?!\d)"
+)
+# "shard-00001-model-00002-of-00014": a rank's part of a file. Which ranks write a part of which file is not known.
+SHARED_FILE: Final = re.compile(r"shard-\d+-")
+DAMAGE: Final = {
+    NO_HEADER: "it does not begin with a safetensors header",
+    NO_END: "it begins as a zip archive, as torch.save writes, but has no end of one",
+}
 LAYOUTS: Final = _load_layouts()

@@ -15,7 +15,13 @@ from typing import Any, Final
 
 import orjson
 
-from wattwatch.collectors.checkpoints import CheckpointListing, parse_folder, parse_root_files, read_checkpoints
+from wattwatch.collectors.checkpoints import (
+    CheckpointListing,
+    parse_damage,
+    parse_folder,
+    parse_root_files,
+    read_checkpoints,
+)
 from wattwatch.collectors.nvml import (
     HANDLE_ERROR,
     UNNAMED_COLUMNS,
@@ -400,7 +406,7 @@ class ProbeReader:
         listed, wall = _to_float(news["t"]), _to_float(news["w"])
         known = self._directories.setdefault(str(news["dir"]), CheckpointDirectoryState())
         folders = dict(known.listing.folders)
-        root, error = known.listing.root, known.listing.error
+        root, error, damaged = known.listing.root, known.listing.error, known.listing.damaged
         if "names" in news:
             names, error = frozenset(map(str, news["names"])), news["error"]
             folders = {name: facts for name, facts in folders.items() if name in names}
@@ -415,14 +421,14 @@ class ProbeReader:
             known.changed_seconds[name] = listed - max(0.0, wall - stamp) if first else listed
 
         if "root" in news:
-            before, root = root, parse_root_files(news["root"])
+            before, root, damaged = root, parse_root_files(news["root"]), parse_damage(news)
             for name, file in root.items():
                 if before.get(name) != file:
                     note_change(name, file.changed_seconds)
         for name, raw in news.get("entries", {}).items():
             facts = folders[str(name)] = parse_folder(raw)
             note_change(str(name), facts.changed_seconds)
-        known.listing = CheckpointListing(root, folders, _to_optional_text(error))
+        known.listing = CheckpointListing(root, folders, _to_optional_text(error), damaged)
         known.listed_seconds = listed
         known.evaluated_seconds = None
 

@@ -746,27 +746,74 @@ MAX_FILES = 96
 MAX_SCANNED_FILES = 4096
 MAX_SMALL_FILE_BYTES = 256
 MAX_HEADER_BYTES = 4 * 1024 * 1024
-_headers: dict[tuple[str, int], int] = {}  # (path, inode) -> length stated in a safetensors header
+SAFETENSORS_MAX_HEADER_BYTES = 100_000_000  # the library reads none that is longer
+MAX_ARCHIVES = 256  # of a checkpoint, whose ends are read
+MAX_REMEMBERED_FILES = 8192
+NO_HEADER, NO_END = 1, 2  # what is wrong with a file: the codes of `bad` in the line
+WEIGHTS = (".safetensors", ".distcp", ".pt", ".pth", ".bin", ".pkl", ".ckpt")
+ARCHIVES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")  # what torch.save writes is a zip archive since torch 1.6
+_headers: dict[tuple[str, int], tuple[int, int]] = {}  # (path, inode) -> stated length, last size
+_whole_archives: set[tuple[str, int, int, float]] = set()  # path, inode, size, time of the last change
+
+
+class BadHeaderError(ValueError):
+    """A safetensors file without a valid header."""
 
 
 def safetensors_bytes(path: str, inode: int, size: int) -> int | None:
     """Length of the file according to its header: 8 bytes of header length, the header, the end of the last tensor.
+    None: the header is too long to be read here. Raises BadHeaderError if there is none.
 
     Format: https://huggingface.co/docs/safetensors
     """
-    known = _headers.get((path, inode))
-    if known is not None or size < 8:
-        return known
+    stated, before = _headers.get((path, inode), (-1, -1))
+    if size == stated or before < size < stated:
+        _headers[path, inode] = (stated, size)  # whole, or still growing: the header is not read again
+        return stated
     with open(path, "rb", buffering=0) as file:
-        header = int.from_bytes(file.read(8), "little")
-        if header > MAX_HEADER_BYTES or size < 8 + header:
-            return 8 + header if header <= MAX_HEADER_BYTES else None
-        tensors = json.loads(file.read(header))
-    ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
-    if len(_headers) > 512:
+        first = file.read(8) or b""
+        header = int.from_bytes(first, "little")
+        if len(first) < 8 or not 2 <= header <= SAFETENSORS_MAX_HEADER_BYTES:
+            raise BadHeaderError
+        if size < 8 + header:
+            return 8 + header
+        if header > MAX_HEADER_BYTES:
+            return None
+        try:
+            tensors = json.loads(file.read(header) or b"")
+            ends = [int(entry["data_offsets"][1]) for name, entry in tensors.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+            raise BadHeaderError from None
+    if len(_headers) >= MAX_REMEMBERED_FILES:
         _headers.clear()
-    _headers[path, inode] = 8 + header + max(ends, default=0)
-    return _headers[path, inode]
+    stated = 8 + header + max(ends, default=0)
+    _headers[path, inode] = (stated, size)
+    return stated
+
+
+def archive_lacks_end(path: str, status: os.stat_result) -> bool:
+    """It begins as a zip archive, and the record with which every zip archive ends is missing: it was cut off.
+
+    Format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.16: 22 bytes, then a comment of at most
+    65,535 bytes.
+    """
+    key = (path, status.st_ino, status.st_size, status.st_mtime)
+    if key in _whole_archives:
+        return False
+    with open(path, "rb", buffering=0) as file:
+        if file.read(4) == b"PK\x03\x04":
+            for length in (22, 22 + 65535):
+                file.seek(max(0, status.st_size - length))
+                end = file.read(length) or b""
+                end = end[end.rfind(b"PK\x05\x06") :]
+                if len(end) >= 22:
+                    break
+            else:
+                return True
+    if len(_whole_archives) >= MAX_REMEMBERED_FILES:
+        _whole_archives.clear()
+    _whole_archives.add(key)
+    return False
 
 
 def index_files(path: str) -> list[str]:
@@ -778,12 +825,14 @@ def index_files(path: str) -> list[str]:
 
 
 def scan_entry(path: str) -> dict[str, Any]:
-    """All files of one checkpoint: totals, and the first MAX_FILES by name. Large weight files are listed last, so that
-    markers are never cut off."""
+    """All files of one checkpoint: totals, and MAX_FILES of them. Weights are listed last, large ones at the very end,
+    so that markers are never cut off."""
     total, count, newest = 0, 0, os.stat(path).st_mtime
-    files: list[tuple[bool, str, int]] = []
-    index: dict[str, list[str]] = {}
+    files: list[tuple[int, int, str, int]] = []
+    indexes: dict[str, list[str]] = {}
     short: dict[str, int] = {}
+    bad: dict[str, int] = {}
+    checked = archives = 0
     left = [(path, "", 0)]
     while left and count < MAX_SCANNED_FILES:
         folder, prefix, depth = left.pop()
@@ -797,33 +846,50 @@ def scan_entry(path: str) -> dict[str, Any]:
                         left.append((entry.path, name + "/", depth + 1))
                     continue
                 total, count = total + status.st_size, count + 1
-                bulk = name.endswith((".distcp", ".pt", ".pth", ".bin", ".pkl")) and status.st_size > 65536
-                files.append((bulk, name, status.st_size))
+                weights = 0 if not name.endswith(WEIGHTS) else 1 if status.st_size <= 65536 else 2
+                files.append((weights, depth, name, status.st_size))
+                if not stat.S_ISREG(status.st_mode):
+                    continue
                 try:
                     if name.endswith(".safetensors"):
                         stated = safetensors_bytes(entry.path, status.st_ino, status.st_size)
                         if stated is not None and stated != status.st_size:
                             short[name] = stated
+                        checked += stated == status.st_size
+                    elif name.endswith(ARCHIVES) and archives < MAX_ARCHIVES:
+                        archives += 1
+                        if archive_lacks_end(entry.path, status):
+                            bad[name] = NO_END
                     elif name.endswith(".safetensors.index.json"):
-                        index[name] = index_files(entry.path)
+                        indexes[name] = index_files(entry.path)
+                except BadHeaderError:
+                    bad[name] = NO_HEADER
                 except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
                     pass  # being written: its size and age show that
-    listed = [[name, size] for _, name, size in sorted(files)[:MAX_FILES]]
-    entry_facts: dict[str, Any] = {"bytes": total, "count": count, "mtime": round(newest, 3), "files": listed}
-    if index:
-        entry_facts["index"] = index
-    if short:
-        entry_facts["short"] = short
-    return entry_facts
+    listed = [[name, size] for _, _, name, size in sorted(files)[:MAX_FILES]]
+    facts: dict[str, Any] = {"bytes": total, "count": count, "mtime": round(newest, 3), "files": listed}
+    if indexes and not left:  # else a file that was not seen may exist
+        known = {name for _, _, name, _ in files}
+        facts["index"] = {index: missing_files(index, names, known) for index, names in indexes.items()}
+        facts["named"] = {index: len(names) for index, names in indexes.items()}
+    more = {"short": short, "bad": bad, "checked": checked, "cut": bool(left)}
+    return {**facts, **{key: value for key, value in more.items() if value}}
+
+
+def missing_files(index: str, names: list[str], known: set[str]) -> list[str]:
+    """The files that an index refers to and that are not there, at most MAX_FILES."""
+    folder = index.rpartition("/")[0]
+    return [name for name in names if (folder + "/" + name if folder else name) not in known][:MAX_FILES]
 
 
 def list_checkpoints(directory: str, previous: dict[str, Any] | None = None) -> dict[str, Any]:
-    """{"error", "root": {name: [kind, size, mtime, text]}, "entries": {name: facts}}.
+    """{"error", "root": {name: [kind, size, mtime, text]}, "bad": {name: code}, "entries": {name: facts}}.
 
     The newest MAX_CHECKPOINTS folders, and the files beside them. `previous`: the last listing, of which only the
     newest three entries are scanned again: older checkpoints do not change, and a scan may cost a file server much.
     """
     root: dict[str, list[Any]] = {}
+    bad: dict[str, int] = {}
     folders: list[tuple[float, str]] = []
     try:
         with os.scandir(directory) as entries:
@@ -838,10 +904,13 @@ def list_checkpoints(directory: str, previous: dict[str, Any] | None = None) -> 
                     elif len(root) < MAX_FILES and stat.S_ISREG(status.st_mode):  # opening a FIFO would block for ever
                         small = status.st_size <= MAX_SMALL_FILE_BYTES and read_text(entry.path, MAX_SMALL_FILE_BYTES)
                         root[name] = ["file", status.st_size, round(status.st_mtime, 3), small or ""]
+                        with contextlib.suppress(PermissionError):
+                            if name.endswith(ARCHIVES) and archive_lacks_end(entry.path, status):
+                                bad[name] = NO_END
                 except FileNotFoundError:
                     continue  # renamed or deleted in the meantime
     except OSError as error:
-        return {"error": os.strerror(error.errno or 0), "root": {}, "entries": {}}
+        return {"error": os.strerror(error.errno or 0), "root": {}, "bad": {}, "entries": {}}
     known = (previous or {}).get("entries", {})
     facts: dict[str, Any] = {}
     for age, (_, folder) in enumerate(sorted(folders, reverse=True)[:MAX_CHECKPOINTS]):
@@ -854,7 +923,7 @@ def list_checkpoints(directory: str, previous: dict[str, Any] | None = None) -> 
         except OSError as error:
             if error.errno != errno.ENOENT:
                 facts[name] = {"error": os.strerror(error.errno or 0), "bytes": 0, "count": 0, "mtime": 0, "files": []}
-    return {"error": None, "root": root, "entries": facts}
+    return {"error": None, "root": root, "bad": bad, "entries": facts}
 
 
 class CheckpointCollector:
@@ -886,8 +955,10 @@ class CheckpointCollector:
             "error": listing["error"],
         }
         news["names"] = sorted(listing["entries"])
-        if before is None or before["root"] != listing["root"]:
+        if before is None or (before["root"], before["bad"]) != (listing["root"], listing["bad"]):
             news["root"] = listing["root"]
+            if listing["bad"]:
+                news["bad"] = listing["bad"]
         self.outbox.put("ckpt", dict(news, entries={}) if changed else news)
         for name, facts in changed.items():
             self.outbox.put("ckpt", {"dir": news["dir"], "t": news["t"], "w": news["w"], "entries": {name: facts}})

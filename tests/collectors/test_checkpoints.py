@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ LAYOUTS: list[dict[str, Any]] = json.loads(
 )
 NAMES = [layout["framework"] for layout in LAYOUTS]
 QUIET = {layout["framework"] for layout in LAYOUTS if layout["complete"]["rule"] == "quiet"}
+OURS = "paper / ours"
 ONE_FILE = {"Lightning"}  # put in place when whole: there is no half of it
 
 
@@ -28,11 +31,16 @@ def lay_out(layout: dict[str, Any], root: Path, complete: bool) -> Path:
     """The layout's files; without what marks completion, or with its "incomplete" marker, where not complete."""
     mark = layout["complete"]
     withheld = set() if complete else {mark.get("path"), *mark.get("paths", [])}
-    folder = root / layout["step_dir"]
-    for name in layout["files"]:
+    # Our own trainer gives a folder its final name only when it is complete.
+    staged = not complete and layout["framework"] == OURS
+    folder = root / (layout["step_dir"] + (".tmp-3fa9" if staged else ""))
+    for name in [each for listed in layout["files"] for each in all_of(listed)]:
         if name not in withheld:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text("{}" if name.endswith(".json") else "")
+            if name.endswith(".safetensors"):
+                safetensors(folder / name, 8, 8)
+            else:
+                (folder / name).write_text("{}" if name.endswith(".json") else "")
     if not complete:
         for name in mark.get("absent", []):
             folder.mkdir(exist_ok=True)
@@ -48,6 +56,14 @@ def lay_out(layout: dict[str, Any], root: Path, complete: bool) -> Path:
         else:
             (root / name).write_text(text)
     return root
+
+
+def all_of(name: str) -> list[str]:
+    """The data names one file of several: model-00001-of-00014 stands for fourteen."""
+    found = re.search(r"(?<!shard-00001-model-)00001-of-(\d+)", name)
+    if found is None:
+        return [name]
+    return [name.replace("00001-of-", f"{number:05}-of-") for number in range(1, int(found[1]) + 1)]
 
 
 def entries(root: Path, age_seconds: float = 0.0) -> tuple[CheckpointEntry, ...]:
@@ -114,6 +130,191 @@ def test_a_file_listed_in_the_index_must_exist(tmp_path: Path) -> None:
     (entry,) = entries(tmp_path)
     assert entry.complete is False
     assert "model-00001-of-00001.safetensors" in entry.why
+
+
+def write(folder: Path, *names: str) -> None:
+    """Files with a content that suits their names."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".safetensors"):
+            safetensors(path, 100, 100)
+        elif name.endswith((".pt", ".pth", ".pkl", ".ckpt")):
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.writestr("data", b"x" * 500)
+        else:
+            path.write_text("{}")
+
+
+# A folder as its trainer leaves it, and the files that are missing while a save is unfinished ("": its final name).
+FOREIGN: dict[str, tuple[str, list[str], list[str]]] = {
+    "levanter": ("step-500", ["model/0", "metadata.json"], ["metadata.json"]),
+    "orbax": ("500", ["_CHECKPOINT_METADATA", "items/manifest.ocdbt", "items/d/0a1b"], [""]),
+    "speculators": ("3", ["config.json", "model.safetensors", "optimizer_state_dict.pt"], ["optimizer_state_dict.pt"]),
+    "accelerate (diffusers)": ("checkpoint-500", ["unet/model.safetensors", "random_states_0.pkl"], []),
+    "ms-swift (Megatron)": (
+        "checkpoint-500",
+        ["args.json", "latest_checkpointed_iteration.txt", "iter_0000500/__0_0.distcp", "iter_0000500/.metadata"],
+        ["iter_0000500/.metadata"],
+    ),
+    "lightning (DeepSpeed)": (
+        "epoch=0-step=500.ckpt",
+        ["checkpoint/mp_rank_00_model_states.pt", "checkpoint/zero_pp_rank_0_mp_rank_00_optim_states.pt", "latest"],
+        ["latest"],
+    ),
+    "KempnerForge": (
+        "step_500", ["__0_0.distcp", ".metadata", "train_state.pt", "metadata.json"], [".metadata", "metadata.json"],
+    ),
+    "verl": (
+        "global_step_500",
+        [*(f"actor/model_world_size_4_rank_{rank}.pt" for rank in range(4)), "data.pt"],
+        ["actor/model_world_size_4_rank_2.pt"],
+    ),
+    "NeMo-RL": ("step_500", ["training_info.json", "config.yaml", "policy/weights/x.safetensors"], [""]),
+    "fairseq2": ("step_500", ["trainer/rank_00.pt", "model/pp_00/tp_00/sdp_00.pt"], [""]),
+    "prime-rl": ("step_500", ["trainer/__0_0.distcp", "trainer/.metadata"], ["trainer/.metadata"]),
+    "xtuner": (
+        "ckpt-step-500", ["weights/__0_0.distcp", "weights/.metadata", "train_state.json"], ["weights/.metadata"],
+    ),
+}  # fmt: skip
+STAGED = {"orbax": "500.orbax-checkpoint-tmp-7", "NeMo-RL": "tmp_step_500", "fairseq2": "step_500.tmp"}
+
+
+@pytest.mark.parametrize("framework", FOREIGN)
+def test_a_foreign_checkpoint_is_judged_by_the_layout_of_its_own_trainer(framework: str, tmp_path: Path) -> None:
+    name, files, missing = FOREIGN[framework]
+    write(tmp_path / name, *files)
+    age(tmp_path, 600.0)
+    (whole,) = entries(tmp_path)
+    assert (whole.name, whole.complete) == (name, True)
+    assert whole.why.startswith(f"{framework} layout: ")
+    for path in missing:
+        (tmp_path / name / path).unlink() if path else (tmp_path / name).rename(tmp_path / STAGED[framework])
+    (torn,) = entries(tmp_path)
+    unrecognized = framework in ("levanter", "speculators")  # what is missing is all that is special about it
+    assert torn.complete is (None if unrecognized else not missing), torn.why
+    assert str(torn.step) in name
+
+
+@pytest.mark.parametrize(
+    "name", ["500", "0000000500", "step-500", "step_500", "checkpoint-500", "checkpoint_500", "epoch=0-step=500.ckpt"]
+)
+def test_a_name_that_many_trainers_use_says_nothing_about_the_trainer(name: str, tmp_path: Path) -> None:
+    """Neither complete nor incomplete is known of a checkpoint whose layout is not (vllm-project/speculators#739,
+    marin-community/levanter#991)."""
+    write(tmp_path / name, "config.json", "tokenizer.json", "model.safetensors", "my_state.pt")
+    age(tmp_path, 600.0)
+    (entry,) = entries(tmp_path)
+    assert (entry.step, entry.complete) == (500, None)
+    assert entry.why == (
+        "layout not recognized: it has 4 files, and has not changed for 600 s; nothing shows that the save is "
+        "unfinished, and nothing that it is complete"
+    )
+
+
+def test_a_save_that_begins_has_the_layout_of_the_checkpoints_beside_it(tmp_path: Path) -> None:
+    write(tmp_path / "step-100", "model/0", "metadata.json")
+    write(tmp_path / "step-200", "model/0")
+    assert [(entry.step, entry.complete) for entry in entries(tmp_path)] == [(100, True), (200, False)]
+    assert entries(tmp_path)[1].why == "levanter layout: metadata.json does not exist yet"
+
+
+@pytest.mark.parametrize("content", [b"\0" * 5000, b"", b"{}", b"\xff" * 40, struct.pack("<Q", 9) + b'{"w": {}}'])
+@pytest.mark.parametrize("beside", [["trainer_state.json", "training_args.bin"], ["my_state.txt"]])
+def test_a_file_that_only_is_named_safetensors_is_not_complete(
+    content: bytes, beside: list[str], tmp_path: Path
+) -> None:
+    write(tmp_path / "checkpoint-500", *beside)
+    (tmp_path / "checkpoint-500" / "model.safetensors").write_bytes(content)
+    age(tmp_path, 600.0)
+    (entry,) = entries(tmp_path)
+    assert entry.complete is False
+    assert (
+        f"model.safetensors ({len(content):,} bytes) is damaged or still being written: it does not begin with a "
+        "safetensors header"
+    ) in entry.why
+
+
+@pytest.mark.parametrize("suffix", ["pt", "pth", "bin", "ckpt", "pkl"])
+def test_an_archive_that_was_cut_off_is_not_complete(suffix: str, tmp_path: Path) -> None:
+    write(tmp_path / "checkpoint-500", "trainer_state.json", "whole.pt")
+    whole = (tmp_path / "checkpoint-500" / "whole.pt").read_bytes()
+    (tmp_path / "checkpoint-500" / f"optimizer.{suffix}").write_bytes(whole)
+    assert entries(tmp_path)[0].complete is True
+    (tmp_path / "checkpoint-500" / f"optimizer.{suffix}").write_bytes(whole[:-10])
+    (entry,) = entries(tmp_path)
+    assert entry.complete is False
+    assert f"optimizer.{suffix} ({len(whole) - 10} bytes) is damaged or still being written" in entry.why
+
+
+def test_a_checkpoint_that_is_one_file_is_read_to_its_end_too(tmp_path: Path) -> None:
+    path = tmp_path / "epoch=0-step=500.ckpt"
+    write(tmp_path, path.name)
+    assert [entry.complete for entry in entries(tmp_path)] == [True]
+    path.write_bytes(path.read_bytes()[:300])
+    (entry,) = entries(tmp_path)
+    assert (entry.complete, "has no end of one" in entry.why) == (False, True)
+
+
+def test_files_are_counted_and_an_index_is_mentioned_only_if_there_is_one(tmp_path: Path) -> None:
+    write(tmp_path / "checkpoint-1", "trainer_state.json", "model.safetensors")
+    names = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
+    write(tmp_path / "checkpoint-2", "trainer_state.json", *names)
+    index = {"weight_map": dict(zip("ab", names, strict=True))}
+    (tmp_path / "checkpoint-2" / "model.safetensors.index.json").write_text(json.dumps(index))
+    without, indexed = entries(tmp_path)
+    assert (without.complete, indexed.complete) == (True, True)
+    assert without.why.startswith(
+        "hf_trainer layout: trainer_state.json exists, 1 safetensors file has the length that its header says; "
+    )
+    assert indexed.why.startswith(
+        "hf_trainer layout: trainer_state.json exists, all 2 files listed in model.safetensors.index.json exist, "
+        "2 safetensors files have the length that their headers say; "
+    )
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_numbered_names_say_how_many_files_there_must_be(suffix: str, tmp_path: Path) -> None:
+    names = [f"model-{number:05}-of-00003.{suffix}" for number in (1, 2, 3)]
+    write(tmp_path / "checkpoint-500", "trainer_state.json", *names)
+    assert entries(tmp_path)[0].complete is True
+    (tmp_path / "checkpoint-500" / names[1]).unlink()
+    (entry,) = entries(tmp_path)
+    assert entry.complete is False
+    assert f"2 of the 3 files model-*.{suffix} exist (their names give the total)" in entry.why
+
+
+def test_more_files_than_are_listed_do_not_make_a_checkpoint_incomplete(tmp_path: Path) -> None:
+    names = [f"model-{number:05}-of-00191.safetensors" for number in range(1, 192)]
+    write(tmp_path / "checkpoint-500", "trainer_state.json", *names)
+    index = {"weight_map": {name: name for name in names}}
+    (tmp_path / "checkpoint-500" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (entry,) = entries(tmp_path)
+    assert entry.complete is True
+    assert "all 191 files listed in model.safetensors.index.json exist" in entry.why
+    (tmp_path / "checkpoint-500" / names[150]).unlink()
+    (entry,) = entries(tmp_path)
+    assert entry.complete is False
+    assert f"model.safetensors.index.json lists {names[150]}, which does not exist yet" in entry.why
+
+
+def test_a_marker_among_more_files_than_are_scanned_is_not_called_missing(tmp_path: Path) -> None:
+    folder = tmp_path / "step-500"
+    write(folder, *(f"__{number}_0.distcp" for number in range(4200)))
+    (entry,) = entries(tmp_path)
+    assert (entry.complete, entry.why) == (False, "torchtitan layout: .metadata does not exist yet")
+    write(folder, "optimizer/part")
+    (entry,) = entries(tmp_path)
+    assert entry.complete is None
+    assert entry.why == "torchtitan layout: .metadata is not among the 96 files that were listed, of 4,200"
+
+
+def test_a_file_that_is_written_again_in_place_is_read_again(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-500"
+    write(folder, "trainer_state.json")
+    for length in (500, 100, 900):
+        safetensors(folder / "model.safetensors", length, length)
+        assert entries(tmp_path)[0].complete is True
 
 
 def test_a_save_in_progress_shows_as_growing_bytes(tmp_path: Path) -> None:

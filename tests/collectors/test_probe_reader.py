@@ -230,6 +230,18 @@ def test_a_checkpoint_without_a_marker_is_complete_once_it_has_been_unchanged() 
     assert quiet.entries[0].complete is True
 
 
+def test_files_that_the_probe_found_damaged_make_a_checkpoint_incomplete() -> None:
+    one = reader()
+    root = {"epoch=0-step=9.ckpt": ["file", 300, 1.7e9, ""]}
+    damaged = {**facts(10), "bad": {"random_states_0.pkl": 2}}
+    news = [
+        listing(100.0, names=["checkpoint_5"], root=root, bad={"epoch=0-step=9.ckpt": 2}),
+        {**listing(100.0), "entries": {"checkpoint_5": damaged}},
+    ]
+    entries = read(one, line(1, 100.0, ckpt=news)).checkpoints[0].entries
+    assert [(entry.step, entry.complete) for entry in entries] == [(5, False), (9, False)]
+
+
 def test_a_listing_that_hangs_ages() -> None:
     one = reader()
     read(one, line(1, 100.0, ckpt=[listing(100.0, names=[], root={})]))

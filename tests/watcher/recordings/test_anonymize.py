@@ -220,6 +220,8 @@ def test_a_job_that_has_the_name_of_a_kept_word_is_replaced_in_paths(job: str) -
         " 10%|##| 10/100 [1:02:03<0:01, 3it/s]", "*** JOB 7 CANCELLED AT 2026-01-01T10:00:00 DUE TO PREEMPTION ***",
         "global_step10", "checkpoint-1234", "iter_0000100", "step=10-rank0.pt", "latest_checkpointed_iteration.txt",
         "pytorch_model_fsdp_0", "training_args.bin", "trainer_state.json", "12ms 1h30m 4MiB",
+        "checked", "bad", "named", "cut", "500.orbax-checkpoint-tmp-7", "manifest.ocdbt", "training_info.json",
+        "actor/model_world_size_4_rank_0.pt", "optimizer_state_dict.pt", "random_states_0.pkl",
     ],
 )  # fmt: skip
 def test_what_the_parsers_need_stays(text: str) -> None:

@@ -255,6 +255,9 @@ class OverdueCheckpointTracker:
         age = now - max(since, -math.inf if self._started is None else self._started)
         if age <= OVERDUE_INTERVALS * every:
             return None
+        entries = [entry for listing in observation.sample.checkpoints for entry in listing.entries]
+        if any(e.complete is None and (e.age_seconds or 0.0) < age for e in entries):
+            return None  # whether it is complete is not known: there may be one in time
         return _overdue_finding(observation, newest, age, every)
 
 

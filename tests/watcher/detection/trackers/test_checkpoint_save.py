@@ -150,6 +150,17 @@ def test_a_checkpoint_is_overdue_also_where_there_never_was_one() -> None:
     )
 
 
+def test_a_checkpoint_that_may_be_complete_is_not_overdue() -> None:
+    job = training(checkpoint_every_seconds=600.0)
+    old = checkpoint(1000, complete=True, age_seconds=1300)
+    job.entries = (old, checkpoint(2000, complete=None, age_seconds=300))
+    job.play(5, COMPUTE)
+    assert job.alerts == set()
+    job.entries = (old, checkpoint(2000, complete=None, age_seconds=1400))
+    job.play(5, COMPUTE)
+    assert job.finding(AlertName.CHECKPOINT_OVERDUE)
+
+
 def test_a_job_that_hangs_owes_no_checkpoint() -> None:
     job = training(checkpoint_every_seconds=600.0)
     job.play(2000, SPIN)
