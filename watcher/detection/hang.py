@@ -206,7 +206,8 @@ class HangDetector:
             return  # an incomplete sample neither supports a suspicion nor withdraws it
         self._signature_absent.update(True, observation)
         if observation.gap or advanced or self._signature_absent.rounds >= SIGNATURE_LOST_ROUNDS:
-            disproved = advanced or self._was_working
+            # A hang that the counter confirmed was one, though it ended: it teaches no patience.
+            disproved = (advanced or self._was_working) and not self._was_confirmed
             if self._signature.rounds >= SUSPECT_ROUNDS and disproved:
                 required = FALSE_ALARM_FACTOR * self._signature.seconds
                 known = self._required_seconds.get(self._signature_pattern, 0.0)
@@ -222,7 +223,8 @@ class HangDetector:
         read; two groups, or one rank that waits for all others, are none."""
         verdict = observation.verdict
         if step_rate.stalled_seconds == 0.0:
-            self._longest_idle_seconds = max(self._longest_idle_seconds, self._idle_seconds)
+            if not self._was_confirmed:
+                self._longest_idle_seconds = max(self._longest_idle_seconds, self._idle_seconds)
             self._idle_seconds = 0.0
         elif verdict.pattern is UtilizationPattern.ALL_LOW:
             self._idle_seconds += observation.observed_seconds
@@ -235,6 +237,11 @@ class HangDetector:
         stalled = verdict.at_floor and verdict.pattern in OTHER_STALL_PATTERNS and saves.blocking is None
         excused = process_missing or bool(observation.phases & EXCUSED_PHASES)
         self._other_pattern.update(no_counter and stalled and not excused, observation)
+
+    @property
+    def _was_confirmed(self) -> bool:
+        """At the previous observation."""
+        return self._last_finding is not None and self._last_finding.confirmed
 
     def _power_drops(self, observation: Observation) -> bool:
         """Power fell within this round. Readings are averages over an interval, so the one in which a job stops reads

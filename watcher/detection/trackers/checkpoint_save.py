@@ -1,7 +1,8 @@
 """Checkpoint saves: is one running, do its files grow, how long may it take, and is the next one overdue.
 
 The limit is learned: three times the slowest save that ended well, and at least ten minutes until three were seen
-(healthy saves of 394 s and of more than 400 s are published). A save whose files grow is slow, never a hang. A save
+(healthy saves of 394 s and of more than 400 s are published). One that was stalled and ended all the same teaches
+nothing until it has happened three times. A save whose files grow is slow, never a hang. A save
 during which steps advance runs in the background: it excuses no hang, and no GPU waits for it.
 """
 
@@ -15,7 +16,7 @@ from wattwatch.collectors.samples import CheckpointEntry
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
 from wattwatch.watcher.detection.model import AlertName, Finding, PowerState, UtilizationPattern
 from wattwatch.watcher.detection.trackers.observation import CheckpointSaveHistory, Observation
-from wattwatch.watcher.detection.trackers.step_rate import StepRateTracker
+from wattwatch.watcher.detection.trackers.step_rate import StepRateTracker, repeated_stall_seconds
 
 DEFAULT_SAVE_LIMIT_SECONDS: Final = 600.0
 SAVE_LIMIT_FACTOR: Final = 3.0
@@ -74,7 +75,10 @@ class CheckpointSaveTracker:
         self._since_start_seconds = math.inf
         self._step: int | None = None
         self._steps = 0  # times the counter advanced during the save
-        self._ended: tuple[float, str, bool] | None = None  # seconds, entry, whether files or heartbeats showed it
+        self._was_stalled = False  # the save was beyond its limit, and its files did not grow
+        # Seconds, entry, whether files or heartbeats showed it, whether it was stalled.
+        self._ended: tuple[float, str, bool, bool] | None = None
+        self._stalls: list[float] = []  # seconds of stalled saves that ended well
         self._slowest_seconds: float | None = None
         self._learned_saves = 0
         self.save: CheckpointSave | None = None
@@ -124,6 +128,7 @@ class CheckpointSaveTracker:
             background=self._steps >= BACKGROUND_STEPS and not by_heartbeat and not by_pattern,
             longest_quiet_seconds=self._longest_quiet_seconds,
         )
+        self._was_stalled = self._was_stalled or not self.is_within_limit
 
     def _job_advanced(self, observation: Observation) -> bool:
         """The job makes progress: its counter advanced or, without a counter, its GPUs compute."""
@@ -161,23 +166,29 @@ class CheckpointSaveTracker:
     def _end(self) -> None:
         if self.save is not None and not self.save.background and self._seconds >= MIN_LEARNED_SECONDS:
             entry = self.save.entry
-            self._ended = (self._seconds, entry.name if entry else "", bool(entry) or self.save.by_heartbeat)
+            shown = bool(entry) or self.save.by_heartbeat
+            self._ended = (self._seconds, entry.name if entry else "", shown, self._was_stalled)
         self._reset()
 
     def _reset(self) -> None:
         self._seconds, self._quiet_seconds, self._bytes, self.save = 0.0, None, None, None
         self._longest_quiet_seconds, self._steps = 0.0, 0
+        self._was_stalled = False
 
     def _learn(self, advanced: bool, complete: set[str]) -> None:
         """Learn from the last save once the job advanced after it, or it is complete: a hang in a save is no slow
         save."""
         if self._ended is None or self.save is not None:
             return
-        seconds, name, shown = self._ended
+        seconds, name, shown, stalled = self._ended
         if advanced or name in complete:
-            self._slowest_seconds = max(seconds, self._slowest_seconds or 0.0)
-            self._learned_saves += shown
             self._ended = None
+            if stalled:
+                self._stalls.append(seconds)
+                seconds = repeated_stall_seconds(self._stalls)
+            else:
+                self._learned_saves += shown
+            self._slowest_seconds = max(seconds, self._slowest_seconds or 0.0)
 
     def history(self) -> CheckpointSaveHistory:
         return CheckpointSaveHistory(self._slowest_seconds, self._learned_saves)

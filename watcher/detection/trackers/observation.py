@@ -33,6 +33,7 @@ class StepRateHistory:
     best_seconds_per_step: float | None = None
     last_seconds_per_step: float | None = None
     advances: int = 0
+    stalls: tuple[float, ...] = ()  # intervals that were longer than the stall limit, seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,15 @@
 
 The stall limit comes from the job's own steps and log interval, because jobs differ: torchtitan logs nothing for 50 s
 by default. It is six times the slowest recent interval, at least 30 s and at most 15 min; PortOS#1381 uses the same
-factor and ceiling.
+factor and ceiling. An interval longer than the limit was a stall and teaches nothing about the pace: otherwise one
+hang of 76 s that ended by itself would delay the report of the next one to 456 s.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from typing import Final
 
 from wattwatch.watcher.detection.trackers.observation import Observation, StepRateHistory
@@ -18,11 +20,21 @@ MIN_STALL_SECONDS: Final = 30.0
 MAX_STALL_SECONDS: Final = 900.0
 MIN_INTERVALS: Final = 2
 KEPT_INTERVALS: Final = 20
+# So many stalls that ended by themselves are a habit of the job: in a row, its new pace; otherwise a pause that comes
+# again, say an evaluation that nothing announces, and may be longer the next time by this factor.
+HABIT_STALLS: Final = 3
+HABIT_FACTOR: Final = 1.5
 # A source below the furthest step must move this often to be another run: one that is read late may move once.
 RESTART_MOVES: Final = 2
 # Rate is measured over this many observations, since one change is seen up to one observation late.
 RATE_OBSERVATIONS: Final = 30.0
 LATE_FACTOR: Final = 2  # intervals without a step after which the next one is late
+
+
+def repeated_stall_seconds(stalls: Iterable[float]) -> float:
+    """What HABIT_STALLS of the stalls lasted at least; 0 where there were fewer."""
+    longest = sorted(stalls, reverse=True)[:HABIT_STALLS]
+    return longest[-1] if len(longest) == HABIT_STALLS else 0.0
 
 
 class StepRateTracker:
@@ -33,6 +45,8 @@ class StepRateTracker:
         self._unchanged_seconds = 0.0
         self._sources: dict[tuple[str, int | None], tuple[int | None, int | None]] = {}
         self._intervals: deque[float] = deque(maxlen=KEPT_INTERVALS)  # seconds between changes of the counter
+        self._stalls: deque[float] = deque(maxlen=KEPT_INTERVALS)  # intervals longer than the stall limit of their time
+        self._stalls_in_a_row = 0
         self._measured_seconds, self._measured_steps = 0.0, 0
         self._best_seconds_per_step: float | None = None
         self._last_seconds_per_step: float | None = None
@@ -102,13 +116,24 @@ class StepRateTracker:
         if self._disturbed or self.pausing or observation.gap or self.advances == 1 or interval <= 0:
             return
         self.new_interval = (interval, steps)
-        self._intervals.append(interval)
+        self._learn_interval(interval, observation)
         self._measured_seconds += interval
         self._measured_steps += steps
         if self._measured_seconds >= RATE_OBSERVATIONS * observation.spec.interval_seconds:
             self._last_seconds_per_step = self._measured_seconds / self._measured_steps
             self._best_seconds_per_step = min(self._best_seconds_per_step or math.inf, self._last_seconds_per_step)
             self._measured_seconds, self._measured_steps = 0.0, 0
+
+    def _learn_interval(self, interval: float, observation: Observation) -> None:
+        if interval <= self.stall_limit_seconds(observation):
+            self._intervals.append(interval)
+            self._stalls_in_a_row = 0
+            return
+        self._stalls.append(interval)
+        self._stalls_in_a_row += 1
+        if self._stalls_in_a_row >= HABIT_STALLS:
+            self._intervals.extend(list(self._stalls)[-HABIT_STALLS:])
+            self._stalls_in_a_row = 0
 
     def begin_new_run(self, observation: Observation) -> None:
         """New processes run; the step that sources still show is the last one of the previous run."""
@@ -124,6 +149,8 @@ class StepRateTracker:
     def _reset(self) -> None:
         self._step, self._best_seconds_per_step, self._last_seconds_per_step = None, None, None
         self._intervals.clear()
+        self._stalls.clear()
+        self._stalls_in_a_row = 0
         self._measured_seconds, self._measured_steps = 0.0, 0
         self._step_below, self._moves_below = None, 0
         self.advances = 0
@@ -133,11 +160,12 @@ class StepRateTracker:
 
     def history(self) -> StepRateHistory:
         best, last = self._best_seconds_per_step, self._last_seconds_per_step
-        return StepRateHistory(tuple(self._intervals), best, last, self.advances)
+        return StepRateHistory(tuple(self._intervals), best, last, self.advances, tuple(self._stalls))
 
     def restore_history(self, history: StepRateHistory) -> None:
         """Take over what was learned before the first observation."""
         self._intervals.extend(history.intervals)
+        self._stalls.extend(history.stalls)
         self._best_seconds_per_step = history.best_seconds_per_step
         self._last_seconds_per_step = history.last_seconds_per_step
         self.advances = history.advances
@@ -167,7 +195,8 @@ class StepRateTracker:
         seen = [s for s in (self.usual_interval_seconds, line_interval) if s is not None]
         if not seen:
             return MAX_STALL_SECONDS
-        return min(MAX_STALL_SECONDS, max(MIN_STALL_SECONDS, STALL_FACTOR * max(seen)))
+        limit = max(MIN_STALL_SECONDS, STALL_FACTOR * max(seen), HABIT_FACTOR * repeated_stall_seconds(self._stalls))
+        return min(MAX_STALL_SECONDS, limit)
 
     @property
     def lost_share(self) -> float:

@@ -78,6 +78,20 @@ def test_a_hang_in_a_save_does_not_teach_that_saves_are_long() -> None:
     assert 600 <= confirmed[0] - began <= 640
 
 
+def test_a_stalled_save_that_ended_all_the_same_does_not_delay_the_report_of_the_next() -> None:
+    job = Job()
+    for _ in range(3):
+        job.play(60, COMPUTE)
+        job.play(40, AWAIT_SAVE, {0: SAVE})
+    job.play(60, COMPUTE)
+    for _ in range(2):
+        began = job.now
+        job.play(500, AWAIT_SAVE, {0: SAVE})
+        said = [at - began for at in job.seconds_of(STALLED) if at > began]
+        assert 120 <= said[0] <= 130
+        job.play(60, COMPUTE)
+
+
 def test_an_upload_in_bursts_under_which_steps_go_on_is_never_stalled() -> None:
     job = Job(progress="log")
     job.play(60, COMPUTE)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.watcher.detection.simulated_seconds import COMPUTE, SPIN, Activity, Job
+from tests.watcher.detection.simulated_seconds import COMPUTE, IN_BARRIER, SPIN, Activity, Job
 from wattwatch.collectors.samples import HostStatus, ReadingStatus
 from wattwatch.watcher.detection.model import AlertName
 
@@ -19,6 +19,13 @@ def hang_seconds(job: Job, seconds: int) -> float:
     stood = job.now - job.since_step
     job.play(seconds, SPIN)
     return job.seconds_of(HUNG, confirmed=True)[0] - stood
+
+
+def seconds_until_confirmed(job: Job) -> float:
+    """How long after the last step the next hang is confirmed."""
+    last_step, began = job.now - job.since_step, job.now
+    job.play(300, SPIN)
+    return next(at for at in job.seconds_of(HUNG, confirmed=True) if at > began) - last_step
 
 
 @pytest.mark.parametrize(
@@ -69,6 +76,56 @@ def test_a_slower_job_gets_a_longer_limit_once_it_is_seen_to_be_slower() -> None
     job.play(200, COMPUTE)
     assert job.alerts == set()
     assert hang_seconds(job, 200) > 100
+
+
+@pytest.mark.parametrize("progress", ["heartbeat", "log"])
+@pytest.mark.parametrize("step_seconds", [1, 5])
+@pytest.mark.parametrize("rank_3", [SPIN, IN_BARRIER])
+def test_a_hang_that_ended_by_itself_does_not_delay_the_next_one(
+    progress: str, step_seconds: int, rank_3: Activity
+) -> None:
+    job = Job(progress=progress)
+    job.step_seconds = step_seconds
+    job.play(60, COMPUTE)
+    for _ in range(2):
+        job.play(76, SPIN, {3: rank_3})
+        assert job.finding(HUNG).confirmed
+        job.play(60, COMPUTE)
+        assert job.findings == ()
+    began = job.now
+    job.play(36, SPIN, {3: rank_3})
+    said = [at - began for at in job.seconds_of(HUNG) if at > began]
+    assert said[0] <= 3.0  # suspected at once, too
+    assert job.finding(HUNG).confirmed
+
+
+def test_a_pause_that_comes_again_and_again_is_a_habit_of_the_job() -> None:
+    """An evaluation that nothing announces. It may last half as long again, not six times as long."""
+    job = Job(progress="log")
+    job.step_seconds = 1
+    for _ in range(4):
+        job.play(60, COMPUTE)
+        job.play(76, SPIN)
+    confirmed = job.seconds_of(HUNG, confirmed=True)
+    assert [sum(60 + 136 * n < at - 1000 <= 136 * (n + 1) for at in confirmed) > 0 for n in range(4)] == [
+        True, True, True, False,
+    ]  # fmt: skip
+    job.play(60, COMPUTE)
+    assert 114 <= seconds_until_confirmed(job) <= 118
+
+
+def test_a_job_that_becomes_much_slower_gets_its_new_limit_after_three_steps() -> None:
+    job = Job()
+    job.step_seconds = 1
+    job.play(60, COMPUTE)
+    job.step_seconds = 40
+    light = replace(COMPUTE, watts=191)  # at the power of waiting
+    job.play(40 * 3 + 5, light)
+    assert job.seconds_of(HUNG, confirmed=True) != []
+    began = job.now
+    job.play(400, light)
+    assert [at for at in job.seconds_of(HUNG, confirmed=True) if at > began] == []
+    assert 240 <= seconds_until_confirmed(job) <= 245
 
 
 def test_a_log_line_each_tenth_step_is_no_loss_of_step_rate() -> None:
