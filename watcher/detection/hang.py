@@ -40,6 +40,7 @@ from wattwatch.watcher.detection.trackers.gpu_health import FaultyGpu
 from wattwatch.watcher.detection.trackers.observation import HangHistory, Observation, Streak, outlier_suspects
 from wattwatch.watcher.detection.trackers.step_rate import MIN_STALL_SECONDS, StepRateTracker
 from wattwatch.watcher.detection.trackers.step_timeout import (
+    FIRST_STEP_SECONDS,
     WORKING_STATES,
     is_evaluating,
     may_be_working,
@@ -51,6 +52,9 @@ SUSPECT_ROUNDS: Final = 2
 NO_COUNTER_SUSPECT_SECONDS: Final = 60.0
 NO_COUNTER_CONFIRM_SECONDS: Final = 300.0
 NO_COUNTER_CONFIRM_FACTOR: Final = 3.0
+# Before the first step of a run: ranks that started faster wait for one that still loads, compiles or tokenizes, and
+# GPUs that were warmed up above the floor prove no work. Chosen: as long as without a counter.
+FIRST_STEP_SUSPECT_SECONDS: Final = 300.0
 # A step that ends a signature disproves it. The next one must last this many times as long before it is suspected.
 FALSE_ALARM_FACTOR: Final = 3.0
 # Rounds above the power floor until the job counts as one that has worked.
@@ -92,6 +96,7 @@ class HangDetector:
         self._since_work_seconds = math.inf
         self._was_working = False
         self._worked_since_save = True
+        self._starting = False  # at the previous observation: the first step of a run has not been seen yet
 
     def clear(self) -> None:
         """The job was restarted."""
@@ -134,6 +139,8 @@ class HangDetector:
         self._follow_signature(observation, step_rate, saves, process_missing)
         self._follow_other_patterns(observation, step_rate, saves, process_missing)
         self._last_power_fraction = verdict.power_fraction
+        starts = step_rate.start_observed or observation.sample.progress.step == 0
+        self._starting = step_rate.has_counter and step_rate.advances == 0 and starts
         found = (
             self._by_counter(observation, step_rate, saves, few_processes_compute, lost_gpus)
             or self._by_signature(observation, step_rate)
@@ -208,7 +215,7 @@ class HangDetector:
         if observation.gap or advanced or self._signature_absent.rounds >= SIGNATURE_LOST_ROUNDS:
             # A hang that the counter confirmed was one, though it ended: it teaches no patience.
             disproved = (advanced or self._was_working) and not self._was_confirmed
-            if self._signature.rounds >= SUSPECT_ROUNDS and disproved:
+            if self._signature.rounds >= SUSPECT_ROUNDS and disproved and not self._starting:
                 required = FALSE_ALARM_FACTOR * self._signature.seconds
                 known = self._required_seconds.get(self._signature_pattern, 0.0)
                 self._required_seconds[self._signature_pattern] = max(required, known)
@@ -261,12 +268,7 @@ class HangDetector:
         stalled = step_rate.stalled_seconds
         if stalled is None or observation.alive is False or (saves.blocking and saves.is_within_limit):
             return None
-        # No step was observed yet: the first one may compile, or the log is of a run that has ended. A watcher that
-        # starts during a hang is recognized by the classifier's verdict.
-        started_during_hang = (
-            not step_rate.start_observed and observation.verdict.state is PowerState.HANG and observation.alive
-        )
-        first_step = step_rate.advances == 0 and not started_during_hang
+        first_step = self._is_first_step(observation, step_rate)
         if first_step and not observation.alive:
             return None
         if not step_rate.pausing:
@@ -313,11 +315,28 @@ class HangDetector:
         suspects = tuple(gpu.suspect for gpu in culprits) or self._suspects or outlier_suspects(observation)
         return self._finding(observation, since, tuple(evidence), suspects, confirmed=confirmed)
 
+    def _is_first_step(self, observation: Observation, step_rate: StepRateTracker) -> bool:
+        """No step was observed yet: the first one may compile, or the log is of a run that has ended. A watcher that
+        starts during a hang is recognized by the verdict, unless the counter is 0: then no step was made."""
+        started_during_hang = (
+            not step_rate.start_observed
+            and observation.verdict.state is PowerState.HANG
+            and bool(observation.alive)
+            and observation.sample.progress.step != 0
+        )
+        return step_rate.advances == 0 and not started_during_hang
+
+    @property
+    def _signature_delay_seconds(self) -> float:
+        """How long the signature must last to be suspected."""
+        required = self._required_seconds.get(self._signature_pattern, 0.0)
+        return max(required, FIRST_STEP_SUSPECT_SECONDS) if self._starting else required
+
     def _by_signature(self, observation: Observation, step_rate: StepRateTracker) -> Finding | None:
         signature = self._signature
         if signature.since is None or signature.rounds < SUSPECT_ROUNDS:
             return None
-        if signature.seconds < self._required_seconds.get(self._signature_pattern, 0.0):
+        if signature.seconds < self._signature_delay_seconds:
             return None
         if step_rate.stalled_seconds is None:
             if signature.seconds < NO_COUNTER_SUSPECT_SECONDS:
@@ -334,6 +353,8 @@ class HangDetector:
             confirmed = signature.seconds >= limit
             return self._finding(observation, signature.since, evidence, self._suspects, confirmed=confirmed)
         limit = step_rate.stall_limit_seconds(observation)
+        if self._is_first_step(observation, step_rate):
+            limit = max(limit, FIRST_STEP_SECONDS)
         evidence = (
             self._signature_text,
             f"seen in {signature.rounds} rounds of samples; not confirmed yet: there has been no step for "

@@ -132,6 +132,45 @@ def test_what_healthy_work_observations_like_delays_no_suspicion_of_another_shap
     assert next(at for at in job.seconds_of(HUNG) if at > began) <= began + 3
 
 
+# The first step.
+
+
+@pytest.mark.parametrize("progress", ["heartbeat", "log"])
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("rank_3", [SPIN, IN_BARRIER])
+def test_ranks_that_wait_for_each_other_before_the_first_step_are_no_hang(
+    progress: str, restarted: bool, rank_3: Activity
+) -> None:
+    """A slow machine: GPUs work for a moment, then all wait for the rank that still loads, compiles or tokenizes."""
+    job = Job(progress=progress, step=0)
+    if restarted:
+        job.play(60, COMPUTE)
+        job.play(5, KILLED)
+        job.first_pid, job.started, job.restart, job.step, job.since_step = 7000, 1070.0, 1, 0, 0
+    began = job.now
+    job.play(30, LOAD)
+    job.play(5, replace(COMPUTE, steps=False))
+    job.play(200, SPIN, {3: rank_3})
+    job.play(60, COMPUTE)
+    assert [at for at in job.seconds_of(HUNG) if at > began] == []
+    began = job.now
+    job.play(40, SPIN, {3: IN_BARRIER})  # and teaches no patience for what comes after it
+    assert next(at for at in job.seconds_of(HUNG) if at > began) <= began + 3
+    assert job.finding(HUNG).confirmed
+
+
+def test_a_deadlock_before_the_first_step_is_suspected_after_five_minutes() -> None:
+    job = Job(step=0)
+    job.play(30, LOAD)
+    job.play(5, replace(COMPUTE, steps=False))
+    began = job.now
+    job.play(1860, SPIN, {3: replace(SPIN, utilization=0, phase="train")})
+    assert 300 <= job.seconds_of(HUNG)[0] - began <= 305
+    suspected = next(f for o in job.observed for f in o.findings if f.alert is HUNG)
+    assert "and the limit is 1800 s" in suspected.evidence[1]
+    assert 1790 <= job.seconds_of(HUNG, confirmed=True)[0] - began <= 1810
+
+
 # Phases.
 
 
