@@ -1,7 +1,8 @@
 """Simulated GPUs that follow a real job: each shows what the heartbeat of its rank's real process implies.
 
 The job is real, its GPUs are not: a rank trains on CPU, and its simulated GPU draws the watts measured for the phase in
-the rank's heartbeat (arXiv 2608.05944). A rank in phase "train" that makes no step is waiting in a collective.
+the rank's heartbeat (arXiv 2608.05944). A rank in phase "train" that makes no step waits in a collective, unless its
+process wants the CPU: then it computes, slowly, on a machine that is slow or busy.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from wattwatch.collectors.simulated.scenario import ACTIVITIES
 
 # A heartbeat is written once per second; steps of the demo are shorter.
 NO_STEP_SECONDS: Final = 2.5
-NO_STEP_FACTOR: Final = 4.0  # times the slowest step so far
+NO_STEP_FACTOR: Final = 4.0  # times the slowest step so far, where it is not known whether the process wants the CPU
+# A process that computes wants the CPU all the time, one that waits in gloo hardly ever.
+WANTS_CPU_SHARE: Final = 0.3
 IDLE_GPU: Final = ACTIVITIES["ended"]
 # phase of the heartbeat -> activity; for "train" it depends on whether the step advances
 ACTIVITY_OF_PHASE: Final = {"load": "load", "eval": "compute", "barrier": "wait_in_barrier", "done": "ended"}
@@ -49,6 +52,9 @@ class RankView:
     step: int = -1
     changed_seconds: float = 0.0
     slowest_seconds: float = 0.0  # longest time between two steps so far
+    cpu_seconds: float | None = None  # that its main thread has used or waited for
+    read_seconds: float = 0.0  # when that was read
+    busy_seconds: float = 0.0  # when it was last seen to want the CPU
 
     def update(self, now: float) -> SimulatedGpu:
         """Read the heartbeat; the state of the GPU now. Without heartbeat or process the GPU is idle."""
@@ -58,25 +64,34 @@ class RankView:
         self._apply(heartbeat, now)
         if self.phase == "done" or not process_is_alive(self.pid):
             return SimulatedGpu(IDLE_GPU, alive=False)
+        self._follow_cpu(now)
         return SimulatedGpu(ACTIVITIES[self._activity(now)], alive=True, pid=self.pid)
 
     def _apply(self, heartbeat: Mapping[str, Any], now: float) -> None:
         pid, phase, step = heartbeat.get("pid"), str(heartbeat.get("phase")), heartbeat.get("step")
         if pid != self.pid:
-            self.slowest_seconds = 0.0
+            self.slowest_seconds, self.cpu_seconds, self.busy_seconds = 0.0, None, 0.0
         elif phase == self.phase == "train" and step != self.step and self.step > 0:
             self.slowest_seconds = max(self.slowest_seconds, now - self.changed_seconds)
         if (pid, phase, step) != (self.pid, self.phase, self.step):
             self.changed_seconds = now
         self.pid, self.phase, self.step = pid, phase, step if isinstance(step, int) else -1
 
+    def _follow_cpu(self, now: float) -> None:
+        cpu, before, elapsed = read_wanted_cpu_seconds(self.pid), self.cpu_seconds, now - self.read_seconds
+        if cpu is not None and before is not None and elapsed > 0 and cpu - before >= WANTS_CPU_SHARE * elapsed:
+            self.busy_seconds = now
+        self.cpu_seconds, self.read_seconds = cpu, now
+
     def _activity(self, now: float) -> str:
         if self.phase == "save":
             return "save" if self.rank == 0 else "await_save"
         if self.phase != "train":
             return ACTIVITY_OF_PHASE.get(self.phase, "load")
-        no_step = now - self.changed_seconds > max(NO_STEP_SECONDS, NO_STEP_FACTOR * self.slowest_seconds)
-        return "spin" if no_step else "compute"
+        if self.cpu_seconds is None:
+            limit = max(NO_STEP_SECONDS, NO_STEP_FACTOR * self.slowest_seconds)
+            return "spin" if now - self.changed_seconds > limit else "compute"
+        return "spin" if now - max(self.changed_seconds, self.busy_seconds) > NO_STEP_SECONDS else "compute"
 
 
 def read_heartbeat_file(path: Path) -> Mapping[str, Any] | None:
@@ -93,6 +108,18 @@ def process_is_alive(pid: int | None) -> bool:
         return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0] not in ("Z", "X")
     except (OSError, IndexError):
         return False
+
+
+def read_wanted_cpu_seconds(pid: int | None) -> float | None:
+    """CPU time that the main thread of a process has used, and has waited for while others had the CPU.
+
+    None where the kernel does not count it. https://docs.kernel.org/scheduler/sched-stats.html
+    """
+    try:
+        used, waited, *_ = Path(f"/proc/{pid}/schedstat").read_text("utf-8").split()
+        return (int(used) + int(waited)) / 1e9
+    except (OSError, ValueError):
+        return None
 
 
 class Follower:

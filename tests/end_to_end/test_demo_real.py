@@ -6,16 +6,34 @@ import json
 import os
 import subprocess
 import sys
+import time
 from importlib import util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from wattwatch.collectors.simulated.real_job import FollowedJob, create_rank_view
 from wattwatch.watcher.cli import demo
 from wattwatch.watcher.cli.demo import demo_command
-from wattwatch.watcher.demo.real.runner import CollectiveSplit, RankWait, find_split, trainer_location
+from wattwatch.watcher.demo.real import job as real_job
+from wattwatch.watcher.demo.real import runner as real_runner
+from wattwatch.watcher.demo.real.job import JobFiles, JobSize, RealJob
+from wattwatch.watcher.demo.real.runner import (
+    JOB_NAME,
+    CollectiveSplit,
+    ExpectationFailed,
+    RankWait,
+    RealDemoRun,
+    RealTerminalScreen,
+    describe_lateness,
+    find_split,
+    trainer_location,
+)
+from wattwatch.watcher.demo.receiver import ReceivedAlert
+from wattwatch.watcher.demo.runner import DemoError, describe_busy_machine
 
 ARGUMENTS = ["--scenario", "epoch-end-deadlock", "--real", "--json"]
 
@@ -31,7 +49,6 @@ def test_a_real_deadlock_is_detected_and_evenness_min_prevents_it() -> None:
 
     kinds = [event["kind"] for event in played["events"] if event["kind"] not in ("told", "gate", "diagnosed")]
     once = list(dict.fromkeys(kinds))
-    # On a busy machine an earlier suspicion may have been diagnosed, and resolved at the next step.
     diagnosis = [event["text"] for event in played["events"] if event["kind"] == "diagnosed"][-1]
     assert diagnosis.startswith("diagnosis: rank 3 ")
     assert diagnosis.endswith(" (conclusive)")
@@ -117,3 +134,81 @@ def test_a_simulated_gpu_follows_the_phase_of_its_rank(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
     assert shown(13.0, "train", 3, gone.pid) == "ended"
+
+
+def test_a_rank_that_computes_slowly_is_not_shown_as_waiting(tmp_path: Path) -> None:
+    """On a busy machine the first step takes long. A rank that waits in a collective hardly wants the CPU."""
+    job = FollowedJob("job", str(tmp_path), ("node-1",), 2)
+    (tmp_path / "heartbeat").mkdir()
+    programs = ["while True: pass", "import time; time.sleep(600)"]
+    ranks = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    try:
+        views = [create_rank_view(job, rank) for rank in range(2)]
+        for view, process in zip(views, ranks, strict=True):
+            view.path.write_text(json.dumps({"pid": process.pid, "phase": "train", "step": 0}))
+        shown: list[set[str]] = [set(), set()]
+        began = time.monotonic()
+        while (now := time.monotonic()) < began + 6.0:
+            for view, names in zip(views, shown, strict=True):
+                name = view.update(now).activity.name
+                if now > began + 4.0:
+                    names.add(name)
+            time.sleep(0.5)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert shown == [{"compute"}, {"spin"}]
+
+
+def notice(alert: str, status: str = "firing", severity: str = "critical", suspects: str = "") -> ReceivedAlert:
+    words = {"summary": f"{alert} {status}"} | ({"suspects": suspects} if suspects else {})
+    return ReceivedAlert(status, alert, JOB_NAME, severity, {}, words, 0.0)
+
+
+def played_with(notices: list[ReceivedAlert]) -> RealDemoRun:
+    job = SimpleNamespace(exit_codes=lambda: (None, None))
+    service = SimpleNamespace(snapshot=SimpleNamespace(late_seconds=0.0))
+    receiver = SimpleNamespace(notices=lambda: tuple(notices))
+    screen = RealTerminalScreen(Console(quiet=True))
+    run = RealDemoRun(job, service, receiver, screen)  # type: ignore[arg-type]  # what the demo uses of them
+    run.outcome.blocks = (9, 9, 9, 7)
+    return run
+
+
+def test_an_alert_from_before_the_deadlock_is_not_its_detection_but_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = [notice("JobHung", severity="warning", suspects="rank 3"), notice("JobHung", "resolved", "warning")]
+    received = [*early, notice("JobHung", suspects="rank 3")]
+    run = played_with(received)
+    run._before_deadlock, run._before_end = 1, 3
+    run._wait_for_suspect()
+    assert run._false_alerts() == ["JobHung came when it was not true: JobHung firing"]
+
+    monkeypatch.setattr(real_runner, "ALERT_TIMEOUT_SECONDS", 0.0)
+    nothing_since = played_with(early[:1])
+    nothing_since._before_deadlock = 1
+    with pytest.raises(ExpectationFailed, match="a JobHung alert that names rank 3 within 0 s"):
+        nothing_since._wait_for_suspect()
+
+
+def test_a_hang_in_the_run_that_cannot_hang_is_a_problem() -> None:
+    run = played_with([notice("JobHung"), notice("JobCrashed"), notice("JobHung")])
+    run._before_deadlock, run._before_end, run._before_remedy = 0, 1, 2
+    assert len(run._false_alerts()) == 1
+    run._before_end = None
+    assert len(run._false_alerts()) == 2
+
+
+def test_a_slow_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (21.4, 0.0, 0.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert describe_busy_machine() == "load average over the last minute 21.4, on 2 CPU cores"
+    assert describe_lateness(0.4, 3.2) == (
+        "the watcher was up to 3.2 s late (load average over the last minute 21.4, on 2 CPU cores)"
+    )
+    assert describe_lateness(0.4, 0.9) == ""
+    monkeypatch.setattr(real_job, "PACK_SECONDS", 0.0)
+    with pytest.raises(DemoError, match=r"pack did not finish within 0 s\. This machine is busy \(load average"):
+        RealJob(JOB_NAME, JobSize(), JobFiles(tmp_path), ()).prepare()
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.2, 0.0, 0.0))
+    assert describe_busy_machine() == ""

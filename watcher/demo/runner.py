@@ -6,6 +6,7 @@ from the messages as they arrived over HTTP.
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from wattwatch.collectors.samples import HostStatus
 from wattwatch.collectors.simulated.cluster import SimulatedCluster
 from wattwatch.collectors.simulated.driver import PhaseStarted
 from wattwatch.collectors.simulated.scenario import Scenario
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.config.settings import load_config
 from wattwatch.watcher.daemon.service import Service, ServiceStartError
 from wattwatch.watcher.demo.configuration import INTERVAL_SECONDS, write_configuration
@@ -28,6 +30,7 @@ FIRST_SAMPLE_TIMEOUT_SECONDS: Final = (
 )
 FINAL_DELIVERY_SECONDS: Final = 3.0  # real time, for messages that are on their way at the end
 POLL_SECONDS: Final = 0.02  # real time
+BUSY_LOAD_PER_CORE: Final = 1.5  # processes that run or want to, per CPU core: more than that slows all of them down
 
 
 class DemoError(Exception):
@@ -126,10 +129,12 @@ class DemoRun:
             if time.monotonic() > deadline:
                 why = "; ".join(f"{name}: {snapshot.nodes[name].link.detail}" for name in unseen[:3])
                 waited = f"within {FIRST_SAMPLE_TIMEOUT_SECONDS:.0f} s"
+                busy = describe_busy_machine()
                 problem = f"{len(unseen)} of {len(self._cluster.nodes)} simulated nodes sent no sample {waited} ({why})"
                 raise DemoError(
-                    f"{problem if unseen else f'not every job had a verdict {waited}'}. This machine may be too slow "
-                    "or too busy: try a single scenario (--scenario deadlock) or a lower --speed."
+                    f"{problem if unseen else f'not every job had a verdict {waited}'}. This machine "
+                    + (f"is too busy ({busy})" if busy else "may be too slow")
+                    + ": try a single scenario (--scenario deadlock) or a lower --speed."
                 )
             time.sleep(POLL_SECONDS)
 
@@ -210,7 +215,16 @@ class DemoRun:
             for who, seconds in (("the simulated cluster", simulation), ("the watcher", self._max_late_seconds))
             if seconds > INTERVAL_SECONDS
         ]
-        return " and ".join(late)
+        busy = describe_busy_machine() if late else ""
+        return " and ".join(late) + (f" ({busy})" if busy else "")
+
+
+def describe_busy_machine() -> str:
+    """How busy this machine is, if more processes want a CPU core than there are; "" otherwise."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load <= BUSY_LOAD_PER_CORE * cores:
+        return ""
+    return f"load average over the last minute {load:.1f}, on {format_count(cores, 'CPU core')}"
 
 
 def warm_up_seconds(scenario: Scenario) -> float:

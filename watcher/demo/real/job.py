@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from wattwatch.collectors.simulated.cluster import SimulatedNode
-from wattwatch.watcher.demo.runner import DemoError
+from wattwatch.watcher.demo.runner import DemoError, describe_busy_machine
 
 SEQUENCE_LENGTH: Final = 64
 VOCABULARY_SIZE: Final = 500
@@ -252,12 +252,18 @@ class RealJob:
         arguments = ["pack", str(self.files.corpus), "-o", str(self.files.blocks)]
         arguments += ["--tokenizer", str(self.files.model), "--world", str(self.shape.world)]
         arguments += ["--seq-len", str(SEQUENCE_LENGTH), "--workers", "1"]
-        packed = subprocess.run(
-            [*trainer_command(), *arguments], capture_output=True, text=True, timeout=PACK_SECONDS, check=False
-        )
+        try:
+            packed = subprocess.run(
+                [*trainer_command(), *arguments], capture_output=True, text=True, timeout=PACK_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise DemoError(f"wattwatch-train pack did not finish within {PACK_SECONDS:.0f} s.{blame_machine()}") from None
         if packed.returncode:
             raise DemoError(f"wattwatch-train pack failed: {last_lines(packed.stderr or packed.stdout)}")
-        return block_counts(self.files, self.shape)
+        try:
+            return block_counts(self.files, self.shape)
+        except (OSError, ValueError, KeyError) as error:
+            raise DemoError(f"wattwatch-train pack left no valid manifest: {error}") from None
 
     def pass_gate(self, evenness: str) -> GateOutput:
         """Writes job.toml and runs the gate on both nodes at once. Raises DemoError if the gate rejects the job."""
@@ -279,7 +285,9 @@ class RealJob:
         try:
             outputs = [gate.communicate(timeout=GATE_SECONDS) for gate in gates]
         except subprocess.TimeoutExpired:
-            raise DemoError(f"wattwatch-train gate did not finish within {GATE_SECONDS:.0f} s") from None
+            raise DemoError(
+                f"wattwatch-train gate did not finish within {GATE_SECONDS:.0f} s.{blame_machine()}"
+            ) from None
         finally:
             for gate in gates:
                 gate.kill()
@@ -288,7 +296,10 @@ class RealJob:
             raise DemoError(
                 f"wattwatch-train gate rejected the job: {' / '.join(last_lines(out + err) for out, err in outputs)}"
             )
-        record = json.loads((self._run / "gate.json").read_text("utf-8"))
+        try:
+            record = json.loads((self._run / "gate.json").read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise DemoError(f"wattwatch-train gate passed the job but left no valid gate.json: {error}") from None
         return GateOutput(
             lines=tuple(outputs[0][0].splitlines()),
             level=record["level"],
@@ -405,6 +416,12 @@ class RealJob:
 
 # Kept small: 2,000 collectives per rank. torch 2.9 renamed the variable, so both names are set.
 FLIGHT_RECORDER_ENVIRONMENT: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+
+
+def blame_machine() -> str:
+    """What to add to the message about a timeout; "" if this machine is not busy."""
+    busy = describe_busy_machine()
+    return f" This machine is busy ({busy}), which makes everything slow: try again when it is idle." if busy else ""
 
 
 def trainer_command() -> list[str]:

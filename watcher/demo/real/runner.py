@@ -28,10 +28,10 @@ from wattwatch.collectors.simulated.cluster import SimulatedCluster
 from wattwatch.collectors.simulated.real_job import FollowedJob
 from wattwatch.watcher.config.settings import load_config
 from wattwatch.watcher.daemon.service import Service, ServiceStartError
-from wattwatch.watcher.demo.configuration import write_configuration
-from wattwatch.watcher.demo.real.job import GateOutput, JobFiles, JobSize, RealJob
+from wattwatch.watcher.demo.configuration import INTERVAL_SECONDS, write_configuration
+from wattwatch.watcher.demo.real.job import GateOutput, JobFiles, JobSize, RealJob, blame_machine
 from wattwatch.watcher.demo.receiver import DemoReceiver, ReceivedAlert
-from wattwatch.watcher.demo.runner import DemoError
+from wattwatch.watcher.demo.runner import DemoError, describe_busy_machine
 from wattwatch.watcher.demo.terminal import SEVERITY_COLORS
 
 QUERY_TIMEOUT_SECONDS: Final = 10.0
@@ -139,6 +139,7 @@ class RealDemoOutcome:
     cost: HangCost | None = None
     notices: tuple[ReceivedAlert, ...] = ()
     seconds: float = 0.0
+    too_slow: str = ""  # what was late, and how busy this machine is; "" if nothing was
 
     @property
     def good(self) -> bool:
@@ -171,7 +172,18 @@ def run_real_demo(shape: JobSize, listen: str, screen: RealTerminalScreen) -> Re
                         service.stop()
             finally:
                 receiver.stop()
+        run.outcome.too_slow = describe_lateness(cluster.latest_seconds, run.latest_seconds)
         return run.outcome
+
+
+def describe_lateness(simulation_seconds: float, watcher_seconds: float) -> str:
+    """What was late by more than an interval, and how busy this machine is; "" if nothing was late."""
+    parts = [
+        f"{who} up to {seconds:.1f} s late"
+        for who, seconds in (("the simulated GPUs were", simulation_seconds), ("the watcher was", watcher_seconds))
+        if seconds > INTERVAL_SECONDS
+    ]
+    return " and ".join(parts) + (f" ({busy})" if parts and (busy := describe_busy_machine()) else "")
 
 
 class RealDemoRun:
@@ -187,6 +199,12 @@ class RealDemoRun:
         self._shown = 0
         self._shown_diagnosis = ""
         self._deadlocked_at = 0.0
+        # Number of alerts that were received before the deadlock, before the job was killed, and before it was started
+        # again; None: that did not happen.
+        self._before_deadlock: int | None = None
+        self._before_end: int | None = None
+        self._before_remedy: int | None = None
+        self.latest_seconds = 0.0  # largest delay of the watcher
 
     def play(self) -> None:
         try:
@@ -196,6 +214,7 @@ class RealDemoRun:
         except ExpectationFailed as failure:
             self.outcome.problems.append(str(failure))
         self.outcome.notices = self._receiver.notices()
+        self.outcome.problems += self._false_alerts()
         self.outcome.seconds = self._now()
 
     def _prepare(self) -> None:
@@ -224,7 +243,7 @@ class RealDemoRun:
             TRAINING_TIMEOUT_SECONDS,
             f"rank {self._shortest} to be in the barrier of the checkpoint, and all other ranks in a training step",
         )
-        self._deadlocked_at = self._now()
+        self._deadlocked_at, self._before_deadlock = self._now(), len(self._receiver.notices())
         steps = sorted({heartbeat.step for heartbeat in self._job.heartbeats()})
         self._note(
             "parted",
@@ -238,6 +257,7 @@ class RealDemoRun:
         self._wait_until(
             self._proven, ALERT_TIMEOUT_SECONDS, f"an alert with a conclusive diagnosis of the job {JOB_NAME}"
         )
+        self._before_end = len(self._receiver.notices())
         pids = self._job.end()
         ended_at = self._now()
         self._note("killed", f"killed the processes of the ranks: {', '.join(map(str, pids))}")
@@ -257,12 +277,13 @@ class RealDemoRun:
     def _wait_for_suspect(self, severity: str = "") -> None:
         """Waits for a JobHung that names the shortest rank and no other.
 
-        On a busy machine a pause before the deadlock can look like a hang. That alert names nobody and is resolved at
-        the next step, so alerts before the last resolution do not count, and one without suspects is not the last word.
+        A message from before the deadlock, or one that was resolved, is not about it; and one without suspects is not
+        the last word.
         """
 
         def named() -> set[str]:
-            notices = [each for each in self._open_alerts("JobHung") if severity in ("", each.severity)]
+            received = self._open_alerts("JobHung", self._before_deadlock or 0)
+            notices = [each for each in received if severity in ("", each.severity)]
             return {each.annotations.get("suspects", "") for each in notices} - {""}
 
         expected = f"a {severity} JobHung alert".replace("  ", " ") + f" that names rank {self._shortest}"
@@ -313,6 +334,7 @@ class RealDemoRun:
                 f"{fewest} blocks, but it was {gate.level}, with a spread of {gate.spread} and a minimum of "
                 f"{gate.shortest_blocks}"
             )
+        self._before_remedy = len(self._receiver.notices())
         self._start('evenness = "min"', gate)
         self._wait_until(
             lambda: None not in self._job.exit_codes(), TRAINING_TIMEOUT_SECONDS, "the run with evenness = min to end"
@@ -350,7 +372,7 @@ class RealDemoRun:
         while not true():
             self._show_new_alerts()
             if self._now() > deadline:
-                raise ExpectationFailed(f"expected {expected} within {seconds:.0f} s")
+                raise ExpectationFailed(f"expected {expected} within {seconds:.0f} s.{blame_machine()}")
             if any(self._job.exit_codes()):
                 raise ExpectationFailed(f"expected {expected}, but the job ended: {self._job.last_output()}")
             time.sleep(POLL_SECONDS)
@@ -359,10 +381,23 @@ class RealDemoRun:
     def _wait_for_alert(self, alert: str) -> None:
         self._wait_until(lambda: bool(self._open_alerts(alert)), ALERT_TIMEOUT_SECONDS, f"{alert} of {JOB_NAME}")
 
-    def _open_alerts(self, alert: str) -> list[ReceivedAlert]:
-        """The messages about the open episode of an alert, oldest first; empty if it is not open."""
+    def _false_alerts(self) -> list[str]:
+        """The messages about a hang or a crash that were received when there was none."""
+        notices = self._receiver.notices()
+        count = len(notices)
+        true_from = {"JobHung": self._before_deadlock, "JobCrashed": self._before_end}
+        true_until = {"JobHung": self._before_remedy}
+        return [
+            f"{notice.alert} came when it was not true: {notice.annotations.get('summary', '')}"
+            for number, notice in enumerate(notices)
+            if notice.status == "firing" and notice.alert in true_from
+            if not or_all(true_from[notice.alert], count) <= number < or_all(true_until.get(notice.alert), count)
+        ]
+
+    def _open_alerts(self, alert: str, first: int = 0) -> list[ReceivedAlert]:
+        """The messages about the open episode of an alert, from number `first`, oldest first; empty if it is closed."""
         found: list[ReceivedAlert] = []
-        for notice in self._receiver.notices():
+        for notice in self._receiver.notices()[first:]:
             if (notice.alert, notice.job) == (alert, JOB_NAME):
                 found = [*found, notice] if notice.status == "firing" else []
         return found
@@ -376,6 +411,7 @@ class RealDemoRun:
 
     def _show_new_alerts(self) -> None:
         """Shows the alerts that were received since the last call."""
+        self.latest_seconds = max(self.latest_seconds, self._service.snapshot.late_seconds)
         notices = self._receiver.notices()
         for notice in notices[self._shown :]:
             severity = f" {notice.severity}" if notice.status == "firing" else ""
@@ -393,6 +429,10 @@ class RealDemoRun:
 
     def _now(self) -> float:
         return time.monotonic() - self._began
+
+
+def or_all(number: int | None, count: int) -> int:
+    return count if number is None else number
 
 
 def name_ranks(ranks: tuple[int, ...]) -> str:
@@ -434,6 +474,8 @@ class RealTerminalScreen:
             )
         if outcome.cost is not None:
             self._console.print(real_cost_line(outcome.cost))
+        if outcome.too_slow:
+            self._console.print(f"[yellow]This machine was too slow: {escape(outcome.too_slow)}.[/]")
 
 
 def real_cost_line(cost: HangCost) -> str:
@@ -455,6 +497,7 @@ def real_demo_summary(outcome: RealDemoOutcome) -> dict[str, Any]:
     return {
         "ok": outcome.good,
         "problems": list(outcome.problems),
+        "too_slow": outcome.too_slow or None,
         "seconds": round(outcome.seconds, 1),
         "events": [asdict(event) for event in outcome.events],
         "blocks": list(outcome.blocks),
