@@ -496,8 +496,8 @@ def _resume_mismatches(
     if resume.world is not None and resume.world != settings.world:
         # Steps are counted over the blocks of all ranks, so another number of ranks also means other blocks.
         yield (
-            f"the checkpoint was saved by {format_count(resume.world, 'rank')}, and a resume needs the same number, but "
-            f"the job has {settings.world}; use {resume.world}, or, {START_FROM_WEIGHTS}"
+            f"the checkpoint was saved by {format_count(resume.world, 'rank')}, and a resume needs the same number, "
+            f"but the job has {settings.world}; use {resume.world}, or, {START_FROM_WEIGHTS}"
         )
     elif resume.blocks_sha256 and len(by_rank) == settings.world and resume.blocks_sha256 != blocks_sha256(by_rank):
         yield (
