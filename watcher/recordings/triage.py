@@ -15,7 +15,7 @@ from wattwatch.collectors.probe.request import ProbeRequest
 from wattwatch.collectors.samples import HostStatus, NodeSample
 from wattwatch.collectors.ssh.fleet import Fleet
 from wattwatch.collectors.ssh.model import NodeLink, SshSettings
-from wattwatch.watcher.common.formatting import format_duration
+from wattwatch.watcher.common.formatting import format_count, format_duration
 from wattwatch.watcher.detection.assembler import JobAssembler
 from wattwatch.watcher.detection.baselines.profiles import (
     PowerProfile,
@@ -50,7 +50,8 @@ from wattwatch.watcher.recordings.inputs import (
 from wattwatch.watcher.recordings.replay import ROUND_WINDOW_FRACTION
 
 SAMPLES_PER_HOST: Final = 2  # a single sample proves little: two agree, or the verdict says that they do not
-DISAGREEMENT_FACTOR: Final = 0.7  # applied to the confidence if they disagree, or if nodes are missing; chosen
+DISAGREEMENT_FACTOR: Final = 0.7  # applied to the confidence if they disagree; chosen
+MAX_MISSING_NODES: Final = 4  # named with their reason in one sentence
 HOST_SECONDS: Final = 20.0  # for the login and two samples
 FIRST_READINGS_SEQUENCE: Final = 5  # lines of the probe that may come before its first readings of the GPUs
 # Conditions of a host that are themselves the finding: a query that hangs and a driver without devices are faults of
@@ -334,7 +335,7 @@ def apply_reported_ranks(sample: JobSample, ranks: Mapping[tuple[str, int], int]
 
 
 def judge_rounds(rounds: Sequence[JobSample], progress: StepProgress | None, profiles: ProfileChoice = None) -> Verdict:
-    """The verdict on the last round; less confident if the round before disagrees, or if nodes are missing."""
+    """The verdict on the last round; less confident if the round before disagrees. Names the nodes that are missing."""
     last = rounds[-1]
     profile = select_profile(profiles, last)
     verdict = classify(last, profile, progress)
@@ -361,8 +362,11 @@ def judge_rounds(rounds: Sequence[JobSample], progress: StepProgress | None, pro
         verdict = _without_ranks(verdict)
     missing = [node for node in last.nodes if not node.fresh]
     if last.gpus and missing:
-        text = "; ".join(f"{node.node}: {node.status.value.replace('_', ' ')}, {node.detail}" for node in missing[:4])
-        verdict = _lower_confidence(verdict, f"Missing: {text}.")
+        # The classifier has already lowered the confidence by the share that is not seen.
+        text = "; ".join(f"{node.node}: {node.unreadable_reason_in_full}" for node in missing[:MAX_MISSING_NODES])
+        more = len(missing) - MAX_MISSING_NODES
+        text = f"{text}; and {format_count(more, 'more node')}" if more > 0 else text
+        verdict = replace(verdict, why=f"{_sentence(verdict.why)} Not seen: {text}.")
     return verdict
 
 
