@@ -25,6 +25,11 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
         "triage_command",
         "Give one verdict now, from hosts, nvidia-smi output, logs or recordings.",
     ),
+    "profiles": (
+        "wattwatch.watcher.cli.profiles",
+        "profiles_command",
+        "Print which power of a GPU model counts as which state, and why.",
+    ),
     "calibrate": (
         "wattwatch.watcher.cli.calibrate",
         "calibrate_command",

@@ -1,4 +1,5 @@
-"""Power of a GPU model when it idles, waits and works: shipped profiles (profiles.toml), or the user's own.
+"""Power of a GPU model when it idles, waits and works: shipped profiles (profiles.toml), with what was measured and
+published of them (measurements.toml), or the user's own.
 
 `profile_for` finds the profile of a model at its power limit; `user_profile_for` the user's [[profiles]] table, which
 comes first where it matches.
@@ -24,6 +25,7 @@ SMALL_CONFIDENCE: Final = 0.3
 COMMUNICATION_SPREAD: Final = 0.1
 # compute_watts is the lower end of compute power: the plateau itself is higher by this ratio.
 PLATEAU_LOWER_SHARE: Final = 0.85
+MEASUREMENT_TOLERANCE: Final = 0.03  # GPUs of one model that do the same work differ by a few per cent
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,10 @@ class PowerBand:
 
     def __contains__(self, watts: float) -> bool:
         return self.low_watts <= watts <= self.high_watts
+
+    def __str__(self) -> str:
+        low, high = f"{self.low_watts:,.0f}", f"{self.high_watts:,.0f}"
+        return f"{low} W" if low == high else f"{low}-{high} W"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,75 @@ def with_scaled_bands(measured: PowerProfile, model: PowerProfile, certain: floa
         starvation=model.starvation or band(measured.starvation),
         bands_from=measured.name,
         bands_certain=certain,
+    )
+
+
+# What was published about a model: the grounds of its profile
+
+
+@dataclass(frozen=True, slots=True)
+class PowerMeasurement:
+    """Power that was published for a GPU model in a known state."""
+
+    profile: str  # name of the profile
+    state: str  # "idle", "context", "waiting", "checkpoint", "starvation", "communication" or "compute"
+    watts: PowerBand
+    above_idle: bool  # the watts are what the state adds to idle power
+    limit_watts: float | None  # None: not published
+    gpus: int | None
+    what: str
+    source: str
+
+
+@cache
+def published_measurements() -> tuple[PowerMeasurement, ...]:
+    """The rows of measurements.toml in order."""
+    return tuple(
+        PowerMeasurement(
+            profile=row["profile"],
+            state=row["state"],
+            watts=PowerBand(*map(float, row["watts"])),
+            above_idle=row.get("above_idle", False),
+            limit_watts=row.get("limit_watts"),
+            gpus=row.get("gpus"),
+            what=row["what"],
+            source=row["source"],
+        )
+        for row in _measurements_table()["measurement"]
+    )
+
+
+@cache
+def _measurements_table() -> dict[str, Any]:
+    return tomllib.loads(resources.files(__package__).joinpath("measurements.toml").read_text("utf-8"))
+
+
+def reasons_for_wider_ranges(profile_name: str) -> dict[str, str]:
+    """By state: why the range that is used is wider than what was measured. Empty for models without such reasons."""
+    return dict(_measurements_table()["widened"].get(profile_name, {}))
+
+
+def describe_widened_range(profile: PowerProfile, state: str, watts: float) -> str | None:
+    """A clause that says where `state` was measured on this model, if `watts` are counted as `state` only because its
+    range was widened; else None. Only for the shipped ranges at the limit at which they were measured."""
+    shipped = next((each for each in shipped_profiles() if each.name == profile.name), None)
+    if shipped is None or state not in reasons_for_wider_ranges(profile.name):
+        return None
+    if (shipped.limit_watts, shipped.compute_watts) != (profile.limit_watts, profile.compute_watts):
+        return None
+    measured = [
+        each.watts
+        for each in published_measurements()
+        if (each.profile, each.state, each.above_idle) == (profile.name, state, False)
+    ]
+    slack = MEASUREMENT_TOLERANCE * watts
+    if not measured or any(band.low_watts - slack <= watts <= band.high_watts + slack for band in measured):
+        return None
+    *first, last = (str(band) for band in sorted(measured, key=lambda band: band.low_watts))
+    ranges = f"{', '.join(each.removesuffix(' W') for each in first)} and {last}" if first else last
+    return (
+        f"on this model {state} was measured at {ranges}, and the range is wider than that: see "
+        f"`wattwatch profiles {profile.name}`"
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
+from wattwatch.watcher.detection.baselines.profiles import describe_widened_range
 from wattwatch.watcher.detection.classifier.features import PowerFeatures
 from wattwatch.watcher.detection.model import AlertName, Alternative, PowerState, RankGpu, Suspect, Verdict
 
@@ -49,6 +50,8 @@ def make_verdict(
     suspects: Sequence[RankGpu] = (),
 ) -> Verdict:
     """The verdict `state`, with the numbers of `features` behind `why` (a clause without a full stop)."""
+    widened = describe_widened_range(features.profile, state.value, features.median_watts)
+    numbers = features.description if widened is None else f"{features.description}; {widened}"
     advice = ADVICE[state]
     if state is PowerState.UNKNOWN and not features.profile_known:
         advice = f"{NAME_THE_MODEL}. {advice}"
@@ -56,7 +59,7 @@ def make_verdict(
         state=state,
         confidence=round(min(MAX_CONFIDENCE, confidence), 2),
         pattern=features.match.pattern,
-        why=f"{why} ({features.description}).",
+        why=f"{why} ({numbers}).",
         advice=advice,
         suspects=tuple(Suspect(g.node, g.gpu.index, g.rank) for g in suspects),
         power_fraction=features.power_fraction,
