@@ -25,6 +25,7 @@ class ReadingStatus(StrEnum):
     LOST = "lost"  # [GPU is lost]: it fell off the bus
     RESET_REQUIRED = "reset_required"  # [GPU requires reset]
     MIG = "mig"  # utilization has no meaning for the whole GPU while it is divided into MIG instances
+    UNPARSED = "unparsed"  # printed, but cut off or in an unknown form: says nothing about the GPU
 
 
 class HostStatus(StrEnum):
@@ -187,6 +188,9 @@ class GpuSample:
         nvml_key="mig", nvml_calls=(("nvmlDeviceGetMigMode",),), nvml_part=0, steady=True,  # [current, pending]
         column="mig", query="mig.mode.current",
     )  # fmt: skip
+    # Errors in its memories that could not be corrected, since the driver was loaded. Only nvidia-smi's and amd-smi's
+    # own outputs have it; the probe does not ask for it, since the kernel log names each error when it happens.
+    uncorrected_ecc_errors: float | None = None
     reasons: Mapping[str, ReadingStatus] = field(default_factory=lambda: NO_REASONS)  # field name -> why it is None
 
     def reading(self, name: str) -> Reading:

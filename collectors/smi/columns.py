@@ -60,7 +60,7 @@ def read_column(printed: str) -> Column:
     if throttle := _THROTTLE_COLUMN.match(name):
         return Column(f"throttle {throttle[1].replace('.', '_')}", unit, text)
     if name.startswith("ecc.errors."):
-        return Column("ecc", unit, text)
+        return Column(f"ecc {name.removeprefix('ecc.errors.')}", unit, text)
     field = FIELD_OF_NAME.get(name, "")
     if not unit and (trailing := _TRAILING_UNIT.search(name)):
         unit = trailing[1]
@@ -105,6 +105,8 @@ UNITS: Final[Mapping[str, float]] = {
     "%": 1.0,
     "c": 1.0,
     "°c": 1.0,
+    "celsius": 1.0,
+    "celsius degree": 1.0,  # xpu-smi
     "mhz": 1.0,
     "ghz": 1e3,
     "b": 1.0,
@@ -122,6 +124,8 @@ _NUMBER_WITH_UNIT: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]
 _ABSENT_WORDS: Final = re.compile(
     r"not (supported|available|applicable|active)|permission|deprecat|unsupported|secondary"
 )
+CUT_OFF: Final = "..."
+"""Stands for a value of which only the beginning is printed, as nvidia-smi cuts what is wider than its cell."""
 CELL_CACHE_SIZE: Final = 1 << 15
 """Large enough to parse each distinct cell only once: a log of one day has 500,000 rows but few distinct cells."""
 
@@ -130,6 +134,8 @@ CELL_CACHE_SIZE: Final = 1 << 15
 def status_of_text(text: str) -> ReadingStatus | None:
     """Why this text is no value, or None where it is no such token (a number, a name, an unknown word)."""
     word = text.strip()
+    if word == CUT_OFF:
+        return ReadingStatus.UNPARSED
     bracketed = word.startswith("[") and word.endswith("]")
     word = " ".join(word.strip("[]").split()).casefold().rstrip(".")
     if (status := TOKENS.get(word)) is not None:
@@ -150,14 +156,15 @@ def status_of_text(text: str) -> ReadingStatus | None:
 def read_number(text: str, unit: str = "", lowest: float = 0.0, highest: float = 1e18) -> Reading:
     """The number in a cell, in our unit. `unit`: the unit of a cell that prints none, e.g. from the header.
 
-    A value outside `lowest`..`highest` (our unit), a word, or an unknown unit is unreadable.
+    A value outside `lowest`..`highest` (our unit) is unreadable. A value that is cut off, an unknown word or an unknown
+    unit is unparsed: a driver that fails to read a value says so in words that are known, or in brackets.
     """
     if (status := status_of_text(text)) is not None:
         return Reading(None, status)
     match = _NUMBER_WITH_UNIT.match(text.strip())
     scale = UNITS.get((match[2] or unit).casefold()) if match else None
     if match is None or scale is None:
-        return Reading(None, ReadingStatus.UNREADABLE)
+        return Reading(None, ReadingStatus.UNPARSED)
     value = float(match[1]) * scale
     if lowest <= value <= highest:
         return Reading(value, ReadingStatus.OK)
@@ -182,22 +189,29 @@ _DATE_IN_WORDS: Final = re.compile(
     r"(?P<half> [AP]M)?(?: [A-Z]{2,5})?(?: (?P<y2>\d{4}))?$"
 )
 _EPOCH: Final = re.compile(r"\d{9,13}(\.\d+)?$")
+_TIME_OF_DAY: Final = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})([.,]\d+)?$")  # xpu-smi, dmon -o T
+_DAY_SECONDS: Final = 86400.0
 _MONTH_NAMES: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _MONTHS: Final = {name: number for number, name in enumerate(_MONTH_NAMES, 1)}
 
 
 def is_timestamp(text: str) -> bool:
-    """A date with a time of day; a bare number is not one (it may be anything)."""
+    """A time of day, with a date or without; a bare number is not one (it may be anything)."""
     text = text.strip()
-    return bool(_YEAR_FIRST.match(text) or _YEAR_LAST.match(text) or _DATE_IN_WORDS.match(text))
+    return bool(
+        _YEAR_FIRST.match(text) or _YEAR_LAST.match(text) or _DATE_IN_WORDS.match(text) or _TIME_OF_DAY.match(text)
+    )
 
 
 def parse_timestamps(texts: Sequence[str]) -> list[float | None]:
     """Seconds of each timestamp of one log, None where it is none.
 
     03-11-2026 is 3 November or 11 March. A timestamp with a number above 12 decides for the whole log; without one,
-    the order under which the log spans less time is taken, and day first if both span the same.
+    the order under which the log spans less time is taken, and day first if both span the same. Times without a date
+    count from the first midnight.
     """
+    if any(_TIME_OF_DAY.match(text.strip()) for text in texts[:1000]):
+        return _parse_times_of_day(texts)
     day_first = _parse_all(texts, day_first=True)
     if not any(_YEAR_LAST.match(text.strip()) for text in texts[:1000]):
         return day_first
@@ -206,6 +220,24 @@ def parse_timestamps(texts: Sequence[str]) -> list[float | None]:
     if unread:
         return day_first if unread < 0 else month_first
     return month_first if _span(month_first) < _span(day_first) else day_first
+
+
+def _parse_times_of_day(texts: Sequence[str]) -> list[float | None]:
+    """Seconds since the midnight before the first one; a step back by more than half a day is the next midnight."""
+    result: list[float | None] = []
+    days, before = 0.0, 0.0
+    for text in texts:
+        match = _TIME_OF_DAY.match(text.strip())
+        if match is None:
+            result.append(None)
+            continue
+        hour, minute, second, fraction = match.groups()
+        seconds = int(hour) * 3600 + int(minute) * 60 + int(second) + (float(f"0.{fraction[1:]}") if fraction else 0.0)
+        if seconds < before - _DAY_SECONDS / 2:
+            days += _DAY_SECONDS
+        before = seconds
+        result.append(days + seconds)
+    return result
 
 
 def _span(seconds: Sequence[float | None]) -> float:

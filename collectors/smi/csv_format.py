@@ -26,6 +26,7 @@ from wattwatch.collectors.smi.columns import (
     is_timestamp,
     parse_timestamps,
     read_header,
+    read_number,
     status_of_text,
     unit_of_cell,
 )
@@ -190,12 +191,31 @@ def _gpu_rows(
         for column, cell in zip(columns, cells, strict=True):
             if column.field and column.field != "timestamp":
                 named.setdefault(column.field, (cell, column.unit))
-        if is_blank_row(named):
+        if is_blank_row(named) or not any(_is_of_a_gpu(field, *cell) for field, cell in named.items()):
             found.unreadable += 1
             continue
         rows.append(GpuRow(gpu_from_cells(named), seconds, block))
         last = number
     return rows, last
+
+
+_TEXT_SHAPES: Final = {
+    "uuid": re.compile(r"((GPU|MIG)-)?[0-9a-zA-Z][0-9a-zA-Z\-]*$"),
+    "pci_bus_id": re.compile(r"[0-9A-Fa-f]{2,8}:[0-9A-Fa-f]{2}(:[0-9A-Fa-f]{2})?[.:][0-9A-Fa-f]{1,2}$"),
+    "index": re.compile(r"(gpu|card|cuda:)?\s*\d{1,5}(\.0)?$", re.IGNORECASE),
+    "performance_state": re.compile(r"P\d{1,2}$"),
+}
+
+
+def _is_of_a_gpu(field: str, text: str, unit: str) -> bool:
+    """Whether this cell holds what its column may hold. A line of prose that has as many commas as a header does not."""
+    if status_of_text(text) is not None:
+        return True
+    if shape := _TEXT_SHAPES.get(field):
+        return bool(shape.match(text))
+    if field == "name":
+        return bool(_NAME.search(text))
+    return read_number(text, unit).value is not None
 
 
 def _timestamp(columns: Sequence[Column], cells: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -28,8 +29,15 @@ _SEVERITY_ORDER: Final = (
     ReadingStatus.LOST,
     ReadingStatus.RESET_REQUIRED,
     ReadingStatus.UNREADABLE,
+    ReadingStatus.UNPARSED,
     ReadingStatus.UNSUPPORTED,
 )
+_RESET_ACTIONS: Final = frozenset({"reset", "gpu reset", "reboot", "node reboot", "drain and reset"})
+"""What nvidia-smi prints as recovery action where the GPU takes no new work until then (nvml.h,
+nvmlDeviceGpuRecoveryAction_t)."""
+_ECC_TOTAL: Final = "ecc uncorrected.volatile.total"
+_ECC_PARTS: Final = re.compile(r"ecc uncorrected\.volatile\.(dram|sram|sram\.parity|sram\.secded)$")
+_MAX_ECC_ERRORS: Final = 1e15  # NVML's "not available" is larger
 
 
 def gpu_from_cells(cells: GpuCells, power_source: PowerSource | None = None) -> GpuSample:
@@ -50,14 +58,19 @@ def gpu_from_cells(cells: GpuCells, power_source: PowerSource | None = None) -> 
             reasons[name] = number.reason
     for name, column in _TEXTS:
         values[name] = _text(cells, column, name, reasons)
+    if "tile" in cells and values.get("uuid") is None:
+        # Each part of a GPU is listed as a row of its own, with readings of its own.
+        values["uuid"] = f"{cells.get('index', ('?', ''))[0].strip()}/{cells['tile'][0].strip()}"
     if mig:
         # A GPU divided into MIG instances has no utilization as a whole, whatever is printed.
         values["utilization_percent"] = values["memory_utilization_percent"] = None
         reasons["utilization_percent"] = reasons["memory_utilization_percent"] = ReadingStatus.MIG
     power, source = _power(cells, values.get("utilization_percent"), reasons)
-    # ECC counts are not kept, but one that cannot be read is a sign of a broken GPU.
-    if "ecc" in cells and (reason := status_of_text(cells["ecc"][0])) not in (None, ReadingStatus.UNSUPPORTED):
-        reasons["ecc"] = reason
+    if (
+        cells.get("reset_required", ("", ""))[0].strip().casefold() == "yes"
+        or cells.get("recovery_action", ("", ""))[0].strip().casefold() in _RESET_ACTIONS
+    ):
+        reasons["reset_required"] = ReadingStatus.RESET_REQUIRED
     sample = GpuSample(
         index=_index(cells, reasons),
         power_watts=power,
@@ -67,6 +80,7 @@ def gpu_from_cells(cells: GpuCells, power_source: PowerSource | None = None) -> 
         throttle_reasons=_throttle(cells, reasons),
         performance_state=_text(cells, "performance_state", "performance_state", reasons),
         mig=mig,
+        uncorrected_ecc_errors=_uncorrected_errors(cells, reasons),
         reasons=reasons or NO_REASONS,
         **values,
     )
@@ -121,6 +135,28 @@ def _limit(cells: GpuCells, reasons: dict[str, ReadingStatus]) -> float | None:
     return None
 
 
+def _uncorrected_errors(cells: GpuCells, reasons: dict[str, ReadingStatus]) -> float | None:
+    """Memory errors that could not be corrected, since the driver was loaded. One count that the driver cannot return,
+    of whatever kind, is a sign of a broken GPU; a GPU without ECC has none."""
+    counts: dict[str, float] = {}
+    for field, (text, _) in cells.items():
+        if not field.startswith("ecc "):
+            continue
+        reason = status_of_text(text)
+        if reason not in (None, ReadingStatus.UNSUPPORTED):
+            reasons["ecc"] = reason
+        elif text.strip().isdecimal() and float(text) < _MAX_ECC_ERRORS:
+            counts[field] = float(text)
+    if "ecc" in reasons:
+        return None
+    if _ECC_TOTAL in counts:
+        return counts[_ECC_TOTAL]
+    parts = {match[1]: count for field, count in counts.items() if (match := _ECC_PARTS.match(field))}
+    if any(part.startswith("sram.") for part in parts):
+        parts.pop("sram", None)  # their sum
+    return sum(parts.values()) if parts else None
+
+
 def _worst(reasons: Iterable[ReadingStatus]) -> ReadingStatus:
     found = set(reasons)
     return next(reason for reason in _SEVERITY_ORDER if reason in found)
@@ -157,7 +193,7 @@ def _switch(cells: GpuCells, field: str, reasons: dict[str, ReadingStatus]) -> b
     text = cells[field][0].strip().casefold()
     if text in {"enabled", "disabled"}:
         return text == "enabled"
-    reasons[field] = status_of_text(text) or ReadingStatus.UNREADABLE
+    reasons[field] = status_of_text(text) or ReadingStatus.UNPARSED
     return None
 
 
@@ -168,13 +204,13 @@ def _throttle(cells: GpuCells, reasons: dict[str, ReadingStatus]) -> frozenset[s
         try:
             return throttle_names(int(text, 16))
         except ValueError:
-            reasons["throttle_reasons"] = status_of_text(text) or ReadingStatus.UNREADABLE
+            reasons["throttle_reasons"] = status_of_text(text) or ReadingStatus.UNPARSED
             return None
     single = {field: text.strip().casefold() for field, (text, _) in cells.items() if field.startswith("throttle ")}
     if not single or not any(text in {"active", "not active"} for text in single.values()):
         if single:
             reasons["throttle_reasons"] = _worst(
-                status_of_text(text) or ReadingStatus.UNREADABLE for text in single.values()
+                status_of_text(text) or ReadingStatus.UNPARSED for text in single.values()
             )
         return None
     names = {field.removeprefix("throttle ") for field, text in single.items() if text == "active"}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Final
 
 from wattwatch.collectors.samples import HostStatus, MissingGpu, ReadingStatus
+from wattwatch.collectors.smi.columns import REQUIRED_COLUMNS
 from wattwatch.collectors.smi.report import MAX_WARNINGS
 
 _HANDLE_FAILURE: Final = re.compile(
@@ -63,7 +64,14 @@ def _exit_codes() -> dict[int, ExitCode]:
     return codes
 
 
+def _outputs() -> tuple[tuple[re.Pattern[str], str], ...]:
+    entries = _toml("messages.toml")["output"]
+    assert isinstance(entries, list)
+    return tuple((re.compile(entry["pattern"]), entry["text"]) for entry in entries)
+
+
 MESSAGES: Final = _messages()
+OTHER_OUTPUTS: Final = _outputs()
 EXIT_CODES: Final[Mapping[int, ExitCode]] = _exit_codes()
 
 
@@ -115,6 +123,14 @@ class MessageLog:
         gpu = MissingGpu(index, handle["bus"], reason, text[:300])
         if gpu not in self.missing:
             self.missing.append(gpu)
+
+
+def other_output(lines: Sequence[str]) -> str:
+    """What this output is if it is known to have no reading of a GPU, with what to give instead; "" if unknown."""
+    for pattern, text in OTHER_OUTPUTS:
+        if any(pattern.search(line[:400]) for line in lines):
+            return f"{text}; give nvidia-smi, nvidia-smi -q, or --query-gpu={REQUIRED_COLUMNS.replace(' ', '')} instead"
+    return ""
 
 
 def explain_exit_code(exit_code: int | None) -> ExitCode | None:

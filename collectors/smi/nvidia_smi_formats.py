@@ -1,4 +1,4 @@
-"""Output formats of nvidia-smi other than CSV: the default table, XML (-q -x), dmon and the listing (-L)."""
+"""Output formats of nvidia-smi with one reader each: XML (-q -x), dmon and the listing (-L)."""
 
 from __future__ import annotations
 
@@ -7,110 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 from xml.etree import ElementTree
 
-from wattwatch.collectors.samples import GpuSample, PowerSource
-from wattwatch.collectors.smi.columns import REQUIRED_COLUMNS, is_timestamp, parse_timestamps
+from wattwatch.collectors.samples import GpuSample
+from wattwatch.collectors.smi.columns import REQUIRED_COLUMNS, parse_timestamps
 from wattwatch.collectors.smi.gpu_cells import gpu_from_cells
 from wattwatch.collectors.smi.messages import MessageLog
 from wattwatch.collectors.smi.report import GpuSnapshot, ParsedRows
 from wattwatch.collectors.smi.snapshots import GpuRow, drop_cut_rounds, group_into_snapshots
-
-# The default table --------------------------------------------------------------------------------------------------
-#
-# A GPU is two lines: identity (index, name, PCI id, ECC) and readings (fan, temperature, state, power, memory,
-# utilization); drivers since R450 add a third line with the MIG mode. Lines are recognized by their content, not by
-# borders or widths: GPUs of 1000 W and more, 4-digit PCI domains and pasted tables shift every column.
-
-_BUS: Final = re.compile(r"(?<![0-9A-Za-z])[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f](?![0-9A-Za-z])")
-_NUMBERED: Final = re.compile(r"(?:^|[|\s])(\d{1,4})\.?\s+([A-Za-z?].*)")
-_MODES: Final = frozenset(
-    {"On", "Off", "N/A", "ERR!", "WDDM", "TCC", "MCDM", "Enabled", "Disabled"}
-)  # persistence, driver
-_READINGS_LINE: Final = re.compile(
-    r"(?:^|[|\s])(?P<fan>\d+\s?%|N/A|ERR!)\s+(?P<temp>\d+\s?C|N/A|ERR!)\s+(?P<perf>P\d+|N/A|ERR!|Unknown)\s+"
-    r"(?P<draw>\d+(?:\.\d+)?\s?W|N/A|ERR!|Unknown)\s*/\s*(?P<limit>\d+(?:\.\d+)?\s?W|N/A|ERR!|Unknown)"
-    r"(?:[\s|]+(?:\d+%\s+)?(?P<used>\d+\s?Mi?B|N/A|ERR!)\s*/\s*(?P<total>\d+\s?Mi?B|N/A|ERR!))?"
-    r"(?:[\s|]+(?P<util>\d+\s?%|N/A|ERR!))?"
-)
-_MIG_LINE: Final = re.compile(r"^[^|]*\|\s*\|\s*\|\s*(?P<mig>Enabled\*?|Disabled\*?|N/A|ERR!)\s*\|?\s*$")
-_MAX_TABLE_WIDTH: Final = 300  # a table is about 90 wide; a longer line is not one, and searching it would be slow
-_NEW_TABLE: Final = re.compile(r"NVIDIA-SMI\s+\d")
-
-
-def looks_like_table(lines: Sequence[str]) -> bool:
-    return any(
-        _READINGS_LINE.search(line[:_MAX_TABLE_WIDTH]) or _identity_cells(line[:_MAX_TABLE_WIDTH]) for line in lines
-    )
-
-
-def parse_table(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
-    """All GPUs of all tables. A second line without its first (a pasted fragment) is a GPU without an index."""
-    gpus: list[tuple[dict[str, tuple[str, str]], int, str]] = []
-    block, timestamp, last, in_slices, open_gpu = 0, "", -1, False, False
-    for number, whole in enumerate(lines):
-        line = whole[:_MAX_TABLE_WIDTH]
-        if _NEW_TABLE.search(line):
-            block, in_slices, open_gpu = block + 1, False, False
-        elif "MIG devices:" in line or "Processes:" in line:
-            in_slices, open_gpu = True, False  # the rows below look like GPUs but are MIG instances or processes
-        elif identity := _identity_cells(line):
-            in_slices, open_gpu, last = False, True, number
-            gpus.append((identity, block, timestamp))
-        elif in_slices:
-            continue
-        elif readings := _READINGS_LINE.search(line):
-            if not open_gpu or "power_draw" in gpus[-1][0]:
-                gpus.append(({}, block, timestamp))
-            gpus[-1][0].update(_reading_cells(readings))
-            open_gpu, last = True, number
-        elif open_gpu and (mig := _MIG_LINE.match(line)):
-            gpus[-1][0]["mig"] = (mig["mig"].rstrip("*"), "")
-            open_gpu = False
-        elif is_timestamp(line):
-            timestamp, block = line.strip(), block + 1
-        elif not _is_border(line) and not messages.recognize(line, number):
-            messages.warn(f"line not understood: {line.strip()!r}")
-    seconds = parse_timestamps([timestamp for _, _, timestamp in gpus])
-    rows = [
-        GpuRow(gpu_from_cells(cells, PowerSource.TABLE), second, block)
-        for (cells, block, _), second in zip(gpus, seconds, strict=True)
-    ]
-    return ParsedRows(group_into_snapshots(rows), (), 0, "", last)
-
-
-def _is_border(line: str) -> bool:
-    text = line.strip()
-    return not text or text[0] in "|+-=" or text.startswith(("Fan ", "GPU "))
-
-
-def _identity_cells(line: str) -> dict[str, tuple[str, str]]:
-    """Index, name, PCI id and ECC from the first line of a GPU; {} for any other line."""
-    bus = _BUS.search(line)
-    before = line[: bus.start()].rstrip(" |\t") if bus else ""
-    numbered = _NUMBERED.search(before)
-    if bus is None or numbered is None or "," in before:  # a comma: a CSV row of "RTX 2080 Ti"
-        return {}
-    words = numbered[2].replace("|", " ").split()
-    if len(words) > 1 and words[-1] in _MODES:
-        words.pop()
-    cells = {"index": (numbered[1], ""), "name": (" ".join(words), ""), "pci_bus_id": (bus[0], "")}
-    behind = line[bus.end() :].split("|")
-    if len(behind) > 1 and behind[1].strip():
-        cells["ecc"] = (behind[1].strip(), "")
-    return cells
-
-
-def _reading_cells(match: re.Match[str]) -> dict[str, tuple[str, str]]:
-    cells = {
-        "temperature": (match["temp"], "C"),
-        "performance_state": (match["perf"], ""),
-        "power_draw": (match["draw"], "W"),
-        "power_limit": (match["limit"], "W"),
-        "memory_used": (match["used"], "MiB"),
-        "memory_total": (match["total"], "MiB"),
-        "utilization": (match["util"], "%"),
-    }
-    return {field: (text, unit) for field, (text, unit) in cells.items() if text is not None}
-
 
 # `nvidia-smi -q -x`: one XML document per sample --------------------------------------------------------------------
 #
@@ -130,6 +32,7 @@ _XML_PATHS: Final[dict[str, tuple[str, ...]]] = {
     "power_limit_enforced": (
         "gpu_power_readings/current_power_limit",
         "gpu_power_readings/enforced_power_limit",
+        "gpu_power_readings/gpu_ceiling_power_limit/current_power_limit",
         "power_readings/current_power_limit",
         "power_readings/enforced_power_limit",
     ),
@@ -142,34 +45,52 @@ _XML_PATHS: Final[dict[str, tuple[str, ...]]] = {
     "sm_clock": ("clocks/sm_clock",),
     "performance_state": ("performance_state",),
     "mig": ("mig_mode/current_mig",),
-    "ecc": ("ecc_errors/volatile/dram_uncorrectable", "ecc_errors/volatile/double_bit/total"),
+    "ecc uncorrected.volatile.total": ("ecc_errors/volatile/double_bit/total",),
+    "ecc uncorrected.volatile.dram": ("ecc_errors/volatile/dram_uncorrectable",),
+    "ecc uncorrected.volatile.sram": ("ecc_errors/volatile/sram_uncorrectable",),
+    "ecc uncorrected.volatile.sram.parity": ("ecc_errors/volatile/sram_uncorrectable_parity",),
+    "ecc uncorrected.volatile.sram.secded": ("ecc_errors/volatile/sram_uncorrectable_secded",),
+    "reset_required": ("gpu_reset_status/reset_required",),
+    "recovery_action": ("gpu_recovery_action",),
 }
+_XML_ATTACHED: Final = re.compile(r"<attached_gpus>\s*(\d+)\s*<")
+_XML_CUT_END_TAG: Final = re.compile(r"<(\w+)>([^<>]*)</\w*$")
+_LIVE: Final = ("power_watts", "utilization_percent", "memory_used_bytes", "temperature_celsius")
 _XML_THROTTLE: Final = re.compile(r"clocks_(?:event|throttle)_reasons?_(\w+)$")
 
 
 def parse_xml(text: str, messages: MessageLog) -> ParsedRows:
-    """All GPUs of all documents in the text; a document that is cut off keeps the GPUs that are complete."""
+    """All GPUs of all documents in the text. Of a document that is cut off, also the readings before the cut."""
     snapshots, warnings, unreadable = [], [], 0
-    cut = False
+    cut, problem = False, "the output of nvidia-smi -q -x has no readable GPU"
     for document in _XML_DOCUMENT.finditer(text):
+        elements = list(_gpu_elements(document[0]))
+        cut = not document[0].rstrip().endswith(">") or "</nvidia_smi_log" not in document[0]
+        attached = _XML_ATTACHED.search(document[0])
+        # `nvidia-smi -q -x -i 3` lists one GPU of several: which one is not said.
+        numbered = cut or attached is None or int(attached[1]) <= len(elements)
         gpus: list[GpuSample] = []
-        for number, element in enumerate(_gpu_elements(document[0])):
+        for number, element in enumerate(elements):
             try:
-                gpus.append(_gpu_from_xml(_parse_element(element), number))
+                gpus.append(_gpu_from_xml(_parse_element(element), number if numbered else None))
             except ElementTree.ParseError as error:
                 unreadable += 1
                 warnings.append(f"GPU element {number} of the XML document cannot be read: {error}")
-        cut = not document[0].rstrip().endswith(">") or "</nvidia_smi_log" not in document[0]
         if cut:
             unreadable += 1
-            warnings.append("the XML document is cut off: only complete GPU elements were read")
+            rest = _gpu_before_the_cut(document[0], len(elements))
+            if rest is not None and any(getattr(rest, name) is not None for name in _LIVE):
+                gpus.append(rest)
+            of_all = f" of {attached[1]}" if attached else ""
+            problem = f"the output of nvidia-smi -q -x is cut off before the first reading of GPU {len(elements)}{of_all}"
+            warnings.append(f"the XML document is cut off after {len(elements)}{of_all} complete GPUs")
         timestamp = _XML_TIMESTAMP.search(document[0])
         if gpus:
             snapshots.append(GpuSnapshot(parse_timestamps([timestamp[1] if timestamp else ""])[0], tuple(gpus)))
     _log_text_outside_xml(text, messages)
-    problem = "" if snapshots else "the output of nvidia-smi -q -x contains no complete GPU; it may be cut off"
     # A complete document proves that a GPU it does not list is missing; one that is cut off does not.
-    return ParsedRows(tuple(drop_cut_rounds(snapshots) if cut else snapshots), tuple(warnings), unreadable, problem, 0)
+    rounds = tuple(drop_cut_rounds(snapshots) if cut else snapshots)
+    return ParsedRows(rounds, tuple(warnings), unreadable, "" if rounds else problem, 0)
 
 
 def _gpu_elements(document: str) -> Iterator[str]:
@@ -187,8 +108,23 @@ def _parse_element(element: str) -> ElementTree.Element:
     return ElementTree.fromstring(element)
 
 
-def _gpu_from_xml(gpu: ElementTree.Element, number: int) -> GpuSample:
-    cells = {"index": (str(number), "")}
+def _gpu_before_the_cut(document: str, number: int) -> GpuSample | None:
+    """The GPU within which a document ends, from the values that are whole; None if there is none."""
+    start = _XML_GPU.search(document, document.rfind("</gpu>") + 1)
+    if start is None:
+        return None
+    text = _XML_CUT_END_TAG.sub(r"<\1>\2</\1>", document[start.start() :])
+    parser = ElementTree.XMLPullParser(("start",))
+    try:
+        parser.feed(text)
+        element = next((each for _, each in parser.read_events()), None)
+    except ElementTree.ParseError:
+        return None
+    return None if element is None else _gpu_from_xml(element, number)
+
+
+def _gpu_from_xml(gpu: ElementTree.Element, number: int | None) -> GpuSample:
+    cells = {} if number is None else {"index": (str(number), "")}
     for field, paths in _XML_PATHS.items():
         text = next((found for path in paths if (found := gpu.findtext(path)) is not None), None)
         if text is not None:

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.smi.amd_formats import (
+    looks_like_amd_table,
+    looks_like_monitor,
+    looks_like_rocm,
+    parse_amd_table,
+    parse_json,
+    parse_monitor,
+    parse_rocm,
+)
 from wattwatch.collectors.smi.columns import REQUIRED_COLUMNS, columns_from_names
 from wattwatch.collectors.smi.csv_format import parse_csv
 from wattwatch.collectors.smi.gpu_cells import gpu_from_cells
-from wattwatch.collectors.smi.messages import MessageLog, explain_exit_code
+from wattwatch.collectors.smi.lines import decode_lines, text_of_html
+from wattwatch.collectors.smi.messages import MessageLog, explain_exit_code, other_output
 from wattwatch.collectors.smi.nvidia_smi_formats import (
     DMON_HEADER,
     looks_like_listing,
-    looks_like_table,
     parse_dmon,
     parse_listing,
-    parse_table,
     parse_xml,
 )
+from wattwatch.collectors.smi.outline import json_documents, looks_like_outline, parse_outline
 from wattwatch.collectors.smi.report import GpuSnapshot, ParsedRows, SmiReport
-from wattwatch.collectors.smi.rocm_smi import looks_like_rocm, parse_rocm
+from wattwatch.collectors.smi.table import looks_like_table, parse_table
 
 _MAX_PROBED_WIDTH: Final = 4000  # rocm-smi --json prints all GPUs of a node in one line
 _INFOROM: Final = 14  # exit status "infoROM is corrupted": harmless if there are rows
@@ -60,22 +70,48 @@ def _parse_any(
     text = "\n".join(lines)
     # The order matters: each test is specific enough not to match the formats after it.
     if "<nvidia_smi_log" in text:
-        return "xml", parse_xml(text, messages)
+        rows = parse_xml(text, messages)
+        # A page that shows the document may have escaped a part of it.
+        return "xml", rows if rows.snapshots or "&gt;" not in text else parse_xml(text_of_html(text), messages)
+    if any(mark in text for mark in _JSON_MARKS) and (found := parse_json(text)) is not None:
+        return found
     short = [
         line[:_MAX_PROBED_WIDTH] for line in lines
     ]  # garbage without line ends must not keep a pattern busy for minutes
-    if looks_like_rocm(short):
-        return "rocm", parse_rocm(lines, messages)
-    if any(DMON_HEADER.match(line) for line in short):
-        return "dmon", parse_dmon(short, messages)
-    if looks_like_table(short):
-        return "table", parse_table(short, messages)
-    if looks_like_listing(short):
-        return "list", parse_listing(short, messages)
+    for source, looks_like, parse in _READERS:
+        if looks_like(short):
+            return source, parse(short, messages)
     if looks_like_wandb(text):
         return "wandb", parse_wandb(lines)
     rows = parse_csv(lines, cut, messages, columns_from_names(columns) if columns else None)
+    if not _reads_more_than_one_value(rows) and (what := other_output(short) or _what_json(text)):
+        rows = replace(rows, snapshots=(), problem=what)
     return ("csv" if rows.snapshots or rows.problem else ""), rows
+
+
+_JSON_MARKS: Final = ('"card', '"gfx_', '_power"', '_vram"', '"gpu_data"')
+_READERS: Final[tuple[tuple[str, Callable[[Sequence[str]], bool], Callable[..., ParsedRows]], ...]] = (
+    ("rocm", looks_like_rocm, parse_rocm),
+    ("dmon", lambda lines: any(DMON_HEADER.match(line) for line in lines), parse_dmon),
+    ("amd", looks_like_amd_table, parse_amd_table),
+    ("table", looks_like_table, parse_table),
+    ("list", looks_like_listing, parse_listing),
+    ("outline", looks_like_outline, parse_outline),
+    ("amd", looks_like_monitor, parse_monitor),
+)
+
+
+def _reads_more_than_one_value(rows: ParsedRows) -> bool:
+    """Whether this is an output of readings, not prose in which one word looks like a column and one like its value."""
+    live = ("power_watts", "utilization_percent", "memory_used_bytes", "temperature_celsius")
+    values = (getattr(gpu, name) for snapshot in rows.snapshots for gpu in snapshot.gpus for name in live)
+    return sum(value is not None for value in values) > 1
+
+
+def _what_json(text: str) -> str:
+    if text.lstrip()[:1] not in ("{", "[") or not any(True for _ in json_documents(text)):
+        return ""
+    return "this is JSON without a reading of a GPU that is known here (rocm-smi --json, amd-smi metric --json)"
 
 
 def _build_report(source: str, rows: ParsedRows, messages: MessageLog, exit_code: int | None, empty: bool) -> SmiReport:
@@ -128,48 +164,6 @@ def _why_nothing(rows: ParsedRows, messages: MessageLog, empty: bool) -> str:
     first = f"; first problem: {messages.warnings[0]}" if messages.warnings else ""
     query = REQUIRED_COLUMNS.replace(", ", ",")
     return f"no GPU row found{first}. Use this query: nvidia-smi --query-gpu={query} --format=csv"
-
-
-# Bytes of any tool, shell or logger -> lines ------------------------------------------------------------------------
-
-_ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[()][0-9A-B]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
-_BOMS: Final = ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"), (b"\xef\xbb\xbf", "utf-8"))
-
-
-def decode_lines(data: bytes) -> tuple[list[str], bool]:
-    """The lines, and whether the last one is incomplete (no line end). Invalid bytes become U+FFFD.
-
-    Handles UTF-8 and UTF-16 (PowerShell redirects, with and without byte-order mark), CRLF and terminal colors. A
-    killed logger leaves NUL padding, which ends a line.
-    """
-    text = _decode(data)
-    text = _ESCAPES.sub("", text) if "\x1b" in text else text
-    text = text.replace("\ufeff", "").replace("\r\n", "\n").replace("\r", "\n")
-    filled = text.rstrip("\0")
-    cut = bool(filled) and not filled.endswith("\n")
-    if "\0" in filled:
-        filled = re.sub("\0+", "\n", filled)
-    lines = filled.split("\n")
-    return (lines if cut else lines[:-1]), cut
-
-
-def _decode(data: bytes) -> str:
-    for bom, encoding in _BOMS:
-        if data.startswith(bom):
-            return _even_length(data[len(bom) :], encoding).decode(encoding, "replace")
-    head = data[:4000]
-    # ASCII text in UTF-16 has a NUL in every second byte; padding has them next to each other.
-    odd, even = head[1::2].count(0), head[::2].count(0)
-    if len(head) >= 8 and odd * 10 > len(head) * 4 and even * 10 < odd:
-        return _even_length(data, "utf-16-le").decode("utf-16-le", "replace")
-    if len(head) >= 8 and even * 10 > len(head) * 4 and odd * 10 < even:
-        return _even_length(data, "utf-16-be").decode("utf-16-be", "replace")
-    return data.decode("utf-8", "replace")
-
-
-def _even_length(data: bytes, encoding: str) -> bytes:
-    """Without half a UTF-16 character at the end, which a cut may leave."""
-    return data[: len(data) // 2 * 2] if encoding.startswith("utf-16") else data
 
 
 # Keys of run loggers (Weights & Biases), `system.gpu.0.powerWatts=123`, also as JSON --------------------------------

@@ -106,8 +106,8 @@ def triage_command(
     """One verdict now: computing, communicating, starving for data, checkpointing, hung, faulty or idle.
 
     SOURCE is a host or user@host (sampled twice over SSH), a file, or - for standard input. A file may hold what
-    nvidia-smi prints (the table, CSV with any columns, -q -x XML), of one host or of several, a log of it, JSON samples
-    of one or more jobs, or a recording. A pipe is read for at most 60 s.
+    nvidia-smi prints (the table, CSV with any columns, -q as text or XML, dmon) or rocm-smi, amd-smi or xpu-smi dump, of
+    one host or of several, a log of it, JSON samples of one or more jobs, or a recording. A pipe is read for at most 60 s.
 
     Exit code: 0 nothing is wrong, 1 warning, 2 critical, 3 unknown.
     """
@@ -267,7 +267,8 @@ def triage_exit_code(result: TriageResult) -> int:
     verdict = result.verdict
     if verdict.state is PowerState.HANG and verdict.confidence < UNSURE_CONFIDENCE:
         return WARNING
-    return STATE_EXIT_CODES.get(verdict.state, OK)
+    damaged = any(ranked.gpu.uncorrected_ecc_errors for ranked in result.sample.gpus)
+    return STATE_EXIT_CODES.get(verdict.state, WARNING if damaged else OK)
 
 
 def triage_object(result: TriageResult) -> dict[str, Any]:
@@ -308,6 +309,7 @@ def gpu_object(ranked: RankGpu) -> dict[str, Any]:
         "memory_used_bytes": gpu.memory_used_bytes,
         "memory_total_bytes": gpu.memory_total_bytes,
         "temperature_celsius": gpu.temperature_celsius,
+        "uncorrected_ecc_errors": gpu.uncorrected_ecc_errors,
         "reasons": {name: reason.value for name, reason in gpu.reasons.items()},
     }
 

@@ -57,6 +57,12 @@ SLOWDOWN_REASONS: Final = frozenset(
     {"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown"}
 )
 MAX_LISTED: Final = 6  # nodes or GPUs named in one sentence
+# docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt: an uncontained error needs a reset before new work; a contained one
+# ends the process that read it, and its row is remapped at the next reset.
+MEMORY_ERROR_ADVICE: Final = (
+    "Look for Xid 48, 63, 64, 94 and 95 in the kernel log: they say when the memory errors occurred and which process "
+    "they hit. Results that were computed from then on may be wrong. Reset the GPU as soon as the job can be stopped."
+)
 
 
 def classify(
@@ -75,6 +81,7 @@ def classify(
             why=f"{verdict.why} Cause of the slow input: {bottleneck.description}.",
             advice=bottleneck.next_step,
         )
+    verdict = _with_memory_errors(verdict, sample)
     model_known = profile is not None or learned is not None
     verdict = with_deciding_check(verdict, sample, steps_reported=progress is not None, model_known=model_known)
     return with_extent(verdict, sample)
@@ -105,6 +112,28 @@ def with_extent(verdict: Verdict, sample: JobSample) -> Verdict:
 def _readable_gpus(sample: JobSample) -> tuple[RankGpu, ...]:
     return tuple(
         g for g in sample.gpus if valid_power_watts(g.gpu) is not None and g.gpu.utilization_percent is not None
+    )
+
+
+def _with_memory_errors(verdict: Verdict, sample: JobSample) -> Verdict:
+    """The verdict with the GPUs whose memory had errors that could not be corrected: whatever the job does now, its
+    results may be wrong, and the next such error ends it."""
+    damaged = [g for g in sample.gpus if g.gpu.uncorrected_ecc_errors]
+    if not damaged:
+        return verdict
+    counts = [
+        f"{g.node} GPU {g.gpu.key if g.gpu.index is None else g.gpu.index} counts "
+        f"{format_count(int(g.gpu.uncorrected_ecc_errors or 0), 'uncorrected memory (ECC) error')}"
+        for g in damaged
+    ]
+    more = f" and {len(counts) - MAX_LISTED} more GPUs" if len(counts) > MAX_LISTED else ""
+    why = f"{', '.join(counts[:MAX_LISTED])}{more} since the driver was loaded"
+    advice = verdict.advice.removeprefix(ADVICE[PowerState.COMPUTE]).strip()
+    return replace(
+        verdict,
+        why=f"{verdict.why.removesuffix('.')}. {why}.",
+        advice=f"{advice} {MEMORY_ERROR_ADVICE}".strip(),
+        suspects=verdict.suspects or tuple(Suspect(g.node, g.gpu.index, g.rank) for g in damaged),
     )
 
 
