@@ -211,9 +211,7 @@ def parse_amd_table(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
             last = number
         else:
             messages.recognize(line, number)
-    rows = [
-        GpuRow(gpu_from_cells(cells, PowerSource.TABLE), None, of) for cells, of in zip(gpus, blocks, strict=True)
-    ]
+    rows = [GpuRow(gpu_from_cells(cells, PowerSource.TABLE), None, of) for cells, of in zip(gpus, blocks, strict=True)]
     return ParsedRows(group_into_snapshots(rows), (), 0, "a table of amd-smi without GPUs", last)
 
 
@@ -234,7 +232,9 @@ def _amd_first(row: re.Match[str]) -> dict[str, tuple[str, str]]:
 
 # amd-smi monitor: a header and a row per GPU, with units apart from their numbers -------------------------------------
 
-_MONITOR_HEADER: Final = re.compile(r"^\s*(?:TIMESTAMP\s+)?GPU\s+(?:[A-Z][A-Z_0-9%]*\s+)*(?:POWER|GFX%|GFX_UTIL|VRAM_USED)(?=\s|$)")
+_MONITOR_HEADER: Final = re.compile(
+    r"^\s*(?:TIMESTAMP\s+)?GPU\s+(?:[A-Z][A-Z_0-9%]*\s+)*(?:POWER|GFX%|GFX_UTIL|VRAM_USED)(?=\s|$)"
+)
 _MONITOR_CELL: Final = re.compile(
     r"[\d.]+/[\d.]+\s?[KMGT]i?B|(?:[\d.]+|N/A)\s?(?:W|°?C|MHz|%|[KMGT]i?B|[KMGT]b/s)(?=\s|$)|\S+"
 )

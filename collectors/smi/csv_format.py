@@ -65,6 +65,44 @@ def parse_csv(
     lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple[Column, ...] | None = None
 ) -> ParsedRows:
     """All GPUs of all samples. `cut`: the last line has no line end. `given`: columns for rows without a header."""
+    own = MessageLog()
+    rows = _parse_rows(lines, cut, own, given)
+    for lost in (0, 1) if rows.unreadable_rows else ():
+        again = MessageLog()
+        joined = _parse_rows(_rejoined(lines, lost), cut, again, given)
+        if joined.snapshots and not joined.unreadable_rows:
+            own, rows = again, joined
+            break
+    messages.add(own)
+    return rows
+
+
+_MIN_WRAP_WIDTH: Final = 40
+_MAX_WRAPPED_LINES: Final = 2000  # a person's paste; a log of that length was not copied from a terminal
+
+
+def _rejoined(lines: Sequence[str], lost: int) -> list[str]:
+    """The lines without the breaks that a terminal made at its width; empty if there is no line of that width.
+
+    `lost`: spaces that the copy lost at the end of a line.
+    """
+    width = max((len(line) for line in lines), default=0)
+    if not width >= _MIN_WRAP_WIDTH or len(lines) > _MAX_WRAPPED_LINES:
+        return []
+    result: list[str] = []
+    goes_on = False
+    for line in lines:
+        if goes_on:
+            result[-1] += line
+        else:
+            result.append(line)
+        goes_on = width - lost <= len(line) <= width
+    return result if len(result) < len(lines) else []
+
+
+def _parse_rows(
+    lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple[Column, ...] | None = None
+) -> ParsedRows:
     found = _collect(lines, cut, messages, given)
     usable, problem = [], ""
     for number, block, columns, cells in _with_columns(found, messages):
@@ -208,7 +246,7 @@ _TEXT_SHAPES: Final = {
 
 
 def _is_of_a_gpu(field: str, text: str, unit: str) -> bool:
-    """Whether this cell holds what its column may hold. A line of prose that has as many commas as a header does not."""
+    """Whether this cell holds what its column may hold. A line of prose with as many commas as a header does not."""
     if status_of_text(text) is not None:
         return True
     if shape := _TEXT_SHAPES.get(field):

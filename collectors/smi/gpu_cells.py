@@ -66,10 +66,7 @@ def gpu_from_cells(cells: GpuCells, power_source: PowerSource | None = None) -> 
         values["utilization_percent"] = values["memory_utilization_percent"] = None
         reasons["utilization_percent"] = reasons["memory_utilization_percent"] = ReadingStatus.MIG
     power, source = _power(cells, values.get("utilization_percent"), reasons)
-    if (
-        cells.get("reset_required", ("", ""))[0].strip().casefold() == "yes"
-        or cells.get("recovery_action", ("", ""))[0].strip().casefold() in _RESET_ACTIONS
-    ):
+    if _needs_reset(cells):
         reasons["reset_required"] = ReadingStatus.RESET_REQUIRED
     sample = GpuSample(
         index=_index(cells, reasons),
@@ -135,13 +132,21 @@ def _limit(cells: GpuCells, reasons: dict[str, ReadingStatus]) -> float | None:
     return None
 
 
+def _needs_reset(cells: GpuCells) -> bool:
+    if "reset_required" in cells and cells["reset_required"][0].strip().casefold() == "yes":
+        return True
+    return "recovery_action" in cells and cells["recovery_action"][0].strip().casefold() in _RESET_ACTIONS
+
+
 def _uncorrected_errors(cells: GpuCells, reasons: dict[str, ReadingStatus]) -> float | None:
     """Memory errors that could not be corrected, since the driver was loaded. One count that the driver cannot return,
     of whatever kind, is a sign of a broken GPU; a GPU without ECC has none."""
+    fields = [field for field in cells if field[:4] == "ecc "]
+    if not fields:
+        return None
     counts: dict[str, float] = {}
-    for field, (text, _) in cells.items():
-        if not field.startswith("ecc "):
-            continue
+    for field in fields:
+        text = cells[field][0]
         reason = status_of_text(text)
         if reason not in (None, ReadingStatus.UNSUPPORTED):
             reasons["ecc"] = reason

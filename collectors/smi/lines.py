@@ -38,7 +38,7 @@ _OTHER_TAG: Final = re.compile(
 
 _CHARACTERS: Final = str.maketrans(
     {
-        **dict.fromkeys("\u00a0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000", " "),
+        **dict.fromkeys((chr(code) for code in (0xA0, 0x1680, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000)), " "),
         **dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u202a\u202b\u202c\u2060\ufeff", None),  # no width
         **dict.fromkeys("│┃║╎╏┆┇┊┋▏▕❘❙¦｜︱ǀ∣", "|"),
         **dict.fromkeys("─━┄┅┈┉╌╍╴╶╸╺╼╾‐‑‒–—―−﹣－", "-"),

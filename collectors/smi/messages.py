@@ -108,6 +108,15 @@ class MessageLog:
                 return True
         return False
 
+    def add(self, other: MessageLog) -> None:
+        """What another part of the same output said, after this one."""
+        if other.status is not None:
+            self.status, self.detail, self.status_line = other.status, other.detail, other.status_line
+        self.missing.extend(gpu for gpu in other.missing if gpu not in self.missing)
+        self.invalid_fields.extend(other.invalid_fields)
+        for warning in other.warnings:
+            self.warn(warning)
+
     def warn(self, text: str) -> None:
         if len(self.warnings) < MAX_WARNINGS and text not in self.warnings:
             self.warnings.append(text[:200])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 from xml.etree import ElementTree
 
 from wattwatch.collectors.samples import GpuSample
@@ -82,7 +82,9 @@ def parse_xml(text: str, messages: MessageLog) -> ParsedRows:
             if rest is not None and any(getattr(rest, name) is not None for name in _LIVE):
                 gpus.append(rest)
             of_all = f" of {attached[1]}" if attached else ""
-            problem = f"the output of nvidia-smi -q -x is cut off before the first reading of GPU {len(elements)}{of_all}"
+            problem = (
+                f"the output of nvidia-smi -q -x is cut off before the first reading of GPU {len(elements)}{of_all}"
+            )
             warnings.append(f"the XML document is cut off after {len(elements)}{of_all} complete GPUs")
         timestamp = _XML_TIMESTAMP.search(document[0])
         if gpus:
@@ -114,13 +116,13 @@ def _gpu_before_the_cut(document: str, number: int) -> GpuSample | None:
     if start is None:
         return None
     text = _XML_CUT_END_TAG.sub(r"<\1>\2</\1>", document[start.start() :])
-    parser = ElementTree.XMLPullParser(("start",))
+    parser: Any = ElementTree.XMLPullParser(("start",))  # its events are typed as of any kind
     try:
         parser.feed(text)
         element = next((each for _, each in parser.read_events()), None)
     except ElementTree.ParseError:
         return None
-    return None if element is None else _gpu_from_xml(element, number)
+    return _gpu_from_xml(element, number) if isinstance(element, ElementTree.Element) else None
 
 
 def _gpu_from_xml(gpu: ElementTree.Element, number: int | None) -> GpuSample:

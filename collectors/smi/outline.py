@@ -45,7 +45,10 @@ _LABELS: Final = frozenset(label for heading, label in (*_NVIDIA, *_AMD) if head
 
 _LOG_TITLE: Final = re.compile(r"=+\s*NVSMI LOG\s*=+")
 _NVIDIA_GPU: Final = re.compile(r"^\s*GPU ([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])\s*$")
-_AMD_GPU: Final = re.compile(r"^\s*GPU\s*:\s*(\d{1,4})\s*$")
+_AMD_GPU: Final = re.compile(r"^\s*GPU:\s*(\d{1,4})\s*$")
+_BEGINNING: Final = re.compile(
+    "|".join(rf"(?:{each.pattern})" for each in (re.compile(r"\s*" + _LOG_TITLE.pattern), _NVIDIA_GPU, _AMD_GPU))
+)
 _LINE: Final = re.compile(r"^(?P<indent>\s*)(?P<label>[A-Za-z][^:]{0,60}?)\s*(?::(?:\s+(?P<value>.*?))?)?\s*$")
 _SCOPES: Final = frozenset({"volatile", "aggregate"})
 _SUB_SCOPES: Final = frozenset({"single bit", "double bit"})
@@ -76,7 +79,7 @@ class _Gpu:
 
 
 def looks_like_outline(lines: Sequence[str]) -> bool:
-    if any(_LOG_TITLE.search(line) or _NVIDIA_GPU.match(line) or _AMD_GPU.match(line) for line in lines):
+    if any(_BEGINNING.match(line) for line in lines):
         return True
     known = {
         match["label"].casefold() for line in lines if (match := _LINE.match(line)) and match["value"] is not None
@@ -227,7 +230,7 @@ _MAX_ATTEMPTS: Final = 20  # beginnings of a document that are tried in a text w
 
 
 def json_documents(text: str) -> Iterator[Any]:
-    """The JSON objects and lists in a text, each from the beginning of a line. Of one that is cut off, what is whole."""
+    """The JSON objects and lists in a text, each at the beginning of a line. Of one that is cut off, what is whole."""
     decoder = json.JSONDecoder()
     place, attempts = 0, 0
     while (start := _next_start(text, place)) is not None and attempts < _MAX_ATTEMPTS:

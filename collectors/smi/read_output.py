@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -94,10 +95,10 @@ _READERS: Final[tuple[tuple[str, Callable[[Sequence[str]], bool], Callable[..., 
     ("rocm", looks_like_rocm, parse_rocm),
     ("dmon", lambda lines: any(DMON_HEADER.match(line) for line in lines), parse_dmon),
     ("amd", looks_like_amd_table, parse_amd_table),
+    ("amd", looks_like_monitor, parse_monitor),
     ("table", looks_like_table, parse_table),
     ("list", looks_like_listing, parse_listing),
     ("outline", looks_like_outline, parse_outline),
-    ("amd", looks_like_monitor, parse_monitor),
 )
 
 
@@ -105,7 +106,7 @@ def _reads_more_than_one_value(rows: ParsedRows) -> bool:
     """Whether this is an output of readings, not prose in which one word looks like a column and one like its value."""
     live = ("power_watts", "utilization_percent", "memory_used_bytes", "temperature_celsius")
     values = (getattr(gpu, name) for snapshot in rows.snapshots for gpu in snapshot.gpus for name in live)
-    return sum(value is not None for value in values) > 1
+    return len(tuple(itertools.islice((value for value in values if value is not None), 2))) > 1
 
 
 def _what_json(text: str) -> str:

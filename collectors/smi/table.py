@@ -57,9 +57,7 @@ _NEW_TABLE: Final = re.compile(r"NVIDIA-SMI\s+\d")
 
 
 def looks_like_table(lines: Sequence[str]) -> bool:
-    return any(
-        _SENSORS.search(line[:_MAX_TABLE_WIDTH]) or _identity_cells(line[:_MAX_TABLE_WIDTH]) for line in lines
-    )
+    return any(_sensors(line[:_MAX_TABLE_WIDTH]) or _identity_cells(line[:_MAX_TABLE_WIDTH]) for line in lines)
 
 
 def parse_table(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
@@ -149,7 +147,7 @@ def _reading_cells(line: str, clipped: bool = False) -> Cells:
 
     `clipped`: the line is expected to be one of readings, so that its first cells are enough.
     """
-    sensors = _SENSORS.search(line)
+    sensors = _sensors(line)
     if sensors is None:
         short = _CLIPPED_SENSORS.match(line) if clipped else None
         return {"temperature": (short["temperature"], "C")} if short else {}
@@ -172,6 +170,14 @@ def _reading_cells(line: str, clipped: bool = False) -> Cells:
     if utilization.strip():
         cells["utilization"] = (_leading_value(utilization, closed[2]), "%")
     return cells
+
+
+def _sensors(line: str) -> re.Match[str] | None:
+    """Fan, temperature and state at the beginning of the line. Three absent values alone may be any table's."""
+    match = _SENSORS.search(line)
+    if match and {match["fan"], match["temperature"], match["state"]} == {"N/A"} and "/" not in match["rest"]:
+        return None
+    return match
 
 
 def _add_pair(
@@ -230,6 +236,9 @@ def rejoin_wrapped_lines(lines: Sequence[str]) -> list[str]:
 
     The borders give the width: they have no space at which they could be broken otherwise.
     """
+    border = next((line for line in lines if _BORDER.match(line.rstrip())), "")
+    indent = border[: len(border) - len(border.lstrip())]
+    lines = [line.removeprefix(indent) for line in lines]
     widths: Counter[tuple[int, int]] = Counter()
     for number, line in enumerate(lines):
         if _BORDER.match(line.rstrip()):
@@ -237,8 +246,9 @@ def rejoin_wrapped_lines(lines: Sequence[str]) -> list[str]:
             if len(parts) > 1:
                 widths[parts[0], sum(parts)] += 1
     if widths:
-        (width, total), _ = widths.most_common(1)[0]
-        return list(_joined_at(lines, width, total))
+        width = max(widths, key=lambda each: widths[each])[0]
+        # Where a border is broken before an inner corner, its second half looks like a shorter one.
+        return list(_joined_at(lines, width, max(total for each, total in widths if each == width)))
     return list(_joined_at_spaces(lines))
 
 
@@ -286,11 +296,13 @@ def _joined_at_spaces(lines: Sequence[str]) -> Iterator[str]:
 def _continues(line: str, below: str) -> bool:
     """Whether a row of a table goes on in the line below."""
     first, second = line.strip(), below.strip()
-    if not first.startswith("|") or first.endswith("|") or not second.endswith("|") or len(second) < 2:
+    if not first.startswith("|") or not second.endswith("|") or len(second) < 2:
         return False
-    if _BORDER.match(second) or _identity_cells(second) or _SENSORS.search(second):
+    if _BORDER.match(second) or _identity_cells(second) or _sensors(second):
         return False
-    return second[0] not in "|+" or first.count("|") + second.count("|") == 4
+    if second[0] not in "|+":
+        return True
+    return not first.endswith("|") and first.count("|") + second.count("|") == 4
 
 
 def _count_of_values(line: str) -> int:
