@@ -106,8 +106,9 @@ def triage_command(
     """One verdict now: computing, communicating, starving for data, checkpointing, hung, faulty or idle.
 
     SOURCE is a host or user@host (sampled twice over SSH), a file, or - for standard input. A file may hold what
-    nvidia-smi prints (the table, CSV with any columns, -q as text or XML, dmon) or rocm-smi, amd-smi or xpu-smi dump, of
-    one host or of several, a log of it, JSON samples of one or more jobs, or a recording. A pipe is read for at most 60 s.
+    nvidia-smi prints (the table, CSV with any columns, -q as text or XML, dmon) or rocm-smi, amd-smi or xpu-smi dump,
+    of one host or of several, a log of it, JSON samples of one or more jobs, or a recording. A pipe is read for at most
+    60 s.
 
     Exit code: 0 nothing is wrong, 1 warning, 2 critical, 3 unknown.
     """

@@ -18,7 +18,7 @@ from typing import Final
 from wattwatch.collectors.smi import SmiReport, read_gpu_output
 from wattwatch.collectors.smi.columns import is_timestamp, read_header
 from wattwatch.collectors.smi.csv_format import split_cells
-from wattwatch.collectors.smi.read_output import decode_lines
+from wattwatch.collectors.smi.lines import decode_lines
 
 MAX_PASTE_BYTES: Final = 4 << 20  # more than that is a log, which nobody pastes
 MAX_LINE_LENGTH: Final = 300  # of a table, a heading or a header; longer lines are none of them

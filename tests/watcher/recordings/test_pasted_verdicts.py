@@ -1,0 +1,123 @@
+"""From a pasted output to its verdict: what was read decides, and what was not read is said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.collectors.smi.pasted import R535, Gpu, table
+from tests.collectors.smi.test_json_and_amd import amd_smi, rocm_smi
+from tests.collectors.smi.test_outline import text_of
+from wattwatch.watcher.cli.triage import triage_exit_code
+from wattwatch.watcher.detection.model import PowerState
+from wattwatch.watcher.recordings.triage import TriageResult, triage_text_or_path
+
+
+def gpus(name: str, watts: int, limit: int, total: int, utilization: int = 100, count: int = 8) -> list[Gpu]:
+    return [
+        Gpu(
+            index=index,
+            name=name,
+            bus=f"00000000:{16 * index + 10:02X}:00.0",
+            watts=watts + index,
+            limit=limit,
+            used=total * 3 // 4,
+            total=total,
+            utilization=utilization,
+            temperature=34,
+        )
+        for index in range(count)
+    ]
+
+
+HUNG = gpus("NVIDIA H200", 120, 700, 143771)
+HEALTHY = gpus("NVIDIA B200", 726, 1000, 196608, 97)
+
+
+def verdict(text: str) -> TriageResult:
+    (result,) = triage_text_or_path(text)
+    return result
+
+
+def pasted(them: list[Gpu]) -> str:
+    """As nvidia-smi 535 prints it, which cuts limits and amounts of memory that are too wide for its cells."""
+    return "\n".join(table(them, R535)[0]) + "\n"
+
+
+def test_a_cut_amount_of_memory_does_not_hide_a_hang() -> None:
+    assert "MiB / 1437..." in pasted(HUNG)
+    result = verdict(pasted(HUNG))
+    assert (result.verdict.state, triage_exit_code(result)) == (PowerState.HANG, 2)
+
+
+def test_a_cut_limit_does_not_hide_work() -> None:
+    assert "W / 1..." in pasted(HEALTHY)
+    result = verdict(pasted(HEALTHY))
+    assert (result.verdict.state, triage_exit_code(result)) == (PowerState.COMPUTE, 0)
+    assert [gpu.gpu.power_limit_watts for gpu in result.sample.gpus] == [None] * 8
+
+
+@pytest.mark.parametrize("form", ["table", "text"])
+def test_a_memory_error_is_something_to_do(form: str) -> None:
+    damaged = [replace(gpu, ecc=1) if gpu.index == 2 else gpu for gpu in HEALTHY]
+    result = verdict(pasted(damaged) if form == "table" else text_of(damaged))
+    assert result.verdict.state is PowerState.COMPUTE
+    assert triage_exit_code(result) == 1
+    assert "GPU 2 counts 1 uncorrected memory (ECC) error since the driver was loaded" in result.verdict.why
+    assert "No action needed" not in result.verdict.advice
+    assert "Xid" in result.verdict.advice
+    assert [suspect.gpu for suspect in result.verdict.suspects] == [2]
+
+
+def test_a_memory_error_is_named_beside_a_hang_and_its_advice() -> None:
+    damaged = [replace(gpu, ecc=12) if gpu.index == 5 else gpu for gpu in HUNG]
+    result = verdict(pasted(damaged))
+    assert (result.verdict.state, triage_exit_code(result)) == (PowerState.HANG, 2)
+    assert "GPU 5 counts 12 uncorrected memory (ECC) errors" in result.verdict.why
+    assert "step counter" in result.verdict.advice
+    assert [suspect.gpu for suspect in result.verdict.suspects] == [5]
+
+
+def test_every_gpu_of_a_text_counts() -> None:
+    result = verdict(text_of(HEALTHY))
+    assert (result.verdict.state, len(result.sample.gpus)) == (PowerState.COMPUTE, 8)
+    hung = verdict(text_of(HUNG).replace(": 11 %", ": 0 %"))  # what waits moves no memory
+    assert hung.verdict.state is PowerState.HANG
+
+
+def test_a_lost_gpu_in_words_is_a_fault_and_the_others_are_not() -> None:
+    lines = pasted(HUNG).splitlines()
+    row = next(number for number, line in enumerate(lines) if HUNG[2].bus in line) + 1
+    cells = lines[row].split("|")
+    lines[row] = f"| N/A  ERR!    P0             ERR! / 700W | GPU is lost          |    ERR!      Default |{cells[-1]}"
+    result = verdict("\n".join(lines) + "\n")
+    assert (result.verdict.state, triage_exit_code(result)) == (PowerState.GPU_FAULT, 2)
+    assert [suspect.gpu for suspect in result.verdict.suspects] == [2]
+    assert ": lost" in result.verdict.why
+
+
+def test_a_text_about_something_else_is_unknown_and_no_fault() -> None:
+    text = (
+        "==============NVSMI LOG==============\nAttached GPUs : 1\n    Product Name : NVIDIA H200\n    Fabric\n"
+        "        Health\n            Access Timeout Recovery : N/A\n"
+    )
+    result = verdict(text)
+    assert (result.verdict.state, triage_exit_code(result)) == (PowerState.UNKNOWN, 3)
+    assert result.verdict.suspects == ()
+
+
+def test_amd_gpus_are_judged_from_their_json() -> None:
+    busy = gpus("AMD Instinct MI300X", 600, 750, 196608, 97)
+    result = verdict(json.dumps(rocm_smi(busy), indent=4))
+    assert result.verdict.state is PowerState.COMPUTE
+    assert len(result.sample.gpus) == 8
+    metric = verdict(json.dumps(amd_smi(busy, True), indent=4))
+    assert [gpu.gpu.power_watts for gpu in metric.sample.gpus] == [float(gpu.watts) for gpu in busy]
+
+
+def test_a_topology_is_said_to_be_one() -> None:
+    result = verdict("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-63\nGPU1\tNV18\t X \t0-63\n")
+    assert (result.verdict.state, triage_exit_code(result)) == (PowerState.UNKNOWN, 3)
+    assert "topo -m" in result.verdict.why
