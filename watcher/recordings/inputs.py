@@ -511,7 +511,7 @@ def _header_before(data: bytes, first: int, last: int) -> bytes | None:
 
 INSPECTED_BYTES: Final = 256 << 10
 EXPECTED_INPUT: Final = (
-    "Give the output of nvidia-smi: its table, the XML of -q, or the CSV of "
+    "Give the output of nvidia-smi: its table, the text or XML of -q, or the CSV of "
     "`nvidia-smi --query-gpu=index,name,power.draw,power.limit,utilization.gpu,memory.used --format=csv`"
 )
 RECORDING_KEYS: Final = ({"n", "t", "line"}, {"n", "t", "link"})
