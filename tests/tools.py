@@ -1,12 +1,16 @@
-"""Real components that tests run against: absent ones skip with a reason, or fail where all must be there."""
+"""What all tests share: the limit that ends a hung test, and real components (absent ones skip with a reason)."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from pathlib import Path
+from typing import Final
 
 import pytest
+
+DEADLINE_SECONDS: Final = 600.0
+"""How long a test waits for what must happen. It only ends a test that hangs: no result depends on the speed."""
 
 
 def require_tool(name: str) -> str:

@@ -99,13 +99,15 @@ finish() {
 
 missed=0
 poked=
-trap finish HUP TERM INT
 trap 'poked=1; missed=$((missed + 1)); [ "$missed" -lt 4 ] || finish' USR1
 ticker </dev/null &
 ticker=$!
 # The lease: a counter that goes up every 20 s and is reset by each empty line from the control host; at 4 we exit.
 while sleep 20; do kill -USR1 $$ || exit; done </dev/null >/dev/null 2>&1 &
 pacer=$!
+# Only now: dash loses a signal that reaches a new child before the child has reset the traps it inherited. If stdin
+# had ended at once, a child started with this trap would have missed the SIGTERM of `finish` and run on.
+trap finish HUP TERM INT
 while :; do
     if IFS= read -r line; then
         [ -n "$line" ] || missed=0

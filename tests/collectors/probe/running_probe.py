@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.collectors.probe.payload import probe_command, probe_payload
 from wattwatch.collectors.probe.request import ProbeRequest
 from wattwatch.collectors.probe_reader import ProbeReader
 from wattwatch.collectors.samples import NodeSample
 
 T = TypeVar("T")
-DEADLINE_SECONDS = 90.0
 
 TWO_BOARDS = """\
 0, GPU-aaaaaaaa-0000-0000-0000-000000000000, 00000000:19:00.0, NVIDIA H100 80GB HBM3, 640.12, 700.00, 100, 61, \
@@ -132,22 +133,26 @@ class RunningProbe:
         return wait_until(lambda: next((sample for sample in list(self.samples) if fits(sample)), None), self.lines)
 
     def survivors(self) -> list[str]:
-        """Processes that carry our mark in their environment and are no zombies."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark.encode() not in (folder / "environ").read_bytes():
-                    continue
-                stat = (folder / "stat").read_text()
-            except OSError:
-                continue
-            if stat.rpartition(")")[2].split()[0] not in "ZX":
-                found.append(stat)
-        return found
+        return processes_with(self.mark)
 
     def is_gone(self) -> None:
         self.process.wait(DEADLINE_SECONDS)
         wait_until(lambda: not self.survivors() or None, self.survivors())
+
+
+def processes_with(mark: str) -> list[str]:
+    """`stat` of the processes that carry this `NAME=value` in their environment and are no zombies."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() not in (folder / "environ").read_bytes():
+                continue
+            stat = (folder / "stat").read_text()
+        except OSError:
+            continue
+        if stat.rpartition(")")[2].split()[0] not in "ZX":
+            found.append(stat)
+    return found
 
 
 def wait_until(look: Callable[[], T | None], shown: object = "") -> T:
@@ -160,20 +165,19 @@ def wait_until(look: Callable[[], T | None], shown: object = "") -> T:
     raise AssertionError(f"nothing fits in {DEADLINE_SECONDS} s: {shown!r}")
 
 
-@contextmanager
+@contextlib.contextmanager
 def running_probe(node: Node, request: ProbeRequest, read_stdout: bool = True) -> Iterator[RunningProbe]:
     probe = RunningProbe(node, request, read_stdout)
     try:
         yield probe
     finally:
-        if probe.process.poll() is None:
-            assert probe.process.stdin is not None
-            probe.process.stdin.close()
-            try:
-                probe.process.wait(10.0)
-            except subprocess.TimeoutExpired:
-                os.killpg(probe.process.pid, 9)
-                probe.process.wait(10.0)
+        assert probe.process.stdin is not None
+        probe.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            probe.process.wait(DEADLINE_SECONDS)
+        with contextlib.suppress(ProcessLookupError):  # what a failed test left
+            os.killpg(probe.process.pid, signal.SIGKILL)
+        probe.process.wait(DEADLINE_SECONDS)
         for stream in (probe.process.stdin, probe.process.stdout, probe.process.stderr):
             assert stream is not None
             stream.close()

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tests.collectors.probe.running_probe import Node, running_probe
+import contextlib
+import os
+import signal
+import subprocess
+from importlib import resources
+
+import pytest
+
+from tests.collectors.probe.running_probe import Node, processes_with, running_probe, wait_until
+from tests.tools import DEADLINE_SECONDS
+from wattwatch.collectors import probe
 from wattwatch.collectors.probe.request import ProbeRequest
 from wattwatch.collectors.samples import HostStatus
 
@@ -83,6 +93,34 @@ def test_a_hanging_nvidia_smi_is_started_once_and_gone_at_the_end(node: Node) ->
         assert (node.root / "starts").read_text() == "started\n"
         probe.close_stdin()
         probe.is_gone()
+
+
+@pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
+def test_a_stdin_that_ends_at_once_leaves_no_process_behind(node: Node, shell: str) -> None:
+    """Many starts, because the fault needs a child that has not begun to run when the probe ends: one start in ten."""
+    node.script("nvidia-smi", "exec sleep 1000")
+    script = node.root / "script"
+    script.write_text(
+        "interval=1\nfields=index\nold_fields=index\nform=csv\n"
+        + resources.files(probe).joinpath("shell_probe.sh").read_text("utf-8")
+    )
+    environment = {"PATH": str(node.bin), "WATTWATCH_TEST_MARK": str(node.root)}
+    groups = []
+    try:
+        for _ in range(60):
+            with (
+                script.open("rb") as stdin,
+                subprocess.Popen(
+                    [shell], stdin=stdin, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+                ) as started,
+            ):
+                groups.append(started.pid)
+                assert started.wait(DEADLINE_SECONDS) == 0
+        wait_until(lambda: not processes_with(f"WATTWATCH_TEST_MARK={node.root}") or None)
+    finally:
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
 
 def test_the_shell_probe_exits_when_its_lease_is_not_renewed(node: Node) -> None:
