@@ -219,8 +219,13 @@ class Service:
         """
         # The signals are blocked and taken by sigtimedwait. A handler that sets a threading.Event can deadlock, if it
         # interrupts this thread while it holds the event's lock. Threads inherit the mask, so block before any starts.
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        self.start()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self.start()
+        except BaseException:
+            # A caller that goes on must not have them blocked: every process it starts would ignore SIGTERM.
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            raise
         jobs, nodes = format_count(len(self._specs), "job"), format_count(len(self._fleet.links()), "node")
         log.info("serving %s on %s at %s", jobs, nodes, self.address)
         code = self._wait_for_signal(systemd)

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+from tests.tools import DEADLINE_SECONDS
 from tests.watcher.web.test_metrics import series, value
 from wattwatch.collectors.clock import Clock
 from wattwatch.watcher.cli.serve import serve_command
@@ -26,8 +27,6 @@ from wattwatch.watcher.daemon.preflight import ssh_settings, to_user_profile
 from wattwatch.watcher.daemon.service import Service, ServiceStartError, failure_kind
 from wattwatch.watcher.daemon.systemd import SystemdNotifier
 from wattwatch.watcher.engine.snapshot import Snapshot
-
-DEADLINE_SECONDS = 60.0  # for events that take a moment; a busy machine may need many
 
 
 def write_config(directory: Path, watcher: str = "", rest: str = "") -> Path:
@@ -186,8 +185,10 @@ def test_a_port_in_use_is_reported_in_one_sentence(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         path = write_config(tmp_path)
         path.write_text(path.read_text("utf-8").replace("127.0.0.1:0", f"127.0.0.1:{port}"), "utf-8")
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         result = CliRunner().invoke(serve_command, ["-c", str(path)], standalone_mode=False)
     assert result.return_value == 2
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask, "processes started from now on would ignore SIGTERM"
     assert result.stderr == (
         f"{path}: 127.0.0.1:{port} is in use, perhaps by another wattwatch. "
         "Stop it, or set another address in watcher.listen\n"
