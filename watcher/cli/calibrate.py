@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from wattwatch.watcher.cli.shared import (
     ssh_config_option,
     text_console,
 )
-from wattwatch.watcher.cli.triage import is_file_source
+from wattwatch.watcher.cli.triage import UNKNOWN_HOST, is_file_source, neither_file_nor_host
 from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.detection.baselines.baseline import BaselineKind
 from wattwatch.watcher.detection.classifier.features import StepProgress
@@ -87,7 +87,7 @@ def calibrate_command(
             calibrations.append(Calibration(source, {}, (), (str(error).removeprefix(f"{source}: "),)))
     if hosts:
         settings = SshSettings(config_file=ssh_config, use_agent=True)
-        calibrations += calibrate_hosts(hosts, settings, samples)
+        calibrations += map(explain_unknown_name, calibrate_hosts(hosts, settings, samples))
     profiles, unmade = build_profiles(calibrations)
     if as_json:
         print_json(calibration_object(calibrations, profiles, unmade))
@@ -99,6 +99,15 @@ def calibrate_command(
     write_profiles(profiles, out, as_json=as_json)
     learned = [bool(calibration.values) for calibration in calibrations]
     sys.exit(OK if all(learned) else WARNING if any(learned) else UNKNOWN)
+
+
+def explain_unknown_name(calibration: Calibration) -> Calibration:
+    """A name that no host has is most often a file name with a typing error."""
+    if not any(UNKNOWN_HOST in sentence for sentence in calibration.not_learned):
+        return calibration
+    return replace(
+        calibration, not_learned=(*calibration.not_learned, neither_file_nor_host(calibration.source).removesuffix("."))
+    )
 
 
 def write_profiles(profiles: Sequence[LearnedProfile], out: Path | None, *, as_json: bool) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from errno import EISDIR
+from contextlib import nullcontext
+from errno import EISDIR, ETIMEDOUT
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,7 @@ from wattwatch.collectors.checkpoints import LAYOUTS, CheckpointListing, list_ch
 from wattwatch.collectors.progress import read_heartbeat, read_progress
 from wattwatch.collectors.samples import CheckpointEntry, ProgressSample
 from wattwatch.watcher.cli.shared import exit_unknown, json_option
+from wattwatch.watcher.recordings.inputs import MAX_PIPE_SECONDS, nothing_written, open_pipe, read_pipe
 
 READ_BYTES: Final = 4 * 1024 * 1024  # from the end of the file: more than any format needs for its last steps
 COMPLETENESS: Final = {True: "complete", False: "incomplete", None: "not known"}
@@ -87,9 +89,13 @@ def attempt_number(log: Path) -> int:
 
 
 def read_tail(file: Path) -> tuple[bytes, bool]:
-    """The last READ_BYTES, and whether they begin within a line."""
-    if str(file) == "-":
-        return sys.stdin.buffer.read()[-READ_BYTES:], False
+    """The last READ_BYTES of a file or pipe, and whether they begin within a line. Raises OSError."""
+    if str(file) == "-" or not file.is_file():
+        with nullcontext(sys.stdin.buffer) if str(file) == "-" else open_pipe(file) as pipe:
+            data, ended = read_pipe(pipe, MAX_PIPE_SECONDS, until_silent=True)
+        if not data and not ended:
+            raise TimeoutError(ETIMEDOUT, nothing_written(MAX_PIPE_SECONDS), str(file))
+        return data[-READ_BYTES:], len(data) > READ_BYTES
     with file.open("rb") as opened:
         size = opened.seek(0, 2)
         opened.seek(max(0, size - READ_BYTES))

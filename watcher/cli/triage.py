@@ -196,12 +196,15 @@ def explain_unknown_host(result: TriageResult) -> TriageResult:
     unknown = [node.node for node in result.sample.nodes if UNKNOWN_HOST in node.detail]
     if not unknown:
         return result
-    name = unknown[0]
+    why = f"{result.verdict.why.removesuffix('.')}. There is no file named {unknown[0]} either."
+    advice = neither_file_nor_host(unknown[0])
+    return replace(result, verdict=replace(result.verdict, why=why, advice=advice, deciding_check=None))
+
+
+def neither_file_nor_host(name: str) -> str:
     close = difflib.get_close_matches(name, [path.name for path in Path().iterdir()], n=1, cutoff=0.7)
     hint = f" Did you mean the file {close[0]}?" if close else ""
-    why = f"{result.verdict.why.removesuffix('.')}. There is no file named {name} either."
-    advice = f"Check the name {name}: it is neither a file nor a known host.{hint}"
-    return replace(result, verdict=replace(result.verdict, why=why, advice=advice, deciding_check=None))
+    return f"Check the name {name}: it is neither a file nor a known host.{hint}"
 
 
 def is_file_source(source: str) -> bool:

@@ -74,7 +74,7 @@ class GpuLog:
     advice: str = ""  # what to do about an input without readings
     host_order: HostOrder | None = None  # each spec is a host, of which several were in the text; None: a job
     undated_outputs: int = 0  # outputs that may be of one host or of several: nothing in them says which
-    ended: bool = True  # False: it came through a pipe that is still open, so there may be more
+    remarks: tuple[str, ...] = ()  # what a reader must know to trust a verdict on it, a sentence each
 
 
 def split_by_job(log: GpuLog) -> tuple[GpuLog, ...]:
@@ -101,7 +101,10 @@ def read_input(name: str, data: bytes, *, several_hosts: bool = False) -> GpuLog
     if is_recording(data[:512]):
         return parse_recording(name, io.BytesIO(data))
     if data.startswith(GZIP_MAGIC):
-        data = _unzipped(name, data)
+        data, cut = _unzipped(name, data)
+        if cut:
+            source = read_input(name, data, several_hosts=several_hosts)
+            return replace(source, remarks=(*source.remarks, CUT)) if isinstance(source, GpuLog) else source
     if is_headless_recording(data):
         raise InputError(
             f"{name}: the beginning of this wattwatch recording is missing. Give the whole file: the first line names "
@@ -154,19 +157,23 @@ def _from_hosts(hosts: HostOutputs) -> GpuLog | None:
     )
 
 
-def _unzipped(name: str, data: bytes) -> bytes:
-    """The unpacked content, up to the cut of a truncated file; the data itself if it is not gzip after all."""
+CUT: Final = "The compressed file is cut off; only what comes before the cut was read."
+
+
+def _unzipped(name: str, data: bytes) -> tuple[bytes, bool]:
+    """The unpacked content, up to the cut of a truncated file, and whether it is cut; the data itself if it is not gzip
+    after all."""
     unzip = zlib.decompressobj(wbits=31)
     try:
         text = unzip.decompress(data, MAX_FILE_BYTES)
     except zlib.error:
-        return data
+        return data, False
     if unzip.unconsumed_tail:
         raise InputError(
             f"{name}: too large (more than {MAX_FILE_BYTES / 1e9:.1f} GB unpacked). Unpack it, and give only the last "
             "part"
         )
-    return text
+    return text, not unzip.eof
 
 
 def read_input_file(path: Path, *, only_the_end: bool = False, several_hosts: bool = False) -> GpuLog | Recording:
@@ -177,7 +184,7 @@ def read_input_file(path: Path, *, only_the_end: bool = False, several_hosts: bo
     """
     try:
         if not path.is_file():
-            with _open_pipe(path) as file:
+            with open_pipe(path) as file:
                 return read_stream(path.name, file, only_the_end=only_the_end, several_hosts=several_hosts)
         with path.open("rb") as file:
             start = file.read(512)
@@ -196,6 +203,7 @@ def read_input_file(path: Path, *, only_the_end: bool = False, several_hosts: bo
 
 MAX_PIPE_SECONDS: Final = 60.0  # chosen: nvidia-smi without persistence mode takes up to 20 s on eight GPUs
 PIPE_POLL_SECONDS: Final = 0.2
+NOT_ENDED: Final = f"The input was still open after {MAX_PIPE_SECONDS:.0f} s; only what had come by then was read."
 DESCRIPTOR_PATH: Final = re.compile(r"/dev/fd/(\d+)|/proc/self/fd/(\d+)|/dev/std(in)")
 
 
@@ -204,17 +212,23 @@ def read_stream(
 ) -> GpuLog | Recording:
     """Reads standard input or a pipe until its end. Raises InputError if nothing comes for MAX_PIPE_SECONDS, and as
     `read_input` does. `only_the_end`: read what has come after MAX_PIPE_SECONDS, even if there may be more."""
-    data, ended = _read_pipe(file, MAX_PIPE_SECONDS, until_silent=not only_the_end)
+    data, ended = read_pipe(file, MAX_PIPE_SECONDS, until_silent=not only_the_end)
     if not data and not ended:
         raise InputError(
-            f"{name}: nothing was written to this pipe within {MAX_PIPE_SECONDS:.0f} s. If nvidia-smi writes to it, "
-            "nvidia-smi hangs: check the kernel log of that host"
+            f"{name}: {nothing_written(MAX_PIPE_SECONDS)}. If nvidia-smi writes to it, nvidia-smi hangs: check the "
+            "kernel log of that host"
         )
     source = read_input(name, data, several_hosts=several_hosts)
-    return replace(source, ended=ended) if isinstance(source, GpuLog) else source
+    if isinstance(source, GpuLog) and not ended:
+        source = replace(source, remarks=(*source.remarks, NOT_ENDED))
+    return source
 
 
-def _open_pipe(path: Path) -> BinaryIO:
+def nothing_written(seconds: float) -> str:
+    return f"nothing was written to this pipe within {seconds:.0f} s"
+
+
+def open_pipe(path: Path) -> BinaryIO:
     """Without waiting for a writer, as an open of a named pipe does otherwise."""
     if (own := DESCRIPTOR_PATH.fullmatch(str(path))) is not None:
         # Opened anew, a pipe whose writer has finished looks like one whose writer has not come yet.
@@ -226,7 +240,7 @@ def _open_pipe(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
-def _read_pipe(file: BinaryIO, seconds: float, *, until_silent: bool) -> tuple[bytes, bool]:
+def read_pipe(file: BinaryIO, seconds: float, *, until_silent: bool) -> tuple[bytes, bool]:
     """What comes within `seconds`, or with `until_silent` until nothing has come for that long; and whether the end was
     reached. Reads at most MAX_FILE_BYTES and a byte."""
     try:

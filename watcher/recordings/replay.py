@@ -121,8 +121,14 @@ def replay(name: str, source: GpuLog | Recording, profiles: Sequence[UserProfile
         tuple(changes),
         tuple(episodes.values()),
         tuple(alerts),
-        source.end.problem if isinstance(source, Recording) and source.end is not None else "",
+        _problem(source),
     )
+
+
+def _problem(source: GpuLog | Recording) -> str:
+    if isinstance(source, GpuLog):
+        return " ".join(source.remarks)
+    return "" if source.end is None else source.end.problem
 
 
 class SampleCounter:

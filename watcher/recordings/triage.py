@@ -38,7 +38,6 @@ from wattwatch.watcher.detection.model import (
 )
 from wattwatch.watcher.recordings.format import Recording
 from wattwatch.watcher.recordings.inputs import (
-    MAX_PIPE_SECONDS,
     GpuLog,
     HostOrder,
     InputError,
@@ -74,7 +73,6 @@ PROGRESS_ADVICE: Final = (
 # Readings of one job that are further apart do not show one moment: a save alone takes longer. Chosen.
 MAX_APART_SECONDS: Final = 60.0
 DRIVER_GONE_PATTERN: Final = re.compile("cannot reach the NVIDIA driver|driver is not loaded")
-NOT_ENDED: Final = f"The input was still open after {MAX_PIPE_SECONDS:.0f} s; only what had come by then was read."
 NOT_THE_FIRST_NODE: Final = (
     "If this host is not the first node of its job, its GPU 0 is not rank 0 and does not save: then the job hangs. For "
     "a verdict on the job, give the output of all its nodes with --job."
@@ -203,15 +201,13 @@ def _remarks(source: GpuLog | Recording) -> tuple[str, ...]:
     """What a reader must know of the input to trust the verdict."""
     if isinstance(source, Recording):
         return (source.end.problem,) if source.end is not None and source.end.problem else ()
-    remarks = []
+    remarks = [*source.remarks]
     if source.undated_outputs:
         count = source.undated_outputs
         remarks.append(
             f"The input contains {count} outputs without dates or UUIDs, which were read as {count} samples of one "
             "host. If they are from several hosts, give each host's output as a file of its own."
         )
-    if not source.ended:
-        remarks.append(NOT_ENDED)
     return tuple(remarks)
 
 
@@ -282,8 +278,7 @@ def _remarks_on_job(logs: Sequence[tuple[str, GpuLog]], ranks: Mapping[tuple[str
             remarks.append(f"The {log.undated_outputs} outputs in {name} were read as one node each.")
         elif log.undated_outputs:
             remarks.append(f"The {log.undated_outputs} outputs in {name} were read as samples of one node.")
-    if not all(log.ended for _, log in logs):
-        remarks.append(NOT_ENDED)
+        remarks += log.remarks
     if not ranks:
         by_name = any(log.host_order is HostOrder.ARRIVAL for _, log in logs)
         order = "in the order of the host names" if by_name else "in the order in which the nodes were given"

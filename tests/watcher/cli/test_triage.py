@@ -14,6 +14,7 @@ import pytest
 
 from tests.watcher.command_shell import CommandResult, Shell
 from tests.watcher.power_examples import POWER_EXAMPLES, PowerExample, json_sample
+from wattwatch.watcher.cli import inspect
 from wattwatch.watcher.recordings import inputs
 
 DATA = Path(__file__).parents[2] / "data"
@@ -360,3 +361,19 @@ def test_a_host_that_cannot_be_reached_is_one_unknown_verdict(shell: Shell, tmp_
     answer = shell.run("triage", "-F", tmp_path / "no_such_config", "closed")
     assert answer.exit_code in (2, 3)
     assert "no_such_config" in answer.text
+
+
+def test_progress_reads_a_pipe_and_does_not_block_on_an_empty_one(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = next(path for path in sorted((DATA / "logs").iterdir()) if path.suffix == ".log")
+    reader, writer = os.pipe()
+    os.write(writer, log.read_bytes()[-4096:])
+    os.close(writer)
+    assert shell.run("progress", f"/dev/fd/{reader}").exit_code == 0
+    os.close(reader)
+    monkeypatch.setattr(inspect, "MAX_PIPE_SECONDS", 0.3)
+    os.mkfifo(tmp_path / "pipe")
+    answer = shell.run("progress", tmp_path / "pipe")
+    assert (answer.exit_code, answer.out) == (3, "")
+    assert "nothing was written to this pipe" in answer.err

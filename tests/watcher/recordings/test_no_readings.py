@@ -125,3 +125,14 @@ def test_the_deciding_check_names_the_option(shell: Shell) -> None:
     assert said["state"] == "unknown"
     assert "--progress" in said["advice"] + (said["settle"] or "")
     assert "a log or a run directory" not in said["advice"]
+
+
+def test_a_compressed_log_that_is_cut_off_says_so(shell: Shell, tmp_path: Path) -> None:
+    data = gzip.compress((HEADER + "".join(rows() * 3)).encode())
+    (tmp_path / "log.csv.gz").write_bytes(data)
+    (said,) = shell.run("triage", "--json", tmp_path / "log.csv.gz").json
+    assert "cut off" not in said["why"]
+    (tmp_path / "log.csv.gz").write_bytes(data[:-5])
+    (said,) = shell.run("triage", "--json", tmp_path / "log.csv.gz").json
+    assert "The compressed file is cut off" in said["why"]
+    assert "The compressed file is cut off" in shell.run("replay", tmp_path / "log.csv.gz").out

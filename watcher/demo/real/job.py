@@ -257,7 +257,9 @@ class RealJob:
                 [*trainer_command(), *arguments], capture_output=True, text=True, timeout=PACK_SECONDS, check=False
             )
         except subprocess.TimeoutExpired:
-            raise DemoError(f"wattwatch-train pack did not finish within {PACK_SECONDS:.0f} s.{blame_machine()}") from None
+            raise DemoError(
+                f"wattwatch-train pack did not finish within {PACK_SECONDS:.0f} s.{blame_machine()}"
+            ) from None
         if packed.returncode:
             raise DemoError(f"wattwatch-train pack failed: {last_lines(packed.stderr or packed.stdout)}")
         try:
