@@ -27,6 +27,8 @@ _CONCISE: Final = re.compile(
     r"^\s*(?P<index>\d+)\s.*?\s(?P<temperature>[\d.]+°?[cC]|N/A)\s+(?P<draw>[\d.]+W|N/A)\s.*"
     r"\s(?P<cap>[\d.]+W|N/A|[Uu]nsupported)\s+(?:[\d.]+%|N/A)\s+(?P<use>[\d.]+%|N/A)\s*$"
 )
+# Old releases have no cap and no use, but other shares: github.com/ROCm/tensorflow-upstream/issues/156.
+_OLD_CONCISE: Final = re.compile(r"^\s*(?P<index>\d+)\s+(?P<temperature>[\d.]+°?[cC]|N/A)\s+(?P<draw>[\d.]+W|N/A)\s")
 _TITLE: Final = re.compile(
     r".{0,60}ROCm System Management Interface|(?:GPU|Device)\s.{0,99}PwrCap|\s*GPU\[\d+\]\s*:|\s*\"?device\"?,",
     re.IGNORECASE,
@@ -73,7 +75,7 @@ def parse_rocm(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
         elif header and (index := re.match(r"card(\d+)", text)):
             cells = split_cells(text)
             devices.setdefault(int(index[1]), {}).update(zip(header[1:], cells[1:], strict=False))
-        elif match := _CONCISE.match(line):
+        elif match := _CONCISE.match(line) or _OLD_CONCISE.match(line):
             devices.setdefault(int(match["index"]), {}).update(_concise(match))
         else:
             if (
@@ -120,11 +122,9 @@ def _cards(document: Any) -> list[tuple[int, Mapping[str, Any]]]:
 
 def _concise(row: re.Match[str]) -> RocmDevice:
     """`0  35.0c  237.0W  ...  560.0W  0%  99%`: the two columns after the temperature and the last four are read."""
-    device: RocmDevice = {
-        _POWER[0][0]: row["draw"],
-        "max graphics package power (w)": row["cap"],
-        "gpu use (%)": row["use"],
-    }
+    device: RocmDevice = {_POWER[0][0]: row["draw"]}
+    if row.re is _CONCISE:
+        device |= {"max graphics package power (w)": row["cap"], "gpu use (%)": row["use"]}
     if row["temperature"] != "N/A":
         device["temperature (sensor edge) (c)"] = row["temperature"][:-1].rstrip("°")
     return device

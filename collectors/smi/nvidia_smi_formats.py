@@ -1,4 +1,4 @@
-"""Output formats of nvidia-smi with one reader each: XML (-q -x), dmon and the listing (-L)."""
+"""Output formats of nvidia-smi with one reader each: XML (-q -x), dmon and the listing (-L); and gpustat's lines."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _log_text_outside_xml(text: str, messages: MessageLog) -> None:
 
 # `nvidia-smi dmon`: a line per GPU and second under a header `# gpu pwr gtemp ...`; "-" is absence ------------------
 
-DMON_HEADER: Final = re.compile(r"^#\s*(?:Date[\s,]+)?(?:Time[\s,]+)?gpu[\s,]+\S", re.IGNORECASE)
+DMON_HEADER: Final = re.compile(r"^\s*\\?#\s*(?:Date[\s,]+)?(?:Time[\s,]+)?gpu[\s,]+\S", re.IGNORECASE)
 _DMON_FIELDS: Final = {
     "gpu": ("index", ""),
     "pwr": ("power_draw", "W"),
@@ -170,7 +170,7 @@ def parse_dmon(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
     for number, line in enumerate(lines):
         cells = line.replace(",", " ").split()
         if DMON_HEADER.match(line):
-            names = line.replace("#", " ").replace(",", " ").casefold().split()
+            names = line.replace("\\", " ").replace("#", " ").replace(",", " ").casefold().split()
             if "pid" in names:
                 return ParsedRows(
                     (),
@@ -179,7 +179,7 @@ def parse_dmon(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
                     f"nvidia-smi pmon lists processes, not GPUs; required columns: {REQUIRED_COLUMNS}",
                     -1,
                 )
-        elif not cells or line.startswith("#"):
+        elif not cells or line.lstrip(" \\").startswith("#"):
             continue
         elif len(cells) == len(names) and cells[names.index("gpu")].isdigit():
             timestamp = " ".join(cell for cell, name in zip(cells, names, strict=True) if name in {"date", "time"})
@@ -224,3 +224,52 @@ def parse_listing(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
             messages.warn(f"line not understood: {line.strip()!r}")
     messages.warn("nvidia-smi -L also lists lost GPUs, so its output does not show whether a GPU works")
     return ParsedRows(group_into_snapshots([GpuRow(gpu_from_cells(cells), None) for cells in found]), (), 0, "", last)
+
+
+# gpustat: a line per GPU, `[0] Tesla V100 | 66'C,  99 %, 250 / 300 W | 28888 / 32510 MB | user(...)` -----------------
+
+_GPUSTAT_LINE: Final = re.compile(
+    r"^\s*\[(?P<index>\d{1,3})\]\s+(?P<name>[^|]+?)\s*\|\s*(?P<temperature>\d+|\?\?)\s?['°]?C,(?P<middle>[^|]*)"
+    r"\|\s*(?P<used>\d+|\?\?)\s*/\s*(?P<total>\d+|\?\?)\s*(?P<unit>[MG]i?B)"
+)
+_GPUSTAT_PERCENT: Final = re.compile(r"(\d+|\?\?)\s*%")
+_GPUSTAT_WATTS: Final = re.compile(r"(\d+|\?\?)\s*(?:/\s*(\d+|\?\?)\s*)?W")
+
+
+def looks_like_gpustat(lines: Sequence[str]) -> bool:
+    return any(_GPUSTAT_LINE.match(line) for line in lines)
+
+
+def parse_gpustat(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
+    """All GPUs of all samples; the date stands behind the name of the host above them."""
+    found: list[tuple[dict[str, tuple[str, str]], str, int]] = []
+    timestamp, block, last = "", 0, -1
+    for number, line in enumerate(lines):
+        if match := _GPUSTAT_LINE.match(line):
+            found.append((_gpustat_cells(match), timestamp, block))
+            last = number
+        elif date := _DATE_OF_GPUSTAT.search(line):
+            timestamp, block = date[0], block + 1
+        elif line.strip() and not messages.recognize(line, number):
+            messages.warn(f"line not understood: {line.strip()!r}")
+    seconds = parse_timestamps([timestamp for _, timestamp, _ in found])
+    rows = [GpuRow(gpu_from_cells(cells), second, of) for (cells, _, of), second in zip(found, seconds, strict=True)]
+    return ParsedRows(group_into_snapshots(rows), (), 0, "", last)
+
+
+_DATE_OF_GPUSTAT: Final = re.compile(r"[A-Z][a-z]{2} [A-Z][a-z]{2} +\d{1,2} \d{2}:\d{2}:\d{2} \d{4}")
+
+
+def _gpustat_cells(line: re.Match[str]) -> dict[str, tuple[str, str]]:
+    cells = {name: (line[name], "") for name in ("index", "name")}
+    cells["temperature"] = (line["temperature"], "C")
+    cells["memory_used"], cells["memory_total"] = (line["used"], line["unit"]), (line["total"], line["unit"])
+    # The fan's share comes before the utilization, those of the video engines behind it.
+    before_engines = re.split(r"[ED]:", line["middle"])[0]
+    if percents := _GPUSTAT_PERCENT.findall(before_engines):
+        cells["utilization"] = (percents[-1], "%")
+    if watts := _GPUSTAT_WATTS.search(line["middle"]):
+        cells["power_draw"] = (watts[1], "W")
+        if watts[2]:
+            cells["power_limit"] = (watts[2], "W")
+    return {name: ("N/A" if text == "??" else text, unit) for name, (text, unit) in cells.items()}

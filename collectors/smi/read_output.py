@@ -25,8 +25,10 @@ from wattwatch.collectors.smi.lines import decode_lines, text_of_html
 from wattwatch.collectors.smi.messages import MessageLog, explain_exit_code, other_output
 from wattwatch.collectors.smi.nvidia_smi_formats import (
     DMON_HEADER,
+    looks_like_gpustat,
     looks_like_listing,
     parse_dmon,
+    parse_gpustat,
     parse_listing,
     parse_xml,
 )
@@ -97,6 +99,7 @@ _READERS: Final[tuple[tuple[str, Callable[[Sequence[str]], bool], Callable[..., 
     ("amd", looks_like_amd_table, parse_amd_table),
     ("amd", looks_like_monitor, parse_monitor),
     ("table", looks_like_table, parse_table),
+    ("gpustat", looks_like_gpustat, parse_gpustat),
     ("list", looks_like_listing, parse_listing),
     ("outline", looks_like_outline, parse_outline),
 )

@@ -28,7 +28,9 @@ class SmiReport:
     with fewer. `unreadable_rows`: rows that contained no GPU (cut off, all cells absent, wrong number of cells).
     """
 
-    source: str  # "csv", "table", "xml", "dmon", "list", "rocm", "wandb", "" (nothing recognised)
+    source: (
+        str  # "csv", "table", "xml", "outline", "dmon", "list", "gpustat", "rocm", "amd", "wandb", "" (not recognized)
+    )
     status: HostStatus
     detail: str  # "" when OK; else one sentence: what was found and what to do
     snapshots: tuple[GpuSnapshot, ...] = ()
