@@ -20,6 +20,7 @@ from wattwatch.watcher.detection.classifier.features import (
     PowerFeatures,
     StepProgress,
     is_memory_busy,
+    model_without_profile,
     no_model_loaded,
 )
 from wattwatch.watcher.detection.model import (
@@ -41,7 +42,6 @@ NEAR_PLATEAU: Final = 0.95  # GPUs of one model differ by a few per cent
 OCCASIONAL_WORK_PERCENT: Final = 5.0
 # Chosen: GPUs of one model that do the same work differ by a few per cent only.
 STRAGGLER_POWER_RATIO: Final = 2.0
-WITHOUT_MODEL: Final = "without the GPU model, power does not show"
 
 
 def classify_active_power(features: PowerFeatures) -> Verdict:
@@ -101,7 +101,7 @@ def _classify_unnamed_model(features: PowerFeatures) -> Verdict:
         if pattern is UtilizationPattern.SCATTER and not _is_even(features):
             why = f"Steps advance. {features.scatter_text}: the GPUs are probably waiting for input at different times"
             return make_verdict(features, PowerState.STARVATION, 0.5, why, (PowerState.COMPUTE, 0.3))
-        why = f"Steps advance; {WITHOUT_MODEL} how hard the GPUs work"
+        why = f"Steps advance; {_without_profile(features)} how hard the GPUs work"
         return make_verdict(features, PowerState.COMPUTE, 0.5, why, (PowerState.COMMUNICATION, 0.3))
     if pattern is UtilizationPattern.ALL_BUSY and (slow := _much_more_power(features)):
         why = (
@@ -121,8 +121,8 @@ def _classify_unnamed_model(features: PowerFeatures) -> Verdict:
         return make_verdict(features, PowerState.COMPUTE, 0.6, why, (PowerState.COMMUNICATION, 0.2))
     if working and pattern is UtilizationPattern.SCATTER and not _is_even(features):
         why = (
-            f"{features.scatter_text}: the GPUs are probably waiting for input at different times; {WITHOUT_MODEL} "
-            "whether they compute instead"
+            f"{features.scatter_text}: the GPUs are probably waiting for input at different times; "
+            f"{_without_profile(features)} whether they compute instead"
         )
         return make_verdict(features, PowerState.STARVATION, 0.45, why, (PowerState.COMPUTE, 0.3))
     if working:
@@ -130,11 +130,16 @@ def _classify_unnamed_model(features: PowerFeatures) -> Verdict:
         busy = "All GPUs are evenly busy" if evenly else "Some GPUs are idle and the others busy"
         why = (
             f"{busy}, and each draws more power than any known GPU model needs to wait ({HIGHEST_FLOOR_WATTS:.0f} W); "
-            f"{WITHOUT_MODEL} whether they compute or communicate"
+            f"{_without_profile(features)} whether they compute or communicate"
         )
         return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.COMPUTE, 0.3))
-    why = f"GPUs are busy, but {WITHOUT_MODEL} whether they work or wait"
+    why = f"GPUs are busy, but {_without_profile(features)} whether they work or wait"
     return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3), features.single_outlier)
+
+
+def _without_profile(features: PowerFeatures) -> str:
+    model = model_without_profile(features.gpus)
+    return f"without {'the GPU model' if model is None else f'a profile for {model}'}, power does not show"
 
 
 def _much_more_power(features: PowerFeatures) -> list[RankGpu]:
@@ -156,8 +161,8 @@ def _no_kernels_on_unnamed_model(features: PowerFeatures) -> Verdict:
         )
         return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.COMPUTE, 0.3))
     why = (
-        f"No kernel is running, and {WITHOUT_MODEL} whether the GPUs worked a moment ago: the job may be starting up, "
-        "pausing between phases, or no longer launching work"
+        f"No kernel is running, and {_without_profile(features)} whether the GPUs worked a moment ago: the job may be "
+        "starting up, pausing between phases, or no longer launching work"
     )
     return make_verdict(features, PowerState.IDLE, 0.45, why, (PowerState.HANG, 0.3))
 

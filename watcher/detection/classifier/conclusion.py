@@ -7,7 +7,7 @@ from typing import Final
 
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
 from wattwatch.watcher.detection.baselines.profiles import describe_widened_range
-from wattwatch.watcher.detection.classifier.features import PowerFeatures
+from wattwatch.watcher.detection.classifier.features import PowerFeatures, model_without_profile
 from wattwatch.watcher.detection.model import AlertName, Alternative, PowerState, RankGpu, Suspect, Verdict
 
 # Live, the step counter can be read. `wattwatch triage` replaces this by its own option.
@@ -16,6 +16,10 @@ PROVIDE_PROGRESS: Final = "Provide the job's progress (a log or a run directory)
 # What makes the power of unnamed GPUs mean something.
 NAME_THE_MODEL: Final = (
     "Add the columns name and power.limit to the query, or pass --board MODEL (such as --board B300)"
+)
+NAME_THE_LIMIT: Final = (
+    "Add the column power.limit to the query, or measure this GPU model with `wattwatch calibrate` and give the result "
+    "with --profile"
 )
 
 MAX_CONFIDENCE: Final = 0.99  # one sample is never proof
@@ -54,7 +58,8 @@ def make_verdict(
     numbers = features.description if widened is None else f"{features.description}; {widened}"
     advice = ADVICE[state]
     if state is PowerState.UNKNOWN and not features.profile_known:
-        advice = f"{NAME_THE_MODEL}. {advice}"
+        model = model_without_profile(features.gpus)
+        advice = f"{NAME_THE_MODEL if model is None else NAME_THE_LIMIT}. {advice}"
     return Verdict(
         state=state,
         confidence=round(min(MAX_CONFIDENCE, confidence), 2),

@@ -276,9 +276,19 @@ def observed_floor_watts(gpus: Sequence[RankGpu], floor_watts: float | None = No
     return FLOOR_TOLERANCE * median if high_floor else max_spin_watts(median)
 
 
-NO_FLOOR: Final = (
-    "the power of GPUs that only wait is unknown, because the input names neither the GPU model nor its power limit"
-)
+def model_without_profile(gpus: Sequence[RankGpu]) -> str | None:
+    """The GPU model, of GPUs that name one but no power limit; None if they name none."""
+    return next((g.gpu.name for g in gpus if g.gpu.name), None)
+
+
+def _unknown_floor_text(gpus: Sequence[RankGpu]) -> str:
+    model = model_without_profile(gpus)
+    reason = (
+        "the input names neither the GPU model nor its power limit"
+        if model is None
+        else f"there is no power profile for {model} and the input does not name its power limit"
+    )
+    return f"the power of GPUs that only wait is unknown, because {reason}"
 
 
 def _describe_floor(profile: PowerProfile, known: bool, learned: JobBaseline | None) -> list[str]:
@@ -309,7 +319,7 @@ def _describe(
         floors = [f"{known} {estimated}", *floors[1:]]
     text = (
         f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''} at {_range(watts)} W{median}{share}; "
-        f"{'; '.join(floors) or NO_FLOOR}; utilization {_range(utilization)} %"
+        f"{'; '.join(floors) or _unknown_floor_text(gpus)}; utilization {_range(utilization)} %"
     )
     return text if not left_out else f"{text}; ignored: {format_count(left_out, 'GPU')} without allocated memory"
 

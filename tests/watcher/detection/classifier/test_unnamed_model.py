@@ -88,6 +88,16 @@ def test_a_hang_by_stalled_steps_claims_nothing_about_power() -> None:
     assert "more power than GPUs that only wait" not in verdict.why
 
 
+def test_a_model_without_a_profile_is_not_said_to_be_unnamed() -> None:
+    sample = job_sample([60.0], [99.0], name="Some New GPU", limit_watts=None)
+    verdict = classify(sample)
+    assert verdict.state is PowerState.UNKNOWN
+    assert "there is no power profile for Some New GPU" in verdict.why
+    assert "names neither" not in f"{verdict.why} {verdict.advice} {verdict.deciding_check}"
+    assert "wattwatch calibrate" in verdict.advice
+    assert "--board" not in verdict.advice
+
+
 def test_without_a_model_nothing_is_claimed_that_needs_one() -> None:
     """For random samples: no communication; compute only above every model's communication, or where steps advance."""
     random_numbers = random.Random(5)
