@@ -4,6 +4,30 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Final
+
+# An NTP daemon slews a clock by at most 0.5 ms a second (adjtimex(2)); a larger difference means that it was set. The
+# two clocks are read one after the other, and a busy machine may pause the process in between.
+MIN_STEP_SECONDS: Final = 2.0
+
+
+class WallClockSteps:
+    """Notices that the wall clock was set, by comparing it with the monotonic clock.
+
+    Whatever was dated before lies at another distance from now than it did: it must be dated again, or an alert ends
+    before it began.
+    """
+
+    def __init__(self) -> None:
+        self._offset_seconds: float | None = None
+
+    def update(self, now: float, wall: float) -> float:
+        """By how many seconds the wall clock was set since the previous call; 0 unless it was. `now`: monotonic."""
+        before, self._offset_seconds = self._offset_seconds, wall - now
+        if before is None:
+            return 0.0
+        step = self._offset_seconds - before
+        return step if abs(step) >= MIN_STEP_SECONDS else 0.0
 
 
 class Clock:

@@ -14,6 +14,9 @@ from wattwatch.collectors.samples import HostStatus
 SLOW_RETRY_STATUSES: Final = frozenset({HostStatus.AUTH_FAILED, HostStatus.HOST_KEY_CHANGED})
 """After one of these failures, an early retry cannot help. It may lock an account or trigger an intrusion alarm."""
 
+REFUSED_DETAIL: Final = "connection refused by"
+"""Begins the detail of a connection that the node's own network stack refused: the node is up, its sshd is not."""
+
 
 @dataclass(frozen=True, slots=True)
 class SshSettings:
@@ -79,7 +82,7 @@ def tcp_failure(error: OSError, place: str, limit_seconds: float) -> ConnectionF
         )
     if error.errno == errno.ECONNREFUSED:
         return unreachable(
-            f"connection refused by {place}", "the host is up but nothing listens on that port: is sshd running?"
+            f"{REFUSED_DETAIL} {place}", "the host is up but nothing listens on that port: is sshd running?"
         )
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return unreachable(f"no route to {place}", "the host is down, or the network has a problem")

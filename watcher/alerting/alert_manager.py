@@ -21,7 +21,7 @@ from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.clock import Clock, WallClockSteps
 from wattwatch.watcher.alerting.delivery_queue import DeliveryQueue
 from wattwatch.watcher.alerting.episode import (
     REOPEN_WINDOW_SECONDS,
@@ -47,7 +47,7 @@ from wattwatch.watcher.alerting.inhibition import (
     takes_consequence_severity,
 )
 from wattwatch.watcher.alerting.message import AlertMessage, compose_message
-from wattwatch.watcher.alerting.notify_policy import CLEAR_SECONDS, decide_notification
+from wattwatch.watcher.alerting.notify_policy import CLEAR_SECONDS, decide_notification, kept_open_reason
 from wattwatch.watcher.alerting.receivers.base import find_receiver
 from wattwatch.watcher.common.state_store import Delivery, EpisodeRow, StateStore, StateStoreError
 from wattwatch.watcher.config.settings import ReceiverSection, RouteSection
@@ -106,13 +106,16 @@ class AlertManager:
         self._previous: dict[EpisodeKey, PreviousEpisode] = {}
         self._announced: set[EpisodeKey] = set()  # open ones that a message about their cause has named
         self._diagnoses: dict[str, EpisodeDiagnosis] = {}  # by the id of the open episode
+        self._loaded: dict[str, Episode] = {}  # by id, as saved by an earlier process: dated by its wall clock
+        self._clock_steps = WallClockSteps()
+        self._clock_steps.update(clock.monotonic(), clock.wall())
         self._unsaved: dict[str, Episode] = {}
         self._unsaved_deliveries: list[Delivery] = []
         self._saved_seconds = self._forgot_seconds = clock.monotonic()
         self.save_error: str | None = None  # why the state cannot be saved now; messages are sent all the same
         self._load()
         self._queue = DeliveryQueue(store, receivers, clock)
-        self._views = self._make_views()
+        self._views = self._make_views(clock.monotonic(), clock.wall())
         if jobs is not None:
             self._close_removed_jobs(frozenset(jobs) | {""})
 
@@ -150,6 +153,9 @@ class AlertManager:
 
         `recoveries`, by job: positive evidence that it runs. It closes what was found before the watcher restarted.
         """
+        step = self._clock_steps.update(now, wall)
+        if step:
+            self._date_again(step, now, wall)
         found = {known.key: known for known in map(self._with_known_scope, findings)}
         updates = self._updates(found, evaluated_jobs, now, wall, recoveries)
         open_ids = {episode.id for episode in self._open.values()}
@@ -159,8 +165,30 @@ class AlertManager:
         ]
         self._save(applied, now, wall)
         self._queue.enqueue([delivery for each in applied for delivery in each.deliveries])
-        if applied:
-            self._views = self._make_views()
+        if applied or step:
+            self._views = self._make_views(now, wall)
+
+    def _date_again(self, step_seconds: float, now: float, wall: float) -> None:
+        """The wall clock was set. Episodes of this process keep their distance from now, which the monotonic clock has
+        measured. Those of an earlier process keep their dates: only that process knew the distance."""
+        log.warning("the wall clock was set by %+.0f s: alerts are dated by the new time", step_seconds)
+        for key, episode in self._open.items():
+            loaded = self._loaded.get(episode.id)
+            opened, began = episode.opened_wall_seconds + step_seconds, episode.began_seconds
+            if loaded is not None:
+                again = on_this_clock(loaded, now, wall)
+                opened, began = again.opened_wall_seconds, again.began_seconds
+            self._open[key] = self._unsaved[episode.id] = replace(
+                episode, opened_wall_seconds=opened, began_seconds=began
+            )
+        for place, episode in enumerate(self._closed):
+            if episode.id not in self._loaded:
+                closed = episode.closed_wall_seconds
+                self._closed[place] = replace(
+                    episode,
+                    opened_wall_seconds=episode.opened_wall_seconds + step_seconds,
+                    closed_wall_seconds=None if closed is None else closed + step_seconds,
+                )
 
     def _updates(
         self,
@@ -362,12 +390,15 @@ class AlertManager:
         """Open episodes of an earlier process, on this one's clock. They close only on evidence of recovery."""
         now, wall = self._clock.monotonic(), self._clock.wall()
         for row in self._store.open_episodes():
-            episode = episode_from_row(row).shifted(now - wall, now)
+            saved = episode_from_row(row)
+            self._loaded[saved.id] = saved
+            episode = on_this_clock(saved, now, wall)
             self._open[episode.key] = replace(
                 episode, unseen_since_restart=True, absent_seconds=None, absent_evaluations=0
             )
         for row in self._store.closed_episodes(MAX_CLOSED_EPISODES_SHOWN):
             episode = episode_from_row(row)
+            self._loaded[episode.id] = episode
             self._closed.append(episode)
             assert episode.closed_wall_seconds is not None
             closed_seconds = now - max(0.0, wall - episode.closed_wall_seconds)
@@ -383,11 +414,11 @@ class AlertManager:
             applied.append(self._apply(episode, update, NotifyDecision(NotifyReason.JOB_REMOVED, notice, closes=True)))
         self._save(applied, now, wall)
         self._queue.enqueue([delivery for each in applied for delivery in each.deliveries])
-        self._views = self._make_views()
+        self._views = self._make_views(now, wall)
 
-    def _make_views(self) -> tuple[EpisodeView, ...]:
+    def _make_views(self, now: float, wall: float) -> tuple[EpisodeView, ...]:
         still_open = sorted(self._open.values(), key=lambda episode: (episode.opened_wall_seconds, episode.key))
-        return tuple(episode_view(episode) for episode in (*still_open, *reversed(self._closed)))
+        return tuple(episode_view(episode, now, wall) for episode in (*still_open, *reversed(self._closed)))
 
 
 def matching_receivers(
@@ -426,6 +457,13 @@ def must_be_saved_now(applied: AppliedDecision) -> bool:
     return decision.notice is not None or applied.has_new_diagnosis or decision.closes or applied.is_new
 
 
+def on_this_clock(saved: Episode, now: float, wall: float) -> Episode:
+    """An episode as an earlier process saved it, in this process's monotonic seconds. It cannot have opened in the
+    future: if it seems so, the wall clock was set back since."""
+    episode = saved.shifted(now - wall, now)
+    return replace(episode, opened_wall_seconds=min(episode.opened_wall_seconds, wall))
+
+
 def episode_to_row(episode: Episode, wall_minus_now: float) -> EpisodeRow:
     """On disk all times are wall time: a monotonic clock is meaningless to the next process."""
     finding = episode.finding
@@ -451,8 +489,11 @@ def episode_from_row(row: EpisodeRow) -> Episode:
         ) from None
 
 
-def episode_view(episode: Episode) -> EpisodeView:
+def episode_view(episode: Episode, now: float, wall: float) -> EpisodeView:
+    """`now`: monotonic seconds, and `wall`: Unix time, of the same moment."""
     finding = episode.finding
+    closed = episode.closed_wall_seconds
+    absent_since = None if closed is not None else episode.absent_seconds
     return EpisodeView(
         id=episode.id,
         job=finding.job,
@@ -465,9 +506,13 @@ def episode_view(episode: Episode) -> EpisodeView:
         advice=episode.advice,
         suspects=finding.suspects,
         opened_wall_seconds=episode.opened_wall_seconds,
-        closed_wall_seconds=episode.closed_wall_seconds,
+        closed_wall_seconds=closed,
         gpu_hours_lost=episode.gpu_seconds_lost / 3600,
         suppressed_by=episode.suppressed_by,
         kilowatt_hours_lost=episode.joules_lost / JOULES_PER_KWH,
         diagnosis="" if episode.diagnosis is None else str(episode.diagnosis),
+        last_seen_wall_seconds=None if closed is not None else wall - max(0.0, now - episode.last_seen_seconds),
+        absent_since_wall_seconds=None if absent_since is None else wall - (now - absent_since),
+        kept_open=kept_open_reason(episode, now, wall),
+        notified_causes=() if episode.notified is None else episode.notified.causes,
     )

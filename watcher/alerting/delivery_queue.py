@@ -112,6 +112,7 @@ class ReceiverQueue:
         self._bucket = None if limit is None else TokenBucket(limit, clock.monotonic())
         self._stop_at: float | None = None
         self.sent = 0
+        self.given_up = ""  # why the last message was given up; "" once one was accepted after that
         self.failed: Counter[DeliveryFailure] = Counter()
         self._thread = threading.Thread(target=self._run, name=f"receiver {section.name}", daemon=True)
 
@@ -222,7 +223,7 @@ class ReceiverQueue:
         recorded = "delivered"
         if isinstance(outcome, GiveUp):
             self.failed[outcome.failure] += 1
-            recorded = f"{outcome.failure.value}: {outcome.detail}"
+            self.given_up = recorded = f"{outcome.failure.value}: {outcome.detail}"
             log.error(
                 "receiver %s: message %s was not delivered and will not be retried: %s",
                 self._section.name,
@@ -231,6 +232,7 @@ class ReceiverQueue:
             )
         else:
             self.sent += 1
+            self.given_up = ""
         try:
             self._store.record_outcome(delivery, recorded, self._clock.wall())
         except StateStoreError as error:
@@ -283,6 +285,7 @@ class DeliveryQueue:
             failed=failed,
             waiting=len(ages),
             oldest_waiting_seconds=max(ages, default=0.0),
+            given_up={name: queue.given_up for name, queue in self._queues.items() if queue.given_up},
         )
 
     def stop(self, timeout_seconds: float = 2.0) -> None:

@@ -43,6 +43,7 @@ class NotifyReason(Enum):
     CONFIRMED = "This problem was only suspected before and is now confirmed."
     MORE_SEVERE = "The severity has risen since the last message."
     STOPPED_JOB = "Since the last message, this problem has caused another critical alert."
+    CAUSE_CHANGED = "Since the last message, the cause has changed."
     NEW_RECEIVERS = "This problem has caused an alert that is routed to you."
     DIAGNOSED = "The diagnosis is complete and conclusive."
     DIAGNOSIS_INCONCLUSIVE = "The diagnosis is complete but not conclusive."
@@ -90,6 +91,7 @@ class NotifiedState:
     suspects: tuple[Suspect, ...]  # of the last firing message: the closing one must carry the same labels
     reported_consequences: Annotated[tuple[str, ...], Field(alias="followers")] = ()  # job-stopping, in any message
     diagnosis: EpisodeDiagnosis | None = None  # in the last message
+    causes: tuple[str, ...] = ()  # that any message has named
     diagnosis_announced: Annotated[bool, Field(alias="diagnosed")] = False  # in a separate message; at most one
 
 
@@ -111,6 +113,8 @@ class Episode:
     cause_cleared_seconds: Annotated[float | None, Field(alias="released_seconds")] = None  # None: has or had no cause
     absent_seconds: float | None = None  # since when the finding is absent; None while it is present
     absent_evaluations: Annotated[int, Field(alias="absent_looks")] = 0
+    returned_seconds: float | None = None  # when the finding last came back after an absence; None: never absent
+    new_cause_seconds: float | None = None  # since when it has had causes that no message has named; None: it has none
     unseen_since_restart: Annotated[bool, Field(alias="settling")] = False  # loaded from disk, not detected again yet
     reopenings: int = 0  # how often in a row it fired again within REOPEN_WINDOW_SECONDS
     inhibited: Annotated[tuple[str, ...], Field(alias="followers")] = ()  # labels of the alerts it inhibits
@@ -127,6 +131,14 @@ class Episode:
         """The next step: from the diagnosis if there is one, otherwise from the finding."""
         from_diagnosis = "" if self.diagnosis is None else self.diagnosis.advice
         return from_diagnosis or self.finding.advice
+
+    @property
+    def last_seen_seconds(self) -> float:
+        """The last evaluation that showed the finding, or the first one that did not. After a restart of the watcher:
+        when it was last saved as seen."""
+        if self.absent_seconds is None or self.unseen_since_restart:
+            return self.cost_counted_until_seconds
+        return self.absent_seconds
 
     def shifted(self, seconds: float, now: float = float("inf")) -> Episode:
         """The same episode on another clock. No time may lie after `now`: wall clocks are sometimes set back."""
@@ -146,6 +158,8 @@ class Episode:
             cost_counted_until_seconds=shift(self.cost_counted_until_seconds),
             cause_cleared_seconds=shift_or_none(self.cause_cleared_seconds),
             absent_seconds=shift_or_none(self.absent_seconds),
+            returned_seconds=shift_or_none(self.returned_seconds),
+            new_cause_seconds=shift_or_none(self.new_cause_seconds),
             finding=replace(self.finding, since_seconds=shift(self.finding.since_seconds)),
             notified=notified,
         )
@@ -222,6 +236,14 @@ def unreported_job_stops(notified: NotifiedState | None, update: EpisodeUpdate) 
     )
 
 
+def unreported_causes(notified: NotifiedState | None, finding: Finding) -> tuple[str, ...]:
+    """Causes that no message of this episode has named. None before the first message, which names all of them."""
+    # Messages of an earlier version named causes that were not stored.
+    if notified is None or not notified.causes:
+        return ()
+    return tuple(cause for cause in finding.causes if cause not in notified.causes)
+
+
 def is_reopening(update: EpisodeUpdate) -> bool:
     """Whether the previous episode of this key closed only a short while ago."""
     return update.previous is not None and update.now - update.previous.closed_seconds < REOPEN_WINDOW_SECONDS
@@ -254,8 +276,10 @@ def advance_episode(
         before = episode.notified
         firing = decision.notice is not NoticeKind.CLOSED
         reported = () if before is None else before.reported_consequences
+        known_causes = () if before is None else before.causes
         after = replace(
             after,
+            new_cause_seconds=None,
             notified=NotifiedState(
                 message_count=1 if before is None else before.message_count + 1,
                 last_message_seconds=update.now,
@@ -268,12 +292,14 @@ def advance_episode(
                     *(finding_label(each) for each in unreported_job_stops(before, update)),
                 ),
                 diagnosis=after.diagnosis,
+                causes=(*known_causes, *(each for each in after.finding.causes if each not in known_causes)),
                 diagnosis_announced=decision.notice is NoticeKind.DIAGNOSED
                 or (before is not None and before.diagnosis_announced),
             ),
         )
     if decision.closes:
-        after = replace(after, closed_wall_seconds=update.wall)
+        # Not before it opened, even if the wall clock was set back by too little to be noticed.
+        after = replace(after, closed_wall_seconds=max(update.wall, after.opened_wall_seconds))
     return after
 
 
@@ -287,8 +313,14 @@ def update_present(episode: Episode, update: EpisodeUpdate, finding: Finding) ->
     if update.cause is None and (episode.suppressed_by is not None or episode.cause_cleared_seconds is not None):
         cause_cleared = update.now if episode.cause_cleared_seconds is None else episode.cause_cleared_seconds
     uncounted_seconds = max(0.0, update.now - episode.cost_counted_until_seconds)
+    returned = episode.absent_seconds is not None and not episode.unseen_since_restart
+    new_cause = None
+    if unreported_causes(episode.notified, finding):
+        new_cause = update.now if episode.new_cause_seconds is None else episode.new_cause_seconds
     return replace(
         episode,
+        returned_seconds=update.now if returned else episode.returned_seconds,
+        new_cause_seconds=new_cause,
         finding=finding,
         gpu_seconds_lost=episode.gpu_seconds_lost + finding.gpus_idle * uncounted_seconds,
         joules_lost=episode.joules_lost + finding.idle_joules,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wattwatch.watcher.alerting.episode import Episode, NoticeKind, NotifyReason, finding_label
-from wattwatch.watcher.common.formatting import format_duration, format_energy, format_hours
+from wattwatch.watcher.common.formatting import format_duration, format_energy, format_hours, format_utc_time
 from wattwatch.watcher.detection.model import Finding, Severity, Suspect
 from wattwatch.watcher.detection.wasted_time import JOULES_PER_KWH
 
@@ -21,7 +21,7 @@ class AlertMessage:
     suspects: tuple[Suspect, ...]
     advice: str
     cost: str  # "4.3 GPU-hours lost so far ..."; "" if it keeps no GPU from working
-    timing: str  # when it started, or how long it lasted
+    timing: str  # when it started, or how long it lasted, and of which time the message is: it may be delivered late
     reason: str  # why this message is sent now
     diagnosis: str  # which rank blocks the job, and whether that is conclusive; "" if not known
     inhibited: tuple[str, ...]  # labels of the alerts that it explains and that are not sent separately
@@ -92,7 +92,7 @@ def compose_message(
         suspects=episode.notified.suspects,
         advice=episode.advice,
         cost=cost_sentence(episode, is_closed),
-        timing=timing_sentence(episode, is_closed, now),
+        timing=timing_sentence(episode, reason, is_closed, now, wall),
         reason=" ".join((reason.value, *(f"{finding_label(each)}: {each.summary}" for each in related))),
         diagnosis="" if episode.notified.diagnosis is None else str(episode.notified.diagnosis),
         inhibited=episode.inhibited,
@@ -106,7 +106,7 @@ def compose_message(
         gpu_hours_lost=episode.gpu_seconds_lost / 3600,
         kilowatt_hours_lost=episode.joules_lost / JOULES_PER_KWH,
         opened_wall_seconds=episode.opened_wall_seconds,
-        closed_wall_seconds=wall if is_closed else None,
+        closed_wall_seconds=episode.closed_wall_seconds if is_closed else None,
     )
 
 
@@ -153,8 +153,11 @@ def cost_sentence(episode: Episode, is_closed: bool) -> str:
     return f"{lost} lost so far ({gpus} GPU{'' if gpus == 1 else 's'} doing no useful work)."
 
 
-def timing_sentence(episode: Episode, is_closed: bool, now: float) -> str:
+def timing_sentence(episode: Episode, reason: NotifyReason, is_closed: bool, now: float, wall: float) -> str:
     if is_closed:
-        end = now if episode.absent_seconds is None else episode.absent_seconds
-        return f"Lasted {format_duration(end - episode.began_seconds)}."
-    return f"Started {format_duration(now - episode.began_seconds)} ago."
+        end = min(episode.last_seen_seconds, now)
+        lasted, ended = format_duration(end - episode.began_seconds), format_utc_time(wall - (now - end))
+        if reason in (NotifyReason.STATE_UNKNOWN, NotifyReason.JOB_REMOVED):
+            return f"Lasted at least {lasted}; not followed after {ended}."
+        return f"Lasted {lasted}, until {ended}."
+    return f"Started {format_duration(now - episode.began_seconds)} ago, as of {format_utc_time(wall)}."

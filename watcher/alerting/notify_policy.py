@@ -18,8 +18,10 @@ from wattwatch.watcher.alerting.episode import (
     NotifyReason,
     effective_severity,
     is_reopening,
+    unreported_causes,
     unreported_job_stops,
 )
+from wattwatch.watcher.common.formatting import format_duration, format_utc_time
 from wattwatch.watcher.detection.alerts import ALERT_KINDS, Recovery
 from wattwatch.watcher.detection.model import AlertName, Finding
 
@@ -41,6 +43,10 @@ CAUSE_CLEARED_GRACE_SECONDS: Final = 10.0
 # evidence, the episode closes with its state unknown.
 RESTART_GRACE_MIN_SECONDS: Final = 30.0
 RESTART_GRACE_MAX_SECONDS: Final = 1800.0
+# A new cause is reported once it has lasted this long. Where the problem never went away, it must also replace every
+# cause that was reported: a second symptom of the same fault often follows within seconds, and is no news.
+CAUSE_SECONDS_AFTER_RETURN: Final = 5.0
+CAUSE_SECONDS: Final = 30.0
 # The kernel logs an Xid once, and the GPU may answer queries afterwards: after a restart, believe the log line for
 # 15 minutes.
 XID_HOLD_SECONDS: Final = 900.0
@@ -51,6 +57,18 @@ def clear_seconds(episode: Episode) -> float:
     ends_with_a_step = ALERT_KINDS[episode.finding.alert].recovery is Recovery.STEPS
     by_reopenings = CLEAR_SECONDS_JOB_STOPPING if ends_with_a_step else CLEAR_SECONDS_FLAPPING
     return by_reopenings[min(episode.reopenings, len(by_reopenings) - 1)]
+
+
+def kept_open_reason(episode: Episode, now: float, wall: float) -> str:
+    """Since when the finding of an open episode is absent, and why it is open all the same; "" while it is present."""
+    if episode.absent_seconds is None or episode.closed_wall_seconds is not None:
+        return ""
+    since = format_utc_time(wall - (now - episode.absent_seconds))
+    if episode.unseen_since_restart:
+        return f"not seen since the watcher restarted ({since}); kept open because there is no sign of recovery yet"
+    seconds = clear_seconds(episode)
+    because = "because this problem comes and goes, " if seconds > CLEAR_SECONDS else ""
+    return f"back to normal since {since}; kept open {because}until it has been absent for {format_duration(seconds)}"
 
 
 def has_recovered(episode: Episode, update: EpisodeUpdate, absent_seconds: float) -> bool:
@@ -122,6 +140,9 @@ def decide_notification(
         # As severe as before, but the job has now stopped because of it. The alert that says so is inhibited, so this
         # message is the only one that can.
         return NotifyDecision(NotifyReason.STOPPED_JOB, NoticeKind.RAISED)
+    if has_changed_cause(episode, update, finding):
+        # Whoever fixes the first cause would not look for the second one.
+        return NotifyDecision(NotifyReason.CAUSE_CHANGED, NoticeKind.RAISED)
     if update.new_receivers:
         # It inhibits an alert that is routed to receivers not notified of this cause yet. Only they get this message.
         return NotifyDecision(NotifyReason.NEW_RECEIVERS, NoticeKind.RAISED)
@@ -163,6 +184,20 @@ def close_episode(episode: Episode, reason: NotifyReason) -> NotifyDecision:
     if episode.notified is None:
         return NotifyDecision(NotifyReason.CLEARED_UNREPORTED, closes=True)
     return NotifyDecision(reason, NoticeKind.CLOSED, closes=True)
+
+
+def has_changed_cause(episode: Episode, update: EpisodeUpdate, finding: Finding) -> bool:
+    """Whether the problem has a cause that no message has named, for long enough to be reported.
+
+    Each cause is reported once in an episode: a node that alternates between two of them is no news after that.
+    """
+    notified, since = episode.notified, episode.new_cause_seconds
+    if notified is None or since is None or not unreported_causes(notified, finding):
+        return False
+    lasted = update.now - since
+    if episode.returned_seconds is not None and episode.returned_seconds >= notified.last_message_seconds:
+        return lasted >= CAUSE_SECONDS_AFTER_RETURN
+    return lasted >= CAUSE_SECONDS and not set(finding.causes) & set(notified.causes)
 
 
 def is_new_diagnosis(diagnosis: EpisodeDiagnosis | None, episode: Episode, finding: Finding) -> bool:

@@ -161,7 +161,9 @@ class Service:
         )
         if self._recording is not None:
             self._recording.write_prior_state(self._engine.prior_state())
-        self._latest = LatestSnapshot(self._engine.snapshot, self._clock, self._interval, self._incidents.newest)
+        self._latest = LatestSnapshot(
+            self._engine.snapshot, self._clock, self._interval, self._incidents.newest, self._alerts.stats
+        )
         self._web = WebServer(
             create_app(self._latest, self._metrics, self._hub, read_token(section)), listener, self._hub
         )
@@ -264,7 +266,7 @@ class Service:
         return (
             f"{format_count(len(self._specs), 'job')}, {answering} of {format_count(len(snapshot.nodes), 'node')} "
             f"answering, {format_count(open_alerts, 'open alert')}, "
-            f"{format_count(snapshot.deliveries.waiting, 'undelivered message')}"
+            f"{format_count(self._latest.deliveries().waiting, 'undelivered message')}"
             + (", MOST NODES LOST" if snapshot.blind else "")
         )
 

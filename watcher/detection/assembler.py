@@ -121,7 +121,9 @@ class JobAssembler:
         self._process_name = re.compile(spec.processes) if spec.processes else None
         self._step: int | None = None
         self._restart: int | None = None
-        self._step_changed_seconds: float | None = None
+        self._front: tuple[str, int | None] | None = None  # path and rank of the source that showed this step
+        self._step_read_seconds = 0.0
+        self._step_changed_seconds = 0.0
 
     def add(self, sample: NodeSample) -> None:
         """Take one node's sample. Of several since the last evaluation the newest counts; all kernel lines are kept."""
@@ -297,11 +299,7 @@ class JobAssembler:
         restarts = [s.restart for s in with_step if s.restart is not None]
         restart = max(restarts, default=None)
         step = max(steps)
-        if self._step is None or self._step_changed_seconds is None:
-            self._step_changed_seconds = now - (front.age_seconds or 0.0)
-        elif step != self._step or (restart is not None and restart != self._restart):
-            self._step_changed_seconds = now
-        self._step, self._restart = step, self._restart if restart is None else restart
+        self._follow_step(step, restart, front, now)
         of_ranks = [s.step for s in with_step if s.rank is not None and s.step is not None]
         rates = [s.tokens_per_second for s in with_step if s.tokens_per_second is not None]
         losses = [s.loss for s in sorted(with_step, key=lambda s: s.step or 0) if s.loss is not None]
@@ -316,6 +314,19 @@ class JobAssembler:
             restart=restart,
             sources=sources,
         )
+
+    def _follow_step(self, step: int, restart: int | None, front: ProgressSample, now: float) -> None:
+        """Note when the step last changed. A change in a source that is read all the time happened just now. Any other
+        one was perhaps only noticed now: another source may show a lower step because its node is the only one left,
+        and a file that could not be read may have changed long ago. Then the source's own age counts."""
+        place = (front.source, front.rank)
+        read_all_along = now - self._step_read_seconds <= FRESH_INTERVALS * self._spec.interval_seconds
+        restarted = restart is not None and restart != self._restart
+        if self._step is None or step != self._step or restarted:
+            followed = self._step is not None and step > self._step and place == self._front and read_all_along
+            self._step_changed_seconds = now - (0.0 if followed else front.age_seconds or 0.0)
+        self._step, self._restart = step, self._restart if restart is None else restart
+        self._front, self._step_read_seconds = place, now
 
     def _checkpoints(self, samples: Iterable[NodeSample]) -> tuple[CheckpointSample, ...]:
         """The freshest listing of the job's checkpoint directory over all nodes that still send."""

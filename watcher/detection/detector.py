@@ -31,6 +31,7 @@ from wattwatch.watcher.detection.model import (
     JobSpec,
     JobState,
     PowerState,
+    Throughput,
     Verdict,
 )
 from wattwatch.watcher.detection.trackers.checkpoint_save import CheckpointSaveTracker, OverdueCheckpointTracker
@@ -80,8 +81,10 @@ class JobDetector:
         self._next_state: JobState | None = None
         self._state_rounds = 0
         self.state = JobState.UNKNOWN
-        self.state_since = 0.0
+        self.state_since = 0.0  # of the first observation while the job has been in no other state
+        self.state_began_unseen = True  # `state_since` is only when the watcher began to see the job
         self.reason = "not evaluated yet"
+        self.throughput = Throughput()  # at the last observation
 
     @property
     def wasted_gpu_seconds(self) -> Mapping[str, float]:
@@ -100,6 +103,7 @@ class JobDetector:
         self._processes.update(observation)
         pausing = bool(PAUSE_PHASES & observation.phases) or self._saves.blocking is not None
         self._step_rate.update(observation, pausing=pausing)
+        self.throughput = self._step_rate.throughput(observation)
         self._job_exit.observe_run(observation, self._step_rate)
         if self._step_rate.restarted or self._processes.job_restarted or self._job_exit.memory_returned:
             self._begin_new_run()
@@ -132,6 +136,8 @@ class JobDetector:
 
     def _next_observation(self, verdict: Verdict, sample: JobSample, now: float) -> Observation:
         elapsed = None if self._last_seconds is None else now - self._last_seconds
+        if elapsed is None:
+            self.state_since = now
         self._last_seconds = now
         gap = elapsed is not None and elapsed > MAX_GAP_INTERVALS * self._spec.interval_seconds
         return Observation(self._spec, verdict, sample, now, 0.0 if elapsed is None or gap else elapsed, gap)
@@ -197,8 +203,9 @@ class JobDetector:
             return
         self._state_rounds = self._state_rounds + 1 if state is self._next_state else 1
         self._next_state = state
-        immediate = state in IMMEDIATE_STATES or self.state is JobState.UNKNOWN
-        if immediate or self._state_rounds >= STATE_ROUNDS:
+        supported = state in IMMEDIATE_STATES or any(each.alert is AlertName.JOB_HUNG for each in findings)
+        if supported or self.state is JobState.UNKNOWN or self._state_rounds >= STATE_ROUNDS:
+            self.state_began_unseen = self.state is JobState.UNKNOWN
             self.state, self.state_since, self.reason, self._next_state = state, observation.now, reason, None
 
     def _state_of(self, observation: Observation, found: Mapping[AlertName, Finding]) -> tuple[JobState, str]:
@@ -215,6 +222,9 @@ class JobDetector:
         if self._saves.blocking is not None:
             seconds = self._saves.blocking.seconds
             return JobState.CHECKPOINTING, f"a checkpoint save has been running for {seconds:.0f} s"
+        if AlertName.JOB_HUNG in found:
+            # Only suspected, so the job is not called hung; but a job that may be hung is not called computing either.
+            return JobState.WAITING, found[AlertName.JOB_HUNG].summary
         if is_evaluating(observation) and verdict.state is PowerState.STARVATION:
             return JobState.COMPUTING, "ranks report that they are evaluating"
         if AlertName.JOB_STARVING in found and self._hysteresis[AlertName.JOB_STARVING].is_current(observation):

@@ -59,9 +59,12 @@ class Hysteresis:
     true_seconds: float | None = None  # when it was last true
     finding: Finding | None = None  # what was said then
 
-    def update(self, condition: bool, observation: Observation, required_seconds: float) -> None:
+    def update(self, condition: bool | None, observation: Observation, required_seconds: float) -> None:
+        """`condition` None: this observation says nothing about it."""
         if observation.gap and not self.is_reported:
             self.clear()
+        if condition is None:
+            return
         unobserved = observation.gap or not any(node.fresh for node in observation.sample.nodes)
         if self.is_reported and unobserved:
             return
@@ -121,7 +124,7 @@ class PersistentRule:
     """One alert kind: when its condition holds in an observation, and the finding once it has persisted."""
 
     alert: AlertName
-    holds: Callable[[RuleInputs], bool]
+    holds: Callable[[RuleInputs], bool | None]  # None: the observation shows it neither way
     finding: Callable[[RuleInputs, Hysteresis], Finding]
     at_least_seconds: Callable[[RuleInputs], float] | None = None  # in addition to the time in alerts.toml
 
@@ -204,17 +207,24 @@ def _starvation_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
 # Below the configured throughput.
 
 
-def _is_below_throughput_floor(inputs: RuleInputs) -> bool:
-    observation = inputs.observation
-    floor, rate = observation.spec.floor_tokens_per_second, observation.sample.progress.tokens_per_second
-    return floor is not None and rate is not None and rate < floor
+def _is_below_throughput_floor(inputs: RuleInputs) -> bool | None:
+    """Only a rate that holds now counts: a job that saves or hangs makes no steps, which other alerts are about."""
+    floor = inputs.observation.spec.floor_tokens_per_second
+    throughput = inputs.step_rate.throughput(inputs.observation)
+    if floor is None or throughput.reported is None:
+        return False
+    return throughput.reported < floor if throughput.is_current else None
 
 
 def _low_throughput_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Finding:
     observation, step_rate = inputs.observation, inputs.step_rate
-    rate = observation.sample.progress.tokens_per_second or 0
+    throughput = step_rate.throughput(observation)
+    rate, age = throughput.reported or 0.0, throughput.reported_age_seconds or 0.0
     floor = observation.spec.floor_tokens_per_second
-    evidence = [f"{rate:,.0f} tokens/s; the configured minimum is {floor:,.0f}", observation.verdict.why]
+    evidence = [
+        f"{rate:,.0f} tokens/s, reported {age:.0f} s ago; the configured minimum is {floor:,.0f} tokens/s",
+        observation.verdict.why,
+    ]
     advice = _add_bottleneck(AlertName.JOB_SLOW, observation, evidence)
     _add_lost_share(step_rate, evidence)
     return _persistent_finding(
@@ -385,6 +395,7 @@ def gpu_fault_finding(observation: Observation, gpu: FaultyGpu) -> Finding:
         since_seconds=gpu.since_seconds,
         suspects=(gpu.suspect,),
         gpus_idle=int(gpu.unusable),
+        causes=gpu.causes,
     )
 
 

@@ -166,7 +166,7 @@ class JobProgress:
     slowest_step: int | None = None  # the lowest step over ranks, where ranks report
     total_steps: int | None = None
     loss: float | None = None
-    tokens_per_second: float | None = None
+    tokens_per_second: float | None = None  # as the job last reported it, however long ago: see Throughput
     age_seconds: float | None = None  # since the step last changed, on the control host's clock
     line_interval_seconds: float | None = None
     restart: int | None = None
@@ -175,6 +175,20 @@ class JobProgress:
     @property
     def readable(self) -> bool:
         return self.step is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Tokens per second of the whole job. The last report of a job that has stopped says nothing about now."""
+
+    tokens_per_second: float | None = None  # now: 0 while the next step is late, None where it is unknown
+    reported: float | None = None  # as the job last reported it; None: never, or its progress cannot be read
+    reported_age_seconds: float | None = None  # since the step it belongs to
+
+    @property
+    def is_current(self) -> bool:
+        """The last report still holds: no step is late."""
+        return self.reported is not None and self.tokens_per_second == self.reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +418,8 @@ class Finding:
     suspects: tuple[Suspect, ...] = ()
     gpus_idle: int = 0  # GPUs that do no useful work because of it: GPU-hours lost are counted from this
     idle_joules: float = 0.0  # energy those GPUs used since the previous observation; 0 over a gap
+    # What is behind it, as fixed texts without numbers. Another one later in the same episode is news for receivers.
+    causes: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[str, str, str]:

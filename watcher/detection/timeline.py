@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from wattwatch.watcher.detection.model import JobSample, JobState
+from wattwatch.collectors.clock import WallClockSteps
+from wattwatch.watcher.detection.model import JobSample, JobState, Throughput
 
 RECENT_SECONDS: Final = 600.0
 COARSE_STEP_SECONDS: Final = 60.0
@@ -23,14 +24,14 @@ class TimelinePoint:
     wall_seconds: float
     state: JobState
     step: int | None
-    tokens_per_second: float | None
+    tokens_per_second: float | None  # 0 while no step was counted, whatever the job had last reported
     power_watts_median: float | None
     power_watts_low: float | None
     power_watts_high: float | None
     utilization_percent_mean: float | None
 
 
-def timeline_point(sample: JobSample, state: JobState) -> TimelinePoint:
+def timeline_point(sample: JobSample, state: JobState, throughput: Throughput) -> TimelinePoint:
     """The sample reduced to eight numbers."""
     watts = [r.gpu.power_watts for r in sample.gpus if r.gpu.power_watts is not None]
     utilization = [r.gpu.utilization_percent for r in sample.gpus if r.gpu.utilization_percent is not None]
@@ -38,7 +39,7 @@ def timeline_point(sample: JobSample, state: JobState) -> TimelinePoint:
         wall_seconds=sample.wall_seconds,
         state=state,
         step=sample.progress.step,
-        tokens_per_second=sample.progress.tokens_per_second,
+        tokens_per_second=throughput.tokens_per_second,
         power_watts_median=statistics.median(watts) if watts else None,
         power_watts_low=min(watts, default=None),
         power_watts_high=max(watts, default=None),
@@ -72,8 +73,14 @@ class Timeline:
     def __init__(self) -> None:
         self._recent: deque[TimelinePoint] = deque(maxlen=MAX_RECENT_POINTS)
         self._older: deque[TimelinePoint] = deque()
+        self._clock_steps = WallClockSteps()
 
-    def add(self, point: TimelinePoint) -> None:
+    def add(self, point: TimelinePoint, now: float) -> None:
+        """`now`: monotonic seconds. If the wall clock was set, all earlier points keep their distance from this one."""
+        step = self._clock_steps.update(now, point.wall_seconds)
+        if step:
+            self._recent = deque((_shifted(each, step) for each in self._recent), maxlen=MAX_RECENT_POINTS)
+            self._older = deque(_shifted(each, step) for each in self._older)
         self._recent.append(point)
         while self._recent[0].wall_seconds < point.wall_seconds - RECENT_SECONDS:
             self._thin_out(self._recent.popleft())
@@ -93,3 +100,7 @@ class Timeline:
     def points(self) -> tuple[TimelinePoint, ...]:
         """Oldest first."""
         return (*self._older, *self._recent)
+
+
+def _shifted(point: TimelinePoint, seconds: float) -> TimelinePoint:
+    return replace(point, wall_seconds=point.wall_seconds + seconds)

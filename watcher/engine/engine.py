@@ -123,10 +123,12 @@ class JobPipeline:
         if self.learner.power_limits_changed:
             self.detector.power_limits_changed()
         self.end_round(now)
-        self.timeline.add(timeline_point(sample, self.detector.state))
+        self.timeline.add(timeline_point(sample, self.detector.state, self.detector.throughput), now)
         self.view = JobView(
             name=self.spec.name,
             state=self.detector.state,
+            evaluated_seconds=now,
+            state_since_seconds=self.detector.state_since,
             state_since_wall_seconds=sample.wall_seconds - (now - self.detector.state_since),
             reason=self.detector.reason,
             sample=sample,
@@ -135,6 +137,8 @@ class JobPipeline:
             wasted_gpu_seconds=dict(self.detector.wasted_gpu_seconds),
             timeline=self.timeline.points(),
             wasted_joules=dict(self.detector.wasted_joules),
+            throughput=self.detector.throughput,
+            state_began_unseen=self.detector.state_began_unseen,
         )
         return findings
 
@@ -277,6 +281,7 @@ class Engine:
         self._ticks += 1
         return Snapshot(
             tick=self._ticks,
+            seconds=now,
             wall_seconds=wall,
             tick_seconds=self._clock.monotonic() - now,
             late_seconds=late,

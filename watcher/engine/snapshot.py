@@ -15,7 +15,7 @@ from typing import Final
 from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.samples import NodeSample
 from wattwatch.collectors.ssh.model import NodeLink
-from wattwatch.watcher.detection.model import Finding, JobSample, JobState, Severity, Suspect, Verdict
+from wattwatch.watcher.detection.model import Finding, JobSample, JobState, Severity, Suspect, Throughput, Verdict
 from wattwatch.watcher.detection.timeline import TimelinePoint
 from wattwatch.watcher.diagnosis.model import Diagnosis
 
@@ -25,12 +25,19 @@ FRESH_INTERVALS: Final = 10.0
 FRESH_MIN_SECONDS: Final = 10.0
 
 
+# Readings of a job that was last evaluated longer ago than this are history, not current readings.
+STALE_INTERVALS: Final = 5.0
+STALE_MIN_SECONDS: Final = 5.0
+
+
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """One job after a tick."""
+    """One job as it was last evaluated, which may be several ticks ago. Every age in it is of that time."""
 
     name: str
     state: JobState
+    evaluated_seconds: float  # on the monotonic clock of the watcher
+    state_since_seconds: float  # the same clock
     state_since_wall_seconds: float
     reason: str  # why it is in this state, a sentence with numbers
     sample: JobSample
@@ -39,11 +46,13 @@ class JobView:
     wasted_gpu_seconds: Mapping[str, float]  # by alert name
     timeline: tuple[TimelinePoint, ...]  # oldest first, thinned with age
     wasted_joules: Mapping[str, float] = field(default_factory=dict)  # by alert name: drawn during the wasted time
+    throughput: Throughput = Throughput()
+    state_began_unseen: bool = False  # the watcher only began to see the state then; it may be older
 
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One node after a tick."""
+    """One node after a tick. Ages are those of the snapshot."""
 
     node: str
     link: NodeLink
@@ -71,6 +80,12 @@ class EpisodeView:
     suppressed_by: str | None = None  # the root cause that is reported instead, e.g. "NodeUnreachable node-02"
     kilowatt_hours_lost: float = 0.0  # drawn meanwhile, as far as it was measured
     diagnosis: str = ""  # which rank blocks the job, in a sentence, once known
+    last_seen_wall_seconds: float | None = None  # when an evaluation last showed the problem; None: unknown
+    # Since when evaluations have not shown it any more, although the episode is still open; None while they do.
+    absent_since_wall_seconds: float | None = None
+    # That, and why it is open all the same, a sentence without its capital; "" while they do, or once it is closed.
+    kept_open: str = ""
+    notified_causes: tuple[str, ...] = ()  # those that any message has named
 
 
 class DiagnosisStage(StrEnum):
@@ -104,6 +119,8 @@ class DeliveryStats:
     failed: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by (receiver, reason)
     waiting: int = 0
     oldest_waiting_seconds: float = 0.0
+    # By receiver whose last message was given up: why. Removed when it accepts one again.
+    given_up: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +128,7 @@ class Snapshot:
     """Everything the watcher knows after one tick."""
 
     tick: int
+    seconds: float  # on the monotonic clock of the watcher
     wall_seconds: float
     tick_seconds: float  # how long the tick took
     late_seconds: float  # how late it started
@@ -128,15 +146,22 @@ class LatestSnapshot:
     """The newest snapshot. Only the engine's thread calls `publish`; any thread may read the rest."""
 
     def __init__(
-        self, snapshot: Snapshot, clock: Clock, interval_seconds: float, recordings: Mapping[str, str] | None = None
+        self,
+        snapshot: Snapshot,
+        clock: Clock,
+        interval_seconds: float,
+        recordings: Mapping[str, str] | None = None,
+        deliveries: Callable[[], DeliveryStats] | None = None,
     ) -> None:
-        """`recordings`: by job, the path of the recording of its newest incident; it may change at any time."""
+        """`recordings`: by job, the path of the recording of its newest incident; it may change at any time.
+        `deliveries`: the state of the delivery queue now; None: as in the newest snapshot."""
         self._clock = clock
         self._lock = threading.Lock()
         self._listeners: list[Callable[[Snapshot], None]] = []
         self._published_seconds: float | None = None
         self.interval_seconds = interval_seconds
         self.recordings: Mapping[str, str] = {} if recordings is None else recordings
+        self._deliveries = deliveries
         self.snapshot = snapshot
         self.ticks = 0  # ticks of the engine, including those in which no job was due
 
@@ -163,6 +188,30 @@ class LatestSnapshot:
         if self._published_seconds is None:
             return float("inf")
         return max(0.0, self._clock.monotonic() - self._published_seconds)
+
+    def seconds_since(self, seconds: float) -> float:
+        """From a time on the monotonic clock until now: what must be added to an age that was measured then. Setting
+        the wall clock does not change it."""
+        return max(0.0, self._clock.monotonic() - seconds)
+
+    def job_age_seconds(self, view: JobView) -> float:
+        """Since the job was last evaluated. A job may be left out of many ticks: while its evaluation fails, or while
+        the watcher has lost its nodes."""
+        return self.seconds_since(view.evaluated_seconds)
+
+    @property
+    def snapshot_age_seconds(self) -> float:
+        """Since the newest snapshot was made. Ticks in which no job was due make none."""
+        return self.seconds_since(self.snapshot.seconds)
+
+    @property
+    def stale_limit_seconds(self) -> float:
+        """Readings of a job that was last evaluated longer ago are not current."""
+        return max(STALE_MIN_SECONDS, STALE_INTERVALS * self.interval_seconds)
+
+    def deliveries(self) -> DeliveryStats:
+        """The delivery queue now. Messages are delivered between ticks, and after the engine has stopped."""
+        return self.snapshot.deliveries if self._deliveries is None else self._deliveries()
 
     @property
     def fresh_limit_seconds(self) -> float:

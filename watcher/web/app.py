@@ -37,14 +37,16 @@ from wattwatch.watcher.web.metrics import CONTENT_TYPE, MetricsExporter, Watcher
 from wattwatch.watcher.web.page import PageRenderer
 from wattwatch.watcher.web.schemas import (
     AlertAnswer,
+    DeliveriesAnswer,
     DiagnosisAnswer,
     GpuAnswer,
     JobAnswer,
     NodeAnswer,
     TimelineAnswer,
     alert_answer,
+    deliveries_answer,
     diagnosis_answer,
-    gpu_answer,
+    gpu_answers,
     job_answer,
     no_diagnosis_reason,
     node_answer,
@@ -65,9 +67,6 @@ SECURITY_HEADERS: Final = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-# GPUs of a job that was last evaluated longer ago than this are history, not current readings.
-STALE_INTERVALS: Final = 5.0
-STALE_MIN_SECONDS: Final = 5.0
 ASSETS: Final = {
     "page.css": "text/css",
     "page.js": "text/javascript",
@@ -93,7 +92,6 @@ class ProblemDetails(BaseModel):
 
 def create_app(latest: LatestSnapshot, metrics: WatcherMetrics, hub: EventHub, token: str | None = None) -> FastAPI:
     """The whole application over one source of snapshots. `token`: required everywhere except for the health checks."""
-    stale_after = max(STALE_MIN_SECONDS, STALE_INTERVALS * latest.interval_seconds)
     # Both return at once: the engine's thread calls them.
     latest.listen(hub.offer)
     latest.listen(metrics.observe)
@@ -123,7 +121,7 @@ def create_app(latest: LatestSnapshot, metrics: WatcherMetrics, hub: EventHub, t
     add_fleet_routes(app, latest)
     add_event_route(app, latest, hub)
     add_health_routes(app, latest)
-    add_metrics_route(app, MetricsExporter(latest, metrics, stale_after))
+    add_metrics_route(app, MetricsExporter(latest, metrics))
     add_pages(app, PageRenderer(latest))
     document_problem_responses(app)
     return app
@@ -177,19 +175,21 @@ def add_job_routes(app: FastAPI, latest: LatestSnapshot) -> None:
     def find(job: str) -> JobView:
         return find_job(latest, job)
 
+    def answer(view: JobView) -> JobAnswer:
+        age, limit = latest.job_age_seconds(view), latest.stale_limit_seconds
+        return job_answer(view, age, latest.recordings.get(view.name), stale_limit_seconds=limit)
+
     @app.get("/api/v1/jobs", tags=["jobs"])
     def list_jobs() -> list[JobAnswer]:
         """All jobs, each with its state and the reason for it, progress, nodes and findings."""
-        return [
-            job_answer(view, latest.age_seconds, latest.wall_seconds, latest.recordings.get(view.name))
-            for view in latest.snapshot.jobs.values()
-        ]
+        return [answer(view) for view in latest.snapshot.jobs.values()]
 
     # A job's name may contain slashes, so longer paths must match first.
     @app.get("/api/v1/jobs/{job:path}/gpus", tags=["jobs"], responses=documented_problems(404))
     def list_gpus(job: str) -> list[GpuAnswer]:
         """Every GPU of the job as last read, rank by rank."""
-        return [gpu_answer(rank_gpu) for rank_gpu in find(job).sample.gpus]
+        view = find(job)
+        return gpu_answers(view, latest.job_age_seconds(view))
 
     @app.get("/api/v1/jobs/{job:path}/timeline", tags=["jobs"], responses=documented_problems(404, 422))
     def read_timeline(
@@ -203,19 +203,24 @@ def add_job_routes(app: FastAPI, latest: LatestSnapshot) -> None:
     @app.get("/api/v1/jobs/{job:path}", tags=["jobs"], responses=documented_problems(404))
     def read_job(job: str) -> JobAnswer:
         """One job."""
-        return job_answer(find(job), latest.age_seconds, latest.wall_seconds, latest.recordings.get(job))
+        return answer(find(job))
 
 
 def add_fleet_routes(app: FastAPI, latest: LatestSnapshot) -> None:
     @app.get("/api/v1/nodes", tags=["nodes"])
     def list_nodes() -> list[NodeAnswer]:
         """All nodes: whether each can be read, and how old its last data is."""
-        return [node_answer(view, latest.age_seconds) for view in latest.snapshot.nodes.values()]
+        return [node_answer(view, latest.snapshot_age_seconds) for view in latest.snapshot.nodes.values()]
 
     @app.get("/api/v1/alerts", tags=["alerts"])
     def list_alerts() -> list[AlertAnswer]:
         """Alert episodes: the open ones (`closed` is null) and the recently closed ones."""
         return [alert_answer(episode) for episode in latest.snapshot.episodes]
+
+    @app.get("/api/v1/deliveries", tags=["alerts"])
+    def read_deliveries() -> DeliveriesAnswer:
+        """Whether alert messages reach their receivers."""
+        return deliveries_answer(latest.deliveries())
 
 
 def add_event_route(app: FastAPI, latest: LatestSnapshot, hub: EventHub) -> None:

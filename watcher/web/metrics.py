@@ -15,7 +15,7 @@ import threading
 import tomllib
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from importlib.metadata import version
 from typing import Final, Literal
@@ -54,6 +54,7 @@ class MetricFamily:
     help: str
     reads: str = ""  # attribute path from GpuSample, JobView or NodeView, for the groups "gpu", "job" and "node"
     divide_by: float = 1.0
+    only_current: bool = False  # no series once the job's sample is too old to say anything about now
     buckets: tuple[float, ...] = ()
 
     @property
@@ -75,6 +76,7 @@ def read_metric_table() -> dict[str, MetricFamily]:
             help=row["help"],
             reads=row.get("reads", ""),
             divide_by=float(row.get("divide_by", 1.0)),
+            only_current=bool(row.get("only_current", False)),
             buckets=tuple(float(edge) for edge in row.get("buckets", ())),
         )
         for name, row in tomllib.loads(text).items()
@@ -85,11 +87,13 @@ METRICS: Final = read_metric_table()
 
 
 GPU_METRICS: Final = tuple(metric for metric in METRICS.values() if metric.group == "gpu")
-# The name of a metric and what gets its value from a JobView or a NodeView.
-JOB_READERS: Final = tuple((m.name, operator.attrgetter(m.reads)) for m in METRICS.values() if m.group == "job")
+# A metric and what gets its value from a JobView, or its name and what gets it from a NodeView.
+JOB_READERS: Final = tuple((m, operator.attrgetter(m.reads)) for m in METRICS.values() if m.group == "job")
 NODE_READERS: Final = tuple((m.name, operator.attrgetter(m.reads)) for m in METRICS.values() if m.group == "node")
 GPU_INFO: Final = "wattwatch_gpu_info"
 GPU_LABELS: Final = GPU_METRICS[0].labels
+# Ages are counted up to the scrape. One text serves all scrapes for as long as its ages are off by no more than this.
+MAX_AGE_ERROR_SECONDS: Final = 1.0
 
 GpuSeriesKey = tuple[str, str, str, int | None]  # train_job, node, gpu, rank
 SeriesLines = dict[str, list[str]]  # metric -> lines
@@ -103,18 +107,16 @@ class SnapshotMetrics:
         self._stale_after = stale_after_seconds
         self._labels: dict[GpuSeriesKey, str] = {}
 
-    def render(self, snapshot: Snapshot) -> bytes:
-        """All metrics but the watcher's own (group "own"), in text format 0.0.4."""
+    def render(self, snapshot: Snapshot, age_seconds: float = 0.0) -> bytes:
+        """All metrics but the watcher's own (group "own"), in text format 0.0.4. `age_seconds`: of the snapshot."""
         lines: SeriesLines = {name: [] for name, metric in METRICS.items() if metric.group != "own"}
-        fresh = [
-            j for j in snapshot.jobs.values() if snapshot.wall_seconds - j.sample.wall_seconds <= self._stale_after
-        ]
-        self._add_gpu_series(fresh, lines)
+        ages = {job.name: snapshot.seconds - job.evaluated_seconds + age_seconds for job in snapshot.jobs.values()}
+        self._add_gpu_series([job for job in snapshot.jobs.values() if ages[job.name] <= self._stale_after], lines)
         for job in snapshot.jobs.values():
-            add_job_series(job, snapshot.wall_seconds, lines)
+            add_job_series(job, ages[job.name], lines, stale=ages[job.name] > self._stale_after)
         add_alert_series(snapshot.episodes, lines)
         for node in snapshot.nodes.values():
-            add_node_series(node, lines)
+            add_node_series(node, age_seconds, lines, stale=age_seconds > self._stale_after)
         add_watcher_series(snapshot, lines)
         return "".join(METRICS[name].header + "".join(rows) for name, rows in lines.items() if rows).encode()
 
@@ -150,19 +152,23 @@ def gpu_info_labels(gpu: GpuSample) -> str:
     return f',uuid="{escape_label_value(gpu.uuid or "")}",name="{escape_label_value(gpu.name or "")}"}}'
 
 
-def add_job_series(job: JobView, wall_seconds: float, lines: SeriesLines) -> None:
+def add_job_series(job: JobView, age_seconds: float, lines: SeriesLines, *, stale: bool) -> None:
+    """`age_seconds`: since the job was evaluated. `stale`: too long ago for readings to be current."""
     label = format_labels([("train_job", job.name)])
     for state in JobState:
         add_series(
             lines, "wattwatch_job_state", [("train_job", job.name), ("state", state.value)], float(job.state is state)
         )
     checkpoint = newest_complete_checkpoint(job.sample)
+    step_age = job.sample.progress.age_seconds
+    checkpoint_age = None if checkpoint is None else checkpoint.age_seconds
     for name, value in (
-        *((name, read(job)) for name, read in JOB_READERS),
-        ("wattwatch_job_sample_age_seconds", max(0.0, wall_seconds - job.sample.wall_seconds)),
+        *((metric.name, read(job)) for metric, read in JOB_READERS if not (stale and metric.only_current)),
+        ("wattwatch_job_sample_age_seconds", age_seconds),
+        ("wattwatch_job_progress_age_seconds", None if step_age is None else step_age + age_seconds),
         ("wattwatch_job_checkpoint_step", None if checkpoint is None else checkpoint.step),
-        ("wattwatch_job_checkpoint_age_seconds", None if checkpoint is None else checkpoint.age_seconds),
-        ("wattwatch_job_gpus", len(job.sample.gpus)),
+        ("wattwatch_job_checkpoint_age_seconds", None if checkpoint_age is None else checkpoint_age + age_seconds),
+        ("wattwatch_job_gpus", None if stale else len(job.sample.gpus)),
     ):
         if value is not None:
             lines[name].append(f"{name}{label} {format_metric_value(value)}\n")
@@ -177,9 +183,15 @@ def add_job_series(job: JobView, wall_seconds: float, lines: SeriesLines) -> Non
 
 
 def newest_complete_checkpoint(sample: JobSample) -> CheckpointEntry | None:
-    """The newest complete checkpoint in any of the job's checkpoint directories."""
+    """The newest complete checkpoint in any of the job's checkpoint directories, with its age at the evaluation. An
+    entry's own age is that at the time of the listing, which may be old while a file system hangs."""
     # By step, because a copied directory has the time of the copy; by age only among equal or unknown steps.
-    whole = [entry for listing in sample.checkpoints for entry in listing.entries if entry.complete]
+    whole = [
+        entry if entry.age_seconds is None else replace(entry, age_seconds=entry.age_seconds + listing.age_seconds)
+        for listing in sample.checkpoints
+        for entry in listing.entries
+        if entry.complete
+    ]
     return max(whole, key=lambda e: (-1 if e.step is None else e.step, -(e.age_seconds or 0.0)), default=None)
 
 
@@ -189,12 +201,20 @@ def add_alert_series(episodes: Iterable[EpisodeView], lines: SeriesLines) -> Non
         if episode.closed_wall_seconds is None:
             name = "wattwatch_alerts_suppressed" if episode.suppressed_by else "wattwatch_alerts_firing"
             counts[name, episode.alert, episode.severity.value, episode.job] += 1
+            if episode.absent_since_wall_seconds is not None:
+                counts["wattwatch_alerts_clearing", episode.alert, episode.severity.value, episode.job] += 1
     for (name, *values), count in counts.items():
         add_series(lines, name, zip(METRICS[name].labels, values, strict=True), count)
 
 
-def add_node_series(view: NodeView, lines: SeriesLines) -> None:
+def add_node_series(view: NodeView, age_seconds: float, lines: SeriesLines, *, stale: bool) -> None:
+    """`age_seconds`: of the snapshot. `stale`: too old to say what the state of the node is now."""
     label = format_labels([("node", view.node)])
+    last_line = view.link.last_line_age_seconds
+    if last_line is not None:
+        lines["wattwatch_probe_age_seconds"].append(f"wattwatch_probe_age_seconds{label} {last_line + age_seconds}\n")
+    if stale:
+        return
     now = node_status(view)
     lines["wattwatch_node_status"] += [
         f'wattwatch_node_status{label[:-1]},status="{status.value}"}} {int(status is now)}\n' for status in HostStatus
@@ -204,7 +224,7 @@ def add_node_series(view: NodeView, lines: SeriesLines) -> None:
     for name, value in (
         *((name, read(view)) for name, read in NODE_READERS),
         ("wattwatch_node_up", float(answers)),
-        ("wattwatch_node_hung_call_seconds", max(hung) if hung and answers else None),
+        ("wattwatch_node_hung_call_seconds", max(hung) + age_seconds if hung and answers else None),
     ):
         if value is not None:
             lines[name].append(f"{name}{label} {format_metric_value(value)}\n")
@@ -224,8 +244,6 @@ def add_watcher_series(snapshot: Snapshot, lines: SeriesLines) -> None:
         labels = [("receiver", receiver), ("reason", reason)]
         add_series(lines, "wattwatch_notification_failures_total", labels, count)
     for name, value in (
-        ("wattwatch_outbox_messages", snapshot.deliveries.waiting),
-        ("wattwatch_outbox_oldest_seconds", snapshot.deliveries.oldest_waiting_seconds),
         ("wattwatch_blind", float(snapshot.blind)),
         ("wattwatch_ticks_overrun_total", snapshot.ticks_overrun),
         ("wattwatch_tick_late_seconds", snapshot.late_seconds),
@@ -274,6 +292,9 @@ class WatcherMetrics:
         self.detection_delay = self._histogram("wattwatch_detection_delay_seconds")
         self.tick_duration = self._histogram("wattwatch_tick_duration_seconds")
         self.snapshot_age = self._gauge("wattwatch_snapshot_age_seconds")
+        # Of the moment of the scrape: messages are delivered between ticks, and after the engine has stopped.
+        self.outbox_messages = self._gauge("wattwatch_outbox_messages")
+        self.outbox_oldest = self._gauge("wattwatch_outbox_oldest_seconds")
         self.engine_failures = self._counter("wattwatch_engine_failures_total")
         self.slow_task_runs = self._counter("wattwatch_slow_task_runs_total")
         self.slow_task_failures = self._counter("wattwatch_slow_task_failures_total")
@@ -300,12 +321,13 @@ class WatcherMetrics:
 class MetricsExporter:
     """Builds the body of /metrics. The part of a snapshot is rendered once, by the first scrape; the rest each time."""
 
-    def __init__(self, latest: LatestSnapshot, metrics: WatcherMetrics, stale_after_seconds: float) -> None:
+    def __init__(self, latest: LatestSnapshot, metrics: WatcherMetrics) -> None:
         self._latest = latest
         self._metrics = metrics
-        self._snapshot_metrics = SnapshotMetrics(stale_after_seconds)
+        self._snapshot_metrics = SnapshotMetrics(latest.stale_limit_seconds)
         self._lock = threading.Lock()
         self._rendered: Snapshot | None = None
+        self._rendered_age = 0.0
         self._plain = b""
         self._compressed = b""
         self._compressor = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, GZIP_WINDOW_BITS)
@@ -313,11 +335,15 @@ class MetricsExporter:
     def render(self, compressed: bool) -> bytes:
         """The text, or the same compressed with gzip. Any thread may call it; concurrent scrapes share the work."""
         self._metrics.snapshot_age.set(self._latest.age_seconds)
+        deliveries = self._latest.deliveries()
+        self._metrics.outbox_messages.set(deliveries.waiting)
+        self._metrics.outbox_oldest.set(deliveries.oldest_waiting_seconds)
         own = generate_latest(self._metrics.registry)
         with self._lock:
-            snapshot = self._latest.snapshot
-            if snapshot is not self._rendered:
-                self._plain, self._compressed, self._rendered = self._snapshot_metrics.render(snapshot), b"", snapshot
+            snapshot, age = self._latest.snapshot, self._latest.snapshot_age_seconds
+            if snapshot is not self._rendered or age - self._rendered_age > MAX_AGE_ERROR_SECONDS:
+                self._plain, self._compressed = self._snapshot_metrics.render(snapshot, age), b""
+                self._rendered, self._rendered_age = snapshot, age
             return self._compress(own) if compressed else self._plain + own
 
     def _compress(self, own: bytes) -> bytes:

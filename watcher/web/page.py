@@ -158,8 +158,12 @@ class JobCard:
 
     view: JobView
     age_seconds: float
+    stale: bool  # evaluated too long ago for anything on the card to be current
     state_seconds: float
     step_age_seconds: float | None
+    tokens_per_second: float | None  # now
+    last_tokens_per_second: float | None  # as the job last reported it, where that is not current
+    last_tokens_age_seconds: float | None
     checkpoint: str
     checkpoint_age_seconds: float | None
     done: float | None  # fraction of the planned steps
@@ -208,6 +212,7 @@ class PageRenderer:
             share=formatting.format_percent,
             size=formatting.format_bytes,
             clock_time=formatting.format_utc_time,
+            capitalized=formatting.capitalize_first,
         )
         self._templates.globals["version"] = version("wattwatch")
         self._templates.tests["suspect"] = lambda gpu, card: is_suspect(gpu, card.view.verdict.suspects)
@@ -219,7 +224,7 @@ class PageRenderer:
     def live(self) -> str:
         """The part that changes: the page's script requests it at every tick."""
         with self._lock:
-            snapshot, age = self._latest.snapshot, self._latest.age_seconds
+            snapshot, age = self._latest.snapshot, self._latest.snapshot_age_seconds
             # The age matters too: the page counts ages up to the time of the response.
             if (
                 self._rendered is not None
@@ -238,15 +243,22 @@ class PageRenderer:
     def _values(self, snapshot: Snapshot) -> dict[str, object]:
         latest = self._latest
         cards = [
-            job_card(view, latest.age_seconds, latest.wall_seconds, diagnosis_note(snapshot, view.name))
+            job_card(
+                view,
+                latest.job_age_seconds(view),
+                diagnosis_note(snapshot, view.name),
+                stale_limit_seconds=latest.stale_limit_seconds,
+            )
             for view in snapshot.jobs.values()
         ]
-        nodes = [node_card(view, latest.age_seconds) for view in snapshot.nodes.values()]
+        nodes = [node_card(view, latest.snapshot_age_seconds) for view in snapshot.nodes.values()]
         open_episodes = [episode for episode in snapshot.episodes if episode.closed_wall_seconds is None]
         return {
             "snapshot": snapshot,
-            "now": latest.wall_seconds,
-            "age_seconds": latest.age_seconds,
+            # Times in the snapshot are of its clock: if the wall clock was set since, they are dated by the old one.
+            "now": snapshot.wall_seconds + latest.snapshot_age_seconds,
+            "age_seconds": latest.snapshot_age_seconds,
+            "undelivered": latest.deliveries().waiting,
             "banners": page_banners(snapshot, latest),
             # Hung and crashed jobs first: on a phone only the first card is visible.
             "jobs": sorted(cards, key=lambda card: (card.view.state not in URGENT_STATES, card.view.name)),
@@ -286,8 +298,14 @@ def diagnosis_note(snapshot: Snapshot, job: str) -> DiagnosisNote | None:
     return DiagnosisNote("No diagnosis:", f"{view.trouble}.", "")
 
 
-def job_card(view: JobView, late_seconds: float, now: float, diagnosis: DiagnosisNote | None) -> JobCard:
-    sample, progress = view.sample, view.sample.progress
+def job_card(
+    view: JobView, age_seconds: float, diagnosis: DiagnosisNote | None, *, stale_limit_seconds: float
+) -> JobCard:
+    """`age_seconds`: since the job was evaluated, added to every age of that time."""
+    sample, progress, throughput = view.sample, view.sample.progress, view.throughput
+    now, stale = sample.wall_seconds + age_seconds, age_seconds > stale_limit_seconds
+    current = throughput.is_current and not stale
+    reported_age = throughput.reported_age_seconds
     suspects = view.verdict.suspects
     # A faulty GPU is always listed: it may have no reading at all, so that nothing else on the page shows it.
     list_all = len(sample.gpus) <= TABLE_GPUS_MAX
@@ -299,13 +317,17 @@ def job_card(view: JobView, late_seconds: float, now: float, diagnosis: Diagnosi
         done = min(1.0, progress.step / progress.total_steps)
     return JobCard(
         view=view,
-        age_seconds=max(0.0, now - sample.wall_seconds),
-        state_seconds=max(0.0, now - view.state_since_wall_seconds),
-        step_age_seconds=None if progress.age_seconds is None else progress.age_seconds + late_seconds,
+        age_seconds=age_seconds,
+        stale=stale,
+        state_seconds=view.evaluated_seconds - view.state_since_seconds + age_seconds,
+        step_age_seconds=None if progress.age_seconds is None else progress.age_seconds + age_seconds,
+        tokens_per_second=None if stale else throughput.tokens_per_second,
+        last_tokens_per_second=None if current else throughput.reported,
+        last_tokens_age_seconds=None if reported_age is None else reported_age + age_seconds,
         checkpoint=formatting.UNKNOWN_TEXT if newest is None else newest.name,
         checkpoint_age_seconds=None
         if newest is None or newest.age_seconds is None
-        else newest.age_seconds + late_seconds,
+        else newest.age_seconds + age_seconds,
         done=done,
         gpu_hours_lost=sum(view.wasted_gpu_seconds.values()) / 3600,
         energy_lost=format_energy(total_kilowatt_hours(view.wasted_joules)) if any(view.wasted_joules.values()) else "",
@@ -348,12 +370,16 @@ def page_banners(snapshot: Snapshot, latest: LatestSnapshot) -> Sequence[str]:
             "The watcher lost contact with most nodes at the same time; its own network is the likely cause. "
             "Jobs on these nodes are not evaluated until the nodes answer again."
         )
-    deliveries = snapshot.deliveries
+    deliveries = latest.deliveries()
     if deliveries.oldest_waiting_seconds > OUTBOX_LATE_SECONDS:
         failing = sorted({receiver for receiver, _ in deliveries.failed})
         found.append(
             f"Alert messages are not being delivered. Undelivered messages: {deliveries.waiting}. The oldest has been "
             f"waiting for {formatting.format_duration(deliveries.oldest_waiting_seconds)}."
             + (f" Receivers with failed deliveries: {', '.join(failing)}." if failing else "")
+        )
+    for receiver, reason in sorted(deliveries.given_up.items()):
+        found.append(
+            f"The last alert message to receiver {receiver} was not delivered and will not be retried: {reason}."
         )
     return found

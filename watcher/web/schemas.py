@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import UTC, datetime
 from urllib.parse import quote
 
@@ -24,6 +25,7 @@ from wattwatch.watcher.detection.model import (
     RankGpu,
     Severity,
     Suspect,
+    Throughput,
     UtilizationPattern,
     Verdict,
 )
@@ -31,6 +33,7 @@ from wattwatch.watcher.detection.timeline import TimelinePoint
 from wattwatch.watcher.diagnosis.model import Diagnosis, DiagnosisVerdict, HangCause, MemberState
 from wattwatch.watcher.diagnosis.serialization import diagnosis_document
 from wattwatch.watcher.engine.snapshot import (
+    DeliveryStats,
     DiagnosisStage,
     DiagnosisView,
     EpisodeView,
@@ -71,7 +74,13 @@ class ProgressAnswer(BaseModel):
     step: int | None = Field(description="highest step that any source reports; null if progress cannot be read")
     slowest_step: int | None
     total_steps: int | None
-    tokens_per_second: float | None
+    tokens_per_second: float | None = Field(
+        description="throughput now: as the job reports it, 0 while its next step is late, null if unknown"
+    )
+    reported_tokens_per_second: float | None = Field(description="throughput as the job last reported it")
+    reported_tokens_per_second_age_seconds: float | None = Field(
+        description="time since the step that it was reported with; null if it was never reported"
+    )
     loss: float | None = Field(description="last loss; null if unknown, NaN or Inf (see loss_finite)")
     loss_finite: bool | None = Field(description="false if the job reported NaN or Inf")
     age_seconds: float | None = Field(description="time since the step last changed")
@@ -123,10 +132,16 @@ class JobAnswer(BaseModel):
 
     name: str
     state: JobState
-    since: datetime = Field(description="when the job entered this state")
+    since: datetime = Field(description="when the job entered this state, or when the watcher first saw it in it")
+    began_unseen: bool = Field(
+        description="true if the job may have been in this state before `since`: the watcher only saw it from then on"
+    )
     reason: str = Field(description="why the job is in this state, with numbers")
     judged: datetime = Field(description="when the job was last evaluated")
     age_seconds: float = Field(description="time since the job was last evaluated")
+    stale: bool = Field(
+        description="true if that is too long ago: state and readings are those of that time, not of now"
+    )
     verdict: VerdictAnswer
     progress: ProgressAnswer
     checkpoint: CheckpointAnswer | None = Field(
@@ -158,6 +173,7 @@ class GpuAnswer(BaseModel):
     uuid: str | None
     pci_bus_id: str | None
     name: str | None
+    age_seconds: float | None = Field(description="age of these readings")
     power_watts: float | None
     power_source: str | None = Field(description="the reading that power_watts is taken from")
     power_limit_watts: float | None
@@ -177,7 +193,7 @@ class TimelineAnswer(BaseModel):
     time: datetime
     state: JobState
     step: int | None
-    tokens_per_second: float | None
+    tokens_per_second: float | None = Field(description="0 while the next step is late, null if unknown")
     power_watts_median: float | None
     power_watts_low: float | None
     power_watts_high: float | None
@@ -195,7 +211,7 @@ class NodeAnswer(BaseModel):
     gpus: int | None = Field(description="number of GPUs in the last data; null if they could not be read")
     gpu_source: str | None = Field(description="how the GPUs are read: nvml, nvidia-smi or shell")
     hung_calls: dict[str, float] = Field(
-        description="calls on the node that have not returned, with their age in seconds"
+        description="calls on the node that had not returned when it last answered, with their age in seconds now"
     )
     clock_skew_seconds: float | None = Field(description="wall clock of the node minus that of the watcher")
     logins: int
@@ -221,6 +237,13 @@ class AlertAnswer(BaseModel):
     suspects: list[SuspectAnswer]
     opened: datetime
     closed: datetime | None = Field(description="null while the alert is open")
+    last_seen: datetime | None = Field(
+        description="when the problem was last seen: summary and evidence are of that time; null for a closed alert"
+    )
+    absent_since: datetime | None = Field(
+        description="since when the problem is no longer seen although the alert is open; null while it is seen"
+    )
+    kept_open: str | None = Field(description="since when it is no longer seen and why the alert is open all the same")
     gpu_hours_lost: float
     kilowatt_hours_lost: float = Field(
         description="energy drawn without useful work; counts only GPUs whose power was read"
@@ -235,27 +258,37 @@ def utc_datetime(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def job_answer(view: JobView, late_seconds: float, now: float, incident: str | None = None) -> JobAnswer:
-    """`late_seconds`: the age of the snapshot, added to every age in it. `incident`: path of the newest recording."""
-    sample = view.sample
+def optional_utc_datetime(seconds: float | None) -> datetime | None:
+    return None if seconds is None else utc_datetime(seconds)
+
+
+def job_answer(
+    view: JobView, late_seconds: float, incident: str | None = None, *, stale_limit_seconds: float
+) -> JobAnswer:
+    """`late_seconds`: the time since the job was evaluated, added to every age of that time. `incident`: path of the
+    newest recording."""
+    sample, stale = view.sample, late_seconds > stale_limit_seconds
+    throughput = replace(view.throughput, tokens_per_second=None) if stale else view.throughput
     gpus_by_node = Counter(rank_gpu.node for rank_gpu in sample.gpus)
     newest = newest_complete_checkpoint(sample)
     return JobAnswer(
         name=view.name,
         state=view.state,
         since=utc_datetime(view.state_since_wall_seconds),
+        began_unseen=view.state_began_unseen,
         reason=view.reason,
         judged=utc_datetime(sample.wall_seconds),
-        age_seconds=max(0.0, now - sample.wall_seconds),
+        age_seconds=late_seconds,
+        stale=stale,
         verdict=verdict_answer(view.verdict),
-        progress=progress_answer(sample.progress, late_seconds),
+        progress=progress_answer(sample.progress, throughput, late_seconds),
         checkpoint=None
         if newest is None
         else CheckpointAnswer(
             name=newest.name,
             step=newest.step,
             bytes=newest.bytes,
-            age_seconds=add_snapshot_age(newest.age_seconds, late_seconds),
+            age_seconds=add_age(newest.age_seconds, late_seconds),
         ),
         gpus=len(sample.gpus),
         expected_gpus=sample.expected_gpus,
@@ -269,7 +302,7 @@ def job_answer(view: JobView, late_seconds: float, now: float, incident: str | N
     )
 
 
-def add_snapshot_age(age_seconds: float | None, late_seconds: float) -> float | None:
+def add_age(age_seconds: float | None, late_seconds: float) -> float | None:
     return None if age_seconds is None else age_seconds + late_seconds
 
 
@@ -292,17 +325,19 @@ def suspect_answers(suspects: Iterable[Suspect]) -> list[SuspectAnswer]:
     return [SuspectAnswer(node=s.node, gpu=s.gpu, rank=s.rank) for s in suspects]
 
 
-def progress_answer(progress: JobProgress, late_seconds: float) -> ProgressAnswer:
+def progress_answer(progress: JobProgress, throughput: Throughput, late_seconds: float) -> ProgressAnswer:
     # JSON has no NaN or Inf; loss_finite keeps the difference between "diverged" and "not known".
     finite = None if progress.loss is None else math.isfinite(progress.loss)
     return ProgressAnswer(
         step=progress.step,
         slowest_step=progress.slowest_step,
         total_steps=progress.total_steps,
-        tokens_per_second=progress.tokens_per_second,
+        tokens_per_second=throughput.tokens_per_second,
+        reported_tokens_per_second=throughput.reported,
+        reported_tokens_per_second_age_seconds=add_age(throughput.reported_age_seconds, late_seconds),
         loss=progress.loss if finite else None,
         loss_finite=finite,
-        age_seconds=add_snapshot_age(progress.age_seconds, late_seconds),
+        age_seconds=add_age(progress.age_seconds, late_seconds),
         restart=progress.restart,
     )
 
@@ -312,7 +347,7 @@ def job_node_answer(node: NodeState, gpus: int, late_seconds: float) -> JobNodeA
         node=node.node,
         status=node.status.value,
         detail=node.detail,
-        age_seconds=add_snapshot_age(node.age_seconds, late_seconds),
+        age_seconds=add_age(node.age_seconds, late_seconds),
         gpus=gpus,
         expected_gpus=node.expected_gpus,
     )
@@ -331,7 +366,13 @@ def finding_answer(finding: Finding) -> FindingAnswer:
     )
 
 
-def gpu_answer(rank_gpu: RankGpu) -> GpuAnswer:
+def gpu_answers(view: JobView, late_seconds: float) -> list[GpuAnswer]:
+    """Every GPU of the job. A reading is as old as the last line of its node, and the job's evaluation."""
+    node_ages = {node.node: node.age_seconds for node in view.sample.nodes}
+    return [gpu_answer(each, add_age(node_ages.get(each.node), late_seconds)) for each in view.sample.gpus]
+
+
+def gpu_answer(rank_gpu: RankGpu, age_seconds: float | None) -> GpuAnswer:
     gpu = rank_gpu.gpu
     return GpuAnswer(
         node=rank_gpu.node,
@@ -340,6 +381,7 @@ def gpu_answer(rank_gpu: RankGpu) -> GpuAnswer:
         uuid=gpu.uuid,
         pci_bus_id=gpu.pci_bus_id,
         name=gpu.name,
+        age_seconds=age_seconds,
         power_watts=gpu.power_watts,
         power_source=None if gpu.power_source is None else gpu.power_source.value,
         power_limit_watts=gpu.power_limit_watts,
@@ -368,18 +410,20 @@ def timeline_answer(point: TimelinePoint) -> TimelineAnswer:
 
 
 def node_answer(view: NodeView, late_seconds: float) -> NodeAnswer:
+    """`late_seconds`: the age of the snapshot."""
     link, sample = view.link, view.sample
     status = node_status(view)
+    sample_age = late_seconds + (link.last_line_age_seconds or 0.0)
     detail = link.detail if status is link.status or sample is None else sample.detail
     return NodeAnswer(
         node=view.node,
         status=status.value,
         detail=detail,
-        age_seconds=add_snapshot_age(link.last_line_age_seconds, late_seconds),
+        age_seconds=add_age(link.last_line_age_seconds, late_seconds),
         jobs=list(view.jobs),
         gpus=None if sample is None or sample.gpus is None else len(sample.gpus),
         gpu_source=None if sample is None else sample.gpu_source or None,
-        hung_calls={} if sample is None else {call.call: call.age_seconds for call in sample.hung_calls},
+        hung_calls={} if sample is None else {call.call: call.age_seconds + sample_age for call in sample.hung_calls},
         clock_skew_seconds=link.clock_skew_seconds,
         logins=link.logins,
         login_failures=link.failures,
@@ -401,11 +445,39 @@ def alert_answer(episode: EpisodeView) -> AlertAnswer:
         advice=episode.advice,
         suspects=suspect_answers(episode.suspects),
         opened=utc_datetime(episode.opened_wall_seconds),
-        closed=None if episode.closed_wall_seconds is None else utc_datetime(episode.closed_wall_seconds),
+        closed=optional_utc_datetime(episode.closed_wall_seconds),
+        last_seen=optional_utc_datetime(episode.last_seen_wall_seconds),
+        absent_since=optional_utc_datetime(episode.absent_since_wall_seconds),
+        kept_open=episode.kept_open or None,
         gpu_hours_lost=episode.gpu_hours_lost,
         kilowatt_hours_lost=episode.kilowatt_hours_lost,
         suppressed_by=episode.suppressed_by,
         diagnosis=episode.diagnosis or None,
+    )
+
+
+class DeliveriesAnswer(BaseModel):
+    """The messages to receivers, now. Counters begin with the start of the watcher."""
+
+    waiting: int = Field(description="messages that are not delivered yet")
+    oldest_waiting_seconds: float = Field(description="age of the oldest of them; 0 if there is none")
+    sent: dict[str, int] = Field(description="delivered messages, by receiver")
+    failed: dict[str, dict[str, int]] = Field(description="failed attempts, by receiver and reason")
+    given_up: dict[str, str] = Field(
+        description="receivers whose last message was given up, with the reason; empty after the next delivered one"
+    )
+
+
+def deliveries_answer(stats: DeliveryStats) -> DeliveriesAnswer:
+    failed: dict[str, dict[str, int]] = {}
+    for (receiver, reason), count in stats.failed.items():
+        failed.setdefault(receiver, {})[reason] = count
+    return DeliveriesAnswer(
+        waiting=stats.waiting,
+        oldest_waiting_seconds=stats.oldest_waiting_seconds,
+        sent=dict(stats.sent),
+        failed=failed,
+        given_up=dict(stats.given_up),
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from tests.watcher.alerting.fakes import (
 from wattwatch.watcher.alerting.alert_manager import AlertManager, episode_from_row, episode_to_row
 from wattwatch.watcher.alerting.episode import EpisodeDiagnosis
 from wattwatch.watcher.alerting.notify_policy import RESTART_GRACE_MAX_SECONDS
+from wattwatch.watcher.common.formatting import format_utc_time
 from wattwatch.watcher.common.state_store import EpisodeRow, StateStore, StateStoreError
 from wattwatch.watcher.config.settings import ReceiverSection, RouteSection
 from wattwatch.watcher.detection.model import AlertName, Finding, Severity, Suspect
@@ -600,4 +603,126 @@ def test_an_episode_stored_by_the_first_release_is_read_and_stored_under_the_sam
     assert episode.notified is not None
     assert (episode.notified.message_count, episode.notified.reported_consequences) == (2, ("JobHung",))
     assert episode.notified.diagnosis_announced
-    assert episode_to_row(episode, 0.0) == row
+    stored = episode_to_row(episode, 0.0)
+    assert replace(stored, content=row.content) == row
+    assert_contains(json.loads(stored.content), json.loads(row.content))
+
+
+def assert_contains(stored: object, of_first_release: object) -> None:
+    """Every key of the first release has its value; keys that were added since are beside it."""
+    if isinstance(of_first_release, dict):
+        assert isinstance(stored, dict)
+        for key, value in of_first_release.items():
+            assert_contains(stored[key], value)
+    else:
+        assert stored == of_first_release
+
+
+def seconds_between(alert: Any) -> float:
+    """From startsAt to endsAt of an alert in a webhook payload."""
+    began, ended = (datetime.fromisoformat(alert[key]) for key in ("startsAt", "endsAt"))
+    return (ended - began).total_seconds()
+
+
+@pytest.mark.parametrize("step", [-3600.0, 3600.0])
+def test_an_alert_lasts_as_long_as_it_did_although_the_wall_clock_was_set(watch: Watch, step: float) -> None:
+    watch.evaluate(HUNG, times=30)
+    watch.clock.wall_seconds += step
+    watch.evaluate(HUNG, times=30)
+    (view,) = watch.manager.episodes()
+    assert watch.clock.wall() - view.opened_wall_seconds == pytest.approx(59.0)
+    watch.evaluate(times=3)
+    assert seconds_between(watch.last()) == pytest.approx(62.0)
+
+
+def test_the_wall_clock_is_set_in_the_moment_in_which_an_alert_is_already_absent(watch: Watch) -> None:
+    watch.evaluate(HUNG, times=30)
+    watch.evaluate()
+    watch.clock.wall_seconds -= 3600.0
+    watch.evaluate(times=3)
+    assert seconds_between(watch.last()) == pytest.approx(32.0)
+    (view,) = watch.manager.episodes()
+    assert view.closed_wall_seconds is not None
+    watch.clock.wall_seconds += 7200.0
+    watch.evaluate()
+    (again,) = watch.manager.episodes()
+    assert again.closed_wall_seconds == pytest.approx(view.closed_wall_seconds + 7200.0)
+
+
+def test_an_alert_of_an_earlier_process_never_ends_before_it_began(watch: Watch) -> None:
+    """The host comes up with its clock an hour behind, and NTP corrects it while the watcher runs."""
+    watch.evaluate(HUNG, times=30)
+    opened = watch.manager.episodes()[0].opened_wall_seconds
+    watch.restart(away_seconds=600.0)
+    watch.stop()
+    watch.clock.wall_seconds -= 3600.0
+    watch.start()
+    assert watch.manager.episodes()[0].opened_wall_seconds == watch.clock.wall()
+    watch.evaluate(HUNG, times=5)
+    watch.clock.wall_seconds += 3600.0
+    watch.evaluate(HUNG, times=5)
+    assert watch.manager.episodes()[0].opened_wall_seconds == opened
+    watch.evaluate(times=5, recovered=recovery(advancing=True))
+    assert seconds_between(watch.last()) > 600.0
+    assert watch.last()["annotations"]["timing"].startswith("Lasted 1")
+
+
+def test_an_alert_that_is_kept_open_says_that_the_problem_is_gone_and_since_when(watch: Watch) -> None:
+    for _ in range(2):
+        watch.evaluate(NODE_DOWN, times=20)
+        watch.evaluate(times=5)
+    watch.evaluate(NODE_DOWN, times=20)
+    assert watch.manager.episodes()[0].kept_open == ""
+    watch.evaluate(times=50)
+    (view, *_) = watch.manager.episodes()
+    assert view.closed_wall_seconds is None
+    assert view.absent_since_wall_seconds == pytest.approx(watch.clock.wall() - 49.0)
+    assert view.kept_open == (
+        f"back to normal since {format_utc_time(watch.clock.wall() - 49.0)}; kept open because this problem comes and "
+        "goes, until it has been absent for 1 min"
+    )
+    assert view.last_seen_wall_seconds == view.absent_since_wall_seconds
+
+
+def test_an_alert_that_was_not_seen_again_after_a_restart_says_so(watch: Watch) -> None:
+    watch.evaluate(NODE_DOWN, times=20)
+    watch.restart()
+    assert watch.manager.episodes()[0].kept_open == ""  # nothing was evaluated yet
+    watch.evaluate(times=20)
+    (view,) = watch.manager.episodes()
+    assert view.kept_open.startswith("not seen since the watcher restarted (")
+    assert view.kept_open.endswith("); kept open because there is no sign of recovery yet")
+    assert view.last_seen_wall_seconds == pytest.approx(watch.clock.wall() - 80.0)
+
+
+def blind(cause: str) -> Finding:
+    return replace(finding(AlertName.PROBE_BLIND, "node-02", gpus_idle=0), causes=(cause,))
+
+
+def test_a_changed_cause_within_an_episode_that_is_kept_open_is_reported_once(watch: Watch) -> None:
+    for _ in range(2):
+        watch.evaluate(blind("GPU query does not return"), times=20)
+        watch.evaluate(times=5)
+    assert len(watch.messages()) == 3  # the second episode is still open
+    watch.evaluate(blind("nvidia-smi is not installed"), times=20)
+    assert watch.messages()[3:] == [("firing", "ProbeBlind", "warning")]
+    assert watch.last()["annotations"]["reason"] == "Since the last message, the cause has changed."
+    for cause in ("GPU query does not return", "nvidia-smi is not installed") * 3:
+        watch.evaluate(times=5)
+        watch.evaluate(blind(cause), times=20)
+    assert len(watch.messages()) == 4
+
+
+def test_a_cause_that_replaces_the_first_one_is_reported_once_it_has_lasted(watch: Watch) -> None:
+    watch.evaluate(blind("GPU query does not return"), times=60)
+    watch.evaluate(blind("nvidia-smi is not installed"), times=29)
+    assert len(watch.messages()) == 1
+    watch.evaluate(blind("nvidia-smi is not installed"), times=10)
+    assert len(watch.messages()) == 2
+
+
+def test_a_second_symptom_of_the_same_fault_is_no_news(watch: Watch) -> None:
+    lost = replace(finding(AlertName.GPU_FAULT, "node-02/a", gpus_idle=1), causes=("lost",))
+    watch.evaluate(lost, times=2)
+    watch.evaluate(replace(lost, causes=("Xid 79", "lost")), times=200)
+    assert len(watch.messages()) == 1

@@ -85,6 +85,10 @@ class History(RuleBasedStateMachine):
                     ended = ended or (view.job, "JobCompleted", "") in self.unseen_since_restart
                     assert ended, "closed after a restart without evidence of recovery"
 
+    @rule(seconds=st.sampled_from([-4000.0, -30.0, -1.0, 30.0, 4000.0]))
+    def set_wall_clock(self, seconds: float) -> None:
+        self.clock.wall_seconds += seconds
+
     @rule(kind=st.sampled_from(["stop", "kill"]))
     def restart(self, kind: str) -> None:
         waiting = [delivery.key for delivery in self.store.waiting_deliveries()]
@@ -104,7 +108,10 @@ class History(RuleBasedStateMachine):
         statuses_by_episode: dict[str, list[str]] = defaultdict(list)
         numbers: dict[str, list[int]] = defaultdict(list)
         for delivery in self.store.waiting_deliveries():
-            statuses_by_episode[delivery.episode_id].append(orjson.loads(delivery.payload)["status"])
+            payload = orjson.loads(delivery.payload)
+            statuses_by_episode[delivery.episode_id].append(payload["status"])
+            (alert,) = payload["alerts"]
+            assert payload["status"] == "firing" or alert["startsAt"] <= alert["endsAt"], "ended before it began"
             numbers[delivery.episode_id].append(int(delivery.key.rpartition("-")[2]))
         for episode, statuses in statuses_by_episode.items():
             assert statuses[0] == "firing"
@@ -116,6 +123,8 @@ class History(RuleBasedStateMachine):
             closing_sent = statuses_by_episode[view.id][-1:] == ["resolved"]
             assert closing_sent == (view.closed_wall_seconds is not None and bool(statuses_by_episode[view.id]))
             assert view.gpu_hours_lost >= 0
+            assert view.closed_wall_seconds is None or view.opened_wall_seconds <= view.closed_wall_seconds
+            assert (view.absent_since_wall_seconds is None) == (not view.kept_open)
         still = [(view.job, view.alert, view.scope) for view in views if view.closed_wall_seconds is None]
         assert len(still) == len(set(still)), "one finding has two open episodes"
         for view in views:

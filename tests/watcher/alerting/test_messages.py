@@ -106,7 +106,7 @@ def test_a_message_has_verdict_suspect_evidence_cost_start_and_next_step() -> No
         "- 15 GPUs at 190 W and 100 %",
         "- rank 3 at 0 %",
         "0.42 GPU-hours lost so far (16 GPUs doing no useful work).",
-        "Started 1 min 35 s ago.",
+        "Started 1 min 35 s ago, as of 2027-01-15 08:00:00 UTC.",
         "New alert.",
         "What to do: Take stacks of rank 3 before you end the job.",
         "http://watcher.example:9560",
@@ -122,7 +122,7 @@ def test_a_suspicion_is_a_warning_marked_as_unconfirmed() -> None:
 def test_the_closing_message_says_how_long_it_lasted_and_what_it_cost() -> None:
     closed = closing_message()
     assert closed.title == "RESOLVED JobHung llama"
-    assert "Lasted 2 min." in closed.text
+    assert "Lasted 2 min, until 2027-01-15 08:00:25 UTC." in closed.text
     assert "0.42 GPU-hours lost." in closed.text
     assert "What to do" not in closed.text
 

@@ -282,3 +282,25 @@ def test_a_gpu_that_was_lost_before_the_first_sample_counts_for_the_ranks_behind
     sample = look(JobAssembler(spec()), 11.0, line("a", 11.0, boards(0), missing_gpus=(gone,)), line("b", 11.0))
     assert [(gpu.node, gpu.rank) for gpu in sample.unseen] == [("a", 1)]
     assert [(gpu.node, gpu.rank) for gpu in sample.gpus] == [("a", 0), ("b", 2), ("b", 3)]
+
+
+def test_a_node_that_drops_out_and_returns_does_not_make_a_stalled_step_young() -> None:
+    """Rank 0 stands at step 499 and rank 1 at 500: the highest step changes with the nodes that answer."""
+    assembler = JobAssembler(spec())
+    ages = []
+    for second in range(60):
+        now = 100.0 + second
+        lines = [line("a", now, progress=(beat(0, 499, age=40.0 + second),))]
+        if not 20 <= second < 40:
+            lines.append(line("b", now, progress=(beat(1, 500, age=30.0 + second),)))
+        ages.append(look(assembler, now, *lines).progress.age_seconds)
+    assert ages[0] == 30.0
+    assert min(age for age in ages if age is not None) == 30.0
+    assert ages[-1] == 30.0 + 59
+
+
+def test_a_step_that_changed_while_nobody_could_read_it_is_as_old_as_its_source() -> None:
+    assembler = JobAssembler(spec())
+    look(assembler, 100.0, line("a", 100.0, progress=(beat(0, 500),)))
+    look(assembler, 110.0, line("a", 110.0, progress=()))
+    assert look(assembler, 400.0, line("a", 400.0, progress=(beat(0, 501, age=280.0),))).progress.age_seconds == 280.0

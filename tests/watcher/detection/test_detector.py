@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from tests.watcher.detection.simulated_seconds import COMMUNICATE, COMPUTE, ENDED, IN_BARRIER, SPIN, Activity, Job
+from tests.watcher.detection.simulated_seconds import (
+    AWAIT_SAVE,
+    COMMUNICATE,
+    COMPUTE,
+    ENDED,
+    IN_BARRIER,
+    KILLED,
+    SAVE,
+    SPIN,
+    Activity,
+    Job,
+)
+from wattwatch.collectors.samples import HostStatus
 from wattwatch.watcher.detection.model import AlertName, JobState
 
 SCATTERED = (100, 31, 88, 27, 64, 100, 92, 45)
@@ -140,3 +153,97 @@ def test_the_same_seconds_get_the_same_text() -> None:
         return [(told.findings, told.state) for told in job.observed]
 
     assert story() == story()
+
+
+def test_a_job_that_was_never_seen_is_unknown_since_the_watcher_began_to_watch_it() -> None:
+    job = Job(progress=None)
+    job.play(30, COMPUTE, silent=job.nodes)
+    assert job.state is JobState.UNKNOWN
+    assert job.detector.state_since == job.observed[0].now
+    assert job.detector.state_began_unseen
+
+
+def test_a_state_found_at_the_beginning_may_be_older_and_one_that_began_later_is_not() -> None:
+    job = training()
+    assert (job.state, job.detector.state_began_unseen) == (JobState.COMPUTING, True)
+    assert job.detector.state_since == job.observed[0].now
+    job.play(120, SPIN, {3: IN_BARRIER})
+    assert (job.state, job.detector.state_began_unseen) == (JobState.HUNG, False)
+
+
+@pytest.mark.parametrize("progress", ["heartbeat", "log"])
+def test_throughput_is_0_once_no_step_is_counted_and_the_last_report_keeps_its_age(progress: str) -> None:
+    job = Job(progress=progress)
+    job.play(120, COMPUTE)
+    assert job.detector.throughput.tokens_per_second == 53_000.0
+    job.play(15, SPIN)
+    assert job.detector.throughput.tokens_per_second == 0.0
+    job.play(105, SPIN)
+    throughput = job.detector.throughput
+    assert (throughput.tokens_per_second, throughput.reported) == (0.0, 53_000.0)
+    assert throughput.reported_age_seconds == pytest.approx(120.0, abs=job.step_seconds)
+
+
+def test_throughput_is_0_after_a_crash() -> None:
+    job = training()
+    job.play(120, KILLED)
+    assert job.state is JobState.CRASHED
+    assert job.detector.throughput.tokens_per_second == 0.0
+
+
+def test_one_long_pause_does_not_keep_the_throughput_of_a_later_hang_alive() -> None:
+    job = training()
+    job.play(100, SPIN)
+    job.play(60, COMPUTE)
+    job.play(30, SPIN)
+    assert job.detector.throughput.tokens_per_second == 0.0
+
+
+def test_throughput_is_unknown_where_nobody_knows_when_the_next_step_is_due() -> None:
+    job = Job()
+    job.since_step = 7200
+    job.play(1, SPIN)
+    throughput = job.detector.throughput
+    assert (throughput.tokens_per_second, throughput.reported) == (None, 53_000.0)
+    assert throughput.reported_age_seconds == 7201.0
+
+
+def test_throughput_is_unknown_while_no_progress_can_be_read() -> None:
+    job = training()
+    job.play(60, COMPUTE, silent=job.nodes)
+    assert job.detector.throughput.tokens_per_second is None
+
+
+def test_a_slow_job_stays_slow_through_a_save_and_its_rate_has_an_age() -> None:
+    job = training(floor_tokens_per_second=50_000.0)
+    job.tokens_per_second = 30_000.0
+    job.play(120, COMPUTE)
+    job.play(100, AWAIT_SAVE, {0: SAVE})
+    slow = job.finding(AlertName.JOB_SLOW)
+    assert re.match(
+        r"30,000 tokens/s, reported 10\d s ago; the configured minimum is 50,000 tokens/s", slow.evidence[0]
+    )
+    job.tokens_per_second = 60_000.0
+    job.play(200, COMPUTE)
+    assert job.findings == ()
+
+
+def test_a_job_that_may_be_hung_is_not_computing() -> None:
+    """After an interval of 40 s between two steps, the next step is not late for 80 s; the GPUs show it within two."""
+    job = training()
+    job.play(36, SPIN)
+    job.play(60, COMPUTE)
+    seen = job.play(30, SPIN, {3: IN_BARRIER})
+    suspected = [second for second in seen if any(f.alert is AlertName.JOB_HUNG for f in second.findings)]
+    assert suspected
+    assert {second.state for second in suspected} <= {JobState.WAITING, JobState.HUNG}
+    assert "may be hung" in job.detector.reason or job.state is JobState.HUNG
+
+
+def test_a_job_whose_gpus_cannot_be_read_says_how_old_its_last_step_is() -> None:
+    job = training()
+    for node in job.nodes:
+        job.status[node] = (HostStatus.DRIVER_DOWN, "NVML: driver/library version mismatch")
+    job.play(10, COMPUTE)
+    assert job.state is JobState.COMPUTING
+    assert re.match(r"the last step was counted \d s ago, and a step takes at most \d+\.\d s; ", job.detector.reason)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import pytest
+
 from wattwatch.watcher.detection.model import JobState
 from wattwatch.watcher.detection.timeline import Timeline, TimelinePoint
 
@@ -13,7 +17,7 @@ def point(second: float, state: JobState = JobState.COMPUTING) -> TimelinePoint:
 def test_a_day_at_one_sample_a_second_keeps_about_two_thousand_points() -> None:
     timeline = Timeline()
     for second in range(90_000):
-        timeline.add(point(float(second)))
+        timeline.add(point(float(second)), float(second))
     points = timeline.points()
     assert len(points) < 2_200
     assert points[-1].wall_seconds == 89_999
@@ -24,12 +28,26 @@ def test_a_day_at_one_sample_a_second_keeps_about_two_thousand_points() -> None:
 def test_the_last_ten_minutes_are_whole() -> None:
     timeline = Timeline()
     for second in range(2_000):
-        timeline.add(point(float(second)))
+        timeline.add(point(float(second)), float(second))
     assert len([p for p in timeline.points() if p.wall_seconds >= 1_400]) == 600
 
 
 def test_a_state_of_a_few_seconds_survives_thinning() -> None:
     timeline = Timeline()
     for second in range(3_000):
-        timeline.add(point(float(second), JobState.HUNG if 100 <= second < 103 else JobState.COMPUTING))
+        state = JobState.HUNG if 100 <= second < 103 else JobState.COMPUTING
+        timeline.add(point(float(second), state), float(second))
     assert JobState.HUNG in {p.state for p in timeline.points() if p.wall_seconds < 1_000}
+
+
+@pytest.mark.parametrize("step", [-3600.0, 3600.0])
+def test_points_keep_their_distance_when_the_wall_clock_is_set(step: float) -> None:
+    timeline = Timeline()
+    for second in range(100):
+        timeline.add(point(1_000_000.0 + second), float(second))
+    for second in range(100, 200):
+        timeline.add(point(1_000_000.0 + step + second), float(second))
+    times = [each.wall_seconds for each in timeline.points()]
+    assert len(times) == 200
+    assert [later - earlier for earlier, later in pairwise(times)] == [1.0] * 199
+    assert times[-1] == 1_000_000.0 + step + 199

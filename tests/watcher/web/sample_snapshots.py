@@ -31,6 +31,7 @@ from wattwatch.watcher.detection.model import (
     Severity,
     Suspect,
     UnseenGpu,
+    Throughput,
     UtilizationPattern,
     Verdict,
 )
@@ -38,6 +39,7 @@ from wattwatch.watcher.detection.timeline import TimelinePoint
 from wattwatch.watcher.engine.snapshot import DeliveryStats, EpisodeView, JobView, NodeView, Snapshot
 
 NOW: Final = 1_787_220_900.0  # 2026-08-20 10:15:00 UTC
+MONOTONIC_NOW: Final = 1000.0
 GIB: Final = float(1 << 30)
 HOSTILE: Final = "<script>alert(\"x\")</script> & 'q' \\ \n{{7*7}}"
 
@@ -101,12 +103,15 @@ def job(
     wasted: Mapping[str, float] | None = None,
     findings: tuple[Finding, ...] = (),
     checkpoint_age: float | None = 410.0,
+    reported: float | None = None,
 ) -> JobView:
     entry = CheckpointEntry("step-00001500", 1500, True, 62_000_000_000, checkpoint_age, "COMPLETE.json")
     staged = CheckpointEntry("step-00002000.tmp", 2000, False, 1_000, 3.0, "no COMPLETE.json yet")
     return JobView(
         name=name,
         state=state,
+        evaluated_seconds=MONOTONIC_NOW - 0.4,
+        state_since_seconds=MONOTONIC_NOW - since,
         state_since_wall_seconds=NOW - since,
         reason=reason,
         sample=JobSample(
@@ -123,6 +128,11 @@ def job(
             wall_seconds=NOW - 0.4,
         ),
         verdict=verdict,
+        throughput=Throughput(
+            progress.tokens_per_second,
+            progress.tokens_per_second if reported is None else reported,
+            None if progress.tokens_per_second is None else progress.age_seconds,
+        ),
         findings=findings,
         wasted_gpu_seconds=wasted or {},
         wasted_joules={alert: seconds * 191.0 for alert, seconds in (wasted or {}).items()},
@@ -185,8 +195,9 @@ def hung() -> JobView:
         ),
         JobProgress(step=3854, slowest_step=3854, total_steps=3854, tokens_per_second=0.0, age_seconds=220.0),
         220.0,
-        {"JobHung": 3520.0},
-        (
+        reported=52_958.0,
+        wasted={"JobHung": 3520.0},
+        findings=(
             Finding(
                 "finetune-evenfix",
                 AlertName.JOB_HUNG,
@@ -383,6 +394,7 @@ def cluster() -> Snapshot:
     jobs = (healthy(), hung(), starving(), lost_gpu(), unseen())
     return Snapshot(
         tick=412,
+        seconds=MONOTONIC_NOW,
         wall_seconds=NOW,
         tick_seconds=0.004,
         late_seconds=0.01,
@@ -397,7 +409,7 @@ def cluster() -> Snapshot:
 
 
 def empty() -> Snapshot:
-    return Snapshot(1, NOW, 0.0, 0.0, {}, {}, (), DeliveryStats(), False)
+    return Snapshot(1, MONOTONIC_NOW, NOW, 0.0, 0.0, {}, {}, (), DeliveryStats(), False)
 
 
 def large(node_count: int, gpus_per_node: int = 8) -> Snapshot:

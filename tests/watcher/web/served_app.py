@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import uvicorn
 from fastapi import FastAPI
 
-from tests.watcher.web.sample_snapshots import NOW
+from tests.watcher.web.sample_snapshots import MONOTONIC_NOW, NOW
 from wattwatch.collectors.clock import Clock
 from wattwatch.watcher.engine.snapshot import LatestSnapshot, Snapshot
 from wattwatch.watcher.web.app import create_app
@@ -28,7 +28,7 @@ class ManualSnapshotClock(Clock):
         self.seconds = 0.0
 
     def monotonic(self) -> float:
-        return 1000.0 + self.seconds
+        return MONOTONIC_NOW + self.seconds
 
     def wall(self) -> float:
         return NOW + self.seconds

@@ -74,7 +74,7 @@ def test_a_job_has_state_reason_progress_and_verdict(client: httpx.Client) -> No
     assert job["since"] == "2026-08-20T10:11:20Z"
     assert "No step for 3 min 40 s" in job["reason"]
     assert job["progress"]["step"] == 3854
-    assert job["progress"]["age_seconds"] == 220.0
+    assert job["progress"]["age_seconds"] == pytest.approx(220.4)  # 220 s when it was evaluated, 0.4 s ago
     assert job["verdict"]["shape"] == "one_low_rest_busy"
     assert job["verdict"]["suspects"] == [{"node": "gpu-03", "gpu": 3, "rank": 3}]
     assert job["checkpoint"]["name"] == "step-00001500"  # the newer one is not complete
@@ -112,7 +112,10 @@ def test_the_timeline_can_be_followed(client: httpx.Client) -> None:
 def test_nodes_have_their_status_and_the_age_of_their_data(client: httpx.Client) -> None:
     nodes = {node["node"]: node for node in client.get("/api/v1/nodes").json()}
     assert (nodes["gpu-01"]["status"], nodes["gpu-01"]["detail"]) == ("ok", "")
-    assert nodes["gpu-06"]["hung_calls"] == {"nvidia-smi": 48.0, "list /mnt/ckpt": 12.0}
+    assert nodes["gpu-06"]["hung_calls"] == {
+        "nvidia-smi": 48.4,
+        "list /mnt/ckpt": 12.4,
+    }  # 48 s and 12 s in a line that is 0.4 s old
     assert nodes["gpu-07"]["age_seconds"] == 301.0
     assert nodes["gpu-08"]["age_seconds"] is None
 
@@ -136,7 +139,7 @@ def test_ages_grow_while_the_watcher_is_stopped() -> None:
     with served(app.app) as address:
         app.time.seconds = 100.0
         job = httpx.get(f"{address}/api/v1/jobs/finetune-evenfix").json()
-        assert (job["progress"]["age_seconds"], job["age_seconds"]) == (320.0, pytest.approx(100.4))
+        assert (job["progress"]["age_seconds"], job["age_seconds"]) == pytest.approx((320.4, 100.4))
         document = problem_of(httpx.get(f"{address}/-/ready"))
         assert document["status"] == 503
         assert "100 s ago" in document["detail"]

@@ -10,6 +10,7 @@ from importlib import resources
 from typing import Final
 
 from wattwatch.collectors.samples import KernelEvent, ReadingStatus
+from wattwatch.watcher.common.formatting import format_duration
 from wattwatch.watcher.detection.model import PCI_ID, NodeState, Suspect, normalized_pci_id
 from wattwatch.watcher.detection.trackers.observation import Observation, Streak
 
@@ -58,6 +59,7 @@ class FaultyGpu:
     unusable: bool = True  # False: only the kernel log reports it, and the GPU works on
     answers: bool = False  # only the kernel log reports it, and the GPU's readings are those of a working one
     xid: int | None = None  # the Xid that decided; None where the driver itself reports the GPU as lost or broken
+    causes: tuple[str, ...] = ()  # kinds of fault in the evidence: "lost", "Xid 79"
 
 
 class GpuHealthTracker:
@@ -83,14 +85,17 @@ class GpuHealthTracker:
                 self._places[place] = Suspect(ranked.node, ranked.gpu.index, ranked.rank)
         self._pair_missing_gpus(observation)
         found: dict[GpuPlace, tuple[Suspect, list[str]]] = {}
+        causes: dict[GpuPlace, set[str]] = {}
         xids: dict[GpuPlace, int] = {}
-        for suspect, key, text in self._reported_by_gpus(observation):
+        for suspect, key, text, fault in self._reported_by_gpus(observation):
             _add_evidence(found, suspect, key, text)
+            causes.setdefault((suspect.node, key), set()).add(fault.value)
         reported = frozenset(found)
         unusable = set(reported)
         for suspect, key, text, code in self._reported_by_kernel(observation):
             place = (suspect.node, key)
             _add_evidence(found, suspect, key, text)
+            causes.setdefault(place, set()).add(f"Xid {code}")
             if code in fatal_xids():
                 unusable.add(place)
                 xids[place] = code
@@ -110,6 +115,7 @@ class GpuHealthTracker:
                 place in unusable,
                 place in answers,
                 None if place in reported else xids.get(place),
+                tuple(sorted(causes[place])),
             )
             for place, (suspect, evidence) in found.items()
         }
@@ -166,8 +172,8 @@ class GpuHealthTracker:
                 place = (node.node, (event.pci_bus_id or "?").lower())
                 self._xids.setdefault(place, {})[event.xid or 0] = (now, event)
 
-    def _reported_by_gpus(self, observation: Observation) -> Iterator[tuple[Suspect, str, str]]:
-        """(suspect, key, evidence) of GPUs that are missing, or whose readings report a fault."""
+    def _reported_by_gpus(self, observation: Observation) -> Iterator[tuple[Suspect, str, str, ReadingStatus]]:
+        """(suspect, key, evidence, fault) of GPUs that are missing, or whose readings report a fault."""
         for node in observation.sample.nodes:
             for missing in node.missing_gpus:
                 suspect = observation.sample.missing_suspect(node.node, missing)
@@ -175,7 +181,7 @@ class GpuHealthTracker:
                 known = self._places.get((node.node, key), suspect)
                 if suspect.rank is None and known.gpu in (None, suspect.gpu):
                     suspect = Suspect(node.node, suspect.gpu if suspect.gpu is not None else known.gpu, known.rank)
-                yield suspect, self._canonical(node.node, key), missing.text
+                yield suspect, self._canonical(node.node, key), missing.text, missing.reason
         faulty = set()
         for ranked in observation.sample.gpus:
             fault = ranked.gpu.fault
@@ -191,7 +197,7 @@ class GpuHealthTracker:
             fields = ", ".join(name.rpartition("_")[0].replace("_", " ") or name for name in names[:MAX_FIELDS_NAMED])
             text = f"GPU {ranked.gpu.index} {FAULT_TEXT[fault]}: it returns no {fields}"
             key = self._key(ranked.node, ranked.gpu.index, ranked.gpu.pci_bus_id)
-            yield Suspect(ranked.node, ranked.gpu.index, ranked.rank), self._canonical(ranked.node, key), text
+            yield Suspect(ranked.node, ranked.gpu.index, ranked.rank), self._canonical(ranked.node, key), text, fault
         for place in [place for place in self._unreadable if place not in faulty]:
             del self._unreadable[place]
 
@@ -206,9 +212,12 @@ class GpuHealthTracker:
             key = normalized_pci_id(pci_id)
             suspect = self._places.get((node, key), Suspect(node))
             # The fatal ones first: they decide, and readers of a cut message must see them.
-            for code, (_, event) in sorted(events.items(), key=lambda item: (item[0] not in fatal_xids(), item[1][0])):
+            ordered = sorted(events.items(), key=lambda item: (item[0] not in fatal_xids(), item[1][0]))
+            for code, (since, event) in ordered:
                 meaning = fatal_xids().get(code) or degrading_xids()[code]
-                yield suspect, self._canonical(node, key), f"Xid {code} ({meaning}): {event.text}", code
+                age = format_duration(observation.now - since + (event.age_seconds or 0.0))
+                text = f"Xid {code} ({meaning}), logged {age} ago: {event.text}"
+                yield suspect, self._canonical(node, key), text, code
 
     def _canonical(self, node: str, key: str) -> str:
         return self._same_gpu.get((node, key), key)

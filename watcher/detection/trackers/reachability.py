@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.ssh.model import REFUSED_DETAIL
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
 from wattwatch.watcher.detection.model import AlertName, Finding, NodeState, Severity, Suspect
 from wattwatch.watcher.detection.trackers.observation import Observation
@@ -85,7 +86,7 @@ class ReachabilityTracker:
             if alert is AlertName.NODE_UNREACHABLE:
                 yield self._unreachable_finding(observation, step_rate, node, raised_since)
             else:
-                yield self._unreadable_finding(observation, node, alert, raised_since)
+                yield self._unreadable_finding(observation, node, alert, raised_since, state.status_since)
 
     def _unreachable_finding(
         self, observation: Observation, step_rate: StepRateTracker, node: NodeState, since: float
@@ -97,7 +98,7 @@ class ReachabilityTracker:
         # No node is left that could report the job's progress: as serious as a stalled job.
         all_silent = self._all_silent and observation.now - since >= ALL_SILENT_SECONDS
         last_line = (
-            f"last data received {observation.now - since:.0f} s ago"
+            f"last data received {node.age_seconds:.0f} s ago"
             if node.age_seconds is not None
             else "no data received since the watcher started"
         )
@@ -107,6 +108,9 @@ class ReachabilityTracker:
         elif stalled is None:
             evidence.append("no other node shows the job's progress")
         summary = f"{node.node} does not answer"
+        if node.status is not HostStatus.UNREACHABLE:
+            # Not recovered: a rebooting node answers before its driver is loaded.
+            summary = f"{node.node} answers again, but its GPUs cannot be read: {node.unreadable_reason}"
         if job_stalled:
             summary += f", and {job} has stopped making steps."
         elif all_silent:
@@ -130,9 +134,12 @@ class ReachabilityTracker:
             since_seconds=since,
             suspects=(Suspect(node.node),),
             gpus_idle=(observation.sample.expected_gpus or 0) if job_stalled else 0,
+            causes=("node up, sshd not",) if node.detail.startswith(REFUSED_DETAIL) else ("node silent",),
         )
 
-    def _unreadable_finding(self, observation: Observation, node: NodeState, alert: AlertName, since: float) -> Finding:
+    def _unreadable_finding(
+        self, observation: Observation, node: NodeState, alert: AlertName, since: float, status_since: float
+    ) -> Finding:
         summary = f"GPUs of {node.node} cannot be read: {node.unreadable_reason}"
         if node.progress_text:
             summary += f" ({node.progress_text})"
@@ -145,10 +152,14 @@ class ReachabilityTracker:
             severity=kind.severity,
             scope=node.node,
             summary=f"{summary}.",
-            evidence=(f"{node.status.value.replace('_', ' ')} for {observation.now - since:.0f} s: {node.detail}",),
+            evidence=(
+                f"{node.status.value.replace('_', ' ')} for {observation.now - status_since:.0f} s: {node.detail}",
+            ),
             advice=UNREADABLE_ADVICE.get(node.status, kind.advice),
             since_seconds=since,
             suspects=(Suspect(node.node),),
+            # Silence is another alert's business.
+            causes=() if node.status is HostStatus.UNREACHABLE else (node.unreadable_reason,),
         )
 
 

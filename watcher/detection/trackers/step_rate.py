@@ -9,10 +9,12 @@ hang of 76 s that ended by itself would delay the report of the next one to 456 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
+from wattwatch.watcher.detection.model import Throughput
 from wattwatch.watcher.detection.trackers.observation import Observation, StepRateHistory
 
 STALL_FACTOR: Final = 6.0
@@ -29,6 +31,11 @@ RESTART_MOVES: Final = 2
 # Rate is measured over this many observations, since one change is seen up to one observation late.
 RATE_OBSERVATIONS: Final = 30.0
 LATE_FACTOR: Final = 2  # intervals without a step after which the next one is late
+# A change of the counter is noticed up to one observation late, and so is the one before it.
+LATE_OBSERVATIONS: Final = 2
+# A reported rate is believed for this long where the usual interval between steps is not known yet. Chosen: longer than
+# the 50 s between two lines of torchtitan's log.
+UNKNOWN_INTERVAL_SECONDS: Final = 60.0
 
 
 def repeated_stall_seconds(stalls: Iterable[float]) -> float:
@@ -197,6 +204,22 @@ class StepRateTracker:
             return MAX_STALL_SECONDS
         limit = max(MIN_STALL_SECONDS, STALL_FACTOR * max(seen), HABIT_FACTOR * repeated_stall_seconds(self._stalls))
         return min(MAX_STALL_SECONDS, limit)
+
+    def throughput(self, observation: Observation) -> Throughput:
+        """What the job reports, for as long as steps are counted: a save, a hang and a crash process no tokens,
+        whatever the last line of the log says.
+
+        Late by the median interval, not by the slowest one: a pause that ended makes no later pause productive.
+        """
+        progress = observation.sample.progress
+        reported, age = progress.tokens_per_second, progress.age_seconds
+        if reported is None or age is None:
+            return Throughput()
+        interval = statistics.median(self._intervals) if self._intervals else progress.line_interval_seconds
+        if interval is None:
+            return Throughput(reported if age <= UNKNOWN_INTERVAL_SECONDS else None, reported, age)
+        limit = LATE_FACTOR * interval + LATE_OBSERVATIONS * observation.spec.interval_seconds
+        return Throughput(reported if age <= limit else 0.0, reported, age)
 
     @property
     def lost_share(self) -> float:

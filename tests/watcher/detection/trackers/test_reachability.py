@@ -154,3 +154,34 @@ def test_a_job_of_which_no_node_answers_for_a_minute_is_critical() -> None:
     assert {f.severity for f in job.findings if f.alert is UNREACHABLE} == {Severity.WARNING}
     job.play(50, COMPUTE, silent=list(job.nodes))
     assert {f.severity for f in job.findings if f.alert is UNREACHABLE} == {Severity.CRITICAL}
+
+
+def test_a_node_that_answers_without_its_driver_is_no_longer_said_to_be_silent() -> None:
+    job = training()
+    cut_off(job)
+    job.play(20, COMPUTE, silent=["node-2"])
+    assert job.finding(UNREACHABLE).summary == "node-2 does not answer."
+    job.links["node-2"] = NodeLink("node-2", HostStatus.OK, "", 0.0)
+    job.status["node-2"] = (HostStatus.DRIVER_DOWN, "NVIDIA driver is not loaded")
+    job.play(5, COMPUTE)
+    found = job.finding(UNREACHABLE)
+    assert found.summary == "node-2 answers again, but its GPUs cannot be read: NVIDIA driver is not loaded."
+    assert "last data received 0 s ago" in found.evidence
+
+
+def test_each_way_of_being_unreadable_has_its_own_duration_and_is_a_cause_of_its_own() -> None:
+    job = training()
+    job.status["node-2"] = (HostStatus.SAMPLER_TIMEOUT, "nvidia-smi has not answered")
+    job.play(60, COMPUTE)
+    first = job.finding(BLIND)
+    job.status["node-2"] = (HostStatus.DRIVER_DOWN, "nvidia-smi is not installed")
+    job.play(20, COMPUTE)
+    second = job.finding(BLIND)
+    assert first.evidence == ("sampler timeout for 59 s: nvidia-smi has not answered",)
+    assert second.evidence == ("driver down for 19 s: nvidia-smi is not installed",)
+    assert first.causes == ("GPU query does not return",)
+    assert second.causes == ("nvidia-smi is not installed",)
+    cut_off(job)
+    job.play(20, COMPUTE, silent=["node-2"])
+    assert job.finding(BLIND).causes == ()  # silence is reported by NodeUnreachable
+    assert job.finding(UNREACHABLE).causes == ("node silent",)
