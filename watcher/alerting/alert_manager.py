@@ -108,7 +108,6 @@ class AlertManager:
         self._diagnoses: dict[str, EpisodeDiagnosis] = {}  # by the id of the open episode
         self._loaded: dict[str, Episode] = {}  # by id, as saved by an earlier process: dated by its wall clock
         self._clock_steps = WallClockSteps()
-        self._clock_steps.update(clock.monotonic(), clock.wall())
         self._unsaved: dict[str, Episode] = {}
         self._unsaved_deliveries: list[Delivery] = []
         self._saved_seconds = self._forgot_seconds = clock.monotonic()

@@ -187,6 +187,8 @@ def describe_alert_change(change: AlertChange, *, several: bool) -> str:
         certainty = f"{certainty} (escalated)"
     elif change.step is AlertTransition.CONFIRMED:
         certainty = " (now confirmed)"
+    elif change.step is AlertTransition.CAUSE_CHANGED:
+        certainty = f"{certainty} (the cause has changed)"
     suppressed = (
         "" if episode.suppressed_by is None else escape(f" [not sent, because {episode.suppressed_by} explains it]")
     )

@@ -123,11 +123,8 @@ def _table_row(job: dict[str, Any]) -> tuple[str, ...]:
     step = "-" if progress["step"] is None else f"{progress['step']:,}"
     if progress["total_steps"] is not None:
         step += f"/{progress['total_steps']:,}"
-    now, reported = progress["tokens_per_second"], progress["reported_tokens_per_second"]
-    rate = "-" if now is None else f"{now:,.0f}"
-    if reported is not None and reported != now:
-        age = format_duration(progress["reported_tokens_per_second_age_seconds"])
-        rate += f" ({reported:,.0f} {age} ago)"
+    # The job's last report is not shown where it no longer holds: a hung job has no throughput.
+    rate = "-" if progress["tokens_per_second"] is None else f"{progress['tokens_per_second']:,.0f}"
     if job["stale"]:
         why = f"not evaluated for {format_duration(job['age_seconds'])}; it was {state} then: {why}"
         state = JobState.UNKNOWN.value

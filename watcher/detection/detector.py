@@ -30,8 +30,8 @@ from wattwatch.watcher.detection.model import (
     JobSample,
     JobSpec,
     JobState,
+    JobThroughput,
     PowerState,
-    Throughput,
     Verdict,
 )
 from wattwatch.watcher.detection.trackers.checkpoint_save import CheckpointSaveTracker, OverdueCheckpointTracker
@@ -84,7 +84,7 @@ class JobDetector:
         self.state_since = 0.0  # of the first observation while the job has been in no other state
         self.state_began_unseen = True  # `state_since` is only when the watcher began to see the job
         self.reason = "not evaluated yet"
-        self.throughput = Throughput()  # at the last observation
+        self.throughput = JobThroughput()  # at the last observation
 
     @property
     def wasted_gpu_seconds(self) -> Mapping[str, float]:

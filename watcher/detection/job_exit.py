@@ -14,7 +14,7 @@ from typing import Final
 from wattwatch.collectors.samples import CheckpointEntry
 from wattwatch.watcher.common.formatting import format_bytes, format_count
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
-from wattwatch.watcher.detection.model import AlertName, Finding, JobSample, Severity, Suspect
+from wattwatch.watcher.detection.model import IDLE_PERCENT, AlertName, Finding, JobSample, Severity, Suspect
 from wattwatch.watcher.detection.trackers.checkpoint_save import CheckpointSaveTracker
 from wattwatch.watcher.detection.trackers.observation import Observation, Streak
 from wattwatch.watcher.detection.trackers.processes import DONE_PHASE, ExitedProcess, ProcessTracker
@@ -313,8 +313,13 @@ def crash_finding(
         since_seconds=since,
         confirmed=confirmed,
         suspects=suspects,
-        gpus_idle=observation.sample.gpu_count,
+        gpus_idle=observation.sample.gpu_count - (_gpus_of_others(observation) if all_exited else 0),
     )
+
+
+def _gpus_of_others(observation: Observation) -> int:
+    """GPUs that work although every process of the job has exited: another job uses them, and they are not wasted."""
+    return sum((ranked.gpu.utilization_percent or 0.0) > IDLE_PERCENT for ranked in observation.sample.gpus)
 
 
 def completion_finding(observation: Observation, since: float, newest: CheckpointEntry | None) -> Finding:

@@ -166,7 +166,7 @@ class JobProgress:
     slowest_step: int | None = None  # the lowest step over ranks, where ranks report
     total_steps: int | None = None
     loss: float | None = None
-    tokens_per_second: float | None = None  # as the job last reported it, however long ago: see Throughput
+    tokens_per_second: float | None = None  # as the job last reported it, however long ago: see JobThroughput
     age_seconds: float | None = None  # since the step last changed, on the control host's clock
     line_interval_seconds: float | None = None
     restart: int | None = None
@@ -178,7 +178,7 @@ class JobProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Throughput:
+class JobThroughput:
     """Tokens per second of the whole job. The last report of a job that has stopped says nothing about now."""
 
     tokens_per_second: float | None = None  # now: 0 while the next step is late, None where it is unknown

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from wattwatch.collectors.clock import WallClockSteps
-from wattwatch.watcher.detection.model import JobSample, JobState, Throughput
+from wattwatch.watcher.detection.model import JobSample, JobState, JobThroughput
 
 RECENT_SECONDS: Final = 600.0
 COARSE_STEP_SECONDS: Final = 60.0
@@ -31,7 +31,7 @@ class TimelinePoint:
     utilization_percent_mean: float | None
 
 
-def timeline_point(sample: JobSample, state: JobState, throughput: Throughput) -> TimelinePoint:
+def timeline_point(sample: JobSample, state: JobState, throughput: JobThroughput) -> TimelinePoint:
     """The sample reduced to eight numbers."""
     watts = [r.gpu.power_watts for r in sample.gpus if r.gpu.power_watts is not None]
     utilization = [r.gpu.utilization_percent for r in sample.gpus if r.gpu.utilization_percent is not None]

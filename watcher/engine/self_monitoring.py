@@ -16,6 +16,7 @@ from typing import Final
 
 from wattwatch.collectors.samples import HostStatus
 from wattwatch.collectors.ssh.model import NodeLink
+from wattwatch.watcher.common.formatting import format_duration
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
 from wattwatch.watcher.detection.model import AlertName, Finding
 
@@ -102,6 +103,7 @@ class SelfProblem:
     """One problem of this process, such as a full disk or an error in the engine."""
 
     finding: Finding
+    reported_seconds: float  # when it was last reported
     until_seconds: float  # it counts as resolved unless reported again before
 
 
@@ -128,10 +130,19 @@ class SelfProblems:
             known = self._problems.get(scope)
             if known is not None:
                 finding = replace(finding, since_seconds=known.finding.since_seconds)
-            self._problems[scope] = SelfProblem(finding, now + hold_seconds)
+            self._problems[scope] = SelfProblem(finding, now, now + hold_seconds)
 
     def findings(self, now: float) -> list[Finding]:
-        """The problems that have not expired by `now`."""
+        """The problems that have not expired by `now`, each with the time since it was last noticed."""
         with self._lock:
             self._problems = {scope: each for scope, each in self._problems.items() if now < each.until_seconds}
-            return [each.finding for each in self._problems.values()]
+            return [
+                replace(
+                    each.finding,
+                    evidence=(
+                        *each.finding.evidence,
+                        f"last noticed {format_duration(now - each.reported_seconds)} ago",
+                    ),
+                )
+                for each in self._problems.values()
+            ]

@@ -15,7 +15,7 @@ from typing import Final
 from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.samples import NodeSample
 from wattwatch.collectors.ssh.model import NodeLink
-from wattwatch.watcher.detection.model import Finding, JobSample, JobState, Severity, Suspect, Throughput, Verdict
+from wattwatch.watcher.detection.model import Finding, JobSample, JobState, JobThroughput, Severity, Suspect, Verdict
 from wattwatch.watcher.detection.timeline import TimelinePoint
 from wattwatch.watcher.diagnosis.model import Diagnosis
 
@@ -46,7 +46,7 @@ class JobView:
     wasted_gpu_seconds: Mapping[str, float]  # by alert name
     timeline: tuple[TimelinePoint, ...]  # oldest first, thinned with age
     wasted_joules: Mapping[str, float] = field(default_factory=dict)  # by alert name: drawn during the wasted time
-    throughput: Throughput = Throughput()
+    throughput: JobThroughput = JobThroughput()
     state_began_unseen: bool = False  # the watcher only began to see the state then; it may be older
 
 

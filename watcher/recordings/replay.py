@@ -36,6 +36,7 @@ class AlertTransition(StrEnum):
     OPENED = "opened"
     ESCALATED = "escalated"  # to a higher severity
     CONFIRMED = "confirmed"  # a suspicion became certain, at the same severity
+    CAUSE_CHANGED = "cause_changed"  # a cause was reported that no earlier message has named
     RESOLVED = "resolved"
 
 
@@ -152,7 +153,10 @@ def _transition(before: EpisodeView | None, now: EpisodeView) -> AlertTransition
         return AlertTransition.RESOLVED if before.closed_wall_seconds is None else None
     if now.severity is not before.severity:
         return AlertTransition.ESCALATED
-    return AlertTransition.CONFIRMED if now.confirmed and not before.confirmed else None
+    if now.confirmed and not before.confirmed:
+        return AlertTransition.CONFIRMED
+    new_causes = set(now.notified_causes) - set(before.notified_causes)
+    return AlertTransition.CAUSE_CHANGED if before.notified_causes and new_causes else None
 
 
 def _state_changes(snapshot: Snapshot, before: list[StateChange], now: float) -> Iterator[StateChange]:

@@ -20,12 +20,12 @@ from wattwatch.watcher.detection.model import (
     Finding,
     JobProgress,
     JobState,
+    JobThroughput,
     NodeState,
     PowerState,
     RankGpu,
     Severity,
     Suspect,
-    Throughput,
     UtilizationPattern,
     Verdict,
 )
@@ -325,7 +325,7 @@ def suspect_answers(suspects: Iterable[Suspect]) -> list[SuspectAnswer]:
     return [SuspectAnswer(node=s.node, gpu=s.gpu, rank=s.rank) for s in suspects]
 
 
-def progress_answer(progress: JobProgress, throughput: Throughput, late_seconds: float) -> ProgressAnswer:
+def progress_answer(progress: JobProgress, throughput: JobThroughput, late_seconds: float) -> ProgressAnswer:
     # JSON has no NaN or Inf; loss_finite keeps the difference between "diverged" and "not known".
     finite = None if progress.loss is None else math.isfinite(progress.loss)
     return ProgressAnswer(

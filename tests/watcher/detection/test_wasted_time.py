@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.watcher.detection.simulated_seconds import COMPUTE, KILLED, Activity, Job
 from wattwatch.collectors.samples import GpuSample, HostStatus
 from wattwatch.watcher.detection.model import AlertName, Finding, JobSample, NodeState, RankGpu, Severity, Suspect
 from wattwatch.watcher.detection.wasted_time import WastedTime, idle_power_watts, job_gpu_count, total_kilowatt_hours
@@ -72,3 +73,13 @@ def test_what_idles_no_gpu_costs_nothing() -> None:
     assert cost.update(sample(700.0), (hot,), 1.0) == (hot,)
     assert cost.gpu_seconds == {}
     assert job_gpu_count(sample(1.0, expected=8)) == 8
+
+
+def test_gpus_that_another_job_uses_after_a_crash_are_not_wasted() -> None:
+    job = Job(gpus=8)
+    job.play(60, COMPUTE)
+    job.play(30, KILLED)
+    assert job.finding(AlertName.JOB_CRASHED).gpus_idle == 8
+    of_others = Activity(700, 98, process=False)
+    job.play(5, KILLED, dict.fromkeys(range(6), of_others))
+    assert job.finding(AlertName.JOB_CRASHED).gpus_idle == 2

@@ -286,3 +286,15 @@ def test_an_error_in_one_job_does_not_stop_the_evaluation_of_others() -> None:
     assert seen["single"] > seen["pair"]
     assert world.at(1.1) == []  # not retried with the same samples
     assert world.at(2.0, "a", "b", "c") == ["pair", "single"]
+
+
+def test_a_job_that_was_never_seen_is_unknown_since_its_first_evaluation() -> None:
+    world = World(SINGLE)
+    world.nodes.cut("c")
+    for second in range(20):
+        world.at(float(second))
+    view = world.engine.snapshot.jobs["single"]
+    assert view.state is JobState.UNKNOWN
+    assert world.time.wall() - view.state_since_wall_seconds == 19.0
+    assert view.evaluated_seconds - view.state_since_seconds == 19.0
+    assert view.state_began_unseen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from wattwatch.collectors.samples import HostStatus
 from wattwatch.collectors.ssh.model import NodeLink
 from wattwatch.watcher.detection.model import AlertName
-from wattwatch.watcher.engine.self_monitoring import NetworkLossDetector
+from wattwatch.watcher.engine.self_monitoring import NetworkLossDetector, SelfProblems
 
 NODES = [f"node-{i:02d}" for i in range(8)]
 
@@ -71,3 +71,13 @@ def test_after_ten_minutes_the_silent_nodes_count_as_down_and_evaluation_continu
         detector.update(links(silent=6), float(second))
     assert detector.since is None
     assert not detector.is_paused(620.0)
+
+
+def test_a_problem_that_is_held_says_when_it_was_last_noticed() -> None:
+    problems = SelfProblems()
+    problems.report("disk", "The disk is nearly full.", "/var: 90 MB free", "Free disk space.", 100.0, 180.0)
+    problems.report("disk", "The disk is nearly full.", "/var: 80 MB free", "Free disk space.", 160.0, 180.0)
+    (finding,) = problems.findings(250.0)
+    assert finding.since_seconds == 100.0
+    assert finding.evidence == ("/var: 80 MB free", "last noticed 1 min 30 s ago")
+    assert problems.findings(341.0) == []

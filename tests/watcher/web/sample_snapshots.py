@@ -25,13 +25,13 @@ from wattwatch.watcher.detection.model import (
     JobProgress,
     JobSample,
     JobState,
+    JobThroughput,
     NodeState,
     PowerState,
     RankGpu,
     Severity,
     Suspect,
     UnseenGpu,
-    Throughput,
     UtilizationPattern,
     Verdict,
 )
@@ -128,7 +128,7 @@ def job(
             wall_seconds=NOW - 0.4,
         ),
         verdict=verdict,
-        throughput=Throughput(
+        throughput=JobThroughput(
             progress.tokens_per_second,
             progress.tokens_per_second if reported is None else reported,
             None if progress.tokens_per_second is None else progress.age_seconds,

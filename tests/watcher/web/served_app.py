@@ -26,12 +26,13 @@ class ManualSnapshotClock(Clock):
     def __init__(self) -> None:
         super().__init__()
         self.seconds = 0.0
+        self.wall_step = 0.0  # by how much somebody has set the wall clock
 
     def monotonic(self) -> float:
         return MONOTONIC_NOW + self.seconds
 
     def wall(self) -> float:
-        return NOW + self.seconds
+        return NOW + self.seconds + self.wall_step
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,3 +242,24 @@ def test_every_field_and_path_is_documented(client: httpx.Client) -> None:
 )
 def test_loopback_is_an_address_that_no_other_machine_reaches(host: str, only_here: bool) -> None:
     assert is_loopback(host) is only_here
+
+
+def test_throughput_is_that_of_now_with_the_last_report_and_its_age_beside_it(client: httpx.Client) -> None:
+    progress = client.get("/api/v1/jobs/finetune-evenfix").json()["progress"]
+    assert (progress["tokens_per_second"], progress["reported_tokens_per_second"]) == (0.0, 52_958.0)
+    assert progress["reported_tokens_per_second_age_seconds"] == pytest.approx(220.4)
+
+
+def test_every_gpu_reading_has_its_age(client: httpx.Client) -> None:
+    gpus = client.get("/api/v1/jobs/pretrain-32b/gpus").json()
+    assert [gpu["age_seconds"] for gpu in gpus] == pytest.approx([0.8] * 16)  # a line of 0.4 s, evaluated 0.4 s ago
+
+
+def test_deliveries_are_those_of_now(client: httpx.Client) -> None:
+    assert client.get("/api/v1/deliveries").json() == {
+        "waiting": 1,
+        "oldest_waiting_seconds": 4.5,
+        "sent": {"ops": 12},
+        "failed": {"ops": {"rate_limited": 2, "timeout": 1}},
+        "given_up": {},
+    }

@@ -18,7 +18,7 @@ from tests.tools import require_tool
 from tests.watcher.web import sample_snapshots as samples
 from tests.watcher.web.served_app import make_app, served
 from wattwatch.watcher.detection.model import JobState
-from wattwatch.watcher.engine.snapshot import Snapshot
+from wattwatch.watcher.engine.snapshot import DeliveryStats, LatestSnapshot, Snapshot
 from wattwatch.watcher.web.metrics import CONTENT_TYPE, METRICS, MetricFamily, MetricsExporter, SnapshotMetrics
 
 FROZEN = Path(__file__).parents[2] / "data" / "serve" / "metrics.txt"
@@ -46,7 +46,8 @@ def value(found: dict[str, dict[Labels, float]], name: str, /, **labels: str) ->
 
 
 def whole_body() -> str:
-    app = make_app(samples.cluster())
+    back = replace(samples.episodes()[4], absent_since_wall_seconds=samples.NOW - 90.0)
+    app = make_app(replace(samples.cluster(), episodes=(*samples.episodes(), back)))
     app.own.engine_failures.labels("ValueError in tick").inc()
     app.own.slow_task_runs.labels("prune").inc()
     app.own.slow_task_failures.labels("prune", "missed").inc()
@@ -213,3 +214,65 @@ def test_the_readme_lists_every_metric() -> None:
     for metric in METRICS.values():
         assert f"| `{metric.name}` | {metric.type} | {' '.join(metric.labels) or '–'} | {metric.help} |" in readme
     assert set(re.findall("`(wattwatch_[a-z_]+)`", readme)) == set(METRICS)
+
+
+def test_the_throughput_of_a_hung_job_is_0() -> None:
+    found = snapshot_series(samples.cluster())
+    assert value(found, "wattwatch_job_tokens_per_second", train_job="finetune-evenfix") == 0.0
+    assert value(found, "wattwatch_job_tokens_per_second", train_job="pretrain-32b") == 52_980.0
+
+
+def test_readings_of_a_job_that_is_no_longer_evaluated_have_no_series_and_its_ages_grow() -> None:
+    found = snapshot_series(replace(samples.cluster(), seconds=samples.MONOTONIC_NOW + 60.0))
+    for name in ("tokens_per_second", "confidence_ratio", "loss", "gpus"):
+        assert f"wattwatch_job_{name}" not in found
+    assert value(found, "wattwatch_job_progress_age_seconds", train_job="pretrain-32b") == pytest.approx(62.5)
+    assert value(found, "wattwatch_job_checkpoint_age_seconds", train_job="pretrain-32b") == pytest.approx(471.4)
+    assert value(found, "wattwatch_job_state", train_job="pretrain-32b", state="computing") == 1.0
+
+
+def test_ages_grow_after_the_engine_has_stopped_and_nothing_is_said_of_the_nodes() -> None:
+    app = make_app(samples.cluster())
+    body = MetricsExporter(app.latest, app.own)
+    body.render(False)
+    app.time.seconds = 60.0
+    found = series(body.render(False).decode())
+    assert value(found, "wattwatch_probe_age_seconds", node="gpu-01") == pytest.approx(60.4)
+    assert value(found, "wattwatch_job_progress_age_seconds", train_job="pretrain-32b") == pytest.approx(62.5)
+    assert not {"wattwatch_node_up", "wattwatch_node_status", "wattwatch_gpu_power_watts"} & set(found)
+
+
+def test_one_text_serves_the_scrapes_of_a_second() -> None:
+    app = make_app(samples.cluster())
+    body = MetricsExporter(app.latest, app.own)
+    ages = []
+    for seconds in (0.0, 0.9, 1.8):
+        app.time.seconds = seconds
+        ages.append(value(series(body.render(False).decode()), "wattwatch_probe_age_seconds", node="gpu-01"))
+    assert ages == pytest.approx([0.4, 0.4, 2.2])
+
+
+def test_an_alert_that_is_kept_open_is_counted_as_clearing() -> None:
+    back = replace(samples.episodes()[4], absent_since_wall_seconds=samples.NOW - 90.0)
+    found = snapshot_series(replace(samples.cluster(), episodes=(*samples.episodes()[:4], back)))
+    labels = {"alert": "NodeUnreachable", "severity": "warning", "train_job": "eval-nightly"}
+    assert value(found, "wattwatch_alerts_clearing", **labels) == 1.0
+    assert value(found, "wattwatch_alerts_firing", **labels) == 1.0
+    assert len(found["wattwatch_alerts_clearing"]) == 1
+
+
+def test_undelivered_messages_are_those_of_the_moment_of_the_scrape() -> None:
+    app = make_app(samples.cluster())
+    waiting = DeliveryStats(waiting=7, oldest_waiting_seconds=33.0)
+    latest = LatestSnapshot(samples.cluster(), app.time, 1.0, deliveries=lambda: waiting)
+    found = series(MetricsExporter(latest, app.own).render(False).decode())
+    assert value(found, "wattwatch_outbox_messages") == 7.0
+    assert value(found, "wattwatch_outbox_oldest_seconds") == 33.0
+
+
+def test_the_age_of_a_checkpoint_includes_the_age_of_its_listing() -> None:
+    healthy = samples.healthy()
+    (listing,) = healthy.sample.checkpoints
+    hung_listing = replace(healthy, sample=replace(healthy.sample, checkpoints=(replace(listing, age_seconds=90.0),)))
+    found = snapshot_series(replace(samples.cluster(), jobs={"pretrain-32b": hung_listing}))
+    assert value(found, "wattwatch_job_checkpoint_age_seconds", train_job="pretrain-32b") == pytest.approx(500.4)

@@ -215,3 +215,49 @@ def test_the_power_history_has_gaps_where_there_is_no_data() -> None:
 )
 def test_durations_are_formatted_for_people(seconds: float | None, text: str) -> None:
     assert formatting.format_duration(seconds) == text
+
+
+def test_the_throughput_of_a_hung_job_is_0_beside_its_last_report() -> None:
+    text = page(replace(samples.cluster(), jobs={"a": samples.hung()}), 3.0).text
+    assert "tokens/s 0 52,958, 3 min 43 s ago" in text
+
+
+def test_a_state_that_the_watcher_found_is_at_least_as_old_as_the_watch() -> None:
+    found = replace(samples.healthy(), state_began_unseen=True)
+    assert "computing for at least 2 min 1 s" in page(replace(samples.cluster(), jobs={"a": found})).text
+    assert "computing for 2 min 1 s" in page(replace(samples.cluster(), jobs={"a": samples.healthy()})).text
+
+
+def test_a_job_that_is_no_longer_evaluated_shows_nothing_as_current() -> None:
+    old = replace(samples.healthy(), evaluated_seconds=samples.MONOTONIC_NOW - 120.0)
+    text = page(replace(samples.cluster(), jobs={"a": old})).text
+    assert "computing when last evaluated, 2 min ago" in text
+    assert "This job has not been evaluated for 2 min . Everything below is that old." in text
+    assert "tokens/s – 52,980, 2 min 2 s ago" in text
+
+
+def test_an_alert_that_is_kept_open_says_first_that_the_problem_is_gone() -> None:
+    kept = "back to normal since 2026-08-20 10:13:30 UTC; kept open because this problem comes and goes, until ..."
+    gone = replace(
+        samples.episodes()[4],
+        absent_since_wall_seconds=samples.NOW - 90.0,
+        last_seen_wall_seconds=samples.NOW - 90.0,
+        kept_open=kept,
+    )
+    text = page(replace(samples.cluster(), episodes=(gone,))).text
+    assert f"Back{kept[4:]}. Before: gpu-07 does not answer." in text
+    assert "As last seen, 1 min 30 s ago:" in text
+
+
+def test_ages_do_not_change_when_the_wall_clock_is_set() -> None:
+    """Not even those of a job that has not been evaluated since."""
+    app = make_app(samples.cluster())
+    before = Words(PageRenderer(app.latest).page()).text
+    app.time.wall_step = -3600.0
+    assert Words(PageRenderer(app.latest).page()).text == before
+
+
+def test_a_message_that_was_given_up_is_a_banner() -> None:
+    given_up = replace(samples.cluster().deliveries, given_up={"ops": "gone: HTTP 404"})
+    text = page(replace(samples.cluster(), deliveries=given_up)).text
+    assert "The last alert message to receiver ops was not delivered and will not be retried: gone: HTTP 404." in text

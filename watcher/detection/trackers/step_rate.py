@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from wattwatch.watcher.detection.model import Throughput
+from wattwatch.watcher.detection.model import JobThroughput
 from wattwatch.watcher.detection.trackers.observation import Observation, StepRateHistory
 
 STALL_FACTOR: Final = 6.0
@@ -205,7 +205,7 @@ class StepRateTracker:
         limit = max(MIN_STALL_SECONDS, STALL_FACTOR * max(seen), HABIT_FACTOR * repeated_stall_seconds(self._stalls))
         return min(MAX_STALL_SECONDS, limit)
 
-    def throughput(self, observation: Observation) -> Throughput:
+    def throughput(self, observation: Observation) -> JobThroughput:
         """What the job reports, for as long as steps are counted: a save, a hang and a crash process no tokens,
         whatever the last line of the log says.
 
@@ -214,12 +214,12 @@ class StepRateTracker:
         progress = observation.sample.progress
         reported, age = progress.tokens_per_second, progress.age_seconds
         if reported is None or age is None:
-            return Throughput()
+            return JobThroughput()
         interval = statistics.median(self._intervals) if self._intervals else progress.line_interval_seconds
         if interval is None:
-            return Throughput(reported if age <= UNKNOWN_INTERVAL_SECONDS else None, reported, age)
+            return JobThroughput(reported if age <= UNKNOWN_INTERVAL_SECONDS else None, reported, age)
         limit = LATE_FACTOR * interval + LATE_OBSERVATIONS * observation.spec.interval_seconds
-        return Throughput(reported if age <= limit else 0.0, reported, age)
+        return JobThroughput(reported if age <= limit else 0.0, reported, age)
 
     @property
     def lost_share(self) -> float:

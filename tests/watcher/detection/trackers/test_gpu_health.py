@@ -210,3 +210,14 @@ def test_the_same_kernel_message_is_news_when_it_was_written_later() -> None:
     job.kernel["node-1"] = [xid(79, 3)]
     job.play(1, COMPUTE)
     assert job.finding(AlertName.GPU_FAULT)
+
+
+def test_an_xid_has_its_age_for_as_long_as_it_counts() -> None:
+    job = training()
+    job.kernel["node-1"] = [xid(79, 3, age_seconds=5.0)]
+    job.play(1, COMPUTE)
+    job.play(90, COMPUTE)
+    found = job.finding(AlertName.GPU_FAULT)
+    assert found.evidence[0].startswith("Xid 79 (")
+    assert "), logged 1 min 35 s ago: NVRM: Xid" in found.evidence[0]
+    assert found.causes == ("Xid 79",)
