@@ -9,6 +9,7 @@ the others were still seen: what the others do afterwards follows from it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from wattwatch.collectors.samples import CheckpointEntry
@@ -144,9 +145,10 @@ class JobExitTracker:
             or any(each.cause for each in exited)
         )
         left = _describe_remaining(observation, processes)
-        return crash_finding(
+        found = crash_finding(
             observation, self._crashed_since, exited, left, self._most_in_use_bytes, confirmed=confirmed
         )
+        return replace(found, gpus_idle=found.gpus_idle - _gpus_of_others(observation)) if all_exited else found
 
     def _stop_line(self, observation: Observation) -> str | None:
         """What a log says about a stop from outside, unless it is of the previous run. Kept until the job restarts."""
@@ -313,12 +315,12 @@ def crash_finding(
         since_seconds=since,
         confirmed=confirmed,
         suspects=suspects,
-        gpus_idle=observation.sample.gpu_count - (_gpus_of_others(observation) if all_exited else 0),
+        gpus_idle=observation.sample.gpu_count,
     )
 
 
 def _gpus_of_others(observation: Observation) -> int:
-    """GPUs that work although every process of the job has exited: another job uses them, and they are not wasted."""
+    """GPUs that work although every process of the job has exited: another job uses them, so they are not wasted."""
     return sum((ranked.gpu.utilization_percent or 0.0) > IDLE_PERCENT for ranked in observation.sample.gpus)
 
 

@@ -158,9 +158,15 @@ class ReachabilityTracker:
             advice=UNREADABLE_ADVICE.get(node.status, kind.advice),
             since_seconds=since,
             suspects=(Suspect(node.node),),
-            # Silence is another alert's business.
-            causes=() if node.status is HostStatus.UNREACHABLE else (node.unreadable_reason,),
+            causes=unreadable_causes(node),
         )
+
+
+def unreadable_causes(node: NodeState) -> tuple[str, ...]:
+    """Why its GPUs cannot be read. Silence is not among the causes: another alert reports it."""
+    if node.status is HostStatus.UNREACHABLE:
+        return ()
+    return (node.unreadable_reason if node.status is HostStatus.DRIVER_DOWN else node.status.value,)
 
 
 def alert_for_status(status: HostStatus) -> AlertName:
