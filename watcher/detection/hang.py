@@ -24,6 +24,7 @@ Not detectable: a hang at the power of full work, or one that looks like a save,
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Final
 
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
@@ -38,7 +39,12 @@ from wattwatch.watcher.detection.model import (
 from wattwatch.watcher.detection.trackers.checkpoint_save import DEFAULT_SAVE_LIMIT_SECONDS, CheckpointSaveTracker
 from wattwatch.watcher.detection.trackers.gpu_health import FaultyGpu
 from wattwatch.watcher.detection.trackers.observation import HangHistory, Observation, Streak, outlier_suspects
-from wattwatch.watcher.detection.trackers.step_rate import MIN_STALL_SECONDS, StepRateTracker
+from wattwatch.watcher.detection.trackers.step_rate import (
+    KEPT_INTERVALS,
+    MIN_STALL_SECONDS,
+    StepRateTracker,
+    repeated_stall_seconds,
+)
 from wattwatch.watcher.detection.trackers.step_timeout import (
     FIRST_STEP_SECONDS,
     WORKING_STATES,
@@ -55,8 +61,10 @@ NO_COUNTER_CONFIRM_FACTOR: Final = 3.0
 # Before the first step of a run: ranks that started faster wait for one that still loads, compiles or tokenizes, and
 # GPUs that were warmed up above the floor prove no work. Chosen: as long as without a counter.
 FIRST_STEP_SUSPECT_SECONDS: Final = 300.0
-# A step that ends a signature disproves it. The next one must last this many times as long before it is suspected.
+# A step that ends a signature disproves it. The next one must last this many times as long before it is suspected, but
+# no more than so many seconds longer: a stall of minutes that ended by itself may have been one.
 FALSE_ALARM_FACTOR: Final = 3.0
+MAX_FALSE_ALARM_EXTRA_SECONDS: Final = 60.0
 # Rounds above the power floor until the job counts as one that has worked.
 MIN_WORKING_ROUNDS: Final = 3
 # Steady work varies by a few per cent between power averages; a drop to this share is more than that.
@@ -87,6 +95,9 @@ class HangDetector:
         self._signature_absent = Streak()
         self._other_pattern = Streak()  # at the power floor, where no counter can be read
         self._idle_seconds = self._longest_idle_seconds = 0.0  # all ranks, since the last step; the most a step ended
+        self._idle_stalls: deque[float] = deque(
+            maxlen=KEPT_INTERVALS
+        )  # of those, the ones that were reported as a hang
         self._working_rounds = 0
         self._last_power_fraction: float | None = None
         self._suspects: tuple[Suspect, ...] = ()
@@ -216,7 +227,8 @@ class HangDetector:
             # A hang that the counter confirmed was one, though it ended: it teaches no patience.
             disproved = (advanced or self._was_working) and not self._was_confirmed
             if self._signature.rounds >= SUSPECT_ROUNDS and disproved and not self._starting:
-                required = FALSE_ALARM_FACTOR * self._signature.seconds
+                seconds = self._signature.seconds
+                required = min(FALSE_ALARM_FACTOR * seconds, seconds + MAX_FALSE_ALARM_EXTRA_SECONDS)
                 known = self._required_seconds.get(self._signature_pattern, 0.0)
                 self._required_seconds[self._signature_pattern] = max(required, known)
             self._signature.clear()
@@ -230,8 +242,11 @@ class HangDetector:
         read; two groups, or one rank that waits for all others, are none."""
         verdict = observation.verdict
         if step_rate.stalled_seconds == 0.0:
-            if not self._was_confirmed:
-                self._longest_idle_seconds = max(self._longest_idle_seconds, self._idle_seconds)
+            ended = self._idle_seconds
+            if self._was_confirmed:
+                self._idle_stalls.append(ended)
+                ended = repeated_stall_seconds(self._idle_stalls)
+            self._longest_idle_seconds = max(self._longest_idle_seconds, ended)
             self._idle_seconds = 0.0
         elif verdict.pattern is UtilizationPattern.ALL_LOW:
             self._idle_seconds += observation.observed_seconds

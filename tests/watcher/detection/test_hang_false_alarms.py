@@ -68,6 +68,38 @@ def test_a_job_that_rests_at_each_epoch_is_doubted_once() -> None:
     assert stretches(job.seconds_of(HUNG)) == 1
 
 
+def test_a_stall_of_all_ranks_that_ended_by_itself_does_not_multiply_the_time_until_the_next_is_reported() -> None:
+    job = Job(progress="log")
+    job.play(60, COMPUTE)
+    job.play(500, PAUSE)
+    job.play(60, COMPUTE)
+    began = job.now
+    job.play(800, PAUSE)
+    assert job.seconds_of(HUNG, confirmed=True)[0] - began <= 760  # and not 1,500
+
+
+def test_a_rest_that_is_longer_than_any_save_is_a_habit_once_it_came_three_times() -> None:
+    job = Job(progress="log")
+    told = []
+    for _ in range(4):
+        job.play(60, COMPUTE)
+        began = job.now
+        job.play(700, PAUSE)
+        told.append(any(at > began for at in job.seconds_of(HUNG, confirmed=True)))
+    assert told == [True, True, True, False]
+
+
+def test_without_a_counter_a_stall_that_ended_by_itself_delays_the_next_report_by_a_minute_at_most() -> None:
+    job = Job(progress=None)
+    job.play(60, COMPUTE)
+    job.play(200, SPIN, {3: PAUSE})
+    job.play(60, COMPUTE)
+    began = job.now
+    job.play(400, SPIN, {3: PAUSE})
+    assert next(at for at in job.seconds_of(HUNG) if at > began) - began <= 265
+    assert job.finding(HUNG).confirmed
+
+
 def test_a_configured_stall_limit_decides_when_it_is_reported() -> None:
     job = Job(progress="log", stall_limit_seconds=60.0)
     job.play(60, COMPUTE)

@@ -25,8 +25,8 @@ FIRST_STEP_SECONDS: Final = 1800.0
 # nanotron#204. DLRover allows as long for a first step.
 TOKENIZING_SECONDS: Final = 7200.0
 # All ranks idle may be a save by all of them, or the start of an epoch: this many times the longest that ended by
-# itself.
-REST_FACTOR: Final = 3.0
+# itself. Chosen: enough for the next one of its kind, and a stall of minutes does not delay the next report by many.
+REST_FACTOR: Final = 1.5
 WORKING_STATES: Final = frozenset(
     {PowerState.COMPUTE, PowerState.COMMUNICATION, PowerState.STARVATION, PowerState.THROTTLE}
 )
