@@ -32,7 +32,7 @@ from wattwatch.collectors.simulated.real_job import FollowedJob
 from wattwatch.collectors.simulated.scenario import Scenario
 from wattwatch.collectors.simulated.ssh_server import new_private_key, public_line, read_key, write_private_key
 
-READY_SECONDS: Final = 30.0
+READY_SECONDS: Final = 90.0  # it takes 2 s on two idle cores; this only ends a start that is stuck
 END_SECONDS: Final = 15.0
 LOGIN: Final = "trainer"
 PREFIX: Final = "wattwatch-simulated-"
@@ -73,6 +73,17 @@ class SimulatedJob:
     run_directory: Path | None  # None: a job of another trainer
     logs: tuple[Path, ...]
     checkpoint_directory: Path
+
+
+BUSY_LOAD_PER_CORE: Final = 1.5  # processes that run or want to, per CPU core: more slow all of them down
+
+
+def describe_busy_machine() -> str:
+    """How busy this machine is, if clearly more processes want a CPU core than there are; "" otherwise."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load <= BUSY_LOAD_PER_CORE * cores:
+        return ""
+    return f"load average over the last minute {load:.1f}, on {cores} CPU core{'s'[: cores != 1]}"
 
 
 class SimulatedCluster:
@@ -166,7 +177,13 @@ class SimulatedCluster:
             )
         threading.Thread(target=self._read_events, args=(self._child,), name="simulated cluster", daemon=True).start()
         self._send(orjson.dumps(setup, option=orjson.OPT_NON_STR_KEYS))
-        if not self._ready.wait(READY_SECONDS) or not self.nodes:
+        if not self._ready.wait(READY_SECONDS):
+            busy = describe_busy_machine()
+            raise SimulationError(
+                f"the simulated cluster did not start within {READY_SECONDS:.0f} s: {self._last_output()}"
+                + (f". This machine is busy ({busy}): try again when it is idle" if busy else "")
+            )
+        if not self.nodes:
             raise SimulationError(f"the simulated cluster did not start: {self._last_output()}")
         self._write_ssh_files()
 

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from wattwatch.collectors.simulated.cluster import describe_busy_machine
 from wattwatch.collectors.simulated.real_job import FollowedJob, create_rank_view
 from wattwatch.watcher.cli import demo
 from wattwatch.watcher.cli.demo import demo_command
@@ -33,7 +34,7 @@ from wattwatch.watcher.demo.real.runner import (
     trainer_location,
 )
 from wattwatch.watcher.demo.receiver import ReceivedAlert
-from wattwatch.watcher.demo.runner import DemoError, describe_busy_machine
+from wattwatch.watcher.demo.runner import DemoError
 
 ARGUMENTS = ["--scenario", "epoch-end-deadlock", "--real", "--json"]
 

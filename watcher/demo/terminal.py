@@ -77,7 +77,7 @@ class TerminalScreen:
         self._console.print(demo_cost_line(outcome.cost, self._speed), style="dim")
         if outcome.too_slow:
             self._console.print(
-                f"[yellow]This machine was too slow: {outcome.too_slow} (scenario time). "
+                f"[yellow]This machine was too slow: {outcome.too_slow}. "
                 "The machine caused the delays above, not the watcher. Try a lower --speed.[/]"
             )
         for problem in outcome.score.problems:

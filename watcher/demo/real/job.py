@@ -23,8 +23,8 @@ from importlib import util
 from pathlib import Path
 from typing import Any, Final
 
-from wattwatch.collectors.simulated.cluster import SimulatedNode
-from wattwatch.watcher.demo.runner import DemoError, describe_busy_machine
+from wattwatch.collectors.simulated.cluster import SimulatedNode, describe_busy_machine
+from wattwatch.watcher.demo.runner import DemoError
 
 SEQUENCE_LENGTH: Final = 64
 VOCABULARY_SIZE: Final = 500

@@ -24,14 +24,14 @@ import orjson
 from rich.console import Console
 from rich.markup import escape
 
-from wattwatch.collectors.simulated.cluster import SimulatedCluster
+from wattwatch.collectors.simulated.cluster import SimulatedCluster, describe_busy_machine
 from wattwatch.collectors.simulated.real_job import FollowedJob
 from wattwatch.watcher.config.settings import load_config
 from wattwatch.watcher.daemon.service import Service, ServiceStartError
 from wattwatch.watcher.demo.configuration import INTERVAL_SECONDS, write_configuration
 from wattwatch.watcher.demo.real.job import GateOutput, JobFiles, JobSize, RealJob, blame_machine
 from wattwatch.watcher.demo.receiver import DemoReceiver, ReceivedAlert
-from wattwatch.watcher.demo.runner import DemoError, describe_busy_machine
+from wattwatch.watcher.demo.runner import DemoError
 from wattwatch.watcher.demo.terminal import SEVERITY_COLORS
 
 QUERY_TIMEOUT_SECONDS: Final = 10.0
