@@ -188,15 +188,19 @@ def _statement(now: float, view: JobView, finding: Finding) -> str:
 
 
 def _check_delays(said: Said, last: float) -> None:
-    expected = said.injected.expected
-    if "alert" not in expected or said.injected.begins + expected["within_seconds"] > last:
-        return
+    expected, begins = said.injected.expected, said.injected.begins
+    if "alert" not in expected or begins < 0 or begins + expected["within_seconds"] > last:
+        return  # the recording is a part, and begins or ends within it
     if said.late_seconds is None:
         said.problems.append(f"{expected['alert']} was never said")
     elif said.late_seconds > expected["within_seconds"]:
         said.problems.append(f"{expected['alert']} came after {said.late_seconds:.1f} s")
     limit = expected.get("confirmed_within")
-    if limit is not None and (said.confirmed_seconds is None or said.confirmed_seconds > limit):
+    if (
+        limit is not None
+        and begins + limit <= last
+        and (said.confirmed_seconds is None or said.confirmed_seconds > limit)
+    ):
         when = "never" if said.confirmed_seconds is None else f"after {said.confirmed_seconds:.1f} s"
         said.problems.append(f"{expected['alert']} was confirmed {when}; the limit is {limit} s")
 
