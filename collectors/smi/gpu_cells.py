@@ -56,6 +56,12 @@ def gpu_from_cells(cells: GpuCells, power_source: PowerSource | None = None) -> 
         values[name] = number.value
         if number.value is None:
             reasons[name] = number.reason
+    if reasons.get("memory_used_bytes") is ReadingStatus.UNSUPPORTED and "process_memory" in cells:
+        # GPUs that share the memory of their host have no amount of their own: what their processes hold is theirs.
+        held = read_number(*cells["process_memory"])
+        if held.value is not None:
+            values["memory_used_bytes"] = held.value
+            del reasons["memory_used_bytes"]
     for name, column in _TEXTS:
         values[name] = _text(cells, column, name, reasons)
     if "tile" in cells and values.get("uuid") is None:
@@ -82,6 +88,14 @@ def gpu_from_cells(cells: GpuCells, power_source: PowerSource | None = None) -> 
         **values,
     )
     return discard_live_readings(sample) if ReadingStatus.LOST in reasons.values() else sample
+
+
+def sum_of_process_memory(texts: Iterable[str]) -> tuple[str, str] | None:
+    """The cell for `process_memory`: what all processes of one GPU hold; None where one of the amounts is not known."""
+    amounts = [read_number(text, "-").value for text in texts]
+    if not amounts or any(amount is None for amount in amounts):
+        return None
+    return str(sum(amount for amount in amounts if amount is not None)), "B"
 
 
 def is_blank_row(cells: GpuCells) -> bool:

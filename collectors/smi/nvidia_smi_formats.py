@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 from wattwatch.collectors.samples import GpuSample
 from wattwatch.collectors.smi.columns import REQUIRED_COLUMNS, parse_timestamps
-from wattwatch.collectors.smi.gpu_cells import gpu_from_cells
+from wattwatch.collectors.smi.gpu_cells import gpu_from_cells, sum_of_process_memory
 from wattwatch.collectors.smi.messages import MessageLog
 from wattwatch.collectors.smi.report import GpuSnapshot, ParsedRows
 from wattwatch.collectors.smi.snapshots import GpuRow, drop_cut_rounds, group_into_snapshots
@@ -131,6 +131,8 @@ def _gpu_from_xml(gpu: ElementTree.Element, number: int | None) -> GpuSample:
         text = next((found for path in paths if (found := gpu.findtext(path)) is not None), None)
         if text is not None:
             cells[field] = (text.strip(), "")
+    if memory := sum_of_process_memory(each.text or "" for each in gpu.iterfind("processes/process_info/used_memory")):
+        cells["process_memory"] = memory
     if "pci_bus_id" not in cells and gpu.get("id"):
         cells["pci_bus_id"] = (gpu.get("id", ""), "")
     for reasons in (gpu.find("clocks_event_reasons"), gpu.find("clocks_throttle_reasons")):

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from wattwatch.collectors.samples import ReadingStatus
 from wattwatch.collectors.smi.columns import IDENTITY_FIELDS, parse_timestamps, status_of_text
-from wattwatch.collectors.smi.gpu_cells import gpu_from_cells
+from wattwatch.collectors.smi.gpu_cells import gpu_from_cells, sum_of_process_memory
 from wattwatch.collectors.smi.messages import MessageLog
 from wattwatch.collectors.smi.report import ParsedRows
 from wattwatch.collectors.smi.snapshots import GpuRow, group_into_snapshots
@@ -62,10 +62,14 @@ class _Gpu:
 
     values: dict[str, tuple[int, str, str]] = field(default_factory=dict)
     places: set[Place] = field(default_factory=set)
+    process_memory: list[str] = field(default_factory=list)
     document: int = 0
     timestamp: str = ""
 
     def add(self, reading: _Reading, text: str) -> None:
+        if reading.field == "process_memory":
+            self.process_memory.append(text)
+            return
         known = self.values.get(reading.field)
         absent = status_of_text(text) is ReadingStatus.UNSUPPORTED
         if known is not None:
@@ -75,7 +79,10 @@ class _Gpu:
         self.values[reading.field] = (reading.priority, text, reading.unit)
 
     def cells(self) -> dict[str, tuple[str, str]]:
-        return {name: (text, unit) for name, (_, text, unit) in self.values.items()}
+        cells = {name: (text, unit) for name, (_, text, unit) in self.values.items()}
+        if memory := sum_of_process_memory(self.process_memory):
+            cells["process_memory"] = memory
+        return cells
 
 
 def looks_like_outline(lines: Sequence[str]) -> bool:
@@ -165,7 +172,8 @@ class _TextReader:
             return True
         # A part of an output, without the line that begins a GPU: what comes again is of the next one.
         unnamed = self._open and not {"pci_bus_id", "index"} & set(self.gpus[-1].values)
-        if not self._open or (unnamed and place in self.gpus[-1].places):
+        repeated = place in self.gpus[-1].places and reading.field != "process_memory" if self._open else False
+        if not self._open or (unnamed and repeated):
             headings = self._headings
             self._begin(None)
             self._headings = headings

@@ -19,7 +19,7 @@ from typing import Final
 
 from wattwatch.collectors.samples import PowerSource
 from wattwatch.collectors.smi.columns import CUT_OFF, TOKENS, is_timestamp, parse_timestamps, status_of_text
-from wattwatch.collectors.smi.gpu_cells import gpu_from_cells
+from wattwatch.collectors.smi.gpu_cells import gpu_from_cells, sum_of_process_memory
 from wattwatch.collectors.smi.messages import MessageLog
 from wattwatch.collectors.smi.report import ParsedRows
 from wattwatch.collectors.smi.snapshots import GpuRow, group_into_snapshots
@@ -53,6 +53,9 @@ _WATTS: Final = re.compile(r"(\d+(?:\.\d+)?)\s?()W")
 _BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s?([KMGT])(?:iB?|B)?")
 _PERCENT: Final = re.compile(r"(\d{1,3})\s?%")
 _MIG_LINE: Final = re.compile(r"^[^|]*\|\s*\|\s*\|\s*(?P<mig>Enabled\*?|Disabled\*?|N/A|ERR!)\s*\|?\s*$")
+_PROCESS_LINE: Final = re.compile(
+    r"^[^|]*\|\s*(?P<index>\d{1,4})\s+(?:(?:N/A|\d+)\s+(?:N/A|\d+)\s+)?\d+\s+[A-Z+]+\s.*?(?P<memory>\S+)\s*\|\s*$"
+)
 _NEW_TABLE: Final = re.compile(r"NVIDIA-SMI\s+\d")
 
 
@@ -64,6 +67,7 @@ def parse_table(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
     """All GPUs of all tables. A second line without its first (a pasted fragment) is a GPU without an index."""
     whole = rejoin_wrapped_lines([line[:_MAX_TABLE_WIDTH] for line in lines])
     gpus: list[tuple[Cells, int, str]] = []
+    held: dict[tuple[int, str], list[str]] = {}  # (block, GPU) -> memory of its processes
     block, timestamp, last, in_slices, open_gpu = 0, "", -1, False, False
     for number, line in enumerate(whole):
         if _NEW_TABLE.search(line):
@@ -76,7 +80,8 @@ def parse_table(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
             in_slices, open_gpu, last = False, True, number
             gpus.append((identity, block, timestamp))
         elif in_slices:
-            continue
+            if row := _PROCESS_LINE.match(line):
+                held.setdefault((block, row["index"]), []).append(row["memory"])
         elif readings := _reading_cells(line, clipped=open_gpu and "temperature" not in gpus[-1][0]):
             if not open_gpu or "temperature" in gpus[-1][0]:
                 gpus.append(({}, block, timestamp))
@@ -87,6 +92,9 @@ def parse_table(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
             open_gpu = False
         elif not _is_border(line) and not messages.recognize(line, number):
             messages.warn(f"line not understood: {line.strip()!r}")
+    for cells, of, _ in gpus:
+        if "index" in cells and (memory := sum_of_process_memory(held.get((of, cells["index"][0]), ()))):
+            cells["process_memory"] = memory
     seconds = parse_timestamps([timestamp for _, _, timestamp in gpus])
     rows = [
         GpuRow(gpu_from_cells(cells, PowerSource.TABLE), second, block)

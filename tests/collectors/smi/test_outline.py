@@ -252,6 +252,15 @@ GPU 00000000:01:00.0
     assert gpu.throttle_reasons == frozenset({"gpu_idle"})
 
 
+def test_the_memory_of_processes_stands_in_only_where_the_gpu_has_none() -> None:
+    gpus = random_gpus(2, 14)
+    text = text_of(gpus)
+    assert differences(read(text), gpus) == []
+    shared = re.sub(r"(        (?:Total|Used) +): \d+ MiB", r"\1: N/A", text)
+    used = [gpu.memory_used_bytes for gpu in read(shared).snapshots[0].gpus]
+    assert used == [15690 * MEBIBYTE] * 2
+
+
 AMD_TEXT = """
 GPU: 0
     USAGE:

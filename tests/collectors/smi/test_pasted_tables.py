@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.collectors.smi.pasted import (
     COPIED_AS,
+    MEBIBYTE,
     R535,
     R550,
     STYLES,
@@ -201,6 +202,32 @@ def test_a_gb10_has_no_memory_and_no_limit_and_is_read() -> None:
     assert (gpu.power_watts, gpu.utilization_percent, gpu.temperature_celsius) == (3.0, 0.0, 36.0)
     assert gpu.reading("memory_used_bytes").reason is ReadingStatus.UNSUPPORTED
     assert gpu.fault is None
+
+
+GB10 = """
+| NVIDIA-SMI 580.142                Driver Version: 580.142        CUDA Version: 13.0     |
+|   0  NVIDIA GB10                    On  |   0000000F:01:00.0 Off |                  N/A |
+| N/A   52C    P0             21W /  N/A  | Not Supported          |     96%      Default |
+|                                         |                        |                  N/A |
++-----------------------------------------+------------------------+----------------------+
+| Processes:                                                                              |
+|  GPU   GI   CI              PID   Type   Process name                        GPU Memory |
+|        ID   ID                                                               Usage      |
+|=========================================================================================|
+|    0   N/A  N/A           41234      C   VLLM::Worker_TP                      {:>8} |
+|    0   N/A  N/A            2991      G   /usr/lib/xorg/Xorg                      91MiB |
++-----------------------------------------------------------------------------------------+
+"""
+
+
+def test_the_memory_of_a_gpu_without_memory_of_its_own_is_what_its_processes_hold() -> None:
+    (gpu,) = read_gpu_output(GB10.format("88123MiB").encode()).snapshots[0].gpus
+    assert gpu.memory_used_bytes == (88123 + 91) * MEBIBYTE
+    assert gpu.memory_total_bytes is None
+    (cut_off,) = read_gpu_output(GB10.format("88123...").encode()).snapshots[0].gpus
+    assert cut_off.reading("memory_used_bytes").reason is ReadingStatus.UNSUPPORTED
+    (none,) = read_gpu_output(GB10.split("|    0   N/A")[0].encode()).snapshots[0].gpus
+    assert none.reading("memory_used_bytes").reason is ReadingStatus.UNSUPPORTED  # no list is no zero
 
 
 def assert_as_printed(
