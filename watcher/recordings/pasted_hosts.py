@@ -81,7 +81,9 @@ _RULE: Final = re.compile(r"\s*-{3,}\s*$")
 _HOST: Final = r"[A-Za-z0-9](?:[\w.-]{0,61}\w)?"
 _TOOL: Final = r"nvidia-smi|rocm-smi|amd-smi|xpu-smi"
 _BETWEEN_RULES: Final = re.compile(r"\s*([\w.\-\[\],]{1,250})(?: \(\d+\))?\s*$")  # dshbak, clush -b: a host list
+_GPUSTAT: Final = re.compile(rf"\s*({_HOST})\s+(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) \w{{3}} [ \d]\d [\d:]{{8}} \d{{4}}\b")
 _MARKERS: Final = (
+    _GPUSTAT,
     re.compile(rf"({_HOST}) \| (?:CHANGED|SUCCESS|FAILED|UNREACHABLE)\b"),  # Ansible
     re.compile(rf"\[\d+\] [\d:]{{8}} \[(?:SUCCESS|FAILURE)\] (?:\w+@)?({_HOST})"),  # parallel-ssh
     re.compile(rf"==> (?:\S*/)?({_HOST}) <==$"),  # head, tail
@@ -101,6 +103,8 @@ def _split_by_marker(lines: Sequence[str]) -> dict[str, list[str]]:
             continue
         if (named := _marked_host(lines, number)) is not None:
             host = named
+            if _GPUSTAT.match(line[:MAX_LINE_LENGTH]):  # its reader needs the date
+                outputs.setdefault(host, []).append(line)
         elif not (_RULE.match(line) and _marked_host(lines, number + 1) is not None):
             outputs.setdefault(host, []).append(line)
             continue

@@ -82,6 +82,20 @@ def test_hosts_with_equal_gpus_are_told_apart_by_what_names_them(text: str, name
     assert [gpu.utilization_percent for gpu in second.gpus or ()][:1] == [0.0]
 
 
+def test_the_header_of_gpustat_names_its_host() -> None:
+    text = "".join(
+        f"{host}  Mon Mar 11 09:31:00 2019  535.1\n"
+        f"[0] Tesla V100-SXM2-32GB | 61'C, {percent} %, 70 / 300 W | 28888 / 32510 MB |\n"
+        for host, percent in (("dgx-1", 100), ("dgx-2", 0))
+    )
+    log = read_input("f", text.encode())
+    assert isinstance(log, GpuLog)
+    assert [spec.name for spec in log.specs] == ["dgx-1", "dgx-2"]
+    samples = [event.sample for event in log.events]
+    assert [sample.gpus[0].utilization_percent for sample in samples if sample and sample.gpus] == [100.0, 0.0]
+    assert all(sample is not None and sample.wall_seconds > 0 for sample in samples)
+
+
 def test_a_host_that_is_named_twice_has_two_samples() -> None:
     text = "".join(f"gpu-0{i}:\n{table()}" for i in (1, 2, 1, 2))
     log = read_input("f", text.encode())
