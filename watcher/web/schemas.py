@@ -65,7 +65,10 @@ class VerdictAnswer(BaseModel):
     power_fraction: float | None = Field(description="median GPU power as a fraction of the power limit")
     suspects: list[SuspectAnswer]
     alternative: AlternativeAnswer | None
-    settle: str | None = Field(description="the one check that would decide between this state and the alternative")
+    settle: str | None = Field(
+        description="the one check that would decide between this state and the alternative; without an alternative, the "
+        "one that would show the state"
+    )
 
 
 class ProgressAnswer(BaseModel):

@@ -13,7 +13,7 @@ import pytest
 from tests.watcher.web import sample_snapshots as samples
 from tests.watcher.web.served_app import make_app, served
 from wattwatch.watcher.common import formatting
-from wattwatch.watcher.detection.model import JobState
+from wattwatch.watcher.detection.model import Alternative, JobState, PowerState
 from wattwatch.watcher.engine.snapshot import Snapshot
 from wattwatch.watcher.web.page import STRIP_HEIGHT, PageRenderer, gpus_to_draw, power_history, power_strip
 
@@ -53,6 +53,18 @@ def test_each_job_shows_its_state_since_when_how_certain_and_why() -> None:
     assert "GPU-hours lost 1.0 187 Wh" in text
     assert "tokens/s 52,980" in text
     assert "power by rank 184–194 W of 1,100 W" in text
+
+
+def test_a_check_decides_between_two_only_where_there_are_two() -> None:
+    job = samples.unseen()
+    check = "Run nvidia-smi on the node"
+    alone = replace(job.verdict, alternative=None, deciding_check=check)
+    one_of_two = replace(alone, alternative=Alternative(PowerState.HANG, 0.1))
+    text = page(replace(samples.cluster(), jobs={"a": replace(job, verdict=alone)})).text
+    assert f"To find out: {check}." in text
+    assert "between the two" not in text
+    text = page(replace(samples.cluster(), jobs={"a": replace(job, verdict=one_of_two)})).text
+    assert f"To decide between the two: {check}." in text
 
 
 def test_an_unknown_value_is_never_shown_as_a_number() -> None:
