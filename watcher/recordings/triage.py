@@ -73,6 +73,7 @@ PROGRESS_ADVICE: Final = (
 # Readings of one job that are further apart do not show one moment: a save alone takes longer. Chosen.
 MAX_APART_SECONDS: Final = 60.0
 DRIVER_GONE_PATTERN: Final = re.compile("cannot reach the NVIDIA driver|driver is not loaded")
+RANK_WORD: Final = re.compile(r"\b[Rr]ank(s?)\b")
 NOT_THE_FIRST_NODE: Final = (
     "If this host is not the first node of its job, its GPU 0 is not rank 0 and does not save: then the job hangs. For "
     "a verdict on the job, give the output of all its nodes with --job."
@@ -366,12 +367,13 @@ def judge_rounds(rounds: Sequence[JobSample], progress: StepProgress | None, pro
 
 
 def _without_ranks(verdict: Verdict) -> Verdict:
-    """Of one host only the GPUs are known. If its GPU 0 is not rank 0, what looks like a save is a hang."""
+    """Of one host only the GPUs are known, so its ranks are called GPUs. If its GPU 0 is not rank 0, what looks like a
+    save is a hang."""
     suspects = tuple(replace(suspect, rank=None) for suspect in verdict.suspects)
     advice = verdict.advice
     if verdict.state is PowerState.CHECKPOINT and verdict.pattern is UtilizationPattern.RANK0_LOW_REST_BUSY:
         advice = f"{_sentence(advice)} {NOT_THE_FIRST_NODE}"
-    return replace(verdict, suspects=suspects, advice=advice)
+    return replace(verdict, suspects=suspects, advice=advice, why=RANK_WORD.sub(r"GPU\1", verdict.why))
 
 
 def _lower_confidence(verdict: Verdict, reason: str) -> Verdict:

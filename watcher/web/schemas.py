@@ -66,8 +66,8 @@ class VerdictAnswer(BaseModel):
     suspects: list[SuspectAnswer]
     alternative: AlternativeAnswer | None
     settle: str | None = Field(
-        description="the one check that would decide between this state and the alternative; without an alternative, the "
-        "one that would show the state"
+        description="the one check that would decide between this state and the alternative; without an alternative, "
+        "the one that would show the state"
     )
 
 

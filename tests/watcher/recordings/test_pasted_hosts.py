@@ -202,6 +202,8 @@ def test_of_one_host_no_rank_is_named_and_the_doubt_is_said(shell: Shell, tmp_pa
     (said,) = shell.run("triage", "--json", tmp_path / "n.csv").json
     assert said["state"] == "checkpoint"
     assert {gpu["rank"] for gpu in said["gpus"]} == {None}
+    assert "GPU 0 is idle and the other GPUs are only waiting" in said["why"]
+    assert "rank" not in said["why"].lower()
     assert "not the first node" in said["advice"]
     assert "--job" in said["advice"]
     (tmp_path / "n.csv").write_text(named(3))
