@@ -49,8 +49,9 @@ def split_by_host(data: bytes) -> HostOutputs | None:
     if len(data) > MAX_PASTE_BYTES:
         return None
     lines = _text_lines(data)
+    starts = list(_output_starts(lines))
     for split in (_split_by_marker, _split_by_heading, _split_by_identity):
-        outputs = split(lines)
+        outputs = split(lines, starts)
         if len(outputs) > 1:
             return HostOutputs({host: f"{chr(10).join(text)}\n".encode() for host, text in outputs.items()}, True)
     return None
@@ -90,10 +91,23 @@ _MARKERS: Final = (
     re.compile(rf".{{0,80}}?\bssh\s+(?:-\S+\s+)*(?:[\w.-]+@)?({_HOST})\s.*(?:{_TOOL})"),
     re.compile(rf"(?:\([\w.-]+\)\s*)?\[?[\w.-]+@({_HOST})\b[^$#>]{{0,100}}[$#>]\s.*(?:{_TOOL})"),  # a shell prompt
 )
+# Each marker contains one of these, and a row of readings none: plain searches are faster on a long log.
+_MARKER_WORDS: Final = (
+    "---",
+    "@",
+    "ssh",
+    "==>",
+    " | ",
+    "[SUCCESS]",
+    "[FAILURE]",
+    *(f"{day} " for day in ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")),
+)
 
 
-def _split_by_marker(lines: Sequence[str]) -> dict[str, list[str]]:
+def _split_by_marker(lines: Sequence[str], starts: Sequence[int]) -> dict[str, list[str]]:
     """By lines that some tool prints before the output of a host. Text before the first one is of an unnamed host."""
+    if not any(word in line for line in lines for word in _MARKER_WORDS):
+        return {}  # a log of a day, say
     outputs: dict[str, list[str]] = {}
     host = UNNAMED_HOST
     skip = False
@@ -111,7 +125,9 @@ def _split_by_marker(lines: Sequence[str]) -> dict[str, list[str]]:
         skip = _RULE.match(line) is None and _BETWEEN_RULES.match(line) is not None and _is_rule(lines, number + 1)
     if len(outputs.keys() - {UNNAMED_HOST}) < 2:
         return {}  # with one name, text above it is most likely of the same host
-    return {each: text for each, text in outputs.items() if each != UNNAMED_HOST or any(map(_starts_output, text))}
+    if not starts or starts[0] >= len(outputs.get(UNNAMED_HOST, ())):  # no output above the first name
+        outputs.pop(UNNAMED_HOST, None)
+    return outputs
 
 
 def _marked_host(lines: Sequence[str], number: int) -> str | None:
@@ -147,9 +163,8 @@ _BARE_NAME: Final = re.compile(
 )
 
 
-def _split_by_heading(lines: Sequence[str]) -> dict[str, list[str]]:
+def _split_by_heading(lines: Sequence[str], starts: Sequence[int]) -> dict[str, list[str]]:
     """By the line above each output, if each names a host; the first output may have none."""
-    starts = list(_output_starts(lines))
     names = [_heading_host(lines, start) for start in starts]
     if len(starts) < 2 or None in names[1:]:
         return {}
@@ -197,9 +212,9 @@ class _Identity:
         return any(_differ(a, b) for i in shared for a, b in zip(self.gpus[i], other.gpus[i], strict=True))
 
 
-def _split_by_identity(lines: Sequence[str]) -> dict[str, list[str]]:
+def _split_by_identity(lines: Sequence[str], starts: Sequence[int]) -> dict[str, list[str]]:
     """Outputs whose GPUs cannot be the same ones, as "host 1", "host 2" in their order."""
-    outputs = _separate_outputs(lines)
+    outputs = _outputs_at(lines, starts)
     if not 1 < len(outputs) <= MAX_PASTED_SAMPLES:
         return {}
     hosts: list[tuple[_Identity, list[str]]] = []
@@ -244,11 +259,11 @@ def count_undated_outputs(data: bytes) -> int:
 
 def separate_outputs(data: bytes) -> list[bytes]:
     """The outputs in a text, one for each time the tool was run; a loop of CSV rows under one header is one output."""
-    return [f"{chr(10).join(text)}\n".encode() for text in _separate_outputs(_text_lines(data))]
+    lines = _text_lines(data)
+    return [f"{chr(10).join(text)}\n".encode() for text in _outputs_at(lines, list(_output_starts(lines)))]
 
 
-def _separate_outputs(lines: Sequence[str]) -> list[Sequence[str]]:
-    starts = list(_output_starts(lines))
+def _outputs_at(lines: Sequence[str], starts: Sequence[int]) -> list[Sequence[str]]:
     return [lines[start:end] for start, end in pairwise([*starts, len(lines)])]
 
 
@@ -262,6 +277,8 @@ _ABOVE_BANNER: Final = re.compile(r"\s*(?:[+|=\-\s]*|<\?xml.*|<!DOCTYPE.*)$")
 
 def _starts_output(line: str) -> bool:
     short = line[:MAX_LINE_LENGTH]
+    if short[:1].isdigit():  # a row, or a date: most lines of a log
+        return False
     if _BANNER.search(short):
         return True
     if "," not in short or not any(word in short.lower() for word in ("power", "utilization", "memory.used", "index")):
@@ -297,14 +314,20 @@ def find_mixed_hosts(report: SmiReport) -> str | None:
             if gpu.index is None or gpu.mig:
                 continue
             identity = (gpu.name, gpu.pci_bus_id, gpu.uuid)
-            name, bus, _ = known = places.setdefault(gpu.index, identity)
+            known = places.setdefault(gpu.index, identity)
             if any(_differ(a, b) for a, b in zip(known, identity, strict=True)):
+                one, other = _place_text(*known), _place_text(*identity)
+                if one == other:
+                    one, other = (f"{text} with UUID {uuid}" for text, uuid in ((one, known[2]), (other, gpu.uuid)))
                 return (
-                    f"this is the output of several hosts: GPU {gpu.index} is {name or 'a GPU'} at {bus or '?'}, "
-                    f"but also {gpu.name or 'a GPU'} at {gpu.pci_bus_id or '?'}. Give the output of each host "
-                    "separately, or name the hosts: `wattwatch triage HOST ...`"
+                    f"this is the output of several hosts: GPU {gpu.index} is {one}, but also {other}. Give the output "
+                    "of each host separately, or name the hosts: `wattwatch triage HOST ...`"
                 )
     return None
+
+
+def _place_text(name: str | None, bus: str | None, _: str | None) -> str:
+    return f"{name or 'a GPU'} at {bus or 'an unknown PCI id'}"
 
 
 def _differ(a: str | None, b: str | None) -> bool:

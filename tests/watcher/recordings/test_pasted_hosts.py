@@ -137,6 +137,19 @@ def test_one_host_stays_one_host(text: str) -> None:
     assert hosts(text) == []
 
 
+def test_uuids_tell_hosts_apart(shell: Shell) -> None:
+    def csv(host: str, header: bool) -> str:
+        rows = "".join(f"{i}, GPU-{host}-{i}, 100 %, 190.00 W, 80000 MiB\n" for i in range(4))
+        return f"{'index, uuid, utilization.gpu [%], power.draw [W], memory.used [MiB]' if header else ''}\n{rows}"
+
+    assert hosts(csv("a", True) + csv("b", True)) == ["host 1", "host 2"]
+    assert hosts(csv("a", True) + csv("a", True)) == []
+    assert count_undated_outputs((csv("a", True) + csv("a", True)).encode()) == 0
+    answer = shell.run("triage", "-", stdin=(csv("a", True) + csv("b", False)).encode())
+    assert (answer.exit_code, answer.out) == (3, "")
+    assert "with UUID GPU-a-0, but also a GPU at an unknown PCI id with UUID GPU-b-0" in answer.err
+
+
 # Where nothing tells
 
 
