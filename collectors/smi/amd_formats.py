@@ -17,7 +17,6 @@ from wattwatch.collectors.smi.columns import read_number
 from wattwatch.collectors.smi.csv_format import split_cells
 from wattwatch.collectors.smi.gpu_cells import gpu_from_cells
 from wattwatch.collectors.smi.messages import MessageLog
-from wattwatch.collectors.smi.outline import gpu_entries, json_documents, parse_amd_documents
 from wattwatch.collectors.smi.report import GpuSnapshot, ParsedRows
 from wattwatch.collectors.smi.snapshots import GpuRow, group_into_snapshots
 
@@ -98,16 +97,13 @@ def _rows_of_devices(devices: Mapping[int, RocmDevice], last: int) -> ParsedRows
     return ParsedRows(snapshots, (), 0, "rocm-smi listed no GPU", last)
 
 
-def parse_json(text: str) -> tuple[str, ParsedRows] | None:
-    """`rocm-smi --json` ({"card0": {name: value}}) or `amd-smi metric --json`, in one line or many; None: neither."""
-    documents = list(json_documents(text))
-    if any(any(gpu_entries(document)) for document in documents):
-        return "amd", parse_amd_documents(documents)
+def parse_rocm_documents(documents: Sequence[Any]) -> ParsedRows:
+    """The devices of `rocm-smi --json`: {"card0": {name: value}}."""
     devices: dict[int, RocmDevice] = {}
     for document in documents:
         for card, values in _cards(document):
             devices.setdefault(card, {}).update({str(name).casefold(): str(value) for name, value in values.items()})
-    return ("rocm", _rows_of_devices(devices, 0)) if devices else None
+    return _rows_of_devices(devices, 0)
 
 
 def _cards(document: Any) -> list[tuple[int, Mapping[str, Any]]]:

@@ -10,11 +10,11 @@ import csv
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
-from typing import Final
+from typing import Any, Final
 
 from wattwatch.collectors.samples import ReadingStatus
 from wattwatch.collectors.smi.columns import (
@@ -25,6 +25,7 @@ from wattwatch.collectors.smi.columns import (
     Column,
     is_timestamp,
     parse_timestamps,
+    read_column,
     read_header,
     read_number,
     status_of_text,
@@ -235,6 +236,39 @@ def _gpu_rows(
         rows.append(GpuRow(gpu_from_cells(named), seconds, block))
         last = number
     return rows, last
+
+
+def parse_records(documents: Sequence[Any]) -> ParsedRows:
+    """Rows as JSON objects whose keys are names of columns: gpustat --json, or a CSV that a script converted."""
+    rows: list[GpuRow] = []
+    found = [(number, record) for number, each in enumerate(documents) for record in _records(each)]
+    stamps = parse_timestamps([_stamp_of_record(record) for _, record in found])
+    for (number, record), seconds in zip(found, stamps, strict=True):
+        named: dict[str, tuple[str, str]] = {}
+        for key, value in record.items():
+            column = read_column(str(key))
+            if column.field and column.field != "timestamp" and not isinstance(value, (dict, list)):
+                named.setdefault(column.field, ("N/A" if value is None else str(value), column.unit))
+        if any(_is_of_a_gpu(field, *cell) for field, cell in named.items()):
+            rows.append(GpuRow(gpu_from_cells(named), seconds, number))
+    return ParsedRows(group_into_snapshots(rows, number_bursts=True), (), 0, "", 0)
+
+
+def _records(node: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    """The objects that name a GPU and a reading of it by column, at most three levels down."""
+    if isinstance(node, dict):
+        fields = {read_column(str(key)).field for key in node}
+        if fields & READING_FIELDS and fields & IDENTITY_FIELDS:
+            yield node
+            return
+        node = list(node.values())
+    if isinstance(node, list) and depth < 4:
+        for each in node:
+            yield from _records(each, depth + 1)
+
+
+def _stamp_of_record(record: Mapping[str, Any]) -> str:
+    return next((str(value) for key, value in record.items() if read_column(str(key)).field == "timestamp"), "")
 
 
 _TEXT_SHAPES: Final = {

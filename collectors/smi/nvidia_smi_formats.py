@@ -1,4 +1,4 @@
-"""Output formats of nvidia-smi with one reader each: XML (-q -x), dmon and the listing (-L); and gpustat's lines."""
+"""Output formats of nvidia-smi with one reader each: XML (-q -x), dmon and the listing (-L); dcgmi dmon and gpustat."""
 
 from __future__ import annotations
 
@@ -200,6 +200,49 @@ def parse_dmon(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
     seconds = parse_timestamps([timestamp for _, timestamp in found])
     rows = [GpuRow(gpu_from_cells(named), second) for (named, _), second in zip(found, seconds, strict=True)]
     return ParsedRows(group_into_snapshots(rows), (), unreadable, "there are no rows below the dmon header", last)
+
+
+# `dcgmi dmon -e ...`: the same with DCGM's short names (dcgmi dmon -l), and `GPU 0` begins a row ---------------------
+
+_DCGMI_HEADER: Final = re.compile(r"^\s*#\s*Entity\s+\S", re.IGNORECASE)
+_DCGMI_ROW: Final = re.compile(r"^\s*GPU (\d{1,3})\s+(\S.*)$")
+_DCGMI_FIELDS: Final = {
+    "POWER": ("power_draw", "W"),
+    "PMLMT": ("power_limit", "W"),
+    "TMPTR": ("temperature", "C"),
+    "GPUTL": ("utilization", "%"),
+    "MCUTL": ("memory_utilization", "%"),
+    "FBUSD": ("memory_used", "MiB"),
+    "FBTTL": ("memory_total", "MiB"),
+    "SMCLK": ("sm_clock", "MHz"),
+}
+
+
+def looks_like_dcgmi(lines: Sequence[str]) -> bool:
+    return any(_DCGMI_HEADER.match(line) for line in lines)
+
+
+def parse_dcgmi(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
+    """All GPUs of all rounds. Rows of MIG instances (GPU-I, GPU-CI) are not GPUs."""
+    names: list[str] = []
+    rows: list[GpuRow] = []
+    unreadable, last = 0, -1
+    for number, line in enumerate(lines):
+        if _DCGMI_HEADER.match(line):
+            names = line.replace("#", " ").split()[1:]
+        elif row := _DCGMI_ROW.match(line):
+            values = row[2].split()
+            if len(values) != len(names):
+                unreadable += 1
+                messages.warn(f"line {number + 1}: {len(values)} values, expected {len(names)}: {line.strip()!r}")
+                continue
+            cells = {_DCGMI_FIELDS[name][0]: (value, _DCGMI_FIELDS[name][1])
+                     for name, value in zip(names, values, strict=True) if name in _DCGMI_FIELDS}  # fmt: skip
+            rows.append(GpuRow(gpu_from_cells({"index": (row[1], ""), **cells}), None))
+            last = number
+        else:
+            messages.recognize(line, number)
+    return ParsedRows(group_into_snapshots(rows), (), unreadable, "a header of dcgmi dmon without rows", last)
 
 
 # `nvidia-smi -L`: names of GPUs. Lost ones remain in it: it says nothing about their health -------------------------

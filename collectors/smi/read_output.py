@@ -14,25 +14,32 @@ from wattwatch.collectors.smi.amd_formats import (
     looks_like_monitor,
     looks_like_rocm,
     parse_amd_table,
-    parse_json,
     parse_monitor,
     parse_rocm,
+    parse_rocm_documents,
 )
 from wattwatch.collectors.smi.columns import REQUIRED_COLUMNS, columns_from_names
-from wattwatch.collectors.smi.csv_format import parse_csv
+from wattwatch.collectors.smi.csv_format import parse_csv, parse_records
 from wattwatch.collectors.smi.gpu_cells import gpu_from_cells
 from wattwatch.collectors.smi.lines import decode_lines, text_of_html
 from wattwatch.collectors.smi.messages import MessageLog, explain_exit_code, other_output
 from wattwatch.collectors.smi.nvidia_smi_formats import (
     DMON_HEADER,
+    looks_like_dcgmi,
     looks_like_gpustat,
     looks_like_listing,
+    parse_dcgmi,
     parse_dmon,
     parse_gpustat,
     parse_listing,
     parse_xml,
 )
-from wattwatch.collectors.smi.outline import json_documents, looks_like_outline, parse_outline
+from wattwatch.collectors.smi.outline import (
+    json_documents,
+    looks_like_outline,
+    parse_amd_documents,
+    parse_outline,
+)
 from wattwatch.collectors.smi.report import GpuSnapshot, ParsedRows, SmiReport
 from wattwatch.collectors.smi.table import looks_like_table, parse_table
 
@@ -76,7 +83,8 @@ def _parse_any(
         rows = parse_xml(text, messages)
         # A page that shows the document may have escaped a part of it.
         return "xml", rows if rows.snapshots or "&gt;" not in text else parse_xml(text_of_html(text), messages)
-    if any(mark in text for mark in _JSON_MARKS) and (found := parse_json(text)) is not None:
+    may_be_json = len(text) <= _MAX_JSON_CHARS and any(mark in text for mark in _JSON_MARKS)
+    if may_be_json and (found := _parse_json(text)) is not None:
         return found
     short = [
         line[:_MAX_PROBED_WIDTH] for line in lines
@@ -92,10 +100,22 @@ def _parse_any(
     return ("csv" if rows.snapshots or rows.problem else ""), rows
 
 
-_JSON_MARKS: Final = ('"card', '"gfx_', '_power"', '_vram"', '"gpu_data"')
+def _parse_json(text: str) -> tuple[str, ParsedRows] | None:
+    """JSON in one line or many: amd-smi, rocm-smi, or rows whose keys are columns (gpustat --json, a converted CSV)."""
+    documents = list(json_documents(text))
+    for source, parse in (("amd", parse_amd_documents), ("rocm", parse_rocm_documents), ("json", parse_records)):
+        rows = parse(documents)
+        if rows is not None and rows.snapshots:
+            return source, rows
+    return None
+
+
+_MAX_JSON_CHARS: Final = 32 << 20  # a document is read into memory; a longer text is a log of something else
+_JSON_MARKS: Final = ('"card', '"gfx_', '_power"', '_vram"', '"gpu_data"', '"power', '"utilization', '"memory', '"temp')
 _READERS: Final[tuple[tuple[str, Callable[[Sequence[str]], bool], Callable[..., ParsedRows]], ...]] = (
     ("rocm", looks_like_rocm, parse_rocm),
     ("dmon", lambda lines: any(DMON_HEADER.match(line) for line in lines), parse_dmon),
+    ("dcgmi", looks_like_dcgmi, parse_dcgmi),
     ("amd", looks_like_amd_table, parse_amd_table),
     ("amd", looks_like_monitor, parse_monitor),
     ("table", looks_like_table, parse_table),
@@ -115,7 +135,7 @@ def _reads_more_than_one_value(rows: ParsedRows) -> bool:
 def _what_json(text: str) -> str:
     if text.lstrip()[:1] not in ("{", "[") or not any(True for _ in json_documents(text)):
         return ""
-    return "this is JSON without a reading of a GPU that is known here (rocm-smi --json, amd-smi metric --json)"
+    return "this is JSON without a reading of a GPU that is known here (rocm-smi, amd-smi metric, gpustat)"
 
 
 def _build_report(source: str, rows: ParsedRows, messages: MessageLog, exit_code: int | None, empty: bool) -> SmiReport:

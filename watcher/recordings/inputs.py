@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from wattwatch.collectors.progress import read_progress
 from wattwatch.collectors.samples import GpuSample, HostStatus, NodeSample
 from wattwatch.collectors.smi import SmiReport, read_gpu_output
-from wattwatch.collectors.smi.columns import read_header
+from wattwatch.collectors.smi.columns import read_column, read_header
 from wattwatch.collectors.smi.csv_format import split_cells
 from wattwatch.collectors.ssh.model import NodeLink
 from wattwatch.watcher.detection.model import JobSpec
@@ -358,11 +358,24 @@ def _parse_json_jobs(name: str, data: bytes) -> dict[str, JsonSamples] | None:
             content = {"samples": content}
         elif "gpus" in content:
             content = {**content, "samples": [content]}
+        if _is_of_a_tool(content["samples"]):
+            return None
         if any("samples" in each for each in content["samples"]):
             return _by_name(JsonCollection.model_validate(content).samples)
         return {name: JsonSamples.model_validate(content)}
     except (orjson.JSONDecodeError, ValidationError, TypeError, KeyError):
         return None
+
+
+def _is_of_a_tool(samples: Any) -> bool:
+    """Whether GPUs have readings under the names that a GPU tool gives them (gpustat --json), and none under ours."""
+    gpus = [gpu for sample in samples if "gpus" in sample for gpu in sample["gpus"]]
+    keys = {key for gpu in gpus for key in gpu}
+    return (
+        bool(keys)
+        and not keys & JsonGpu.model_fields.keys() - {"index", "node", "rank", "name"}
+        and any(read_column(key).field for key in keys - {"index", "name"})
+    )
 
 
 def _by_name(jobs: list[JsonSamples]) -> dict[str, JsonSamples]:

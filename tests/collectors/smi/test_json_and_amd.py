@@ -132,6 +132,53 @@ def test_other_json_is_said_to_be_that() -> None:
     assert "JSON without a reading of a GPU" in report.detail
 
 
+def gpustat(gpus: Sequence[Gpu]) -> Any:
+    """The keys of gpustat --json: those of nvidia-smi --query-gpu."""
+    return {
+        "hostname": "dgx",
+        "query_time": "2026-01-01T10:00:00.123456",
+        "gpus": [
+            {
+                "index": gpu.index,
+                "uuid": f"GPU-{gpu.index}",
+                "name": gpu.name,
+                "temperature.gpu": gpu.temperature,
+                "fan.speed": None,
+                "utilization.gpu": gpu.utilization,
+                "power.draw": gpu.watts,
+                "enforced.power.limit": gpu.limit,
+                "memory.used": gpu.used,
+                "memory.total": gpu.total,
+                "processes": [{"username": "user", "gpu_memory_usage": 17, "pid": 4321}],
+            }
+            for gpu in gpus
+        ],
+    }
+
+
+@pytest.mark.parametrize("indent", [None, 4])
+def test_gpustat_json(indent: int | None) -> None:
+    gpus = random_gpus(4, 11)
+    report = read(json.dumps(gpustat(gpus), indent=indent))
+    assert [values(gpu) for gpu in report.snapshots[0].gpus] == [
+        {name: gpu.truth()[name] for name in FIELDS} for gpu in gpus
+    ]
+
+
+def test_rows_of_a_query_that_a_script_made_json_of() -> None:
+    records = [
+        {"timestamp": f"2026/01/01 10:00:0{second}.000", "index": str(index), "power.draw [W]": f"{300 + index}.00 W",
+         "utilization.gpu [%]": "97 %"}
+        for second in range(3)
+        for index in range(2)
+    ]  # fmt: skip
+    report = read(json.dumps(records))
+    assert [len(snapshot.gpus) for snapshot in report.snapshots] == [2, 2, 2]
+    assert [gpu.power_watts for gpu in report.snapshots[2].gpus] == [300.0, 301.0]
+    lines = "\n".join(json.dumps(record) for record in records)
+    assert read(lines).snapshots == report.snapshots
+
+
 CONCISE = """
 ===================================== ROCm System Management Interface =====================================
 Device  Node  IDs              Temp    Power   Partitions     SCLK     MCLK     Fan  Perf    PwrCap   VRAM%  GPU%

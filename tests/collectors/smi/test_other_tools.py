@@ -45,6 +45,28 @@ def test_gpustat(middle: str, utilization: float | None, watts: float | None, li
     assert gpu.fault is None
 
 
+DCGMI = """
+#Entity   TMPTR                       POWER                       GPUTL                       FBUSD
+ID        C                           W                           %                           MB
+GPU 0     33                          67.892                      97                          61000
+GPU 1     34                          N/A                         N/A                         61001
+GPU-I 0   N/A                         N/A                         12                          17
+GPU 0     33                          68.112                      98                          61000
+GPU 1     34                          70.001                      99                          61001
+"""
+
+
+def test_dcgmi_dmon() -> None:
+    """Short names of `dcgmi dmon -l`, as listed in github.com/guilbaults/slurm-job-exporter/issues/4."""
+    report = read(DCGMI)
+    assert report.source == "dcgmi"
+    assert [len(snapshot.gpus) for snapshot in report.snapshots] == [2, 2]
+    first, second = report.snapshots[0].gpus
+    assert (first.index, first.power_watts, first.utilization_percent) == (0, 67.892, 97.0)
+    assert (first.memory_used_bytes, first.temperature_celsius) == (61000 * MEBIBYTE, 33.0)
+    assert (second.index, second.power_watts, second.fault) == (1, None, None)
+
+
 NVITOP = """
 ╒═════════════════════════════════════════════════════════════════════════════╕
 │ NVITOP 1.0.0       Driver Version: 525.60.11      CUDA Driver Version: 12.0 │

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.collectors.smi.pasted import R535, Gpu, table
-from tests.collectors.smi.test_json_and_amd import amd_smi, rocm_smi
+from tests.collectors.smi.test_json_and_amd import amd_smi, gpustat, rocm_smi
 from tests.collectors.smi.test_outline import text_of
 from wattwatch.watcher.cli.triage import triage_exit_code
 from wattwatch.watcher.detection.model import PowerState
@@ -115,6 +115,12 @@ def test_amd_gpus_are_judged_from_their_json() -> None:
     assert len(result.sample.gpus) == 8
     metric = verdict(json.dumps(amd_smi(busy, True), indent=4))
     assert [gpu.gpu.power_watts for gpu in metric.sample.gpus] == [float(gpu.watts) for gpu in busy]
+
+
+def test_json_of_gpustat_is_not_taken_for_samples_without_readings() -> None:
+    result = verdict(json.dumps(gpustat(HEALTHY)))
+    assert result.verdict.state is PowerState.COMPUTE
+    assert [gpu.gpu.power_watts for gpu in result.sample.gpus] == [float(gpu.watts) for gpu in HEALTHY]
 
 
 def test_a_topology_is_said_to_be_one() -> None:
