@@ -50,7 +50,7 @@ class NodeLink:
     failures: int = 0
     lines: int = 0
     garbage_bytes: int = 0  # bytes that were not a line of the probe
-    clock_skew_seconds: float | None = None  # the node's wall clock minus ours
+    clock_skew_seconds: float | None = None  # the node's wall clock minus ours; None while the node does not answer
 
 
 class ConnectionFailure(Exception):

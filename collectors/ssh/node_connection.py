@@ -252,7 +252,8 @@ class NodeConnection:
             self.failures,
             self.lines,
             self.garbage_bytes,
-            wall_skew,
+            # Measured with the last line: it says nothing of a node that is silent, or after our clock was set.
+            wall_skew if status is HostStatus.OK else None,
         )
 
     def _status(self, now: float) -> tuple[HostStatus, str]:

@@ -208,7 +208,7 @@ def test_the_command_prints_the_contracts_keys() -> None:
     assert result.exit_code == 0
     said = json.loads(result.stdout)
     assert list(said) == [
-        "format", "step", "total_steps", "loss", "tokens_per_second", "line_interval_seconds", "why",
+        "format", "step", "total_steps", "loss", "tokens_per_second", "line_interval_seconds", "age_seconds", "why",
     ]  # fmt: skip
     assert said["step"] == 501
 

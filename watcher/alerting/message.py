@@ -87,7 +87,7 @@ def compose_message(
     return AlertMessage(
         notice=notice,
         title=f"{title_prefix(notice, reason, severity)} {subject}",
-        summary=finding.summary if episode.confirmed or is_closed else f"{finding.summary} (unconfirmed)",
+        summary=summary_sentence(episode, is_closed),
         evidence=finding.evidence,
         suspects=episode.notified.suspects,
         advice=episode.advice,
@@ -108,6 +108,13 @@ def compose_message(
         opened_wall_seconds=episode.opened_wall_seconds,
         closed_wall_seconds=episode.closed_wall_seconds if is_closed else None,
     )
+
+
+def summary_sentence(episode: Episode, is_closed: bool) -> str:
+    """What is wrong; in a closing message what was, since "node-02 does not answer" is no longer true."""
+    if is_closed:
+        return f"Before: {episode.finding.summary}"
+    return episode.finding.summary if episode.confirmed else f"{episode.finding.summary} (unconfirmed)"
 
 
 def title_prefix(notice: NoticeKind, reason: NotifyReason, severity: Severity) -> str:

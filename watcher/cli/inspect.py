@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from contextlib import nullcontext
+from dataclasses import replace
 from errno import EISDIR, ETIMEDOUT
 from pathlib import Path
 from typing import Final
@@ -68,8 +70,11 @@ def read_progress_file(file: Path, pattern: str | None) -> ProgressSample:
     data, cut = read_tail(file)
     text = data.decode("utf-8", "replace")
     if file.name.startswith("rank-") and file.suffix == ".json" and pattern is None:
-        return read_heartbeat(text, str(file))
-    return read_progress(text, str(file), pattern, cut=cut)
+        sample = read_heartbeat(text, str(file))
+    else:
+        sample = read_progress(text, str(file), pattern, cut=cut)
+    # A pipe has no age: what it holds was written by a program that is still running.
+    return replace(sample, age_seconds=max(0.0, time.time() - file.stat().st_mtime)) if file.is_file() else sample
 
 
 def read_run_directory(run: Path, pattern: str | None) -> ProgressSample:
@@ -103,7 +108,8 @@ def read_tail(file: Path) -> tuple[bytes, bool]:
 
 
 def progress_object(sample: ProgressSample) -> dict[str, object]:
-    """The JSON object. A loss that is not finite becomes a string: JSON has no such numbers."""
+    """The JSON object. `age_seconds`: since the file last changed, so that an old rate is seen to be old. A loss that
+    is not finite becomes a string: JSON has no such numbers."""
     loss: float | str | None = sample.loss
     if loss is not None and (loss != loss or loss in (float("inf"), float("-inf"))):
         loss = str(loss)
@@ -114,6 +120,7 @@ def progress_object(sample: ProgressSample) -> dict[str, object]:
         "loss": loss,
         "tokens_per_second": sample.tokens_per_second,
         "line_interval_seconds": sample.line_interval_seconds,
+        "age_seconds": None if sample.age_seconds is None else round(sample.age_seconds, 1),
         "why": sample.why,
     }
 

@@ -178,7 +178,7 @@ class JobDetector:
             found += self._persistent_findings(observation)
             alerts = {finding.alert for finding in found}
             if is_slow and not alerts & {AlertName.JOB_SLOW, AlertName.STRAGGLER}:
-                found.append(slowdown_finding(observation, self._slowdown))
+                found.append(slowdown_finding(observation, self._slowdown, self._step_rate))
         overdue = self._overdue.update(observation, self._step_rate, self._saves)
         if overdue is not None:
             found.append(overdue)

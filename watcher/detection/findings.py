@@ -355,8 +355,10 @@ def _add_lost_share(step_rate: StepRateTracker, evidence: list[str]) -> None:
 # Findings whose trackers have already decided that they are due.
 
 
-def slowdown_finding(observation: Observation, slowdown: SlowdownTracker) -> Finding:
-    """Steps take longer than usual in this run: because of GPUs that stand out, or for no visible reason."""
+def slowdown_finding(observation: Observation, slowdown: SlowdownTracker, step_rate: StepRateTracker) -> Finding:
+    """Steps take longer than usual in this run: because of GPUs that stand out, or for no visible reason. While no step
+    is counted nobody knows how slow the job is, and the time costs nothing here."""
+    stepping = step_rate.stalled_seconds is not None and not step_rate.is_late
     kind = ALERT_KINDS[AlertName.STRAGGLER if slowdown.suspects else AlertName.JOB_SLOW]
     who = ", ".join(str(suspect) for suspect in slowdown.suspects)
     evidence = [
@@ -364,6 +366,10 @@ def slowdown_finding(observation: Observation, slowdown: SlowdownTracker) -> Fin
         f"{slowdown.usual_seconds_per_step:.2f} s",
         observation.verdict.why,
     ]
+    if not stepping and slowdown.measured is not None:
+        stalled = step_rate.stalled_seconds
+        since = "no step can be read now" if stalled is None else f"no step for {stalled:.0f} s"
+        evidence.append(f"that was measured {observation.now - slowdown.measured:.0f} s ago; {since}")
     if who:
         evidence.append(f"the clock or power of {who} differed from that of the other GPUs in most samples")
     return Finding(
@@ -377,7 +383,7 @@ def slowdown_finding(observation: Observation, slowdown: SlowdownTracker) -> Fin
         advice=kind.advice if who else _add_bottleneck(kind.name, observation, evidence),
         since_seconds=observation.now if slowdown.since is None else slowdown.since,
         suspects=slowdown.suspects,
-        gpus_idle=round(observation.sample.gpu_count * slowdown.lost_share),
+        gpus_idle=round(observation.sample.gpu_count * slowdown.lost_share) if stepping else 0,
     )
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import replace
 from typing import Final
 
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
@@ -103,6 +104,8 @@ class HangDetector:
         self._suspects: tuple[Suspect, ...] = ()
         self._signature_text = ""
         self._last_finding: Finding | None = None
+        self._confirmed: Finding | None = None  # the last one that was confirmed, and the time of that observation
+        self._confirmed_seconds = 0.0
         self._since_pause_seconds = math.inf  # since the job saved, evaluated or loaded; inf: never seen
         self._since_work_seconds = math.inf
         self._was_working = False
@@ -159,8 +162,10 @@ class HangDetector:
             or self._by_endless_idle(observation)
         )
         kept = self._still_confirmed(observation, step_rate, working)
-        if kept is not None and not (found and found.confirmed):
-            found = kept
+        if found is not None and found.confirmed:
+            self._confirmed, self._confirmed_seconds = found, observation.now
+        elif kept is not None:
+            found = self._with_age(kept, observation, step_rate)
         self._last_finding = None if process_missing else found
         return self._last_finding
 
@@ -174,6 +179,12 @@ class HangDetector:
             return None if working else last
         stalled = step_rate.stalled_seconds > 0 and not step_rate.pausing and observation.alive is not False
         return last if stalled else None
+
+    def _with_age(self, kept: Finding, observation: Observation, step_rate: StepRateTracker) -> Finding:
+        """A finding that is kept describes the observation that confirmed it: say how long ago that was."""
+        since = "no step was counted" if step_rate.stalled_seconds is not None else "the job's progress cannot be read"
+        age = f"that was {observation.now - self._confirmed_seconds:.0f} s ago; since then {since}"
+        return replace(kept, evidence=(*(self._confirmed or kept).evidence, age))
 
     def _follow_pauses(
         self, observation: Observation, step_rate: StepRateTracker, saves: CheckpointSaveTracker, working: bool

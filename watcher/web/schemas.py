@@ -216,7 +216,9 @@ class NodeAnswer(BaseModel):
     hung_calls: dict[str, float] = Field(
         description="calls on the node that had not returned when it last answered, with their age in seconds now"
     )
-    clock_skew_seconds: float | None = Field(description="wall clock of the node minus that of the watcher")
+    clock_skew_seconds: float | None = Field(
+        description="wall clock of the node minus that of the watcher; null while the node does not answer"
+    )
     logins: int
     login_failures: int
     lines: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -324,3 +325,15 @@ def test_a_hang_in_containers_where_the_driver_names_no_process_is_confirmed() -
     job.play(60, replace(SPIN, process=False), {3: replace(IN_BARRIER, process=False)})
     assert job.finding(HUNG).confirmed
     assert [s.rank for s in job.finding(HUNG).suspects] == [3]
+
+
+def test_a_hang_that_is_kept_while_the_counter_cannot_be_read_says_how_old_its_numbers_are() -> None:
+    job = Job(nodes=2)
+    job.play(40, COMPUTE)
+    job.play(60, SPIN)
+    assert job.finding(HUNG).confirmed
+    job.play(100, SPIN, silent=job.nodes)
+    kept = job.finding(HUNG)
+    assert kept.confirmed
+    assert re.fullmatch(r"that was (9\d|100) s ago; since then the job's progress cannot be read", kept.evidence[-1])
+    assert sum("s ago; since then" in line for line in kept.evidence) == 1

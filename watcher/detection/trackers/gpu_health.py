@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Final
@@ -24,6 +24,7 @@ RECENT_LINE_SECONDS: Final = 120.0
 # The same text with a time stamp later than this is a new event, otherwise the same line sent again.
 SAME_LINE_SECONDS: Final = 60.0
 KEPT_LINES: Final = 1000
+LAST_SEEN: Final = "the GPUs of its node cannot be read now; this was last seen "
 MAX_FIELDS_NAMED: Final = 4
 FAULT_TEXT: Final = {
     ReadingStatus.LOST: "is lost, the driver says",
@@ -60,6 +61,13 @@ class FaultyGpu:
     answers: bool = False  # only the kernel log reports it, and the GPU's readings are those of a working one
     xid: int | None = None  # the Xid that decided; None where the driver itself reports the GPU as lost or broken
     causes: tuple[str, ...] = ()  # kinds of fault in the evidence: "lost", "Xid 79"
+    read_seconds: float = 0.0  # when it was last found so: its node may be unreadable since then
+
+
+def _with_age(gpu: FaultyGpu, now: float) -> FaultyGpu:
+    """A fault of a node that cannot be read now, with the time since it was last seen."""
+    evidence = tuple(fact for fact in gpu.evidence if not fact.startswith(LAST_SEEN))
+    return replace(gpu, evidence=(*evidence, f"{LAST_SEEN}{format_duration(now - gpu.read_seconds)} ago"))
 
 
 class GpuHealthTracker:
@@ -105,6 +113,7 @@ class GpuHealthTracker:
         # A node whose GPUs cannot be read withdraws nothing: a lost GPU is lost until the node shows it again.
         readable = {node.node for node in observation.sample.nodes if node.fresh}
         kept = {place: gpu for place, gpu in self._last.items() if place[0] not in readable and place not in found}
+        kept = {place: _with_age(gpu, observation.now) for place, gpu in kept.items()}
         self._since = {place: self._since.get(place, observation.now) for place in (*found, *kept)}
         self._last = kept | {
             place: FaultyGpu(
@@ -116,6 +125,7 @@ class GpuHealthTracker:
                 place in answers,
                 None if place in reported else xids.get(place),
                 tuple(sorted(causes[place])),
+                observation.now,
             )
             for place, (suspect, evidence) in found.items()
         }

@@ -52,6 +52,7 @@ class SlowdownTracker:
         self._next_seconds = 0.0
         self._outliers: Counter[Suspect] = Counter()  # observations in which a GPU stood out, in this window
         self.since: float | None = None  # when the first slow window began
+        self.measured: float | None = None  # when the last slow window ended
         self.is_slow = False
         self.suspects: tuple[Suspect, ...] = ()
 
@@ -101,6 +102,7 @@ class SlowdownTracker:
         if len(self._windows) >= MIN_WINDOWS and seconds_per_step > self._slow_limit():
             self.since = observation.now - seconds if self.since is None else self.since
             self._slow.append(seconds_per_step)
+            self.measured = observation.now
             self._slow_seconds, self._normal_windows = self._slow_seconds + seconds, 0
             self._name_suspects()
             self.is_slow = self.is_slow or (len(self._slow) >= SLOW_WINDOWS and self._slow_seconds >= SLOW_SECONDS)

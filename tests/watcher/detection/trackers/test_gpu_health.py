@@ -221,3 +221,13 @@ def test_an_xid_has_its_age_for_as_long_as_it_counts() -> None:
     assert found.evidence[0].startswith("Xid 79 (")
     assert "), logged 1 min 35 s ago: NVRM: Xid" in found.evidence[0]
     assert found.causes == ("Xid 79",)
+
+
+def test_a_fault_of_a_node_that_cannot_be_read_any_more_says_when_it_was_last_seen() -> None:
+    job = training()
+    job.play(5, COMPUTE, {3: LOST})
+    job.status["node-1"] = (HostStatus.SAMPLER_TIMEOUT, "nvidia-smi has not answered")
+    job.play(60, COMPUTE)
+    found = job.finding(AlertName.GPU_FAULT)
+    assert found.evidence[-1] == "the GPUs of its node cannot be read now; this was last seen 1 min ago"
+    assert sum("last seen" in fact for fact in found.evidence) == 1

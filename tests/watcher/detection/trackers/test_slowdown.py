@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 from tests.watcher.detection.simulated_seconds import COMMUNICATE, COMPUTE, Activity, Job, xid
@@ -96,3 +97,14 @@ def test_the_few_that_are_busy_in_a_job_that_starves_are_no_measure_for_one_of_t
         job.play(1, ranks[0], ranks)
     assert AlertName.STRAGGLER not in job.alerts
     assert SLOW in job.alerts or AlertName.JOB_STARVING in job.alerts
+
+
+def test_a_slow_job_that_cannot_be_read_any_more_is_slow_as_of_then_and_costs_nothing() -> None:
+    job = Job()
+    paced(job, 4, 600)
+    paced(job, 6, 600)
+    assert job.finding(SLOW).gpus_idle > 0
+    job.play(300, COMMUNICATE, silent=job.nodes)
+    slow = job.finding(SLOW)
+    assert slow.gpus_idle == 0
+    assert any(re.fullmatch(r"that was measured 3\d\d s ago; no step can be read now", line) for line in slow.evidence)
