@@ -156,7 +156,7 @@ def test_cases_that_cannot_be_scored_are_listed_by_reason(shell: Shell, tmp_path
     (tmp_path / "a.json").write_text(json.dumps(labelled("crash", "idle")))
     answer = shell.run("backtest", tmp_path)
     assert answer.exit_code == 3
-    assert "samples cannot show their state: 1 (states: 1 crash)" in answer.out
+    assert "no sample shows such a state: 1 (states: 1 crash)" in answer.out
     assert "none of the cases in it can be scored" in answer.err
 
 
