@@ -134,11 +134,14 @@ class Episode:
 
     @property
     def last_seen_seconds(self) -> float:
-        """The last evaluation that showed the finding, or the first one that did not. After a restart of the watcher:
-        when it was last saved as seen."""
+        """The last evaluation that showed the finding, or the first one that did not; earlier if the finding itself
+        says that its condition is past. After a restart of the watcher: when it was last saved as seen."""
+        seen = self.finding.seen_seconds
         if self.absent_seconds is None or self.unseen_since_restart:
-            return self.cost_counted_until_seconds
-        return self.absent_seconds
+            last = self.cost_counted_until_seconds
+        else:
+            last = self.absent_seconds
+        return last if seen is None else min(last, seen)
 
     def shifted(self, seconds: float, now: float = float("inf")) -> Episode:
         """The same episode on another clock. No time may lie after `now`: wall clocks are sometimes set back."""
@@ -160,7 +163,11 @@ class Episode:
             absent_seconds=shift_or_none(self.absent_seconds),
             returned_seconds=shift_or_none(self.returned_seconds),
             new_cause_seconds=shift_or_none(self.new_cause_seconds),
-            finding=replace(self.finding, since_seconds=shift(self.finding.since_seconds)),
+            finding=replace(
+                self.finding,
+                since_seconds=shift(self.finding.since_seconds),
+                seen_seconds=shift_or_none(self.finding.seen_seconds),
+            ),
             notified=notified,
         )
 

@@ -147,6 +147,7 @@ def replay_object(result: ReplayResult) -> dict[str, Any]:
                         "severity": change.episode.severity,
                         "confirmed": change.episode.confirmed,
                         "summary": change.episode.summary,
+                        "over_seconds": change.over_seconds,
                     }
                     for change in result.alerts
                     if change.episode.id == e.id
@@ -181,7 +182,10 @@ def describe_alert_change(change: AlertChange, *, several: bool) -> str:
     episode = change.episode
     job = escape(episode.job) + ": " if several and episode.job else ""
     if change.step is AlertTransition.RESOLVED:
-        return f"{job}[green]resolved[/] {episode.alert}"
+        scope = f" {escape(episode.scope)}" if episode.scope else ""
+        # An alert that comes and goes is kept open for a while after its problem is gone.
+        over = "" if change.over_seconds is None else f" (not seen since {format_elapsed(change.over_seconds)})"
+        return f"{job}[green]resolved[/] {episode.alert}{scope}{over}"
     certainty = "" if episode.confirmed else " (not confirmed)"
     if change.step is AlertTransition.ESCALATED:
         certainty = f"{certainty} (escalated)"

@@ -107,6 +107,7 @@ class Hysteresis:
             summary=f"{self.finding.summary.removesuffix('.')} (last seen {age:.0f} s ago).",
             gpus_idle=0,
             idle_joules=0.0,
+            seen_seconds=self.true_seconds,
         )
 
 
@@ -343,7 +344,8 @@ def _add_bottleneck(alert: AlertName, observation: Observation, evidence: list[s
     if not starving and not bottleneck.is_named:
         return advice
     if not any(bottleneck.description in text for text in evidence):
-        evidence.append(f"cause of the slow input: {bottleneck.description}")
+        sentence = bottleneck.sentence
+        evidence.append(f"{sentence[0].lower()}{sentence[1:]}")
     return bottleneck.next_step if starving else f"{advice} {bottleneck.next_step}"
 
 
@@ -400,7 +402,7 @@ def gpu_fault_finding(observation: Observation, gpu: FaultyGpu) -> Finding:
         advice=kind.advice,
         since_seconds=gpu.since_seconds,
         suspects=(gpu.suspect,),
-        gpus_idle=int(gpu.unusable),
+        gpus_idle=int(gpu.unusable and not gpu.answers),
         causes=gpu.causes,
     )
 

@@ -291,6 +291,7 @@ def crash_finding(
         gpus = format_count(len(sample.gpus), "GPU")
         hidden = [node.node for node in sample.nodes if node.processes is None]
         who = f"the memory of all {gpus} was released, so its processes have exited"
+        advice = SIMULTANEOUS_EXIT_ADVICE
         evidence = [
             f"{gpus} hold {format_bytes(_bytes_in_use(sample))} in total; they held up to "
             f"{format_bytes(most_in_use_bytes)}"

@@ -418,6 +418,7 @@ class Finding:
     suspects: tuple[Suspect, ...] = ()
     gpus_idle: int = 0  # GPUs that do no useful work because of it: GPU-hours lost are counted from this
     idle_joules: float = 0.0  # energy those GPUs used since the previous observation; 0 over a gap
+    seen_seconds: float | None = None  # detector clock: when the condition was last true; None: it is true now
     # What is behind it, as fixed texts without numbers. Another one later in the same episode is news for receivers.
     causes: tuple[str, ...] = ()
 

@@ -47,6 +47,7 @@ class AlertChange:
     at_seconds: float  # since the start of the source
     step: AlertTransition
     episode: EpisodeView
+    over_seconds: float | None = None  # of a resolved one: since when the problem was gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +109,11 @@ def replay(name: str, source: GpuLog | Recording, profiles: Sequence[UserProfile
                 rounds += 1
                 changes += _state_changes(snapshot, changes, clock.wall())
                 for episode in snapshot.episodes:
-                    step = _transition(episodes.get(episode.id), episode)
+                    before = episodes.get(episode.id)
+                    step = _transition(before, episode)
                     if step is not None:
-                        alerts.append(AlertChange(clock.wall(), step, episode))
+                        over = before.last_seen_wall_seconds if before and step is AlertTransition.RESOLVED else None
+                        alerts.append(AlertChange(clock.wall(), step, episode, over))
                     episodes[episode.id] = episode
         finally:
             store.close()

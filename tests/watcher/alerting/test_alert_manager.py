@@ -242,6 +242,17 @@ def test_a_hang_that_people_know_of_is_not_reported_again_by_a_gpu_fault_that_co
     assert any("but the problem persists" in reason for reason in reasons_of(watch))
 
 
+def test_an_alert_lasted_until_its_condition_was_last_true(watch: Watch) -> None:
+    starving = finding(AlertName.JOB_STARVING, since=watch.clock.monotonic())
+    watch.evaluate(starving, times=60)
+    last = watch.clock.monotonic()
+    watch.evaluate(replace(starving, seen_seconds=last), times=30)
+    (view,) = watch.manager.episodes()
+    assert view.last_seen_wall_seconds == pytest.approx(watch.clock.wall() - 30)
+    watch.evaluate(times=5)
+    assert watch.last()["annotations"]["timing"].startswith("Lasted 1 min, until ")
+
+
 def test_a_silent_node_whose_summary_says_the_job_stopped_is_not_reported_again_for_the_hang(watch: Watch) -> None:
     stopped = replace(NODE_DOWN, severity=Severity.CRITICAL, summary="node-02 does not answer, and llama has stopped.")
     watch.evaluate(NODE_DOWN, times=5)

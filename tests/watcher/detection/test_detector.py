@@ -63,6 +63,7 @@ def test_starvation_that_is_over_is_told_as_over_while_its_alert_stays_open() ->
     finding = job.finding(AlertName.JOB_STARVING)
     assert finding.summary == seen.summary.removesuffix(".") + " (last seen 10 s ago)."
     assert finding.evidence == seen.evidence, "not the numbers of a job that computes"
+    assert finding.seen_seconds == job.now - 10
     assert job.state is JobState.COMPUTING
     assert job.detector.wasted_gpu_seconds["JobStarving"] - cost < 2 * seen.gpus_idle
 

@@ -155,7 +155,7 @@ def test_each_change_of_an_alert_is_shown_with_its_text_at_that_time(shell: Shel
     assert "may be hung" not in escalated["summary"]
     told = [line.split(maxsplit=1) for line in shell.run("replay", path).out.splitlines() if "JobHung" in line]
     assert [words.split(" hangs.csv")[0] for _, words in told] == [
-        "WARNING JobHung (not confirmed)", "CRITICAL JobHung (escalated)", "resolved JobHung",
+        "WARNING JobHung (not confirmed)", "CRITICAL JobHung (escalated)", "resolved JobHung (not seen since 0:20:01)",
     ]  # fmt: skip
     assert [at for at, _ in told] == [format_elapsed(change["at_seconds"]) for change in alert["changes"]]
 

@@ -78,7 +78,7 @@ def classify(
         bottleneck = find_input_bottleneck(sample)
         verdict = replace(
             verdict,
-            why=f"{verdict.why} Cause of the slow input: {bottleneck.description}.",
+            why=f"{verdict.why} {bottleneck.sentence}.",
             advice=bottleneck.next_step,
         )
     verdict = _with_memory_errors(verdict, sample)

@@ -58,6 +58,12 @@ class InputBottleneck:
     def is_named(self) -> bool:
         return self.kind is not BottleneckKind.UNNAMED
 
+    @property
+    def sentence(self) -> str:
+        """Without a full stop. What the hosts show at the same time is likely the cause, and no proof of it."""
+        likely = "Likely cause" if self.is_named else "Cause"
+        return f"{likely} of the slow input: {self.description}"
+
 
 @cache
 def bottleneck_table() -> dict[str, Any]:

@@ -109,6 +109,7 @@ def test_a_gpu_that_answers_is_not_said_to_have_failed_on_the_word_of_the_kernel
     fault = job.finding(FAULT)
     assert fault.summary == ("rank 2 on node-1 GPU 2 answers, but the kernel log reports that it has failed (Xid 79).")
     assert fault.evidence[-1] == "the GPU answers: 985 W, utilization 99 %"
+    assert fault.gpus_idle == 0, "it works"
     job.kernel["node-1"] = [xid(94, 3)]
     job.play(3, COMPUTE)
     assert "rank 3 on node-1 GPU 3 needs a reset soon (Xid 94)." in [f.summary for f in job.findings]
