@@ -63,14 +63,18 @@ def collect_live_evidence(
 
 
 def rank_readings(sample: JobSample) -> Iterator[RankReadings]:
-    """Every rank that has a GPU, a process or a heartbeat."""
+    """Every rank that has a GPU, a process or a heartbeat; those whose GPU is not seen have no reading."""
     gpus = {rank_gpu.rank: rank_gpu for rank_gpu in sample.gpus if rank_gpu.rank is not None}
     sources = newest_progress_by_rank(sample.progress.sources)
     node_of_rank = {p.rank: n.node for n in sample.nodes for p in n.processes or () if p.rank is not None}
     listed = {node.node for node in sample.nodes if node.processes is not None}
-    for rank in {*gpus, *sources, *node_of_rank}:
-        rank_gpu, source = gpus.get(rank), sources.get(rank)
-        node = rank_gpu.node if rank_gpu is not None else node_of_rank.get(rank, "")
+    unseen = {each.rank: each for each in sample.unseen if each.rank is not None and each.rank not in gpus}
+    for rank in {*gpus, *sources, *node_of_rank, *unseen}:
+        rank_gpu, source, missing = gpus.get(rank), sources.get(rank), unseen.get(rank)
+        node = (
+            rank_gpu.node if rank_gpu is not None else node_of_rank.get(rank, "" if missing is None else missing.node)
+        )
+        index = rank_gpu.gpu.index if rank_gpu is not None else None if missing is None else missing.index
         # Only a node that lists its processes can show that a rank is gone.
         alive: bool | None = True if rank in node_of_rank else None
         if alive is None and source is not None and source.pid is not None and node in listed:
@@ -79,7 +83,7 @@ def rank_readings(sample: JobSample) -> Iterator[RankReadings]:
         yield RankReadings(
             rank=rank,
             node=node,
-            gpu=None if rank_gpu is None else rank_gpu.gpu.index,
+            gpu=index,
             power_watts=None if rank_gpu is None else rank_gpu.gpu.power_watts,
             utilization_percent=None if rank_gpu is None else rank_gpu.gpu.utilization_percent,
             step=None if source is None else source.step,
@@ -147,7 +151,8 @@ def gpu_faults(sample: JobSample, findings: Sequence[Finding]) -> Iterator[NodeF
     for node in sample.nodes:
         for missing in node.missing_gpus:
             if (node.node, missing.index) not in reported:
-                yield NodeFault("gpu", node.node, missing.text, None, missing.index)
+                suspect = sample.missing_suspect(node.node, missing)
+                yield NodeFault("gpu", node.node, missing.text, suspect.rank, suspect.gpu)
 
 
 def throttled_gpus(sample: JobSample) -> Iterator[NodeFault]:

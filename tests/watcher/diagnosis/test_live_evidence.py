@@ -29,6 +29,7 @@ from wattwatch.watcher.detection.model import (
     RankGpu,
     Severity,
     Suspect,
+    UnseenGpu,
     UtilizationPattern,
     Verdict,
 )
@@ -94,6 +95,24 @@ def test_a_rank_without_a_gpu_is_known_by_its_process() -> None:
         job(gpus=(), nodes=(replace(NODE, processes=(process(5),)),)), VERDICT, (), JobState.HUNG
     )
     assert evidence.ranks == (RankReadings(5, "n1", alive=True),)
+
+
+def test_a_rank_whose_gpu_is_not_seen_is_there_without_a_reading() -> None:
+    unseen = (
+        UnseenGpu("n2", 2, 0, None, "node does not answer"),
+        UnseenGpu("n2", None, 1, None, "node does not answer"),
+    )
+    ranks = collect_live_evidence(job(unseen=unseen), VERDICT, (), JobState.HUNG).ranks
+    assert ranks[2] == RankReadings(2, "n2", 0)
+    assert len(ranks) == 3
+
+
+def test_a_missing_gpu_is_reported_with_the_rank_it_had() -> None:
+    gone = MissingGpu(1, None, ReadingStatus.LOST, "NVML cannot open GPU 1")
+    unseen = (UnseenGpu("n1", 1, 1, None, gone.text),)
+    assert faults(nodes=(replace(NODE, missing_gpus=(gone,)),), unseen=unseen) == [
+        NodeFault("gpu", "n1", "NVML cannot open GPU 1", 1, 1)
+    ]
 
 
 def test_unknown_readings_of_a_rank_are_none() -> None:
