@@ -32,6 +32,7 @@ from wattwatch.collectors.smi import SmiReport, read_gpu_output
 from wattwatch.collectors.smi.columns import read_column, read_header
 from wattwatch.collectors.smi.csv_format import split_cells
 from wattwatch.collectors.ssh.model import NodeLink
+from wattwatch.watcher.common.formatting import describe_invalid_value
 from wattwatch.watcher.detection.model import JobSpec
 from wattwatch.watcher.recordings.format import RecordedEvent, Recording, is_recording, open_recording, parse_recording
 from wattwatch.watcher.recordings.pasted_hosts import (
@@ -111,7 +112,10 @@ def read_input(name: str, data: bytes, *, several_hosts: bool = False) -> GpuLog
             "the jobs"
         )
     host = UNNAMED_INPUTS.get(name, name)
-    jobs = _parse_json_jobs(host, data)
+    try:
+        jobs = _parse_json_jobs(host, data)
+    except ValidationError as error:
+        return _unread_json(host, error)
     if jobs is not None:
         return _from_json(host, jobs)
     if (hosts := split_by_host(data)) is not None and (log := _from_hosts(hosts)) is not None:
@@ -349,7 +353,11 @@ class JsonCollection(BaseModel):
 
 def _parse_json_jobs(name: str, data: bytes) -> dict[str, JsonSamples] | None:
     """Jobs by name if the data is JSON of one of these forms: one sample, a list of samples, an object with `samples`,
-    or a collection of such objects. A single job gets the name of the input. None: other content."""
+    or a collection of such objects. A single job gets the name of the input. None: other content.
+
+    Raises ValidationError for samples of this form with a value that is none: no other reader knows which GPU belongs
+    to which node in them.
+    """
     if data.lstrip()[:1] not in (b"{", b"["):
         return None
     try:
@@ -363,8 +371,34 @@ def _parse_json_jobs(name: str, data: bytes) -> dict[str, JsonSamples] | None:
         if any("samples" in each for each in content["samples"]):
             return _by_name(JsonCollection.model_validate(content).samples)
         return {name: JsonSamples.model_validate(content)}
-    except (orjson.JSONDecodeError, ValidationError, TypeError, KeyError):
+    except ValidationError:
+        if _has_own_keys(content["samples"]):
+            raise
         return None
+    except (orjson.JSONDecodeError, TypeError, KeyError):
+        return None
+
+
+def _has_own_keys(samples: Any) -> bool:
+    """Whether some GPU has a reading under a name of `JsonGpu`."""
+    rows = [row for row in samples if isinstance(row, dict)] if isinstance(samples, list) else []
+    if any(_has_own_keys(row["samples"]) for row in rows if "samples" in row):
+        return True
+    gpus = [gpu for row in rows if isinstance(row.get("gpus"), list) for gpu in row["gpus"] if isinstance(gpu, dict)]
+    return any(gpu.keys() & JsonGpu.model_fields.keys() - {"index", "node", "rank", "name"} for gpu in gpus)
+
+
+def _unread_json(name: str, error: ValidationError) -> GpuLog:
+    first = error.errors()[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    return GpuLog(
+        (JobSpec(name, (name,)),),
+        (),
+        HostStatus.PARSE_ERROR,
+        f"the JSON samples cannot be read: {place}: {describe_invalid_value(first)}",
+        {},
+        advice=CHECK_JSON,
+    )
 
 
 def _is_of_a_tool(samples: Any) -> bool:
@@ -384,6 +418,9 @@ def _by_name(jobs: list[JsonSamples]) -> dict[str, JsonSamples]:
         name = job.name or str(i)
         named[name if name not in named else f"{name} ({i})"] = job
     return named
+
+
+CHECK_JSON: Final = "Check the program that wrote this file: each sample needs a list of GPUs with their readings."
 
 
 def _from_json(name: str, jobs: Mapping[str, JsonSamples]) -> GpuLog:
@@ -416,11 +453,7 @@ def _from_json(name: str, jobs: Mapping[str, JsonSamples]) -> GpuLog:
     if len(specs) > 1:
         events.sort(key=lambda event: event.seconds)
     status, detail = (HostStatus.OK, "") if events else (HostStatus.PARSE_ERROR, "the JSON samples contain no GPUs")
-    advice = (
-        ""
-        if events
-        else "Check the program that wrote this file: each sample needs a list of GPUs with their readings."
-    )
+    advice = "" if events else CHECK_JSON
     return GpuLog(tuple(specs) or (JobSpec(name, (name,)),), tuple(events), status, detail, ranks, advice=advice)
 
 

@@ -110,6 +110,14 @@ def test_other_json_has_no_gpus(other: dict[str, Any] | list[Any]) -> None:
     assert log.detail
 
 
+def test_a_wrong_value_in_json_samples_is_named_and_no_other_reader_guesses_at_them() -> None:
+    nodes = [{**board(i % 8), "node": f"n{i // 8}"} for i in range(16)]
+    log = read({"samples": [{"gpus": [*nodes[:3], {**nodes[3], "power_w": "much"}, *nodes[4:]]}]})
+    assert (log.status, log.events) == (HostStatus.PARSE_ERROR, ())
+    assert "samples[0].gpus[3].power_w: expected a number, got 'much'" in log.detail
+    assert log.advice
+
+
 def test_a_file_that_cannot_be_opened_is_an_error_in_one_sentence(tmp_path: Path) -> None:
     for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(InputError, match=re.escape(f"{path}: cannot read the file: {words}")):
