@@ -235,6 +235,7 @@ def _merged(gpus: Sequence[_Gpu]) -> Iterator[_Gpu]:
 _JSON_START: Final = re.compile(r"(?:^|\n)[ \t]*([{\[])(?=\s*[\"{\[\]}])")
 _JSON_TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 _MAX_ATTEMPTS: Final = 20  # beginnings of a document that are tried in a text without one
+_MAX_DEPTH: Final = 100
 
 
 def json_documents(text: str) -> Iterator[Any]:
@@ -260,18 +261,20 @@ def _next_start(text: str, place: int) -> int | None:
 
 def _whole_part(text: str) -> Any:
     """The values of a document that ends too early; None if it is no JSON up to there."""
-    open_brackets: list[str] = []
-    whole, closing = 0, ""
+    still_open, whole, closing = "", 0, ""  # the brackets that would close what is open, the innermost first
     for match in _JSON_TOKEN.finditer(text):
         token = match[0]
         if token in "{[":
-            open_brackets.append("}" if token == "{" else "]")
-        elif token in "}]":
-            if not open_brackets or open_brackets.pop() != token:
+            still_open = ("}" if token == "{" else "]") + still_open
+            if len(still_open) > _MAX_DEPTH:
                 return None
-            whole, closing = match.end(), "".join(reversed(open_brackets))
+        elif token in "}]":
+            if still_open[:1] != token:
+                return None
+            still_open = still_open[1:]
+            whole, closing = match.end(), still_open
         elif token == ",":
-            whole, closing = match.start(), "".join(reversed(open_brackets))
+            whole, closing = match.start(), still_open
     try:
         return json.loads(text[:whole] + closing) if whole else None
     except (ValueError, RecursionError):

@@ -99,6 +99,22 @@ def test_a_real_output_with_damaged_bytes(kind: str, data: st.DataObject) -> Non
     holds(read_gpu_output(bytes(text)))
 
 
+GARBAGE = (
+    *(b"GPU[0] : ", b"[0] a | 1'C, ", b"A : b ", b"<br>", b"&nbsp;", b"\x1b[1;", b"> ", b'{"a":', b"[{", b"{\n"),
+    *(
+        b"+---",
+        b"|===+",
+        b"| 0 MiB / ",
+        b"00:00:00 ",
+        b"=3D=\n",
+        b"ERR! ",
+        b"timed out ",
+        b"    A : 1\n",
+        b'{"a": 1}\n',
+    ),
+)
+
+
 def test_garbage_without_line_ends_does_not_make_a_search_explode() -> None:
-    for unit in (b"| 0 A ", b"GPU 0: ", b"N/A ", b"<gpu ", b"<nvidia_smi_log", b"1", b" ", b"\0", b"a, "):
+    for unit in (b"| 0 A ", b"GPU 0: ", b"N/A ", b"<gpu ", b"<nvidia_smi_log", b"1", b" ", b"\0", b"a, ", *GARBAGE):
         holds(read_gpu_output(unit * (300_000 // len(unit))))
