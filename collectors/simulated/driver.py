@@ -109,13 +109,14 @@ class Driver:
         seconds = -1.0 if self._started is None else now - self._started
         for scenario_run in self._running:
             number = phase_number_at(scenario_run.scenario, seconds)
-            if number is not None and number != scenario_run.phase:
-                scenario_run.phase = number
-                phase = scenario_run.scenario.phases[number]
+            # A tick that is very late may find several phases begun: each has its effects and is reported.
+            while number is not None and scenario_run.phase != number:
+                scenario_run.phase = begun = 0 if scenario_run.phase is None else scenario_run.phase + 1
+                phase = scenario_run.scenario.phases[begun]
                 self._apply_phase(scenario_run, phase, step_at(scenario_run.scenario, seconds))
                 assert self._started is not None
                 late = now - self._started - phase.at_seconds
-                self._report(PhaseStarted(scenario_run.scenario.name, number, now, late))
+                self._report(PhaseStarted(scenario_run.scenario.name, begun, now, late))
             write_job_state(scenario_run, number, step_at(scenario_run.scenario, seconds), self._ticks)
 
     def _apply_phase(self, scenario_run: RunningScenario, phase: ScenarioPhase, step: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.simulated.driver import (
     Driver,
@@ -182,6 +183,20 @@ def test_a_job_of_another_trainer_writes_a_torchtitan_log_and_no_heartbeats(tmp_
     assert "tps: 3,310" in last
 
 
+def test_a_driver_that_comes_late_begins_every_phase_it_missed(tmp_path: Path) -> None:
+    clock = Clock()
+    plays, _ = set_up_scenarios([get_scenario("crash")], tmp_path / "live", tmp_path / "tools", clock)
+    began: list[PhaseStarted] = []
+    driver = Driver(plays, clock, freeze=lambda _: None, report=began.append)
+    driver._started = clock.wall() - 1000.0
+    driver._tick()
+    driver._tick()
+    assert [phase.phase for phase in began] == list(range(len(get_scenario("crash").phases)))
+    assert began[0].late_seconds >= 1000.0
+    assert began[0].late_seconds - began[1].late_seconds == pytest.approx(65.0)
+    assert not (plays[0].nodes[1].directory / "proc" / str(plays[0].nodes[1].pids[1])).exists()
+
+
 def driven(name: str, directory: Path, to_phase: int, frozen: list[str] | None = None) -> RunningScenario:
     """The scenario as its driver leaves it once the given phase has begun; four hundred times as fast as life."""
     clock = Clock(speed=400.0)
@@ -197,7 +212,7 @@ def driven(name: str, directory: Path, to_phase: int, frozen: list[str] | None =
     driver = Driver(plays, clock, freeze=(frozen if frozen is not None else []).append, report=hear)
     driver.start()
     driver.begin()
-    assert reached.wait(30), f"phase {to_phase} of {name} never began"
+    assert reached.wait(DEADLINE_SECONDS), f"phase {to_phase} of {name} never began"
     driver.stop()
     assert [phase.phase for phase in began] == list(range(to_phase + 1))
     return plays[0]
