@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.watcher.config.settings import RECEIVER_TYPES
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +30,9 @@ def broken_contracts(directory: Path) -> str:
     """
     command = [sys.executable, "-P", "-c", LINT_IMPORTS, "--no-cache"]
     environment = {**os.environ, "PYTHONPATH": str(directory)}
-    ran = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS
+    )
     return "" if ran.returncode == 0 else ran.stdout + ran.stderr
 
 

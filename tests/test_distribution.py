@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
+
 ROOT = Path(__file__).parents[1]
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
@@ -18,7 +20,7 @@ BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.
 def build(what: str, source: Path, out: Path) -> Path:
     """Runs the build backend as pip does, without its isolation: an isolated build fetches setuptools."""
     command = [sys.executable, "-P", "-c", BUILD, what, str(out)]
-    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=DEADLINE_SECONDS)
     (path,) = out.iterdir()
     return path
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_architecture import classes_defined_twice
+from tests.tools import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("collectors", "trainer", "watcher")
@@ -292,7 +293,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_extension_works_with_these_edits_alone(extension: Extension, extended: Path, tmp_path: Path) -> None:
     program = PRELUDE.format(root=str(extended), tests=str(ROOT)) + extension.program
     ran = subprocess.run(
-        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_SECONDS
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == extension.expected

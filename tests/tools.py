@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-import pytest
-
 DEADLINE_SECONDS: Final = 600.0
 """How long a test waits for what must happen. It only ends a test that hangs: no result depends on the speed."""
 
@@ -17,6 +15,8 @@ def require_tool(name: str) -> str:
     """Path of a system program. Skips the test where it is missing; fails it under WATTWATCH_REQUIRE_ALL_TOOLS=1."""
     path = shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
     if path is None:
+        import pytest  # here: programs that a test starts need only the limit above, and are to start quickly
+
         reason = f"{name} is not installed: .ci/run names the package that brings it"
         if os.environ.get("WATTWATCH_REQUIRE_ALL_TOOLS") == "1":
             pytest.fail(reason)

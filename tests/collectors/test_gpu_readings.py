@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.collectors.test_nvml import SOUND, row
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.collectors import samples
 from wattwatch.collectors.nvml import UNNAMED_COLUMNS, NvmlColumns, gpu_from_nvml, missing_from_nvml
 from wattwatch.collectors.probe.payload import NVML_READINGS
@@ -37,7 +38,7 @@ with SimulatedCluster([get_scenario("healthy")]) as cluster:
     fleet = Fleet({cluster.nodes[0].name: request}, SshSettings(config_file=cluster.ssh_config), cluster.clock)
     fleet.start()
     gpus = None
-    for _ in range(300):
+    for _ in range(6000):
         fleet.wait(0.1)
         gpus = next((sample.gpus for sample in fleet.drain() if sample.gpus), gpus)
         if gpus:
@@ -68,7 +69,7 @@ def test_a_new_reading_takes_one_declaration_and_no_other_change(tmp_path: Path)
         capture_output=True,
         text=True,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)},
-        timeout=100,
+        timeout=DEADLINE_SECONDS,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == [

@@ -13,10 +13,9 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.tools import require_tool
+from tests.tools import DEADLINE_SECONDS, require_tool
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-DEADLINE_SECONDS = 90.0
 PAUSE_SECONDS = 0.25
 
 
@@ -24,7 +23,7 @@ class PrometheusServer:
     """A client of a running Prometheus."""
 
     def __init__(self, address: str) -> None:
-        self._client = httpx.Client(base_url=address, trust_env=False, timeout=30)
+        self._client = httpx.Client(base_url=address, trust_env=False, timeout=DEADLINE_SECONDS)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The instant vector now. Raises AssertionError if the expression is not valid PromQL."""
@@ -102,7 +101,7 @@ def scraping(exporter_address: str, directory: Path) -> Iterator[PrometheusServe
         server.close()
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(DEADLINE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

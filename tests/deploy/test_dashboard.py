@@ -26,7 +26,6 @@ def test_the_committed_file_is_up_to_date() -> None:
     assert DASHBOARD_FILE.read_text("utf-8") == dashboard_json(), "run: python -m dashboards.generate"
 
 
-@pytest.mark.timeout(300)
 def test_every_query_returns_data(prometheus: PrometheusServer) -> None:
     expressions = [for_everything(target["expr"]) for panel in PANELS for target in panel["targets"]]
     expressions += [for_everything(note["expr"]) for note in dashboard()["annotations"]["list"]]
@@ -34,7 +33,6 @@ def test_every_query_returns_data(prometheus: PrometheusServer) -> None:
     assert prometheus.without_data(expressions) == []
 
 
-@pytest.mark.timeout(300)
 def test_the_variables_list_the_existing_jobs_and_nodes(prometheus: PrometheusServer) -> None:
     offered = {}
     for variable in dashboard()["templating"]["list"]:

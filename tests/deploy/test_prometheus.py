@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.deploy.prometheus_server import DEPLOY, PrometheusServer
-from tests.tools import require_tool
+from tests.tools import DEADLINE_SECONDS, require_tool
 from wattwatch.watcher.web.metrics import METRICS
 
 RULES = DEPLOY / "prometheus" / "rules.yml"
@@ -27,7 +27,11 @@ ALERTS: list[dict[str, Any]] = [
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [require_tool("promtool"), *arguments], cwd=RULES.parent, text=True, capture_output=True, timeout=60
+        [require_tool("promtool"), *arguments],
+        cwd=RULES.parent,
+        text=True,
+        capture_output=True,
+        timeout=DEADLINE_SECONDS,
     )
 
 
@@ -67,7 +71,6 @@ def test_rules_use_existing_metrics_and_say_what_to_do(rule: dict[str, Any]) -> 
     assert "{{" not in rule["annotations"]["summary"]
 
 
-@pytest.mark.timeout(300)
 def test_every_metric_of_the_rules_is_served(prometheus: PrometheusServer) -> None:
     selectors = [
         selector
@@ -78,7 +81,6 @@ def test_every_metric_of_the_rules_is_served(prometheus: PrometheusServer) -> No
     assert prometheus.without_data(selectors) == []
 
 
-@pytest.mark.timeout(300)
 def test_the_rules_about_jobs_detect_the_deadlock(prometheus: PrometheusServer) -> None:
     expressions = {rule["alert"]: rule["expr"] for rule in ALERTS}
     assert prometheus.without_data([expressions[name] for name in TRUE_IN_A_DEADLOCK]) == []

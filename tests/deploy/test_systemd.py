@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.tools import require_tool
+from tests.tools import DEADLINE_SECONDS, require_tool
 from wattwatch.watcher.cli.main import COMMANDS
 from wattwatch.watcher.config.settings import load_config
 
@@ -16,7 +16,9 @@ WORST_SCORE = 15  # tenths: 1.5
 
 
 def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([require_tool("systemd-analyze"), *arguments], text=True, capture_output=True, timeout=60)
+    return subprocess.run(
+        [require_tool("systemd-analyze"), *arguments], text=True, capture_output=True, timeout=DEADLINE_SECONDS
+    )
 
 
 def test_systemd_reads_the_unit_without_a_warning(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ from wattwatch.watcher.demo.runner import DemoError
 ARGUMENTS = ["--scenario", "epoch-end-deadlock", "--real", "--json"]
 
 
-@pytest.mark.timeout(1500)  # about 100 s on two idle cores
 @pytest.mark.skipif(util.find_spec("torch") is None, reason="torch is not installed: pip install 'wattwatch[trainer]'")
 def test_a_real_deadlock_is_detected_and_evenness_min_prevents_it() -> None:
     answer = CliRunner().invoke(demo_command, ARGUMENTS, standalone_mode=False)

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.end_to_end.test_watch_simulated import shortened
+from tests.tools import DEADLINE_SECONDS
 from tests.watcher.command_shell import Shell
 from wattwatch.collectors.simulated.cluster import SimulatedCluster
-
-DEADLINE_SECONDS = 180.0
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.collectors.simulated.cluster import SimulatedCluster
 from wattwatch.collectors.simulated.scenario import Scenario, get_scenario
 from wattwatch.watcher.alerting.episode import NotifyReason
@@ -20,7 +21,6 @@ from wattwatch.watcher.demo.receiver import DemoReceiver, ReceivedAlert
 from wattwatch.watcher.demo.runner import run_demo
 from wattwatch.watcher.engine.snapshot import DiagnosisStage, Snapshot
 
-DEADLINE_SECONDS = 180.0
 FOUND = {NotifyReason.DIAGNOSED.value, NotifyReason.DIAGNOSIS_INCONCLUSIVE.value}
 
 

@@ -19,12 +19,11 @@ from typing import Any, Final
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from tests.trainer.train.rank_processes import free_port
 from tests.trainer.train.tiny_model import write_blocks, write_model
 
-pytestmark = pytest.mark.timeout(900)
 STEPS: Final = 30
-DEADLINE_SECONDS: Final = 300.0  # of one launch; 20 s on two idle cores
 JOB: Final = """
 run = "{directory}/run"
 data = "{inputs}/data"

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from tests.trainer.command_line import Answer, run_wattwatch_train
 from tests.trainer.conftest import make_tokenizer, words, write_jsonl
 from wattwatch.trainer.errors import UserError
@@ -285,7 +286,7 @@ def children_of(pid: int) -> set[str]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + DEADLINE_SECONDS
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from tests.trainer.gate.gate_processes import write_job
 from tests.trainer.launch.jobs import QUICK, MadeJob
 from wattwatch.trainer.launch.placement import rank_program
 
-DEADLINE_SECONDS = 60.0
 PACKAGES = ("trainer", "watcher", "collectors", "wattwatch")
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import paramiko
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.collectors.probe.payload import LEASE_LINE, probe_command, probe_payload
 from wattwatch.collectors.probe.request import LogSource, ProbeRequest
 from wattwatch.collectors.simulated.cluster import SimulatedCluster, SimulatedJob
 from wattwatch.collectors.simulated.scenario import get_scenario
 from wattwatch.collectors.simulated.ssh_server import new_private_key, read_key
 
-DEADLINE_SECONDS = 30.0
 Line = dict[str, Any]
 
 
@@ -30,7 +30,9 @@ def cluster() -> Iterator[SimulatedCluster]:
     assert not started.live_directory.exists()
 
 
-def login(cluster: SimulatedCluster, node: str, key: paramiko.PKey | None = None) -> paramiko.SSHClient:
+def login(
+    cluster: SimulatedCluster, node: str, key: paramiko.PKey | None = None, banner_seconds: float = DEADLINE_SECONDS
+) -> paramiko.SSHClient:
     config = paramiko.SSHConfig.from_path(str(cluster.ssh_config)).lookup(node)
     client = paramiko.SSHClient()
     client.load_host_keys(config["userknownhostsfile"])
@@ -42,7 +44,8 @@ def login(cluster: SimulatedCluster, node: str, key: paramiko.PKey | None = None
         key_filename=None if key else config["identityfile"],
         allow_agent=False,
         look_for_keys=False,
-        banner_timeout=3,
+        banner_timeout=banner_seconds,
+        auth_timeout=DEADLINE_SECONDS,
     )
     return client
 
@@ -114,6 +117,7 @@ def test_the_real_probe_sees_the_deadlock_through_the_real_pynvml(cluster: Simul
         cluster.begin()
         seen = [utilization(line) for line in lines_until(lines, lambda line: low_boards(line) == [3])]
         assert any(len(busy) == 8 and min(busy) >= 97 for busy in seen)  # it computed before
+        cluster.wait_for_phase("deadlock", 1, DEADLINE_SECONDS)  # its report may come after what the GPUs show
         assert [began.phase for began in cluster.phases() if began.scenario == "deadlock"] == [0, 1]
 
 
@@ -139,13 +143,13 @@ def lines_until(lines: Iterator[Line], condition: Callable[[Line], bool]) -> Ite
 
 
 def test_the_node_and_the_watcher_share_one_clock(cluster: SimulatedCluster) -> None:
+    began = cluster.clock.wall()
     with login(cluster, "hang-1") as client, launch(client, request_of(cluster.jobs[1])) as channel:
         lines = lines_of(channel)
         for _ in range(3):
             line = next(lines)
-            assert line["w"] <= cluster.clock.wall()
+            assert began <= line["w"] <= cluster.clock.wall()  # a clock of its own speed would lie minutes away
             assert line["t"] <= cluster.clock.monotonic()
-        assert cluster.clock.wall() - line["w"] < 5.0  # a clock of its own speed would be minutes away
 
 
 def test_the_pynvml_sent_with_the_probe_works_as_well() -> None:
@@ -193,9 +197,11 @@ def test_a_frozen_node_goes_silent_and_resumes_when_thawed(cluster: SimulatedClu
     with login(cluster, "deadlock-1") as client, launch(client, request_of(cluster.jobs[0])) as channel:
         next(lines_of(channel))
         cluster.freeze("deadlock-1")
+        cluster.begin()
+        cluster.wait_for_phase("deadlock", 0, DEADLINE_SECONDS)  # commands are run in order: the node is frozen
         assert eventually(lambda: silent(channel))
         with pytest.raises((paramiko.SSHException, EOFError, OSError)):
-            login(cluster, "deadlock-1")
+            login(cluster, "deadlock-1", banner_seconds=3)
         cluster.thaw("deadlock-1")
         channel.settimeout(DEADLINE_SECONDS)
         assert channel.recv(1) != b""
@@ -211,7 +217,8 @@ def silent(channel: paramiko.Channel) -> bool:
 
 
 def test_the_cluster_ends_with_its_parent_process(cluster: SimulatedCluster) -> None:
-    with login(cluster, "deadlock-1") as client, launch(client, request_of(cluster.jobs[0])) as channel:
+    with login(cluster, "deadlock-1") as client:
+        channel = launch(client, request_of(cluster.jobs[0]))  # closing it would write to a connection that is gone
         next(lines_of(channel))
         cluster.stop()
         assert cluster.processes() == ()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.samples import HostStatus, ReadingStatus
 from wattwatch.collectors.simulated.driver import set_up_scenarios, write_job_state
@@ -30,14 +31,16 @@ def run(node: NodeDirectory, *arguments: str) -> subprocess.CompletedProcess[byt
         ["/bin/sh", "-c", 'exec nvidia-smi "$@"', "sh", *arguments],
         env=node.environment(),
         capture_output=True,
-        timeout=30,
+        timeout=DEADLINE_SECONDS,
         check=False,
     )
 
 
 def change(node: NodeDirectory, **changes: Any) -> None:
     path = node.directory / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    staged = node.directory / "state.new"  # a query that reads meanwhile must find the old state or the new one
+    staged.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    staged.rename(path)
 
 
 @pytest.mark.parametrize("form", ["csv", "csv,noheader", "csv,nounits"])
@@ -112,4 +115,4 @@ def test_a_hung_query_returns_only_when_the_driver_recovers(node: NodeDirectory)
         with pytest.raises(subprocess.TimeoutExpired):
             query.wait(0.5)
         change(node, smi="ok")
-        assert len(query.communicate(timeout=30)[0].splitlines()) == 8
+        assert len(query.communicate(timeout=DEADLINE_SECONDS)[0].splitlines()) == 8

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.simulated.driver import set_up_scenarios, write_job_state
 from wattwatch.collectors.simulated.on_node import fake_nvml
@@ -151,5 +152,5 @@ def test_a_hung_driver_does_not_return_until_it_recovers(pynvml: ModuleType, nod
     asking.start()
     assert not came_back.wait(0.3)
     change(node, lambda state: state.update(nvml="ok"))
-    assert came_back.wait(10)
-    asking.join(10)
+    assert came_back.wait(DEADLINE_SECONDS)
+    asking.join(DEADLINE_SECONDS)

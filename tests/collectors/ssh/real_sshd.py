@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from tests.tools import require_tool
+from tests.tools import DEADLINE_SECONDS, require_tool
 from wattwatch.collectors.ssh.model import SshSettings
 
 MARK: Final = "WATTWATCH_TEST_MARK"
@@ -88,7 +88,7 @@ class RealSshd:
         self._await_listening()
 
     def _await_listening(self) -> None:
-        ends = time.monotonic() + 10
+        ends = time.monotonic() + DEADLINE_SECONDS
         while time.monotonic() < ends:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
                 return
@@ -119,7 +119,7 @@ class RealSshd:
         self.signal_all(signal.SIGCONT)
         sessions = self.sessions()
         self.process.terminate()
-        self.process.wait(10)
+        self.process.wait(DEADLINE_SECONDS)
         for pid in sessions:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -127,13 +127,21 @@ class RealSshd:
 
     def left_behind(self) -> list[str]:
         """Command lines of processes that carry our mark: whatever a session started."""
+        return [f"{pid} {command[:60]!r}" for pid, command in self._marked()]
+
+    def kill_left_behind(self) -> None:
+        for pid, _ in self._marked():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _marked(self) -> list[tuple[int, bytes]]:
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdecimal():
                 continue
             with contextlib.suppress(OSError):
                 if f"{MARK}={self.mark}\0".encode() in (entry / "environ").read_bytes():
-                    found.append(f"{entry.name} {(entry / 'cmdline').read_bytes()[:60]!r}")
+                    found.append((int(entry.name), (entry / "cmdline").read_bytes()))
         return found
 
 
@@ -188,12 +196,13 @@ class Site:
             )
 
     def settings(self, **changes: object) -> SshSettings:
-        values: dict[str, object] = {"config_file": self.config, "connect_timeout_seconds": 10.0, **changes}
+        values: dict[str, object] = {"config_file": self.config, "connect_timeout_seconds": DEADLINE_SECONDS, **changes}
         return SshSettings(**values)  # type: ignore[arg-type]  # tests pass keyword sets
 
     def stop(self) -> None:
         for server in self.servers:
             server.stop()
+            server.kill_left_behind()
 
 
 @contextlib.contextmanager

@@ -6,13 +6,12 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.probe.request import ProbeRequest
 from wattwatch.collectors.samples import HostStatus, NodeSample
 from wattwatch.collectors.ssh.fleet import Fleet, OnLine
 from wattwatch.collectors.ssh.model import NodeLink, SshSettings
-
-PATIENCE_SECONDS = 40.0
 
 
 class RunningFleet:
@@ -24,7 +23,7 @@ class RunningFleet:
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for it. The limit is generous: it only ends a test that has failed."""
-        ends = time.monotonic() + PATIENCE_SECONDS
+        ends = time.monotonic() + DEADLINE_SECONDS
         while not condition():
             assert time.monotonic() < ends, f"never came to: {what}; links: {self.fleet.links()}"
             self.fleet.wait(0.05)

@@ -13,12 +13,13 @@ import pytest
 
 from tests.collectors.ssh.real_sshd import RealSshd, Site, new_key
 from tests.collectors.ssh.running_fleet import RunningFleet, running_fleet
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.samples import HostStatus
 
 
 def until_nothing_is_left(server: RealSshd) -> None:
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + DEADLINE_SECONDS
     while server.left_behind():
         assert time.monotonic() < ends, f"left on the node: {server.left_behind()}"
         time.sleep(0.05)
@@ -203,7 +204,7 @@ def test_many_reconnections_leave_no_thread_no_descriptor_and_no_process(here: S
 def steady_state(watch: RunningFleet) -> tuple[int, int]:
     """Threads and descriptors once nothing changes any more."""
     seen: list[tuple[int, int]] = []
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + DEADLINE_SECONDS
     while len(seen) < 5 or len(set(seen[-5:])) > 1:
         assert time.monotonic() < ends, f"never steady: {seen[-5:]}"
         watch.until_lines(1)
@@ -220,7 +221,7 @@ def test_stopping_ends_every_probe_and_thread(here: Site) -> None:
             watch.until_lines(1, name)
     for node in nodes:
         until_nothing_is_left(node)
-    ends = time.monotonic() + 5
+    ends = time.monotonic() + DEADLINE_SECONDS
     while {thread.name for thread in threading.enumerate()} - before:
         assert time.monotonic() < ends, threading.enumerate()
         time.sleep(0.02)

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from tests.tools import DEADLINE_SECONDS
 from tests.trainer.preloaded_processes import preloaded_context
-
-LONG_SECONDS: Final = 180.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ def run_ranks(world: int, work: Callable[..., Any], **arguments: Any) -> list[En
         try:
             values = [_received(ours) for ours, _ in pipes]
             for process in processes:
-                process.join(LONG_SECONDS)
+                process.join(DEADLINE_SECONDS)
             return [Ended(process.exitcode, value) for process, value in zip(processes, values, strict=True)]
         finally:
             for process in processes:
@@ -49,7 +48,7 @@ def run_ranks(world: int, work: Callable[..., Any], **arguments: Any) -> list[En
 
 def _received(pipe: Connection) -> Any:
     with pipe:
-        if not pipe.poll(LONG_SECONDS):
+        if not pipe.poll(DEADLINE_SECONDS):
             return "this rank gave no answer"
         try:
             return pipe.recv()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as ShardOf
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.trainer.checkpoint.gather import TensorGatherer
 from wattwatch.trainer.checkpoint.optimizer import load_optimizer_state
 from wattwatch.trainer.checkpoint.save import CheckpointSaver, SaveError, SavePoint, SaveReport
@@ -88,7 +89,7 @@ def inject(fault: Fault | None, rank: int) -> None:
 
 
 def saver_of(
-    run: Path, model: Path, keep: int = 2, file_bytes: int = 20_000, timeout_seconds: float = 30.0
+    run: Path, model: Path, keep: int = 2, file_bytes: int = 20_000, timeout_seconds: float = DEADLINE_SECONDS
 ) -> CheckpointSaver:
     return CheckpointSaver(
         RunDirectory(run),

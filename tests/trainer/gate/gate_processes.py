@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tests.tools import DEADLINE_SECONDS
 from tests.trainer.gate.reports import manifest
 from wattwatch.trainer.pack.manifest import manifest_file, manifest_text, take_samples, token_file
 
 SEQ_LEN = 16
-DEADLINE_SECONDS = 180.0
 
 
 def write_shard(directory: Path, rank: int, world: int, blocks: int, **changes: Any) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.trainer.gate.devices import NvidiaSmiProbe, parse_devices
 
 GPUS = [
@@ -55,7 +56,7 @@ def test_an_older_nvidia_smi_without_some_fields_is_asked_for_fewer(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     probe = NvidiaSmiProbe()
     try:
-        report = probe.report(time.monotonic() + 30)
+        report = probe.report(time.monotonic() + DEADLINE_SECONDS)
     finally:
         probe.close()
     assert (report.trouble, [gpu.index for gpu in report.gpus]) == (None, [0])
@@ -70,7 +71,7 @@ def test_output_that_is_not_a_table_is_quoted() -> None:
 @pytest.mark.parametrize(
     ("script", "trouble"),
     [
-        ("exec sleep 60", "gave no answer in"),
+        ("exec sleep 6000", "gave no answer in"),
         (
             "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
             "exited with code 18: Failed",
@@ -86,7 +87,7 @@ def test_a_driver_that_hangs_or_fails_is_reported_within_the_deadline(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     probe = NvidiaSmiProbe()
     try:
-        report = probe.report(time.monotonic() + (0.3 if "sleep" in script else 30))
+        report = probe.report(time.monotonic() + (0.3 if "sleep" in script else DEADLINE_SECONDS))
     finally:
         probe.close()
     assert report.trouble is not None

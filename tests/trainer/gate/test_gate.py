@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from tests.trainer.gate.gate_processes import Gates, change_manifest, finish, write_job, write_shard
 from wattwatch.trainer.checkpoint.complete import MARKER, Completion, FileRecord, completion_text
 from wattwatch.trainer.pack.manifest import blocks_sha256
@@ -114,9 +115,9 @@ def test_a_hung_path_costs_its_deadline_and_is_named(gates: Gates, tmp_path: Pat
     data = write_job(tmp_path / "data", [16, 16, 16])
     (data / "rank-00001.json").unlink()
     os.mkfifo(data / "rank-00001.json")  # opening it waits for a writer that never comes
-    answer = gates.alone(data, 3, "--path-deadline", "1")
+    answer = gates.alone(data, 3, "--path-deadline", "5")
     assert answer.exit_code == 2
-    assert f"FAIL  rank 1: {data}/rank-00001.i32: no answer in 1 s" in answer.problems
+    assert f"FAIL  rank 1: {data}/rank-00001.i32: no answer in 5 s" in answer.problems
     assert f"FAIL  rank 2: {data}/rank-00002.i32: not inspected, because {data} does not respond" in answer.problems
 
 
@@ -321,7 +322,7 @@ def test_other_clients_and_another_jobs_gate_do_not_disturb_the_gather(gates: Ga
         client = connected(gates.port)
         with client:
             client.sendall(data_sent)
-    other = finish(gates.member(data, "1", 2, "--wait", "5", SLURM_JOB_ID="8"))
+    other = finish(gates.member(data, "1", 2, "--wait", "600", SLURM_JOB_ID="8"))
     assert other.exit_code == 2
     assert "refused this process: the gate at this address belongs to another job" in other.out
     assert finish(gates.member(data, "1", 2, SLURM_JOB_ID="7")).exit_code == 0
@@ -331,7 +332,7 @@ def test_other_clients_and_another_jobs_gate_do_not_disturb_the_gather(gates: Ga
 def connected(port: int) -> socket.socket:
     while True:
         try:
-            return socket.create_connection(("127.0.0.1", port), timeout=30)
+            return socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_SECONDS)
         except ConnectionRefusedError:
             continue
 
@@ -362,7 +363,7 @@ def listed(directory: Path) -> list[str]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + DEADLINE_SECONDS
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.trainer.launch.processes import terminate_with_parent
 from wattwatch.trainer.launch.protocol import REPORT_VARIABLE
 
@@ -55,7 +56,7 @@ def end(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
     for process in ranks.values():
         if process.poll() is None:
             process.terminate()
-    until = time.monotonic() + 3.0
+    until = time.monotonic() + DEADLINE_SECONDS
     for process in ranks.values():
         try:
             process.wait(max(0.1, until - time.monotonic()))

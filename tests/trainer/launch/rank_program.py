@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.trainer.atomic_files import atomic_write_text
 from wattwatch.trainer.checkpoint.complete import Completion, FileRecord, completion_text, read_completion
 from wattwatch.trainer.dataclass_json import parse_dataclass
@@ -27,7 +28,6 @@ from wattwatch.trainer.train.heartbeat import HeartbeatRecord, replace_file
 WEIGHTS_HEADER = json.dumps({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
 WEIGHTS = len(WEIGHTS_HEADER).to_bytes(8, "little") + WEIGHTS_HEADER + b"1234"
 CONFIG = b'{"vocab_size": 100}'
-WAIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def act(plan: Plan, run: RunDirectory, end: Any) -> None:
 
 
 def await_path(path: Path) -> None:
-    until = time.monotonic() + WAIT_SECONDS
+    until = time.monotonic() + DEADLINE_SECONDS
     while not path.exists() and time.monotonic() < until:
         time.sleep(0.01)
 
@@ -118,7 +118,7 @@ def may_continue(run: RunDirectory, rank: int, step: int) -> bool:
     """Rank 0 goes first, and no rank overtakes it; False if it stops at this step."""
     if rank == 0:
         return not run.stop_file.exists()
-    until = time.monotonic() + WAIT_SECONDS
+    until = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < until and heartbeat_step(run, 0) <= step:
         if run.stop_file.exists() and run.checkpoint(step).exists():
             return False
@@ -127,7 +127,7 @@ def may_continue(run: RunDirectory, rank: int, step: int) -> bool:
 
 
 def await_ranks(run: RunDirectory, world: int, step: int) -> None:
-    until = time.monotonic() + WAIT_SECONDS
+    until = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < until and any(heartbeat_step(run, rank) < step for rank in range(1, world)):
         time.sleep(0.01)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.tools import require_tool
+from tests.tools import DEADLINE_SECONDS, require_tool
 from wattwatch.trainer.launch.processes import descendants
 
 NAMES = ("node-a", "node-b")
@@ -36,7 +36,7 @@ class TwoNodes:
 
     def close(self, name: str) -> None:
         self.servers[name].terminate()
-        self.servers[name].wait(10)
+        self.servers[name].wait(DEADLINE_SECONDS)
 
 
 def free_port() -> int:
@@ -64,7 +64,7 @@ def two_nodes(directory: Path) -> Iterator[TwoNodes]:
         for name, server in made.servers.items():
             made.break_connections(name)
             server.terminate()
-            server.wait(10)
+            server.wait(DEADLINE_SECONDS)
 
 
 def _server(directory: Path, name: str, key: Path, config: Path) -> subprocess.Popen[bytes]:
@@ -87,7 +87,7 @@ def _server(directory: Path, name: str, key: Path, config: Path) -> subprocess.P
         )
     log = directory / f"{name}.log"
     process = subprocess.Popen([require_tool("sshd"), "-D", "-f", str(server_config), "-E", str(log)])
-    until = time.monotonic() + 10
+    until = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < until:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return process

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from tests.trainer.command_line import run_wattwatch_train
 from tests.trainer.gate.gate_processes import write_shard
 from tests.trainer.launch.jobs import QUICK, ROOT, MadeJob, left_running, rank_program
@@ -23,8 +24,6 @@ from wattwatch.trainer.launch.attempt import InterruptCount
 from wattwatch.trainer.launch.launcher import JobLauncher, LaunchOptions
 from wattwatch.trainer.launch.processes import descendants
 from wattwatch.trainer.settings import read_job_file
-
-DEADLINE_SECONDS = 120.0
 
 
 def newest_step(job: MadeJob) -> int | None:

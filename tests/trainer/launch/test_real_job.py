@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from tests.trainer.launch.jobs import ROOT, free_ports, left_running
-
-DEADLINE_SECONDS = 300.0
 
 
 def test_a_smoke_test_leaves_nothing_that_training_would_resume_from(tmp_path: Path) -> None:

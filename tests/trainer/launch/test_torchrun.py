@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from tests.trainer.launch.jobs import QUICK, MadeJob
 from tests.trainer.launch.rank_program import Plan
 from tests.trainer.launch.sshd import TwoNodes, two_nodes
@@ -124,7 +125,7 @@ def test_a_closed_pipe_ends_a_program_that_ignores_sigterm() -> None:
             messages.append(parse_message(line))
             if messages[-1] and messages[-1].kind == MessageKind.LINE:
                 process.stdin.close()
-        assert process.wait(20) == 0
+        assert process.wait(DEADLINE_SECONDS) == 0
     assert [message.kind for message in messages if message] == [
         MessageKind.STARTED,
         MessageKind.LINE,
@@ -137,7 +138,11 @@ def test_a_closed_pipe_ends_a_program_that_ignores_sigterm() -> None:
 @pytest.mark.parametrize("line", [b"", b"hello\n", b'{"v": 99, "nodes": [], "index": 0, "commands": []}\n'])
 def test_an_invalid_request_is_answered_with_a_trouble_message_and_nothing_runs(line: bytes) -> None:
     answer = subprocess.run(
-        [sys.executable, "-m", "wattwatch.trainer.launch.node"], input=line, capture_output=True, timeout=20, check=True
+        [sys.executable, "-m", "wattwatch.trainer.launch.node"],
+        input=line,
+        capture_output=True,
+        timeout=DEADLINE_SECONDS,
+        check=True,
     )
     assert (b'"trouble"' in answer.stdout) == bool(line)
 

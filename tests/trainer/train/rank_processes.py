@@ -7,11 +7,10 @@ import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Any
 
+from tests.tools import DEADLINE_SECONDS
 from tests.trainer.preloaded_processes import preloaded_context
-
-DEADLINE_SECONDS: Final = 300.0
 
 
 def free_port() -> int:

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.trainer.run_directory import RunDirectory
 
 README = Path(__file__).parents[3] / "README.md"
 ASK = """
 import socket
 with socket.socket(socket.AF_UNIX) as each:
-    each.settimeout(30)
+    each.settimeout(600)
     each.connect(f"{RUN}/worker/rank-00003.sock")
     each.sendall(b"POST /handler/dump_traceback HTTP/1.0\\r\\nContent-Length: 0\\r\\n\\r\\n")
     print(each.recv(4096).split(b"\\r\\n")[0].decode())
@@ -41,7 +42,12 @@ def test_the_lines_in_the_readme_start_a_server_where_the_watcher_expects_it(run
     (lines,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     program = lines.replace('"/nfs/runs/pretrain"', repr(str(run))) + ASK
     answer = subprocess.run(
-        [sys.executable, "-c", program], env={"RANK": "3"}, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program],
+        env={"RANK": "3"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
     )
     assert answer.stdout.strip() == "HTTP/1.1 200 OK", answer.stderr
     assert stat.S_IMODE((run / "worker").stat().st_mode) == 0o700

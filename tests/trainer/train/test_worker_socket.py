@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.trainer.run_directory import RunDirectory
 from wattwatch.trainer.train.diagnostics import worker_socket
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'wattwatch[trainer]'")
 
-DEADLINE_SECONDS = 180.0
 RANK = """
 import sys, time
 from datetime import timedelta

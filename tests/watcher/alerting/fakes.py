@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.collectors.clock import Clock
 from wattwatch.watcher.config.settings import ReceiverSection
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
@@ -19,7 +20,6 @@ from wattwatch.watcher.detection.model import AlertName, Finding, Suspect
 from wattwatch.watcher.detection.trackers.recovery import RecoveryEvidence
 
 WALL = 1_800_000_000.0
-DEADLINE_SECONDS = 60.0
 
 
 def finding(

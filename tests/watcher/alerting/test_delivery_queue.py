@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from tests.tools import DEADLINE_SECONDS
 from tests.watcher.alerting.fakes import (
     WALL,
     FakeReceiver,
@@ -78,7 +79,7 @@ class RunningQueue:
         self.queue.stop(timeout_seconds=0.0)
 
     def pass_time_until(self, hook: FakeReceiver, count: int, step_seconds: float = 0.5) -> None:
-        for _ in range(2000):
+        for _ in range(int(DEADLINE_SECONDS / 0.03)):
             if hook.arrives_soon(count):
                 return
             self.clock.advance(step_seconds)
@@ -220,7 +221,7 @@ def test_a_receiver_that_hangs_delays_no_other(store: StateStore, clock: ManualC
 
 
 def assert_set(event: threading.Event) -> None:
-    assert event.wait(20)
+    assert event.wait(DEADLINE_SECONDS)
 
 
 def test_a_receiver_that_was_down_gets_its_messages_when_it_is_back(

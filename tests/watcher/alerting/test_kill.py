@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.watcher.alerting.fakes import DEADLINE_SECONDS, FakeReceiver, ScriptedReply, fake_receiver
+from tests.tools import DEADLINE_SECONDS
+from tests.watcher.alerting.fakes import FakeReceiver, ScriptedReply, fake_receiver
 
 ROOT = Path(__file__).parents[3]
 
 
 def run(directory: Path, hook: FakeReceiver, step: str) -> int:
     command = [sys.executable, "-m", "tests.watcher.alerting.killed_process", str(directory), str(hook.port), step]
-    return subprocess.run(command, cwd=ROOT, timeout=6 * DEADLINE_SECONDS, check=False).returncode
+    return subprocess.run(command, cwd=ROOT, timeout=DEADLINE_SECONDS, check=False).returncode
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_a_kill_between_the_post_and_its_response_loses_no_message(tmp_path: Pat
             "never",
         ]
         process.append(subprocess.Popen(command, cwd=ROOT))
-        assert process[0].wait(6 * DEADLINE_SECONDS) == -signal.SIGKILL
+        assert process[0].wait(DEADLINE_SECONDS) == -signal.SIGKILL
         assert run(tmp_path, hook, "never") == 0
         assert len(hook.posts) == 2
         assert len(set(hook.keys())) == 1

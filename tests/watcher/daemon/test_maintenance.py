@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.watcher.daemon.maintenance import MaintenanceScheduler, MaintenanceTask
 from wattwatch.watcher.web.metrics import WatcherMetrics
-
-DEADLINE_SECONDS = 60.0
 
 
 def count(registry: CollectorRegistry, name: str, **labels: str) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from tests.watcher.web.sample_snapshots import cluster, episode, hung
 from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.samples import KernelEvent
@@ -46,7 +47,6 @@ PROOF = Diagnosis(
     advice="",
 )
 HINT = replace(PROOF, conclusive=False, culprits=(), summary="All wait in the same all_reduce.")
-DEADLINE_SECONDS = 60.0
 
 
 def view_of(job: str = JOB, confirmed: bool = True, alert: AlertName = AlertName.JOB_HUNG) -> JobView:

@@ -8,13 +8,12 @@ from pathlib import Path
 import orjson
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from tests.watcher.diagnosis.sample_incidents import incident
 from wattwatch.watcher.diagnosis.diagnose import diagnose
 from wattwatch.watcher.diagnosis.loading.evidence import load_evidence
 from wattwatch.watcher.incidents import diagnosis_process
 from wattwatch.watcher.incidents.diagnosis_process import DiagnosisError, DiagnosisProcesses
-
-DEADLINE_SECONDS = 90.0
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def test_a_failure_is_reported_with_its_last_line(tmp_path: Path, monkeypatch: p
 
 
 def test_a_diagnosis_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis_process, "START", "import time; time.sleep(600)")
+    monkeypatch.setattr(diagnosis_process, "START", "import time; time.sleep(6000)")
     monkeypatch.setattr(diagnosis_process, "TIMEOUT_SECONDS", 0.2)
     with pytest.raises(DiagnosisError, match="took longer"):
         DiagnosisProcesses().diagnose(tmp_path)
@@ -53,7 +52,7 @@ def test_a_diagnosis_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: p
 def test_the_child_ends_with_the_watcher_and_none_is_started_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diagnosis_process, "START", "import time; time.sleep(600)")
+    monkeypatch.setattr(diagnosis_process, "START", "import time; time.sleep(6000)")
     processes = DiagnosisProcesses()
     errors: list[str] = []
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import uvicorn
 from fastapi import FastAPI
 
+from tests.tools import DEADLINE_SECONDS
 from tests.watcher.web.sample_snapshots import MONOTONIC_NOW, NOW
 from wattwatch.collectors.clock import Clock
 from wattwatch.watcher.engine.snapshot import LatestSnapshot, Snapshot
@@ -69,5 +70,5 @@ def served(app: FastAPI) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(DEADLINE_SECONDS)
         assert not thread.is_alive()

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from tests.watcher.web import sample_snapshots as samples
 from tests.watcher.web.served_app import make_app, served
 from wattwatch.watcher.detection.model import JobState
@@ -97,7 +98,7 @@ def test_a_stream_starts_with_the_current_tick_and_continues_with_changes() -> N
     app = make_app(samples.cluster())
     with (
         served(app.app) as address,
-        httpx.stream("GET", f"{address}/api/v1/events", timeout=30) as answer,
+        httpx.stream("GET", f"{address}/api/v1/events", timeout=DEADLINE_SECONDS) as answer,
     ):
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = answer.iter_lines()
@@ -114,7 +115,7 @@ def test_a_stream_ends_when_the_hub_stops() -> None:
     app = make_app(samples.cluster())
     with (
         served(app.app) as address,
-        httpx.stream("GET", f"{address}/api/v1/events", timeout=30) as answer,
+        httpx.stream("GET", f"{address}/api/v1/events", timeout=DEADLINE_SECONDS) as answer,
     ):
         lines = answer.iter_lines()
         read_event(lines)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.tools import require_tool
+from tests.tools import DEADLINE_SECONDS, require_tool
 from tests.watcher.web import sample_snapshots as samples
 from tests.watcher.web.served_app import make_app, served
 from wattwatch.watcher.detection.model import JobState
@@ -82,7 +82,7 @@ def test_names_follow_the_conventions(metric: MetricFamily) -> None:
 def test_promtool_reports_no_problem() -> None:
     promtool = require_tool("promtool")
     result = subprocess.run(
-        [promtool, "check", "metrics"], input=whole_body(), text=True, capture_output=True, timeout=60
+        [promtool, "check", "metrics"], input=whole_body(), text=True, capture_output=True, timeout=DEADLINE_SECONDS
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.tools import DEADLINE_SECONDS
 from wattwatch.watcher.diagnosis.capture.collector import CapturePlan, NodeCapturePlan, command_and_stdin
 from wattwatch.watcher.diagnosis.capture.files import AgentFrame, AgentFrameReader
 
@@ -40,7 +41,9 @@ def ask(plan: CapturePlan, node: NodeCapturePlan, path: Path | None = None) -> A
     """`path`: a directory to find the node's tools in before others."""
     command, stdin = command_and_stdin(plan, node, plan.deadline_seconds)
     environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}"} if path else None
-    done = subprocess.run(["sh", "-c", command], input=stdin, capture_output=True, env=environment, timeout=60)
+    done = subprocess.run(
+        ["sh", "-c", command], input=stdin, capture_output=True, env=environment, timeout=DEADLINE_SECONDS
+    )
     reader, answer = AgentFrameReader(plan.rank_bytes + 2**20), Answer()
     for frame in reader.feed(done.stdout):
         answer.take(frame)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import DEADLINE_SECONDS
 from tests.watcher.diagnosis.capture import worker_servers as servers
 from tests.watcher.diagnosis.capture.local_node_agent import Answer, ask
 from wattwatch.watcher.config.settings import CaptureSettings
@@ -197,7 +198,7 @@ def fifo_reader(path: Path, dump: Path, received: list[bytes]) -> threading.Thre
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
     def read() -> None:
-        for _ in range(600):
+        for _ in range(int(DEADLINE_SECONDS / 0.05)):
             if byte := os.read(descriptor, 1):
                 received.append(byte)
                 dump.write_bytes(b"\x80\x02}.")
@@ -218,7 +219,7 @@ def test_a_dump_is_requested_through_a_fifo_if_the_configuration_allows_it(run: 
     received: list[bytes] = []
     thread = fifo_reader(tmp_path / "pipe_0.pipe", tmp_path / "nccl_trace_rank_0", received)
     answer = asked(run, (0, 1, 2), settings=settings)
-    thread.join(30)
+    thread.join(DEADLINE_SECONDS)
     assert received == [b"1"]
     assert answer.ranks("recorder") == {0}
     assert "no process reads it" in answer.why(1)

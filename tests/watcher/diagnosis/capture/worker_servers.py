@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.tools import DEADLINE_SECONDS
+
 CAPTURES = Path(__file__).parents[3] / "data" / "captures"
 RECORD = (CAPTURES / "early_end" / "rank-00000.recorder.json").read_bytes()
 STACKS = b'Thread 0x1 (most recent call first):\n  File "train.py", line 3 in step\n'
@@ -56,7 +58,7 @@ def without_recorder(connection: socket.socket, _: threading.Event) -> None:
 
 def stalls(connection: socket.socket, ended: threading.Event) -> None:
     request(connection)
-    ended.wait(60)
+    ended.wait(DEADLINE_SECONDS)
 
 
 def drips(connection: socket.socket, ended: threading.Event) -> None:
@@ -104,4 +106,4 @@ def serving(path: Path, talk: Talk) -> Iterator[None]:
         finally:
             ended.set()
             listener.shutdown(socket.SHUT_RDWR)
-            thread.join(5)
+            thread.join(DEADLINE_SECONDS)

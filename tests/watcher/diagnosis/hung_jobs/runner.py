@@ -20,13 +20,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final
 
+from tests.tools import DEADLINE_SECONDS
 from tests.trainer.preloaded_processes import preloaded_context
 from wattwatch.trainer.run_directory import RunDirectory
 from wattwatch.watcher.diagnosis.model import DiagnosisVerdict, HangCause
 
 WORLD: Final = 4
 STEPS_BEFORE: Final = 3  # one all_reduce each
-TIMEOUT_SECONDS: Final = 90.0
 TRAIN: Final = Path(__file__).parent / "train.py"
 ENVIRONMENT: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -194,7 +194,7 @@ def train_preloaded(log: Path, arguments: tuple[str, int, int, str, int]) -> Non
 
 def wait_until_hung(job: HungJob) -> None:
     """All ranks that will wait in a collective do, and the one that is to blame is where it stays."""
-    ends = time.monotonic() + TIMEOUT_SECONDS
+    ends = time.monotonic() + DEADLINE_SECONDS
     while not hangs(job):
         assert time.monotonic() < ends, f"{job.name}: it does not hang; " + "; ".join(map(job.log, job.processes))
         time.sleep(0.05)

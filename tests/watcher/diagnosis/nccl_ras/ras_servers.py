@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from tests.tools import DEADLINE_SECONDS
+
 Script = Callable[[socket.socket], None]
 
 
@@ -23,14 +25,14 @@ class RasServer:
         self.thread.start()
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(self.listener.getsockname(), timeout=10)
+        return socket.create_connection(self.listener.getsockname(), timeout=DEADLINE_SECONDS)
 
     def close(self) -> None:
         self.ended.set()
         with suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
         self.listener.close()
-        self.thread.join(10)
+        self.thread.join(DEADLINE_SECONDS)
 
     def _serve(self) -> None:
         while not self.ended.is_set():
@@ -39,7 +41,7 @@ class RasServer:
             except OSError:
                 return
             with connection, suppress(OSError):
-                connection.settimeout(10)
+                connection.settimeout(DEADLINE_SECONDS)
                 self.script(connection)
 
 
@@ -92,7 +94,7 @@ def sends_and_stalls(data: bytes) -> Callable[[RasServer], Script]:
     def script(server: RasServer) -> Script:
         def talk(connection: socket.socket) -> None:
             connection.sendall(data)
-            server.ended.wait(30)
+            server.ended.wait(DEADLINE_SECONDS)
 
         return talk
 
