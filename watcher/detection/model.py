@@ -352,6 +352,12 @@ class Verdict:
     at_floor: bool = False  # no GPU draws more than one that is idle with a context, or spins in a collective
     deciding_check: str | None = None  # the one check that tells state and alternative apart; None: no alternative
 
+    def __post_init__(self) -> None:
+        other = self.alternative
+        if other is not None and other.confidence > self.confidence:
+            # Whatever lowers the confidence of the state lowers that of its alternative: it stays the less likely one.
+            object.__setattr__(self, "alternative", Alternative(other.state, self.confidence))
+
 
 # What is wrong with a job.
 

@@ -231,7 +231,7 @@ def test_a_rank_that_never_gets_loaded_is_named_after_the_time_of_a_first_step()
 def fed_unevenly(job: Job, watts: float, seconds: int) -> None:
     chance = random.Random(1)
     for _ in range(seconds):
-        job.play(1, Activity(watts, chance.choice((45, 60, 75, 85)), steps=True))
+        job.play(1, Activity(watts, chance.choice((15, 25, 35, 45)), steps=True))
 
 
 @pytest.mark.parametrize(("board", "watts"), [(H100, 240.0), ("NVIDIA B300 SXM6 AC", 405.0)])

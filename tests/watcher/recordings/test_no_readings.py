@@ -120,7 +120,7 @@ def test_lines_with_host_prefixes_are_one_job_per_host(shell: Shell) -> None:
 
 
 def test_the_deciding_check_names_the_option(shell: Shell) -> None:
-    text = HEADER + "".join(rows(300.0)).replace("100 %", "[N/A]")
+    text = HEADER + "".join(rows(200.0)).replace("100 %", "[N/A]")
     (said,) = shell.run("triage", "--json", "-", stdin=text.encode()).json
     assert said["state"] == "unknown"
     assert "--progress" in said["advice"] + (said["settle"] or "")

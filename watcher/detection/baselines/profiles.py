@@ -19,7 +19,7 @@ from typing import Any, Final
 # (T4 0.59, K80 0.57, A10 0.44, L4 0.4), which leaves no gap between waiting and work.
 SMALL_LIMIT_WATTS: Final = 150.0
 SMALL_FLOOR_SHARE: Final = 0.6
-SMALL_COMPUTE_SHARE: Final = 0.72
+SMALL_COMPUTE_SHARE: Final = 0.9
 SMALL_CONFIDENCE: Final = 0.3
 # The user states the middle of the range of communication; the published measurement spreads about this much around it.
 COMMUNICATION_SPREAD: Final = 0.1

@@ -9,21 +9,21 @@ two readings always remain.
 
 from __future__ import annotations
 
-import statistics
 from typing import Final
 
 from wattwatch.watcher.detection.baselines.baseline import HIGHEST_FLOOR_WATTS
 from wattwatch.watcher.detection.baselines.profiles import generic_profile, highest_communication_watts
 from wattwatch.watcher.detection.classifier.conclusion import make_verdict
 from wattwatch.watcher.detection.classifier.features import (
-    FLOOR_TOLERANCE,
     PowerFeatures,
     StepProgress,
     is_memory_busy,
     model_without_profile,
-    no_model_loaded,
+    worked_a_moment_ago,
+    works_now_and_then,
 )
 from wattwatch.watcher.detection.model import (
+    BUSY_PERCENT,
     IDLE_PERCENT,
     PowerState,
     RankGpu,
@@ -38,8 +38,15 @@ LIGHT_LOAD_SHARE: Final = 1 / 3
 EVEN_PERCENT: Final = 75.0
 EVEN_SPREAD: Final = 15.0
 NEAR_PLATEAU: Final = 0.95  # GPUs of one model differ by a few per cent
-# A GPU that gets work now and then reads some per cent, at the power of clocks that stay up.
-OCCASIONAL_WORK_PERCENT: Final = 5.0
+# A GPU is in the state in which it spends most of its time.
+MOSTLY_BUSY_PERCENT: Final = 50.0
+# Of the power limit: in this range GPUs of unknown models compute or communicate; above it all that were seen compute.
+GENERIC_COMMUNICATION_SHARE: Final = 0.65
+GENERIC_COMPUTE_SHARE: Final = 0.75
+# The power limit of a model differs by up to a quarter between sites (A100 SXM 400 and 500 W).
+LIMIT_MARGIN: Final = 1.25
+# An idle GPU with a context draws at least this share of what spinning draws, unless it has lowered its clocks.
+CLOCKS_UP_SHARE: Final = 0.5
 # Chosen: GPUs of one model that do the same work differ by a few per cent only.
 STRAGGLER_POWER_RATIO: Final = 2.0
 
@@ -49,11 +56,8 @@ def classify_active_power(features: PowerFeatures) -> Verdict:
     if not features.profile_known:
         return _classify_unnamed_model(features)
     pattern, watts = features.match.pattern, features.median_watts
-    if (
-        not features.floor_known
-        and pattern is not UtilizationPattern.ALL_LOW
-        and watts < features.profile.compute_watts
-    ):
+    no_gap = not features.floor_known and watts < features.certain_work_watts
+    if no_gap and pattern is not UtilizationPattern.ALL_LOW:
         return _no_gap(features)
     if pattern is UtilizationPattern.ALL_BUSY:
         return _evenly_busy(features)
@@ -71,18 +75,47 @@ def classify_active_power(features: PowerFeatures) -> Verdict:
             "stages that take turns"
         )
         return make_verdict(features, PowerState.COMPUTE, 0.45, why, (PowerState.HANG, 0.3))
+    if _busy_ones_do_more_than_wait(features):
+        why = (
+            "Some GPUs are idle, and the busy ones draw clearly more power than these, but less than compute-level "
+            "power: they do light work or move data while the others have nothing to do"
+        )
+        return make_verdict(features, PowerState.COMMUNICATION, 0.4, why, (PowerState.HANG, 0.35))
     why = "Some GPUs are idle while others work, and their power matches no known activity"
     return make_verdict(features, PowerState.UNKNOWN, 0.35, why, (PowerState.HANG, 0.3), suspects)
 
 
+def _busy_ones_do_more_than_wait(features: PowerFeatures) -> bool:
+    """By the idle GPUs of this very sample, if these have their clocks up: a busy GPU that only waited would draw
+    little more than they do, whatever its model."""
+    readings = [(g.gpu.utilization_percent or 0.0, valid_power_watts(g.gpu) or 0.0) for g in features.gpus]
+    busy = [watts for percent, watts in readings if percent >= BUSY_PERCENT]
+    idle = [watts for percent, watts in readings if percent <= IDLE_PERCENT]
+    if features.observed_floor_watts is None or not busy or not idle:
+        return False
+    clocks_up = min(idle) >= CLOCKS_UP_SHARE * features.profile.floor_watts
+    return clocks_up and min(busy) > features.observed_floor_watts
+
+
 def _no_gap(features: PowerFeatures) -> Verdict:
-    """A GPU model on which spinning and work draw about the same."""
-    problem = "waiting and working draw nearly the same power on this GPU model"
-    if features.progress is StepProgress.ADVANCING:
-        why = f"Steps advance; {problem}"
-        return make_verdict(features, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.3))
-    why = f"GPUs are busy, but {problem}, so power does not show whether they work or wait"
+    """A GPU on which spinning and work draw about the same."""
+    if _looks_starved(features):
+        return _starved_by_pattern(features, 0.4)
+    why = (
+        "GPUs are busy, but waiting and working draw nearly the same power on this GPU model, so power does not show "
+        "whether they work or wait"
+    )
     return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3), features.single_outlier)
+
+
+def _looks_starved(features: PowerFeatures) -> bool:
+    """By utilization alone: it is uneven, and some GPU is idle for more than half of the time."""
+    return features.match.pattern is UtilizationPattern.SCATTER and not _is_mostly_busy(features)
+
+
+def _starved_by_pattern(features: PowerFeatures, confidence: float) -> Verdict:
+    why = f"{features.scatter_text}, as in jobs that wait for input; power does not show more"
+    return make_verdict(features, PowerState.STARVATION, confidence, why, (PowerState.COMPUTE, 0.3))
 
 
 # GPUs of which neither the model nor the power limit is known. Their watts belong to no range: 640 W is communication
@@ -168,34 +201,30 @@ def _no_kernels_on_unnamed_model(features: PowerFeatures) -> Verdict:
 
 
 def _evenly_busy(features: PowerFeatures) -> Verdict:
+    """All GPUs are busy. With more power the verdict moves from waiting over communication to compute, never back."""
     profile, watts = features.profile, features.median_watts
     advancing = features.progress is StepProgress.ADVANCING
+    own_band = None if profile.bands_from else profile.communication
     if len(features.gpus) == 1 and profile.floor_watts < watts < profile.compute_watts:
         why = (
             "The only GPU in this sample is busy below compute-level power and has no other GPU to wait for: it is "
             "probably doing light work"
         )
         return make_verdict(features, PowerState.COMPUTE, 0.6 if advancing else 0.45, why, (PowerState.HANG, 0.3))
-    if profile.communication is not None and watts in profile.communication:
-        source = " on this GPU model"
-        if profile.bands_from:
-            source = f" (range scaled from {profile.bands_from} to this GPU model)"
-        why = f"All GPUs are evenly busy at the power that is typical of communication{source}"
-        confidence = 0.75 * profile.bands_certain
-        other = (PowerState.COMPUTE, 0.95 - confidence)
-        return make_verdict(features, PowerState.COMMUNICATION, confidence, why, other)
     if watts >= profile.compute_watts:
         return _full_compute(features)
+    if own_band is not None and watts in own_band:
+        why = "All GPUs are evenly busy at the power that is typical of communication on this GPU model"
+        return make_verdict(features, PowerState.COMMUNICATION, 0.75, why, (PowerState.COMPUTE, 0.2))
     light = any(watts in band for band in profile.light)
     barely = watts < profile.floor_watts + LIGHT_LOAD_SHARE * (profile.compute_watts - profile.floor_watts)
     if advancing and barely and not light:
         why = "Steps advance; all GPUs are evenly busy but draw only slightly more power than GPUs that only wait"
         return make_verdict(features, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.35))
-    if advancing or light:
+    if advancing:
         why = "All GPUs are evenly busy below compute-level power: probably healthy training with a light load"
-        confidence = 0.7 if advancing else 0.45
-        return make_verdict(features, PowerState.COMPUTE, confidence, why, (PowerState.COMMUNICATION, 0.3))
-    if is_memory_busy(features.gpus) and watts <= profile.floor_watts:
+        return make_verdict(features, PowerState.COMPUTE, 0.7, why, (PowerState.COMMUNICATION, 0.3))
+    if watts <= profile.floor_watts and is_memory_busy(features.gpus):
         why = (
             "All GPUs are busy and access memory but draw no more power than GPUs that only wait: this may be light "
             "work or a slow network link"
@@ -204,53 +233,83 @@ def _evenly_busy(features: PowerFeatures) -> Verdict:
     if watts <= profile.floor_watts:
         why = "Some GPUs are only waiting (high utilization at low power), and others draw more power"
         return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3))
-    if barely:
+    if barely and not light:
         why = "All GPUs are evenly busy but draw only slightly more power than GPUs that only wait"
         return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.35))
     why = "All GPUs are evenly busy and draw more power than GPUs that only wait, but less than compute-level power"
-    # GPUs of an unknown model may draw a third of their limit when idle, so spinning is not out of the question.
-    other = (PowerState.HANG, 0.3) if profile.name == generic_profile().name else (PowerState.COMPUTE, 0.4)
-    return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, other)
+    if profile.name == generic_profile().name:
+        # GPUs of an unknown model may draw a third of their limit when idle, so spinning is not out of the question.
+        return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.3))
+    if own_band is not None or features.plateau_known:
+        # Even more power than this is communication on this model; or this job draws more when it computes.
+        return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.COMPUTE, 0.4))
+    # Light healthy work was seen here on every model that many jobs were measured on (H100, B200).
+    return make_verdict(features, PowerState.COMPUTE, 0.5 if light else 0.45, why, (PowerState.COMMUNICATION, 0.4))
 
 
 def _full_compute(features: PowerFeatures) -> Verdict:
-    """At or above full compute power. That was measured for this model; the range of communication is only scaled."""
-    band = features.profile.communication
-    confidence = 0.9 if features.profile_known else 0.6
-    if band is not None and features.median_watts < band.low_watts:
-        why = "All GPUs are busy and draw power at the lower end of the compute range"
-        other = (PowerState.COMMUNICATION, 0.25)
-        return make_verdict(features, PowerState.COMPUTE, min(confidence, 0.7), why, other)
-    return make_verdict(features, PowerState.COMPUTE, confidence, "All GPUs are busy and draw compute-level power")
+    """At or above full compute power. That was measured for this model; the range of communication is only scaled from
+    another, so within and below it communication remains possible."""
+    profile, watts, band = features.profile, features.median_watts, features.profile.communication
+    is_generic = profile.name == generic_profile().name
+    confidence, doubtful_watts = 0.9, 0.0
+    if not features.plateau_known:  # otherwise it was measured on this very job
+        if is_generic:
+            confidence, doubtful_watts = 0.85, GENERIC_COMPUTE_SHARE * profile.limit_watts
+        elif band is not None and profile.bands_from:
+            doubtful_watts = band.high_watts
+        if not features.limit_read:
+            doubtful_watts = LIMIT_MARGIN * max(doubtful_watts, profile.compute_watts)
+    if watts >= doubtful_watts:
+        why = f"{_all_gpus(features)} busy and {'draws' if len(features.gpus) == 1 else 'draw'} compute-level power"
+        other = None if features.match.pattern is UtilizationPattern.ALL_BUSY else (PowerState.STARVATION, 0.1)
+        return make_verdict(features, PowerState.COMPUTE, confidence, why, other)
+    why = f"{_all_gpus(features)} busy at power in the lower part of the compute range"
+    sure = watts >= GENERIC_COMMUNICATION_SHARE * profile.limit_watts if is_generic else features.limit_read
+    even = features.match.pattern is UtilizationPattern.ALL_BUSY and len(features.gpus) > 1
+    other = (PowerState.COMMUNICATION if even else PowerState.STARVATION, 0.25 if sure else 0.3)
+    return make_verdict(features, PowerState.COMPUTE, 0.65 if sure else 0.55, why, other)
+
+
+def _all_gpus(features: PowerFeatures) -> str:
+    return "The GPU is" if len(features.gpus) == 1 else f"All {len(features.gpus)} GPUs are"
 
 
 def _unevenly_busy(features: PowerFeatures) -> Verdict:
     profile, watts = features.profile, features.median_watts
+    is_known_model = profile.name != generic_profile().name
     if watts >= NEAR_PLATEAU * profile.compute_watts and _is_even(features):
-        why = "All GPUs are busy and draw compute-level power"
-        confidence = 0.9 if features.profile_known else 0.6
-        return make_verdict(features, PowerState.COMPUTE, confidence, why, (PowerState.STARVATION, 0.1))
+        return _full_compute(features)
     # A rank that runs nothing beside others that do may be the one they wait for.
     any_idle = min(g.gpu.utilization_percent or 0.0 for g in features.gpus) <= IDLE_PERCENT
     other = (PowerState.HANG if any_idle else PowerState.COMPUTE, 0.25)
-    if profile.starvation is not None and watts in profile.starvation:
+    band = profile.starvation
+    if band is not None and watts in band and not (profile.bands_from and _is_mostly_busy(features)):
         why = f"{features.scatter_text}, and power is typical of GPUs that are waiting for input"
-        confidence = max(0.5, 0.75 * profile.bands_certain)
+        confidence = max(0.5, 0.75 * profile.bands_certain) if is_known_model else 0.45
         return make_verdict(features, PowerState.STARVATION, confidence, why, other)
-    if watts >= profile.compute_watts:
+    if watts >= profile.compute_watts and (band is None or watts > band.high_watts or _is_mostly_busy(features)):
         why = "GPUs draw compute-level power; utilization is lower on some ranks"
-        return make_verdict(features, PowerState.COMPUTE, 0.65, why, (PowerState.STARVATION, 0.25))
+        if len(features.gpus) == 1:
+            why = "The GPU draws compute-level power and is idle part of the time"
+        confidence = 0.65 if is_known_model and features.limit_read else 0.45
+        return make_verdict(features, PowerState.COMPUTE, confidence, why, (PowerState.STARVATION, 0.25))
     if _is_alternating(features):
         # In a starving job no GPU draws full compute power; here those that have work do.
         why = "The working GPUs draw compute-level power while others are idle: pipeline stages may be taking turns"
         return make_verdict(features, PowerState.COMPUTE, 0.45, why, (PowerState.STARVATION, 0.35))
+    if _is_mostly_busy(features):
+        why = "The GPU is busy most of the time, at medium power: light work with pauses"
+        if len(features.gpus) > 1:
+            why = "All GPUs are busy most of the time, at medium power: light work with pauses"
+        return make_verdict(features, PowerState.COMPUTE, 0.45, why, (PowerState.STARVATION, 0.4))
     why = f"{features.scatter_text}, and power is medium: the GPUs are probably waiting for input"
-    any_at_floor = any(
-        (g.gpu.utilization_percent or 0.0) <= IDLE_PERCENT
-        and (valid_power_watts(g.gpu) or 0.0) <= FLOOR_TOLERANCE * profile.floor_watts
-        for g in features.gpus
-    )
-    return make_verdict(features, PowerState.STARVATION, 0.5 if any_at_floor else 0.55, why, other)
+    return make_verdict(features, PowerState.STARVATION, 0.5 if is_known_model else 0.45, why, other)
+
+
+def _is_mostly_busy(features: PowerFeatures) -> bool:
+    """Every GPU is busy for more than half of the time."""
+    return min(g.gpu.utilization_percent or 0.0 for g in features.gpus) >= MOSTLY_BUSY_PERCENT
 
 
 def _is_alternating(features: PowerFeatures) -> bool:
@@ -269,23 +328,23 @@ def _is_even(features: PowerFeatures) -> bool:
 def _no_kernels(features: PowerFeatures) -> Verdict:
     """0 % says that no kernel runs. Clocks that are still up, or a power average over the last second, explain the
     power."""
-    if features.median_watts >= features.profile.compute_watts:
+    if features.median_watts >= (features.profile.compute_watts if features.profile_known else HIGHEST_FLOOR_WATTS):
         why = (
             "Utilization is near 0 % although GPUs draw compute-level power: the sample was probably taken between "
             "two kernels"
         )
         return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.COMPUTE, 0.3))
-    above_floor = features.floor_known and features.median_watts > FLOOR_TOLERANCE * features.profile.floor_watts
-    if above_floor and features.has_contexts and not no_model_loaded(features.gpus):
-        if statistics.median(g.gpu.utilization_percent or 0.0 for g in features.gpus) >= OCCASIONAL_WORK_PERCENT:
-            why = (
-                "GPUs run kernels only now and then but draw more power than idle GPUs: they are probably waiting "
-                "for input"
-            )
-            return make_verdict(features, PowerState.STARVATION, 0.45, why, (PowerState.HANG, 0.3))
-        if len(features.gpus) > 1:
-            why = "No kernel is running, but GPUs draw more power than idle GPUs: they probably worked a moment ago"
-            return make_verdict(features, PowerState.CHECKPOINT, 0.6, why, (PowerState.HANG, 0.25))
+    if worked_a_moment_ago(features):
+        why = "No kernel is running, but GPUs draw more power than idle GPUs: they probably worked a moment ago"
+        # GPUs of an unknown model may draw a third of their limit when idle; and a bare context saves nothing.
+        is_generic = features.profile.name == generic_profile().name
+        sure = not is_generic and features.memory_read and features.limit_read
+        return make_verdict(features, PowerState.CHECKPOINT, 0.6 if sure else 0.45, why, (PowerState.HANG, 0.25))
+    if works_now_and_then(features):
+        why = (
+            "GPUs run kernels only now and then but draw more power than idle GPUs: they are probably waiting for input"
+        )
+        return make_verdict(features, PowerState.STARVATION, 0.45, why, (PowerState.HANG, 0.3))
     why = (
         "No kernel is running, but GPU clocks are probably still high: the job may be starting up or pausing between "
         "phases"

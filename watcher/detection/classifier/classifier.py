@@ -12,26 +12,36 @@ labeled public cases how often verdicts of that confidence are right.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
 from wattwatch.collectors.samples import HostStatus, ReadingStatus
 from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.detection.baselines.baseline import JobBaseline
-from wattwatch.watcher.detection.baselines.profiles import PowerProfile
-from wattwatch.watcher.detection.classifier.active_power import STRAGGLER_POWER_RATIO, classify_active_power
+from wattwatch.watcher.detection.baselines.profiles import PowerProfile, highest_communication_watts
+from wattwatch.watcher.detection.classifier.active_power import (
+    MOSTLY_BUSY_PERCENT,
+    STRAGGLER_POWER_RATIO,
+    classify_active_power,
+)
 from wattwatch.watcher.detection.classifier.ambiguity import with_deciding_check
 from wattwatch.watcher.detection.classifier.conclusion import ADVICE, PROVIDE_PROGRESS, make_verdict
 from wattwatch.watcher.detection.classifier.features import (
+    ChosenProfile,
     PowerFeatures,
     StepProgress,
+    choose_profile,
     extract_features,
+    holds_contexts,
+    job_gpus,
     match_pattern,
     median_power_fraction,
 )
 from wattwatch.watcher.detection.classifier.idle_power import (
-    NO_CONTEXT_CONFIDENCE,
     NO_PROCESS_CONFIDENCE,
+    ONE_WITHOUT_CONTEXT_CONFIDENCE,
+    advancing_verdict,
     classify_idle_power,
     no_context_verdict,
     no_process_listed,
@@ -40,8 +50,6 @@ from wattwatch.watcher.detection.classifier.idle_power import (
 from wattwatch.watcher.detection.classifier.input_bottleneck import find_input_bottleneck
 from wattwatch.watcher.detection.model import (
     BUSY_PERCENT,
-    CONTEXT_BYTES,
-    IDLE_PERCENT,
     Alternative,
     JobSample,
     NodeState,
@@ -53,6 +61,13 @@ from wattwatch.watcher.detection.model import (
     valid_power_watts,
 )
 
+UNKNOWN_CONFIDENCE: Final = 0.3  # of a verdict that claims nothing: no state is surer than that
+# Where readings are missing a verdict is at most this sure: as sure as it would be with the least favorable readings in
+# their place.
+MAX_PARTIAL_CONFIDENCE: Final = 0.55  # a GPU is not read, or does not show whether it is the job's
+MAX_INFERRED_CONFIDENCE: Final = 0.55  # power stands for utilization, or its range is in doubt
+MAX_WITHOUT_MEMORY_CONFIDENCE: Final = 0.5
+SURE_CONFIDENCE: Final = 0.85
 SLOWDOWN_REASONS: Final = frozenset(
     {"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown"}
 )
@@ -72,8 +87,10 @@ def classify(
     learned: JobBaseline | None = None,
 ) -> Verdict:
     """The verdict on one sample. `profile` replaces the GPU model's own, `learned` both; `progress` is what the user
-    knows of the job's steps."""
+    knows of the job's steps, and no verdict or alternative contradicts it."""
     verdict = _classify(sample, profile, progress, learned)
+    if progress is StepProgress.ADVANCING:
+        verdict = _without_contradicting_alternative(verdict, len(sample.gpus))
     if verdict.state is PowerState.STARVATION:
         bottleneck = find_input_bottleneck(sample)
         verdict = replace(
@@ -84,12 +101,13 @@ def classify(
     verdict = _with_memory_errors(verdict, sample)
     model_known = profile is not None or learned is not None
     verdict = with_deciding_check(verdict, sample, steps_reported=progress is not None, model_known=model_known)
-    return with_extent(verdict, sample)
+    return with_extent(verdict, sample, 1.0 if progress is StepProgress.STALLED else MAX_PARTIAL_CONFIDENCE)
 
 
-def with_extent(verdict: Verdict, sample: JobSample) -> Verdict:
+def with_extent(verdict: Verdict, sample: JobSample, most_confidence: float) -> Verdict:
     """The verdict on a part of the job, named as such. A GPU that is not seen does the same as the others or it does
-    not, and nothing says which: it counts half. A fault of one GPU is a fault, however many are seen."""
+    not, and nothing says which: it counts half, and it may be the idle one or the only one that works. A fault of one
+    GPU is a fault, however many are seen. `most_confidence`: of a verdict on a part."""
     seen, judged = len(sample.gpus), len(_readable_gpus(sample))
     if not judged or verdict.state is PowerState.GPU_FAULT:
         return verdict
@@ -103,7 +121,7 @@ def with_extent(verdict: Verdict, sample: JobSample) -> Verdict:
     other = verdict.alternative
     return replace(
         verdict,
-        confidence=round(verdict.confidence * factor, 2),
+        confidence=round(min(most_confidence, verdict.confidence * factor), 2),
         why=f"Only {extent}. {verdict.why}",
         alternative=None if other is None else replace(other, confidence=round(other.confidence * factor, 2)),
     )
@@ -145,19 +163,73 @@ def _classify(
     faulty = _faulty_gpu(sample)
     if faulty is not None:
         return faulty
-    readable = _readable_gpus(sample)
-    if len(readable) < max(1, (len(sample.gpus) + 1) // 2):
-        return _readings_missing(sample, progress)
-    features = extract_features(sample, readable, profile, progress, learned)
-    if features.has_contexts is False and not any(node.processes for node in sample.nodes):
+    gpus = job_gpus(sample.gpus)
+    readable = sum(valid_power_watts(g.gpu) is not None and g.gpu.utilization_percent is not None for g in gpus)
+    if readable < max(1, (len(gpus) + 1) // 2):
+        return _readings_missing(sample, gpus, choose_profile(gpus, profile, learned), progress)
+    features = extract_features(sample, gpus, profile, progress, learned)
+    return _limited_by_what_was_read(_judge(features, sample), features)
+
+
+def _judge(features: PowerFeatures, sample: JobSample) -> Verdict:
+    stalled = stalled_verdict(features)
+    if stalled is not None:
+        return stalled
+    slowed = _straggler(features) or _throttled(features) or advancing_verdict(features)
+    if slowed is not None:
+        return slowed
+    advancing = features.progress_is_reported and features.progress is StepProgress.ADVANCING
+    if features.has_contexts is False and not advancing and not any(node.processes for node in sample.nodes):
         return no_context_verdict(features, sample.nodes)
-    return (
-        stalled_verdict(features)
-        or _straggler(features)
-        or _throttled(features)
-        or classify_idle_power(features)
-        or classify_active_power(features)
-    )
+    return classify_idle_power(features) or classify_active_power(features)
+
+
+def _limited_by_what_was_read(verdict: Verdict, features: PowerFeatures) -> Verdict:
+    """What is missing may contradict what was read, so no verdict is surer than it would be with it. What steps or a
+    GPU itself say is not limited: it does not rest on the other readings."""
+    state = verdict.state
+    if state in (PowerState.UNKNOWN, PowerState.THROTTLE) or features.progress is StepProgress.STALLED:
+        return verdict
+    most = 1.0
+    pattern = features.match.pattern
+    unnamed = not features.profile_known and pattern is not UtilizationPattern.ALL_LOW
+    if unnamed and state is not PowerState.COMPUTE:
+        most = min(most, MAX_INFERRED_CONFIDENCE)
+    if not features.memory_read and pattern is UtilizationPattern.ALL_BUSY and features.at_floor:
+        most = min(most, MAX_WITHOUT_MEMORY_CONFIDENCE, 0.8 * verdict.confidence)  # GPUs without a context do not hang
+    even = pattern in (UtilizationPattern.ALL_BUSY, UtilizationPattern.ALL_LOW) and state is not PowerState.STRAGGLER
+    if not features.memory_read and not even:
+        most = min(most, MAX_PARTIAL_CONFIDENCE)  # the GPUs that differ may be none of the job's
+    limit_unread = features.profile_known and not features.limit_read
+    if limit_unread and pattern is not UtilizationPattern.ALL_LOW and not _is_surely_computing(verdict):
+        most = min(most, MAX_INFERRED_CONFIDENCE)
+    return verdict if verdict.confidence <= most else replace(verdict, confidence=round(most, 2))
+
+
+def _is_surely_computing(verdict: Verdict) -> bool:
+    """Far into the range of compute, so that another power limit would not change it."""
+    return verdict.state is PowerState.COMPUTE and verdict.confidence >= SURE_CONFIDENCE
+
+
+# States that steps which advance rule out, and what an alternative then is instead.
+RULED_OUT_BY_STEPS: Final = frozenset({PowerState.HANG, PowerState.IDLE, PowerState.UNKNOWN})
+ALTERNATIVE_WHILE_ADVANCING: Final = {
+    PowerState.COMPUTE: PowerState.COMMUNICATION,
+    PowerState.COMMUNICATION: PowerState.COMPUTE,
+    PowerState.STARVATION: PowerState.COMPUTE,
+    PowerState.CHECKPOINT: PowerState.STARVATION,
+    PowerState.STRAGGLER: PowerState.COMMUNICATION,
+}
+
+
+def _without_contradicting_alternative(verdict: Verdict, gpu_count: int) -> Verdict:
+    other = verdict.alternative
+    if other is None or other.state not in RULED_OUT_BY_STEPS:
+        return verdict
+    state = ALTERNATIVE_WHILE_ADVANCING.get(verdict.state)
+    if verdict.state is PowerState.COMPUTE and gpu_count == 1:
+        state = PowerState.STARVATION
+    return replace(verdict, alternative=None if state is None else Alternative(state, other.confidence))
 
 
 def _no_readable_gpu(sample: JobSample) -> Verdict:
@@ -165,7 +237,7 @@ def _no_readable_gpu(sample: JobSample) -> Verdict:
     driver_lost = any(node.status in (HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES) for node in sample.nodes)
     return Verdict(
         state=PowerState.UNKNOWN,
-        confidence=0.9 if driver_lost else 0.5,
+        confidence=UNKNOWN_CONFIDENCE,
         pattern=UtilizationPattern.UNKNOWN,
         why="No GPU could be read. " + "; ".join(reasons[:4]),
         advice="The job itself may be fine. Run nvidia-smi on the node to see whether its GPUs respond."
@@ -208,49 +280,88 @@ def _faulty_gpu(sample: JobSample) -> Verdict | None:
     )
 
 
-def _readings_missing(sample: JobSample, progress: StepProgress | None) -> Verdict:
-    """The GPUs answer, but without power or utilization neither floor nor pattern can be told."""
-    pattern, fraction = match_pattern(sample.gpus).pattern, median_power_fraction(sample.gpus)
+def _readings_missing(
+    sample: JobSample, gpus: tuple[RankGpu, ...], chosen: ChosenProfile, progress: StepProgress | None
+) -> Verdict:
+    """The GPUs answer, but most without power or without utilization. Each says something without the other: full power
+    is work, and 0 % on every GPU is none."""
+    pattern, fraction = match_pattern(gpus).pattern, median_power_fraction(gpus)
+    total = format_count(len(gpus), "GPU")
+    missing = _what_is_missing(gpus)
 
     def verdict(
-        state: PowerState, confidence: float, why: str, advice: str, alternative: Alternative | None
+        state: PowerState,
+        confidence: float,
+        why: str,
+        alternative: tuple[PowerState, float] | None,
+        advice: str | None = None,
     ) -> Verdict:
-        return Verdict(state, confidence, pattern, why, advice, power_fraction=fraction, alternative=alternative)
+        other = None if alternative is None else Alternative(*alternative)
+        return Verdict(
+            state,
+            confidence,
+            pattern,
+            f"{why} {missing}".strip(),
+            advice or ADVICE[state],
+            (),
+            fraction,
+            alternative=other,
+        )
 
     if progress is StepProgress.STALLED:
-        why = "Steps have stopped. Power or utilization cannot be read on most GPUs."
-        other = Alternative(PowerState.WAITING, 0.2)
-        return verdict(PowerState.HANG, 0.7, why, ADVICE[PowerState.HANG], other)
-    gpus = [g.gpu for g in sample.gpus]
-    mig = any(g.mig or g.reasons.get("utilization_percent") is ReadingStatus.MIG for g in gpus)
-    no_memory = all(g.memory_used_bytes is not None and g.memory_used_bytes < CONTEXT_BYTES for g in gpus)
-    idle = all(g.utilization_percent is not None and g.utilization_percent <= IDLE_PERCENT for g in gpus)
-    if no_memory and idle and not mig:
-        no_process = no_process_listed(sample.nodes)
-        return verdict(
-            PowerState.IDLE,
-            NO_PROCESS_CONFIDENCE if no_process else NO_CONTEXT_CONFIDENCE,
-            "No GPU is working and no job has memory allocated on any GPU; power cannot be read.",
-            ADVICE[PowerState.IDLE],
-            None if no_process else Alternative(PowerState.HANG, 0.3),
-        )
-    no_power = sum(valid_power_watts(g) is None for g in gpus)
-    no_utilization = sum(g.utilization_percent is None for g in gpus)
-    if mig:
-        why = "MIG is enabled: nvidia-smi reports power only for the whole GPU and does not report utilization."
-    elif no_power == no_utilization:
-        why = f"Power and utilization cannot be read on {no_power} of {format_count(len(gpus), 'GPU')}."
-    else:
-        counts = (("Power", no_power), ("Utilization", no_utilization))
-        why = (
-            "; ".join(f"{name} cannot be read on {n} of {format_count(len(gpus), 'GPU')}" for name, n in counts if n)
-            + "."
-        )
+        return verdict(PowerState.HANG, 0.7, "Steps have stopped.", (PowerState.WAITING, 0.2))
+    watts = [w for g in gpus if (w := valid_power_watts(g.gpu)) is not None]
+    percents = [g.gpu.utilization_percent for g in gpus if g.gpu.utilization_percent is not None]
+    work_watts = chosen.profile.compute_watts if chosen.known else highest_communication_watts()
+    all_work = len(watts) == len(gpus) and min(watts) >= work_watts
+    if progress is StepProgress.ADVANCING and (watts or percents):
+        if pattern in (UtilizationPattern.ALL_LOW, UtilizationPattern.SCATTER):
+            why = "Steps advance, and the utilization that was read is low or uneven: the GPUs are waiting for data."
+            return verdict(PowerState.STARVATION, 0.5, why, (PowerState.COMPUTE, 0.3))
+        why = "Steps advance, and the GPUs draw compute-level power." if all_work else "Steps advance."
+        confidence = 0.6 if all_work else 0.4
+        return verdict(PowerState.COMPUTE, confidence, why, (PowerState.COMMUNICATION, 0.3))
+    mig = _has_mig(gpus)
+    if all_work and not percents and not mig:
+        why = f"Power is at the compute level on {total}, and an idle GPU does not draw that much."
+        return verdict(PowerState.COMPUTE, MAX_INFERRED_CONFIDENCE, why, (PowerState.COMMUNICATION, 0.3))
+    contexts = holds_contexts(gpus)
+    if len(percents) == len(gpus) and not watts and not mig:
+        if pattern is UtilizationPattern.ALL_LOW and contexts is False:
+            no_process = no_process_listed(sample.nodes)
+            why = f"No GPU is working and no job has memory allocated: {total} read."
+            other = None if no_process else (PowerState.HANG, 0.3)
+            confidence = NO_PROCESS_CONFIDENCE if no_process else ONE_WITHOUT_CONTEXT_CONFIDENCE
+            return verdict(PowerState.IDLE, confidence, why, other)
+        if pattern is UtilizationPattern.ALL_LOW:
+            why = "Utilization is near 0 % on every GPU that was read: the job may be starting up, pausing or hung."
+            return verdict(PowerState.IDLE, 0.4, why, (PowerState.HANG, 0.35))
+        uneven = pattern is UtilizationPattern.SCATTER and len(gpus) > 1 and min(percents) < MOSTLY_BUSY_PERCENT
+        if uneven and contexts is not False:
+            why = "Utilization varies widely between the ranks, as in jobs that wait for input."
+            return verdict(PowerState.STARVATION, 0.4, why, (PowerState.COMPUTE, 0.3))
     advice = (
         f"{PROVIDE_PROGRESS}: when power or utilization cannot be read, only the step counter shows whether the job "
         "is working."
     )
-    return verdict(PowerState.UNKNOWN, 0.3, why, advice, Alternative(PowerState.HANG, 0.3))
+    return verdict(PowerState.UNKNOWN, UNKNOWN_CONFIDENCE, "", (PowerState.HANG, 0.3), advice)
+
+
+def _has_mig(gpus: Sequence[RankGpu]) -> bool:
+    return any(g.gpu.mig or g.gpu.reasons.get("utilization_percent") is ReadingStatus.MIG for g in gpus)
+
+
+def _what_is_missing(gpus: Sequence[RankGpu]) -> str:
+    """One sentence about the readings that are not there, counted over the job's GPUs."""
+    if _has_mig(gpus):
+        return "MIG is enabled: nvidia-smi reports power only for the whole GPU and does not report utilization."
+    total = format_count(len(gpus), "GPU")
+    no_power = sum(valid_power_watts(g.gpu) is None for g in gpus)
+    no_utilization = sum(g.gpu.utilization_percent is None for g in gpus)
+    if no_power == no_utilization:
+        return f"Power and utilization cannot be read on {no_power} of {total}."
+    counts = (("Power", no_power), ("Utilization", no_utilization))
+    return "; ".join(f"{name} cannot be read on {n} of {total}" for name, n in counts if n) + "."
 
 
 def _straggler(features: PowerFeatures) -> Verdict | None:
@@ -289,4 +400,4 @@ def _throttled(features: PowerFeatures) -> Verdict | None:
         return None
     reasons = sorted(set().union(*(g.gpu.throttle_reasons or frozenset() for g in slowed)) & SLOWDOWN_REASONS)
     why = f"{len(slowed)} GPU{'s' if len(slowed) > 1 else ''} report{'' if len(slowed) > 1 else 's'} throttling: "
-    return make_verdict(features, PowerState.THROTTLE, 0.8, why + ", ".join(reasons), None, slowed)
+    return make_verdict(features, PowerState.THROTTLE, 0.9, why + ", ".join(reasons), None, slowed)

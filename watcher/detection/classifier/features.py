@@ -48,10 +48,15 @@ FLOOR_TOLERANCE: Final = 1.15
 MEDIAN_FLOOR_TOLERANCE: Final = 1.03
 # With a floor above this share of the limit (a power cap), work draws no more than spinning does.
 MAX_FLOOR_SHARE_OF_LIMIT: Final = 0.75
+# GPUs that read 100 % without memory or process drew up to 0.41 of their limit (L40S). What draws more, works.
+WORK_SHARE_OF_LIMIT: Final = 0.42
 # A profile whose floor is less certain than this is not used: on such models idle and work draw nearly the same.
 MIN_FLOOR_CONFIDENCE: Final = 0.5
 # A spinning kernel polls a few words of memory. GPUs whose memory controllers do more are working, at whatever power.
 MEMORY_BUSY_PERCENT: Final = 5.0
+# A reading above 0 % is a kernel that ran. A GPU that gets work now and then reads some per cent, at the power of
+# clocks that stay up.
+OCCASIONAL_WORK_PERCENT: Final = 1.0
 # Steps that changed within this many of their usual intervals count as advancing. Chosen; the detector decides on
 # stalls.
 ADVANCING_INTERVALS: Final = 3
@@ -116,8 +121,12 @@ class PowerFeatures:
     median_watts: float
     power_fraction: float | None  # median of power / power limit
     at_floor: bool  # every GPU draws at most what idling with a context or spinning draws, and none moves memory
+    plateau_known: bool  # the profile's compute power is the job's own, learned while steps advanced
     floor_confidence: float  # 0..1: how far a verdict may rest on the floor
-    has_contexts: bool | None  # most GPUs hold the memory of a context; None: memory cannot be read
+    has_contexts: bool | None  # some GPU holds the memory of a context; None: memory cannot be read, or is wrong
+    memory_read: bool  # the memory of every GPU
+    limit_read: bool  # the power limit of some GPU
+    observed_floor_watts: float | None  # `observed_floor_watts` of this sample
     description: str  # the numbers, for `Verdict.why`
     progress: StepProgress | None  # as the user reports it, else as the step counter shows it
     progress_is_reported: bool  # the user reports it
@@ -135,6 +144,14 @@ class PowerFeatures:
         return "Utilization varies widely between the ranks"
 
     @property
+    def certain_work_watts(self) -> float:
+        """Power at which GPUs of this model do nothing but work, even where waiting draws nearly as much."""
+        band = self.profile.communication
+        if self.floor_known or band is None:
+            return self.profile.compute_watts
+        return max(self.profile.compute_watts, band.high_watts)
+
+    @property
     def floor_known(self) -> bool:
         """The profile fits this model or limit, and leaves a gap between waiting and work."""
         return self.profile_known and self.profile.certain >= MIN_FLOOR_CONFIDENCE
@@ -150,6 +167,29 @@ def median_power_fraction(gpus: Sequence[RankGpu]) -> float | None:
     return round(statistics.median(fractions), 3) if fractions else None
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenProfile:
+    """The profile that a job's GPUs are judged by."""
+
+    profile: PowerProfile
+    known: bool  # it is of this model, or scaled to its limit; otherwise its watts mean nothing
+    limit_watts: float | None
+
+
+def choose_profile(
+    gpus: Sequence[RankGpu], profile: PowerProfile | None, learned: JobBaseline | None = None
+) -> ChosenProfile:
+    """`profile` replaces the model's own profile, `learned` replaces both."""
+    name = next((g.gpu.name for g in gpus if g.gpu.name), None)
+    limits = [g.gpu.power_limit_watts for g in gpus if g.gpu.power_limit_watts]
+    limit = statistics.median(limits) if limits else None
+    used = profile.scaled(limit) if profile is not None else profile_for(name, limit)
+    known = profile is not None or limit is not None or used.name != generic_profile().name
+    if learned is not None:
+        used, known = learned.profile, known or bool(learned.floor_source)
+    return ChosenProfile(used, known, limit)
+
+
 def extract_features(
     sample: JobSample,
     gpus: tuple[RankGpu, ...],
@@ -157,25 +197,21 @@ def extract_features(
     progress: StepProgress | None,
     learned: JobBaseline | None = None,
 ) -> PowerFeatures:
-    """Features of `sample`. `gpus`: its GPUs with power and utilization, at least one. `profile` replaces the model's
-    own profile, `learned` replaces both."""
-    members = job_gpus(gpus)
-    name = next((g.gpu.name for g in members if g.gpu.name), None)
-    limits = [g.gpu.power_limit_watts for g in members if g.gpu.power_limit_watts]
-    limit = statistics.median(limits) if limits else None
-    used = profile.scaled(limit) if profile is not None else profile_for(name, limit)
-    known = profile is not None or limit is not None or used.name != generic_profile().name
-    if learned is not None:
-        used, known = learned.profile, known or bool(learned.floor_source)
-    watts = [w for g in members if (w := valid_power_watts(g.gpu)) is not None]
+    """Features of `sample`. `gpus`: the job's GPUs, of which at least one has power and utilization. `profile` replaces
+    the model's own profile, `learned` replaces both."""
+    chosen = choose_profile(gpus, profile, learned)
+    used, known, limit = chosen.profile, chosen.known, chosen.limit_watts
+    powered = [g for g in gpus if valid_power_watts(g.gpu) is not None]
+    members = tuple(g for g in powered if g.gpu.utilization_percent is not None)
+    watts = [w for g in powered if (w := valid_power_watts(g.gpu)) is not None]
     median = statistics.median(watts)
-    fraction = median_power_fraction(members)
-    observed_floor = observed_floor_watts(members, used.floor_watts if known else None)
+    fraction = median_power_fraction(powered)
+    observed_floor = observed_floor_watts(members, used if known else None)
     below_profile_floor = (
         known
         and used.certain >= MIN_FLOOR_CONFIDENCE
         and (limit is None or used.floor_watts <= MAX_FLOOR_SHARE_OF_LIMIT * limit)
-        and _is_near_floor(members, used, watts, median, learned)
+        and _is_near_floor(powered, used, watts, median, learned)
     )
     below_observed_floor = observed_floor is not None and max(watts) <= observed_floor
     confidence = used.certain
@@ -183,7 +219,6 @@ def extract_features(
         confidence = OBSERVED_FLOOR_CONFIDENCE
         if below_profile_floor:
             confidence = max(used.certain, OBSERVED_FLOOR_CONFIDENCE)
-    memory = [g.gpu.memory_used_bytes for g in members if g.gpu.memory_used_bytes is not None]
     return PowerFeatures(
         gpus=members,
         profile=used,
@@ -192,10 +227,18 @@ def extract_features(
         median_watts=median,
         power_fraction=fraction,
         at_floor=(below_profile_floor or below_observed_floor) and not is_memory_busy(members),
+        plateau_known=learned is not None and learned.plateau_watts is not None,
         floor_confidence=confidence,
-        has_contexts=None if not memory else sum(m >= CONTEXT_BYTES for m in memory) > len(memory) / 2,
+        has_contexts=holds_contexts(gpus),
+        memory_read=all(g.gpu.memory_used_bytes is not None for g in gpus),
+        limit_read=limit is not None,
+        observed_floor_watts=observed_floor,
         description=_describe(
-            members, len(gpus) - len(members), _describe_floor(used, known, learned), observed_floor, fraction
+            members,
+            len(sample.gpus) - len(gpus),
+            _describe_floor(used, known, learned),
+            observed_floor,
+            fraction,
         ),
         progress=progress or _progress_from_counter(sample),
         progress_is_reported=progress is not None,
@@ -224,15 +267,43 @@ def _is_near_floor(
 
 def job_gpus(gpus: tuple[RankGpu, ...]) -> tuple[RankGpu, ...]:
     """Without the GPUs that hold no context while others do: they belong to no rank, and would look like the one rank
-    that is idle. Where most hold none and the others are idle, the node is practically empty and all count."""
+    that is idle. Where none holds one, all count."""
     with_context = tuple(g for g in gpus if _has_context(g.gpu) is not False)
-    if not with_context or (2 * len(with_context) < len(gpus) and not any(_is_active(g.gpu) for g in with_context)):
-        return gpus
-    return with_context
+    return with_context or gpus
+
+
+def holds_contexts(gpus: Sequence[RankGpu]) -> bool | None:
+    """Whether any GPU holds the memory of a context; None where memory cannot be read on any, or is read wrong."""
+    held = [known for g in gpus if (known := _has_context(g.gpu)) is not None]
+    return any(held) if held else None
 
 
 def _has_context(gpu: GpuSample) -> bool | None:
-    return None if gpu.memory_used_bytes is None else gpu.memory_used_bytes >= CONTEXT_BYTES
+    """None: the memory cannot be read; or 0 is read (some drivers of systems with shared memory do) while power proves
+    that a job works there, or cannot be read."""
+    if gpu.memory_used_bytes is None:
+        return None
+    return None if _is_empty(gpu) and _may_work(gpu) else not _is_empty(gpu)
+
+
+def _is_empty(gpu: GpuSample) -> bool:
+    """The memory reading shows no context."""
+    return gpu.memory_used_bytes is not None and gpu.memory_used_bytes < CONTEXT_BYTES
+
+
+def _may_work(gpu: GpuSample) -> bool:
+    """Nothing that was read says otherwise: kernels run, at power that an idle GPU of this model does not draw."""
+    watts, limit = valid_power_watts(gpu), gpu.power_limit_watts
+    if gpu.utilization_percent is not None and not _is_active(gpu):
+        return False
+    if watts is None:
+        return gpu.utilization_percent is not None
+    profile = profile_for(gpu.name, limit or None)
+    if not limit and profile.name == generic_profile().name:
+        return watts > HIGHEST_FLOOR_WATTS
+    if profile.certain < MIN_FLOOR_CONFIDENCE:
+        return watts >= profile.compute_watts
+    return watts >= min(profile.compute_watts, WORK_SHARE_OF_LIMIT * profile.limit_watts)
 
 
 def no_model_loaded(gpus: Sequence[RankGpu]) -> bool:
@@ -251,22 +322,45 @@ def is_memory_busy(gpus: Sequence[RankGpu]) -> bool:
     return 2 * sum(each is not None and each >= MEMORY_BUSY_PERCENT for each in readings) > len(readings)
 
 
-def observed_floor_watts(gpus: Sequence[RankGpu], floor_watts: float | None = None) -> float | None:
+def works_now_and_then(features: PowerFeatures) -> bool:
+    """Utilization is near 0 % above the power of idle GPUs, some per cent are read, and a model is loaded."""
+    return _rests_above_floor(features) and _median_percent(features) >= OCCASIONAL_WORK_PERCENT
+
+
+def worked_a_moment_ago(features: PowerFeatures) -> bool:
+    """No kernel ran on most of several GPUs, but their power, an average over a second or clocks that are still up, is
+    above that of idle ones."""
+    idle_now = len(features.gpus) > 1 and _median_percent(features) < OCCASIONAL_WORK_PERCENT
+    return idle_now and _rests_above_floor(features)
+
+
+def _rests_above_floor(features: PowerFeatures) -> bool:
+    above = features.floor_known and features.median_watts > FLOOR_TOLERANCE * features.profile.floor_watts
+    return above and bool(features.has_contexts) and not no_model_loaded(features.gpus)
+
+
+def _median_percent(features: PowerFeatures) -> float:
+    return statistics.median(g.gpu.utilization_percent or 0.0 for g in features.gpus)
+
+
+def observed_floor_watts(gpus: Sequence[RankGpu], profile: PowerProfile | None = None) -> float | None:
     """The most a spinning GPU may draw, judged by the idle GPUs of the same sample; None without idle and busy ones.
 
-    `floor_watts`: of the profile. On models whose idle power is a large share of the limit (T4, K80) an idle GPU may
-    draw more than any other model's floor; then only a busy GPU that draws hardly more than it counts as spinning.
+    `profile`: of the model, where it is known. On models whose idle power is a large share of the limit (T4, K80) an
+    idle GPU may draw more than any other model's floor; then only a busy GPU that draws hardly more than it counts as
+    spinning.
     """
     idle: list[float] = []
     any_busy = high_floor = False
     for each in gpus:
-        watts, percent, limit = valid_power_watts(each.gpu), each.gpu.utilization_percent, each.gpu.power_limit_watts
+        watts, percent = valid_power_watts(each.gpu), each.gpu.utilization_percent
+        limit = each.gpu.power_limit_watts or (None if profile is None else profile.limit_watts)
         if watts is None or percent is None:
             continue
         any_busy = any_busy or percent >= BUSY_PERCENT
         if percent <= IDLE_PERCENT and watts > 0:
             if watts > (HIGHEST_FLOOR_WATTS if limit is None else HIGHEST_FLOOR_FRACTION * limit):
-                if floor_watts is None or watts > MEDIAN_FLOOR_TOLERANCE * floor_watts:
+                if profile is None or watts > MEDIAN_FLOOR_TOLERANCE * profile.floor_watts:
                     return None  # low utilization, but between two kernels rather than idle
                 high_floor = True
             idle.append(watts)
@@ -318,9 +412,13 @@ def _describe(
         known = f"{floors[0]}, or" if floors else "GPUs that only wait draw"
         floors = [f"{known} {estimated}", *floors[1:]]
     text = (
-        f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''} at {_range(watts)} W{median}{share}; "
+        f"{format_count(len(gpus), 'GPU')} at {_range(watts)} W{median}{share}; "
         f"{'; '.join(floors) or _unknown_floor_text(gpus)}; utilization {_range(utilization)} %"
     )
+    misread = sum(_may_work(g.gpu) and _is_empty(g.gpu) for g in gpus)
+    if misread:
+        what = f"the memory reading of {format_count(misread, 'GPU')}"
+        text += f"; {what} is wrong, because an idle GPU does not draw that much power"
     return text if not left_out else f"{text}; ignored: {format_count(left_out, 'GPU')} without allocated memory"
 
 

@@ -12,25 +12,39 @@ step counter decides those.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from wattwatch.watcher.detection.baselines.profiles import generic_profile
 from wattwatch.watcher.detection.classifier.conclusion import make_verdict
-from wattwatch.watcher.detection.classifier.features import PowerFeatures, StepProgress, no_model_loaded
-from wattwatch.watcher.detection.model import NodeState, PowerState, UtilizationPattern, Verdict
+from wattwatch.watcher.detection.classifier.features import (
+    FLOOR_TOLERANCE,
+    PowerFeatures,
+    StepProgress,
+    no_model_loaded,
+    worked_a_moment_ago,
+)
+from wattwatch.watcher.detection.model import NodeState, PowerState, RankGpu, UtilizationPattern, Verdict
 
 # No context on any GPU, and the host's process list shows none of the job's processes.
 NO_PROCESS_CONFIDENCE: Final = 0.95
-# No context on any GPU, and the host's processes are unknown: a launch that hangs before CUDA is initialized looks the
-# same (2 of 10 such public samples). Chosen below 0.6, so that the alternative "hang" is not overlooked.
-NO_CONTEXT_CONFIDENCE: Final = 0.58
+# No context on any of several GPUs, and the host's processes are unknown: a launch that hangs before CUDA is
+# initialized looks the same. The fewer GPUs, the less that says: the job may run on others that are not in the sample
+# (two of three public samples of a single such GPU were of hung jobs, and none of seven with more). Chosen below 0.6
+# for one, so that the alternative is not overlooked.
+NO_CONTEXT_CONFIDENCE: Final = 0.75
+FEW_WITHOUT_CONTEXT_CONFIDENCE: Final = 0.65
+FEW_GPUS: Final = 3
+ONE_WITHOUT_CONTEXT_CONFIDENCE: Final = 0.58
 # Memory in use at 0 %: start-up, a server without requests, or a dead job. Half of the public samples were hangs.
 IDLE_WITH_MEMORY_CONFIDENCE: Final = 0.55
 # With fewer GPUs, a rank missing from a collective cannot be told from rank 0 writing a checkpoint.
 MIN_GPUS_TO_COMPARE: Final = 3
 # Copying off a GPU reads 3 to 7 % in all public samples of a save; below that it may be noise.
 COPYING_PERCENT: Final = 3.0
+# A save writes no more than the GPUs hold, at 0.5 GB/s at least (62 GB took two minutes on a contended file system,
+# arXiv 2608.05944): what takes less than about 15 s is hardly what a single sample shows.
+QUICK_SAVE_BYTES: Final = 8e9
 # A spinning kernel never ends, so it fills the whole sampling window on at least one rank.
 SPINNING_PERCENT: Final = 100.0
 # Short kernels draw their power on top of spinning: at least this share of the floor.
@@ -49,27 +63,43 @@ def no_context_verdict(features: PowerFeatures, nodes: Iterable[NodeState]) -> V
     An idle GPU that the query itself wakes up (persistence mode off) reads 100 % with 0 MiB, and so does one after its
     process was killed.
     """
-    if features.progress is StepProgress.STALLED:
-        why = (
-            "Steps have stopped and no job has memory allocated on any GPU: the job either hangs before it "
-            "initializes CUDA or no longer uses the GPUs"
-        )
-        return make_verdict(features, PowerState.HANG, 0.55, why, (PowerState.IDLE, 0.4))
     no_process = no_process_listed(nodes)
+    nowhere = f"No job has memory allocated on {_any_of(features)}"
     if features.match.pattern is not UtilizationPattern.ALL_LOW:
-        why = "No job has memory allocated on any GPU, so the reported utilization is a known false reading"
-        return make_verdict(features, PowerState.IDLE, 0.8 if no_process else 0.75, why)
+        if features.median_watts > FLOOR_TOLERANCE * features.profile.floor_watts and features.floor_known:
+            why = f"{nowhere}, but power is above that of an idle GPU: either utilization or memory is a false reading"
+            return make_verdict(features, PowerState.IDLE, 0.5, why, (PowerState.COMPUTE, 0.3))
+        why = f"{nowhere}, so the reported utilization is a known false reading"
+        confidence = 0.8 if no_process else 0.75
+        if features.profile.name == generic_profile().name:  # whose floor is a guess
+            confidence = 0.55
+        return make_verdict(features, PowerState.IDLE, confidence, why)
     if no_process:
-        why = "No job has memory allocated on any GPU, and no process of the job is running"
+        why = f"{nowhere}, and no process of the job is running"
         return make_verdict(features, PowerState.IDLE, NO_PROCESS_CONFIDENCE, why)
-    why = "No job has memory allocated on any GPU; a job that hangs before it initializes CUDA looks the same"
-    return make_verdict(features, PowerState.IDLE, NO_CONTEXT_CONFIDENCE, why, (PowerState.HANG, 0.3))
+    why = f"{nowhere}; a job that hangs before it initializes CUDA looks the same"
+    confidence = ONE_WITHOUT_CONTEXT_CONFIDENCE
+    if len(features.gpus) > 1:
+        confidence = NO_CONTEXT_CONFIDENCE if len(features.gpus) > FEW_GPUS else FEW_WITHOUT_CONTEXT_CONFIDENCE
+    return make_verdict(features, PowerState.IDLE, confidence, why, (PowerState.HANG, 0.3))
+
+
+def _any_of(features: PowerFeatures) -> str:
+    """ "any GPU" with the count that this was read of."""
+    count = len(features.gpus)
+    return "the GPU" if count == 1 else f"any of {count} GPUs"
 
 
 def stalled_verdict(features: PowerFeatures) -> Verdict | None:
     """Steps have stopped, and that decides: a hang. Power and pattern only say how sure, and which rank."""
     if features.progress is not StepProgress.STALLED:
         return None
+    if features.has_contexts is False:
+        why = (
+            f"Steps have stopped and no job has memory allocated on {_any_of(features)}: the job either hangs before "
+            "it initializes CUDA or no longer uses the GPUs"
+        )
+        return make_verdict(features, PowerState.HANG, 0.55, why, (PowerState.IDLE, 0.4))
     suspects = features.single_outlier
     if features.match.pattern is UtilizationPattern.RANK0_LOW_REST_BUSY and features.at_floor:
         why = (
@@ -92,21 +122,18 @@ def classify_idle_power(features: PowerFeatures) -> Verdict | None:
     if not features.at_floor:
         return None
     pattern, certainty = features.match.pattern, features.floor_confidence
-    # The user's word outweighs the sample. A step counted some seconds ago does not: the job may have stopped since.
-    advancing = features.progress_is_reported and features.progress is StepProgress.ADVANCING
     bare_contexts = no_model_loaded(features.gpus)
     one_low = pattern is UtilizationPattern.ONE_LOW_REST_BUSY
-    if one_low and (advancing or _is_copying(features)) and not bare_contexts:
-        return _other_rank_saving(features, advancing=advancing)
-    if advancing and (pattern is not UtilizationPattern.RANK0_LOW_REST_BUSY or bare_contexts):
-        return _advancing_at_idle_power(features)
+    if one_low and _is_copying(features) and not bare_contexts:
+        return _other_rank_saving(features)
     if pattern is UtilizationPattern.RANK0_LOW_REST_BUSY:
         return _rank_0_idle(features)
     suspects = features.single_outlier
     if one_low:
         if len(features.gpus) < MIN_GPUS_TO_COMPARE:
             why = "One of two GPUs is idle and the other is only waiting (high utilization at low power)"
-            confidence, other = 0.5 * certainty, (PowerState.CHECKPOINT, 0.4)
+            # A rank that waits for its input looks the same for as long as that takes.
+            confidence, other = 0.6 * certainty, (PowerState.STARVATION, 0.4)
             return make_verdict(features, PowerState.HANG, confidence, why, other, suspects)
         why = (
             "One rank is idle and all others are only waiting (high utilization at low power): the idle rank is "
@@ -143,7 +170,7 @@ def classify_idle_power(features: PowerFeatures) -> Verdict | None:
         f"{features.scatter_text}, and power is as low as on GPUs that only wait: the GPUs of this job get work only "
         "now and then"
     )
-    return make_verdict(features, PowerState.STARVATION, 0.45, why, (PowerState.HANG, 0.3))
+    return make_verdict(features, PowerState.STARVATION, 0.4, why, (PowerState.HANG, 0.3))
 
 
 def _is_copying(features: PowerFeatures) -> bool:
@@ -152,20 +179,14 @@ def _is_copying(features: PowerFeatures) -> bool:
     return (idle.utilization_percent or 0.0) >= COPYING_PERCENT or (idle.memory_utilization_percent or 0.0) > 0
 
 
-def _other_rank_saving(features: PowerFeatures, *, advancing: bool) -> Verdict:
+def _other_rank_saving(features: PowerFeatures) -> Verdict:
     """A rank other than 0 may write: which GPU rank 0 has is inferred from their order, and pipelines save from their
     last stage."""
-    suspects = features.single_outlier
-    if advancing:
-        why = (
-            "Steps advance; one rank is idle and the others are only waiting (high utilization at low power): the "
-            "idle rank is saving a checkpoint"
-        )
-        return make_verdict(features, PowerState.CHECKPOINT, 0.7, why, (PowerState.STARVATION, 0.2), suspects)
     why = (
         "One rank shows light activity and the others are only waiting (high utilization at low power): that rank is "
         "probably saving a checkpoint"
     )
+    suspects = features.single_outlier
     return make_verdict(features, PowerState.CHECKPOINT, 0.6, why, (PowerState.HANG, 0.35), suspects)
 
 
@@ -178,7 +199,14 @@ def _rank_0_idle(features: PowerFeatures) -> Verdict:
             "loaded on the GPUs"
         )
         suspects = features.single_outlier
-        return make_verdict(features, PowerState.HANG, 0.5 * certainty, why, (PowerState.WAITING, 0.4), suspects)
+        return make_verdict(features, PowerState.HANG, 0.6 * certainty, why, (PowerState.WAITING, 0.35), suspects)
+    if _saves_quickly(features.gpus) and not _is_copying(features):
+        why = (
+            "Rank 0 is idle and the other ranks are only waiting (high utilization at low power); a checkpoint of what "
+            "these GPUs hold is saved within seconds, so a save is unlikely"
+        )
+        suspects = features.single_outlier
+        return make_verdict(features, PowerState.HANG, 0.6 * certainty, why, (PowerState.WAITING, 0.35), suspects)
     few = len(features.gpus) < MIN_GPUS_TO_COMPARE
     if _is_copying(features):
         why = (
@@ -195,6 +223,12 @@ def _rank_0_idle(features: PowerFeatures) -> Verdict:
     return make_verdict(features, PowerState.CHECKPOINT, confidence * certainty, why, (PowerState.HANG, other))
 
 
+def _saves_quickly(gpus: Sequence[RankGpu]) -> bool:
+    """All that these GPUs hold is written in seconds. False where the memory of any cannot be read."""
+    used = [g.gpu.memory_used_bytes for g in gpus]
+    return None not in used and sum(each or 0.0 for each in used) <= QUICK_SAVE_BYTES
+
+
 def _all_spinning(features: PowerFeatures) -> Verdict:
     """Light kernels read 100 % near the floor as well; ranks that wait for each other are the more common cause."""
     if _kernels_are_short(features):
@@ -202,7 +236,7 @@ def _all_spinning(features: PowerFeatures) -> Verdict:
             "All GPUs are busy but stay below 100 % utilization and draw about the power of GPUs that only wait: "
             "this may be light work or a slow network link"
         )
-        return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.4))
+        return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.35))
     if len(features.gpus) > 1:
         why = (
             "All GPUs report high utilization but draw no more power than GPUs that only wait: the ranks are "
@@ -222,7 +256,7 @@ def _all_spinning(features: PowerFeatures) -> Verdict:
         "The GPU is busy but draws no more power than a GPU that only waits: it may be waiting for ranks that are "
         "not in this sample"
     )
-    return make_verdict(features, PowerState.HANG, 0.55 * features.floor_confidence, why, (PowerState.WAITING, 0.3))
+    return make_verdict(features, PowerState.HANG, 0.7 * features.floor_confidence, why, (PowerState.WAITING, 0.2))
 
 
 def _kernels_are_short(features: PowerFeatures) -> bool:
@@ -233,13 +267,70 @@ def _kernels_are_short(features: PowerFeatures) -> bool:
     return all((g.gpu.utilization_percent or 0.0) < SPINNING_PERCENT for g in features.gpus)
 
 
-def _advancing_at_idle_power(features: PowerFeatures) -> Verdict:
-    """Steps advance at the floor: busy GPUs wait for each other, idle ones for data."""
-    if features.match.pattern in (UtilizationPattern.ALL_LOW, UtilizationPattern.SCATTER):
+def advancing_verdict(features: PowerFeatures) -> Verdict | None:
+    """The user reports that steps advance, and the sample looks idle or hung: what the GPUs do then. None where power
+    and utilization show work, of which they tell the kind.
+
+    Busy GPUs at the floor wait for each other, idle ones for data or for the one that saves.
+    """
+    if features.progress is not StepProgress.ADVANCING or not features.progress_is_reported:
+        return None
+    pattern, gpus = features.match.pattern, features.gpus
+    if pattern is UtilizationPattern.ALL_LOW and not features.at_floor and features.has_contexts is not False:
+        if features.profile_known and features.median_watts >= features.profile.compute_watts:
+            why = "Steps advance at compute-level power; the sample was taken between two kernels"
+            return make_verdict(features, PowerState.COMPUTE, 0.5, why, (PowerState.STARVATION, 0.3))
+        if worked_a_moment_ago(features):
+            return None
+    if pattern is UtilizationPattern.ALL_LOW or (pattern is UtilizationPattern.SCATTER and features.at_floor):
+        if features.has_contexts is False:
+            why = (
+                f"Steps advance although no job has memory allocated on {_any_of(features)}: the job computes on other "
+                "GPUs or on the CPU, and these GPUs get no work"
+            )
+            return make_verdict(features, PowerState.STARVATION, 0.4, why, (PowerState.COMPUTE, 0.3))
         why = "Steps advance while the GPUs are mostly idle: the GPUs are waiting for data"
-        return make_verdict(features, PowerState.STARVATION, 0.6, why, (PowerState.COMMUNICATION, 0.2))
+        other = PowerState.COMMUNICATION if len(gpus) > 1 else PowerState.COMPUTE
+        return make_verdict(features, PowerState.STARVATION, 0.6, why, (other, 0.2))
+    if not features.at_floor:
+        return _advancing_above_floor(features)
+    one_low = pattern in (UtilizationPattern.ONE_LOW_REST_BUSY, UtilizationPattern.RANK0_LOW_REST_BUSY)
+    if one_low and not no_model_loaded(gpus):
+        sure = pattern is UtilizationPattern.RANK0_LOW_REST_BUSY and _is_copying(features)
+        why = (
+            "Steps advance; one rank is idle and the others are only waiting (high utilization at low power): the idle "
+            "rank is saving a checkpoint, or waits for its input"
+        )
+        starving = (PowerState.STARVATION, 0.1 if sure else 0.25)
+        confidence = 0.97 * features.floor_confidence if sure else 0.7
+        return make_verdict(features, PowerState.CHECKPOINT, confidence, why, starving, features.single_outlier)
     why = (
         "Steps advance although the GPUs draw about the power of GPUs that only wait: this may be light work or a slow "
         "network link"
     )
+    if len(gpus) == 1:
+        return make_verdict(features, PowerState.COMPUTE, 0.5, why, (PowerState.COMMUNICATION, 0.4))
     return make_verdict(features, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.3))
+
+
+def _advancing_above_floor(features: PowerFeatures) -> Verdict | None:
+    pattern = features.match.pattern
+    works = features.profile_known and features.median_watts >= features.certain_work_watts
+    in_range = features.floor_known and pattern in (UtilizationPattern.ALL_BUSY, UtilizationPattern.SCATTER)
+    if works or (in_range and features.has_contexts is not False):
+        return None
+    if not features.floor_known:
+        why = (
+            "Steps advance; waiting and working draw nearly the same power on this GPU model"
+            if features.profile_known
+            else "Steps advance; the power that this GPU draws while it only waits is unknown"
+        )
+    else:
+        why = "Steps advance; GPUs draw more power than GPUs that only wait, but less than compute-level power"
+    if pattern is UtilizationPattern.SCATTER:
+        return make_verdict(features, PowerState.STARVATION, 0.5, why, (PowerState.COMPUTE, 0.4))
+    if pattern is UtilizationPattern.ALL_BUSY and (len(features.gpus) == 1 or not features.profile_known):
+        return make_verdict(features, PowerState.COMPUTE, 0.5, why, (PowerState.COMMUNICATION, 0.3))
+    # Some wait while others work: a slow link, stages that take turns, or a rank without input.
+    other = PowerState.COMPUTE if pattern is UtilizationPattern.ALL_BUSY else PowerState.STARVATION
+    return make_verdict(features, PowerState.COMMUNICATION, 0.5, why, (other, 0.3))

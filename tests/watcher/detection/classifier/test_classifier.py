@@ -35,6 +35,9 @@ def test_light_training_is_sure_only_when_steps_advance() -> None:
     silent = classify(job_sample(row["watts"], row["utilization"]))
     moving = classify(job_sample(row["watts"], row["utilization"]), progress=ADVANCING)
     assert silent.confidence < 0.5 < moving.confidence
+    assert moving.state is PowerState.COMPUTE
+    assert silent.alternative is not None
+    assert silent.alternative.state is PowerState.COMPUTE
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,8 @@ def test_a_verdict_on_a_part_of_the_job_says_so_and_is_less_sure(watts: list[flo
         part = classify(with_blind_node(job_sample(watts, utilization), expected))
         assert part.why.startswith(extent)
         assert (part.state, part.suspects) == (whole.state, whole.suspects)
-        assert part.confidence == pytest.approx(0.75 * whole.confidence, abs=0.006)
+        # The unseen ones may be the idle or the working ones: whatever is claimed of a part is no more than a guess.
+        assert part.confidence == pytest.approx(min(0.55, 0.75 * whole.confidence), abs=0.006)
         if part.alternative is not None and whole.alternative is not None:
             assert part.alternative.confidence == pytest.approx(0.75 * whole.alternative.confidence, abs=0.006)
 

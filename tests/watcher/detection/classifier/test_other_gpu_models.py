@@ -88,6 +88,13 @@ def test_a_published_sample_scaled_to_a_gpu_keeps_its_state(name: str, board: Po
         assert unsure or verdict.state is PowerState.COMPUTE
         assert judged(name, board, scale, StepProgress.ADVANCING).state is PowerState.COMPUTE
         return
+    if name == "communication" and board.name != "b300":
+        # Measured on one model. The others also compute at that share of their limit, so both are named.
+        assert verdict.state is PowerState.COMPUTE
+        assert verdict.confidence < 0.7
+        assert verdict.alternative is not None
+        assert verdict.alternative.state is PowerState.COMMUNICATION
+        return
     assert (verdict.state, verdict.pattern) == (row["state"], row["shape"]), verdict.why
     assert [suspect.rank for suspect in verdict.suspects] == row["suspects"]
 
@@ -189,11 +196,16 @@ def test_gpus_that_take_turns_at_the_power_of_work_compute() -> None:
 def test_an_empty_host_is_surely_idle_only_if_its_processes_were_listed() -> None:
     seen = job_sample([70.0] * 8, [0] * 8, name=NAMES["h100"], limit_watts=700, held_bytes=4e6)
     unlisted = classify(seen)
-    assert unlisted.confidence <= 0.6
+    assert unlisted.confidence <= 0.75
     assert unlisted.alternative is not None
     assert unlisted.alternative.state is PowerState.HANG
     nodes = tuple(replace(node, processes=()) for node in seen.nodes)
     assert classify(replace(seen, nodes=nodes)).confidence >= 0.9
+    # A single GPU says less: the job may run on others that are not in the sample.
+    alone = classify(job_sample([70.0], [0], name=NAMES["h100"], limit_watts=700, held_bytes=4e6))
+    assert alone.confidence < 0.6
+    assert alone.alternative is not None
+    assert alone.alternative.state is PowerState.HANG
 
 
 # One GPU.
