@@ -17,6 +17,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import resources
 from typing import Any, Final
 
@@ -189,12 +190,19 @@ def recognize_layout(
 ) -> CheckpointLayout | None:
     """The layout with most of its own files in the folder, or a file of its own beside it; the first on a tie."""
     best, most = None, 0
+    names = "\n".join(folder.sizes)
     for layout in candidates:
-        score = sum(any(pattern.search(file) for file in folder.sizes) for pattern in layout.holds)
-        score += any(name in listing.root or name in listing.folders for name in layout.beside)
+        beside = any(name in listing.root or name in listing.folders for name in layout.beside)
+        score = count_kinds(layout.holds, names) + beside
         if score > most:
             best, most = layout, score
     return best
+
+
+@lru_cache(maxsize=4096)  # every node lists the same directory, again and again
+def count_kinds(patterns: tuple[re.Pattern[str], ...], names: str) -> int:
+    """How many of the patterns match at least one of the names, one a line."""
+    return sum(pattern.search(names) is not None for pattern in patterns)
 
 
 def classify_folder(
@@ -322,13 +330,14 @@ def describe_missing_files(folder: CheckpointFolder) -> str:
     # Stem and suffix -> how many there should be -> the numbers that exist.
     numbered: dict[tuple[str, str], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for path in folder.sizes:
-        parent, _, base = path.rpartition("/")
-        found = NUMBERED.search(base)
-        if found is not None and not SHARED_FILE.match(base):
-            key = path[: len(path) - len(base) + found.start()], base[found.end() :]
-            numbered[key][int(found["total"] or found["world"])].add(int(found["number"] or found["rank"]))
-        if base.endswith(".distcp"):
-            folders_of_shards.add(parent)
+        if path.endswith(".distcp"):
+            folders_of_shards.add(path.rpartition("/")[0])
+        elif "-of-" in path or "_rank_" in path:
+            base = path.rpartition("/")[2]
+            found = NUMBERED.search(base)
+            if found is not None and not SHARED_FILE.match(base):
+                key = path[: len(path) - len(base) + found.start()], base[found.end() :]
+                numbered[key][int(found["total"] or found["world"])].add(int(found["number"] or found["rank"]))
     for (stem, suffix), by_total in numbered.items():
         if not any(len(seen) >= total for total, seen in by_total.items()):
             total, seen = max(by_total.items())
@@ -393,7 +402,7 @@ def _load_layouts() -> tuple[CheckpointLayout, ...]:
         CheckpointLayout(
             entry["framework"],
             re.compile(entry["name"]),
-            tuple(re.compile(pattern) for pattern in entry.get("holds", [])),
+            tuple(re.compile(pattern, re.MULTILINE) for pattern in entry.get("holds", [])),
             tuple(entry.get("needs", [])),
             tuple(entry.get("absent", [])),
             entry.get("absent_beside"),

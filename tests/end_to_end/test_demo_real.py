@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from wattwatch.collectors.simulated.cluster import describe_busy_machine
+from wattwatch.collectors.simulated import cluster as simulated_cluster
+from wattwatch.collectors.simulated.cluster import SimulatedCluster, SimulationError, describe_busy_machine
 from wattwatch.collectors.simulated.real_job import FollowedJob, create_rank_view
 from wattwatch.watcher.cli import demo
 from wattwatch.watcher.cli.demo import demo_command
@@ -210,5 +211,8 @@ def test_a_slow_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(real_job, "PACK_SECONDS", 0.0)
     with pytest.raises(DemoError, match=r"pack did not finish within 0 s\. This machine is busy \(load average"):
         RealJob(JOB_NAME, JobSize(), JobFiles(tmp_path), ()).prepare()
+    monkeypatch.setattr(simulated_cluster, "READY_SECONDS", 0.0)
+    with pytest.raises(SimulationError, match=r"did not start within 0 s: it printed nothing\. This machine is busy"):
+        SimulatedCluster(()).__enter__()
     monkeypatch.setattr(os, "getloadavg", lambda: (1.2, 0.0, 0.0))
     assert describe_busy_machine() == ""
