@@ -34,7 +34,7 @@ from wattwatch.collectors.simulated.ssh_server import (
 )
 
 # Real seconds that commands have to exit by themselves after their connection is closed.
-EXIT_WAIT_SECONDS: Final = 4.0
+EXIT_WAIT_SECONDS: Final = 30.0
 
 
 def send_event(kind: str, content: Any) -> None:

@@ -33,7 +33,7 @@ from wattwatch.collectors.simulated.scenario import Scenario
 from wattwatch.collectors.simulated.ssh_server import new_private_key, public_line, read_key, write_private_key
 
 READY_SECONDS: Final = 90.0  # it takes 2 s on two idle cores; this only ends a start that is stuck
-END_SECONDS: Final = 15.0
+END_SECONDS: Final = 60.0
 LOGIN: Final = "trainer"
 PREFIX: Final = "wattwatch-simulated-"
 MEMORY_FILES: Final = Path("/dev/shm")

@@ -56,7 +56,6 @@ def test_what_is_said_of_a_job_of_which_one_node_is_blind_names_the_part_that_is
         assert view.verdict.confidence <= 0.75
 
 
-@pytest.mark.timeout(300)
 def test_the_whole_recording_is_judged_right() -> None:
     recording = WHOLE / "four_jobs.wattwatch.gz"
     if not recording.exists():
