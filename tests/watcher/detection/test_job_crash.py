@@ -132,6 +132,16 @@ def test_an_empty_list_beside_memory_in_use_is_unknown_and_the_released_memory_t
     assert not any("no process of the job is running" in second.verdict.why for second in job.observed)
 
 
+def test_one_node_that_hides_its_processes_leaves_it_unknown_whether_any_is_left() -> None:
+    job = Job(nodes=2, gpus=4, progress="log")
+    job.change_line = lambda line: without_processes(line) if line.node == "node-1" else line
+    job.play(40, COMPUTE)
+    job.play(5, KILLED)
+    crash = job.finding(CRASHED)
+    assert crash.evidence[0] == "4 processes of the job exited; the processes of node-1 cannot be listed"
+    assert not any("no process of the job is running" in second.verdict.why for second in job.observed)
+
+
 def test_an_empty_list_is_believed_where_the_list_has_shown_the_jobs_processes() -> None:
     job = warmed_up(progress="log")
     job.play(5, KILLED)

@@ -77,16 +77,17 @@ class Observation:
 
     @property
     def alive(self) -> bool | None:
-        """Whether any process of the job exists; None where no node can list them.
+        """Whether any process of the job exists on the nodes that answer; None where that is unknown.
 
-        An empty list beside GPUs with memory in use is not believed: in a container, or under another user, the driver
-        lists no process although they run.
+        "None exists" takes a list of every node whose GPUs are read, and no memory in use on them: in a container, or
+        under another user, the driver lists no process although they run.
         """
         listed = [n.processes for n in self.sample.nodes if n.processes is not None]
         if any(listed):
             return True
+        unlisted = any(n.fresh and n.processes is None for n in self.sample.nodes)
         memory_in_use = any((g.gpu.memory_used_bytes or 0.0) >= CONTEXT_BYTES for g in self.sample.gpus)
-        return None if memory_in_use or not listed else False
+        return None if memory_in_use or unlisted or not listed else False
 
     @property
     def gpu_readings(self) -> Mapping[str, int]:
