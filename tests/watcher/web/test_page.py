@@ -48,7 +48,10 @@ def test_each_job_shows_its_state_since_when_how_certain_and_why() -> None:
     text = page(samples.cluster()).text
     assert "finetune-evenfix hung for 3 min 40 s No step for 3 min 40 s" in text
     assert "Suspect: rank 3 on gpu-03 GPU 3" in text
-    assert "94 % confidence · sampled 0.4 s ago" in text
+    assert "sampled 0.4 s ago" in text
+    # The confidence is that of what the sample shows, not of the job's state.
+    assert "Last sample: hang (confidence 94 %), one low rest busy." in text
+    assert text.count("94 %") == 1
     assert "step 1,923 of 3,854" in text
     assert "GPU-hours lost 1.0 187 Wh" in text
     assert "tokens/s 52,980" in text
@@ -70,7 +73,8 @@ def test_a_check_decides_between_two_only_where_there_are_two() -> None:
 def test_an_unknown_value_is_never_shown_as_a_number() -> None:
     text = page(replace(samples.cluster(), jobs={"eval-nightly": samples.unseen()})).text
     assert "step – step age – tokens/s – checkpoint age – GPUs 0" in text
-    assert "no verdict" in text
+    assert "Last sample: unknown, unknown. There is no reading." in text
+    assert "confidence" not in text
     assert "No GPU of this job can be read now." in text
 
 

@@ -210,7 +210,8 @@ def _evenly_busy(features: PowerFeatures) -> Verdict:
             "The only GPU in this sample is busy below compute-level power and has no other GPU to wait for: it is "
             "probably doing light work"
         )
-        return make_verdict(features, PowerState.COMPUTE, 0.6 if advancing else 0.45, why, (PowerState.HANG, 0.3))
+        other = (PowerState.HANG, 0.3 * profile.certain)
+        return make_verdict(features, PowerState.COMPUTE, 0.6 if advancing else 0.45, why, other)
     if watts >= profile.compute_watts:
         return _full_compute(features)
     if own_band is not None and watts in own_band:
@@ -235,11 +236,12 @@ def _evenly_busy(features: PowerFeatures) -> Verdict:
         return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3))
     if barely and not light:
         why = "All GPUs are evenly busy but draw only slightly more power than GPUs that only wait"
-        return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.35))
+        other = (PowerState.HANG, 0.35 * profile.certain)
+        return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, other)
     why = "All GPUs are evenly busy and draw more power than GPUs that only wait, but less than compute-level power"
     if profile.name == generic_profile().name:
         # GPUs of an unknown model may draw a third of their limit when idle, so spinning is not out of the question.
-        return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.3))
+        return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.3 * profile.certain))
     if own_band is not None or features.plateau_known:
         # Even more power than this is communication on this model; or this job draws more when it computes.
         return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.COMPUTE, 0.4))

@@ -195,7 +195,7 @@ def _limited_by_what_was_read(verdict: Verdict, features: PowerFeatures) -> Verd
     unnamed = not features.profile_known and pattern is not UtilizationPattern.ALL_LOW
     if unnamed and state is not PowerState.COMPUTE:
         most = min(most, MAX_INFERRED_CONFIDENCE)
-    if not features.memory_read and pattern is UtilizationPattern.ALL_BUSY and features.at_floor:
+    if not features.memory_read and pattern is UtilizationPattern.ALL_BUSY and state is PowerState.HANG:
         most = min(most, MAX_WITHOUT_MEMORY_CONFIDENCE, 0.8 * verdict.confidence)  # GPUs without a context do not hang
     even = pattern in (UtilizationPattern.ALL_BUSY, UtilizationPattern.ALL_LOW) and state is not PowerState.STRAGGLER
     if not features.memory_read and not even:
@@ -203,7 +203,12 @@ def _limited_by_what_was_read(verdict: Verdict, features: PowerFeatures) -> Verd
     limit_unread = features.profile_known and not features.limit_read
     if limit_unread and pattern is not UtilizationPattern.ALL_LOW and not _is_surely_computing(verdict):
         most = min(most, MAX_INFERRED_CONFIDENCE)
-    return verdict if verdict.confidence <= most else replace(verdict, confidence=round(most, 2))
+    if verdict.confidence <= most:
+        return verdict
+    other = verdict.alternative
+    if other is not None:
+        other = replace(other, confidence=round(other.confidence * most / verdict.confidence, 2))
+    return replace(verdict, confidence=round(most, 2), alternative=other)
 
 
 def _is_surely_computing(verdict: Verdict) -> bool:

@@ -236,7 +236,9 @@ def _all_spinning(features: PowerFeatures) -> Verdict:
             "All GPUs are busy but stay below 100 % utilization and draw about the power of GPUs that only wait: "
             "this may be light work or a slow network link"
         )
-        return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.35))
+        return make_verdict(
+            features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.35 * features.floor_confidence)
+        )
     if len(features.gpus) > 1:
         why = (
             "All GPUs report high utilization but draw no more power than GPUs that only wait: the ranks are "

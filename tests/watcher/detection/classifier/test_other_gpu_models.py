@@ -21,8 +21,12 @@ PAPER: Final = tomllib.loads((Path(__file__).parents[3] / "data/judge/paper_samp
 NAMES: Final = {
     "b300": "NVIDIA B300 SXM6 AC", "gb300": "NVIDIA GB300", "gb200": "NVIDIA GB200", "b200": "NVIDIA B200",
     "h200": "NVIDIA H200", "h100-pcie": "NVIDIA H100 PCIe", "h20": "NVIDIA H20", "h100": "NVIDIA H100 80GB HBM3",
-    "a100-pcie": "NVIDIA A100-PCIE-40GB", "a100": "NVIDIA A100-SXM4-80GB", "v100": "Tesla V100-SXM2-32GB",
+    "a100-pcie": "NVIDIA A100-PCIE-40GB", "a100": "NVIDIA A100-SXM4-80GB", "v100-pcie": "Tesla V100-PCIE-32GB",
+    "v100": "Tesla V100-SXM2-32GB",
     "l40s": "NVIDIA L40S", "a40": "NVIDIA A40", "a6000": "NVIDIA RTX A6000", "3090": "NVIDIA GeForce RTX 3090",
+    "rtx-pro-6000": "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "p40": "Tesla P40", "gb10": "NVIDIA GB10",
+    "mi300x": "AMD Instinct MI300X", "mi325x": "AMD Instinct MI325X", "mi355x": "AMD Instinct MI355X",
+    "7900xtx": "Radeon RX 7900 XTX", "strix-halo": "AMD gfx1151 (Strix Halo APU)",
     "a10": "NVIDIA A10", "k80": "Tesla K80", "t4": "Tesla T4", "generic": "Accelerator X",
 }  # fmt: skip
 PROFILES: Final = shipped_profiles()
