@@ -6,6 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 from wattwatch.collectors.clock import WallClockSteps
@@ -15,6 +16,10 @@ RECENT_SECONDS: Final = 600.0
 COARSE_STEP_SECONDS: Final = 60.0
 RETENTION_SECONDS: Final = 86_400.0
 MAX_RECENT_POINTS: Final = 1200  # bounds memory where samples come faster than one per second
+# Points further apart have a gap between them, in which the job was not evaluated: so many times the usual distance of
+# the recent points, which is the sampling interval, and at least this many seconds.
+GAP_INTERVALS: Final = 5.0
+MIN_GAP_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,23 @@ def timeline_point(sample: JobSample, state: JobState, throughput: JobThroughput
         power_watts_high=max(watts, default=None),
         utilization_percent_mean=statistics.fmean(utilization) if utilization else None,
     )
+
+
+def observed_runs(points: Sequence[TimelinePoint]) -> list[list[TimelinePoint]]:
+    """The points, cut where the job was not evaluated: nobody knows its state and power in between."""
+    if not points:
+        return []
+    last = points[-1].wall_seconds
+    steps = [later.wall_seconds - earlier.wall_seconds for earlier, later in pairwise(points)]
+    recent = [step for step, point in zip(steps, points, strict=False) if last - point.wall_seconds < RECENT_SECONDS]
+    gap = max(MIN_GAP_SECONDS, GAP_INTERVALS * statistics.median(recent or steps or [0.0]))
+    thinned_gap = max(gap, 2.5 * COARSE_STEP_SECONDS)
+    runs = [[points[0]]]
+    for step, point in zip(steps, points[1:], strict=True):
+        if step > (gap if last - point.wall_seconds < RECENT_SECONDS - gap else thinned_gap):
+            runs.append([])
+        runs[-1].append(point)
+    return runs
 
 
 def continuous_segments(points: Sequence[TimelinePoint]) -> list[list[TimelinePoint]]:

@@ -21,7 +21,7 @@ from wattwatch.watcher.detection.model import JobSample, JobState, RankGpu, Seve
 from wattwatch.watcher.detection.timeline import TimelinePoint
 from wattwatch.watcher.detection.wasted_time import total_kilowatt_hours
 from wattwatch.watcher.diagnosis.report.ranks import BarLayout, bar_paths, format_range
-from wattwatch.watcher.diagnosis.report.timeline import StateSegment, power_band, state_segments, thin_points
+from wattwatch.watcher.diagnosis.report.timeline import StateSegment, power_band, state_segments
 from wattwatch.watcher.engine.snapshot import (
     DiagnosisStage,
     EpisodeView,
@@ -127,8 +127,8 @@ def power_history(points: Sequence[TimelinePoint], gpus: Sequence[RankGpu], now:
     def x_at(seconds: float) -> float:
         return (seconds - start) / span * HISTORY_WIDTH
 
-    power = power_band(thin_points(recent, HISTORY_POINTS), x_at, top, HISTORY_HEIGHT)
-    return PowerHistory(power.band, power.median, state_segments(recent, x_at, now), f"{top:,.0f} W", span_text(span))
+    power = power_band(recent, HISTORY_POINTS, x_at, top, HISTORY_HEIGHT)
+    return PowerHistory(power.band, power.median, state_segments(recent, x_at), f"{top:,.0f} W", span_text(span))
 
 
 def span_text(span: float) -> str:

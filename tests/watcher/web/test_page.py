@@ -277,3 +277,13 @@ def test_a_message_that_was_given_up_is_a_banner() -> None:
     given_up = replace(samples.cluster().deliveries, given_up={"ops": "gone: HTTP 404"})
     text = page(replace(samples.cluster(), deliveries=given_up)).text
     assert "The last alert message to receiver ops was not delivered and will not be retried: gone: HTTP 404." in text
+
+
+def test_the_power_history_ends_and_breaks_where_the_job_was_not_evaluated() -> None:
+    """For three minutes in the middle, and since a minute."""
+    points = [p for i, p in enumerate(samples.healthy().timeline) if not 100 <= i < 280 and i < 540]
+    drawn = power_history(points, samples.healthy().sample.gpus, samples.NOW)
+    assert drawn is not None
+    assert drawn.median.count("M") == 2
+    computing = [segment for segment in drawn.segments if segment.state == "computing"]
+    assert [(round(s.x), round(s.x + s.width)) for s in computing] == [(0, 99), (280, 420), (480, 539)]

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
-from wattwatch.watcher.detection.timeline import TimelinePoint, continuous_segments, state_changes
+from wattwatch.watcher.detection.timeline import (
+    TimelinePoint,
+    continuous_segments,
+    observed_runs,
+    state_changes,
+)
 
 # Sizes in units of the SVG view box.
 WIDTH: Final = 1000.0
@@ -103,14 +108,14 @@ def draw_timeline(
     top = max((p.power_watts_high for p in recent if p.power_watts_high is not None), default=0.0)
     top = top * POWER_HEADROOM or 1.0
     drawn = thin_points(recent, MAX_POINTS)
-    power = power_band(drawn, x_at, top, POWER_HEIGHT)
+    power = power_band(recent, MAX_POINTS, x_at, top, POWER_HEIGHT)
     events = (("alert", opened), ("diagnosed", diagnosed), ("closed", closed))
     return TimelineChart(
         band=power.band,
         median=power.median,
         steps=steps_path([(x_at(p.wall_seconds), p.step) for p in drawn if p.step is not None]),
         step_words=format_step_range([p.step for p in recent if p.step is not None]),
-        segments=state_segments(recent, x_at, last),
+        segments=state_segments(recent, x_at),
         ticks=tuple(TimeTick(x_at(at), format_tick_time(at, span)) for at in tick_times(first, last)),
         marks=place_event_marks([(x_at(at), words) for words, at in events if at is not None and at >= first]),
         top_words=f"{top:,.0f} W",
@@ -125,15 +130,17 @@ def thin_points(points: Sequence[TimelinePoint], most: int) -> list[TimelinePoin
 
 
 def power_band(
-    points: Sequence[TimelinePoint], x_at: Callable[[float], float], top_watts: float, height: float
+    points: Sequence[TimelinePoint], most: int, x_at: Callable[[float], float], top_watts: float, height: float
 ) -> PowerPaths:
-    """`x_at` maps Unix seconds to x; `top_watts` is drawn at y = 0, 0 W at y = `height`. Gaps in the data stay gaps."""
+    """`x_at` maps Unix seconds to x; `top_watts` is drawn at y = 0, 0 W at y = `height`. About `most` points are drawn.
+    Gaps in the data stay gaps."""
 
     def at(point: TimelinePoint, watts: float | None) -> str:
         return f"{x_at(point.wall_seconds):.1f} {height - (watts or 0.0) / top_watts * height:.1f}"
 
     band, median = [], []
-    for segment in continuous_segments(points):
+    runs = [thin_points(run, max(2, most * len(run) // len(points))) for run in observed_runs(points)]
+    for segment in (segment for run in runs for segment in continuous_segments(run)):
         upper = [at(point, point.power_watts_high) for point in segment]
         lower = [at(point, point.power_watts_low) for point in segment]
         band.append("M" + "L".join([*upper, *reversed(lower)]) + "z")
@@ -141,15 +148,16 @@ def power_band(
     return PowerPaths("".join(band), "".join(median))
 
 
-def state_segments(
-    points: Sequence[TimelinePoint], x_at: Callable[[float], float], end_seconds: float
-) -> tuple[StateSegment, ...]:
-    """Consecutive points in one state become one segment; the last segment ends at `end_seconds` (Unix time)."""
-    changes = [(x_at(began), state.value) for began, state in state_changes(points)]
-    ends = [*(x for x, _ in changes[1:]), x_at(end_seconds)]
-    return tuple(
-        StateSegment(round(x, 1), round(end - x, 1), state) for (x, state), end in zip(changes, ends, strict=True)
-    )
+def state_segments(points: Sequence[TimelinePoint], x_at: Callable[[float], float]) -> tuple[StateSegment, ...]:
+    """Consecutive points in one state become one segment. It ends with the last point before a gap in the data."""
+    segments = []
+    for run in observed_runs(points):
+        changes = [(x_at(began), state.value) for began, state in state_changes(run)]
+        ends = [*(x for x, _ in changes[1:]), x_at(run[-1].wall_seconds)]
+        segments += [
+            StateSegment(round(x, 1), round(end - x, 1), state) for (x, state), end in zip(changes, ends, strict=True)
+        ]
+    return tuple(segments)
 
 
 def place_event_marks(events: Sequence[tuple[float, str]]) -> tuple[EventMark, ...]:
