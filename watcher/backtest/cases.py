@@ -23,6 +23,7 @@ from wattwatch.watcher.detection.model import PowerState
 
 SIDECAR_SUFFIX: Final = ".label.json"
 LABEL_KEYS: Final = ("reported_state", "expected_state", "state")
+SOURCE_KEYS: Final = ("source", "source_url")
 UNKNOWN_MODEL: Final = "unknown"
 LabelState = Literal[
     "compute", "communication", "starvation", "checkpoint", "hang", "crash", "gpu_fault", "straggler", "throttle",
@@ -54,6 +55,7 @@ class LabeledCase:
     label: str
     gpu_model: str
     samples: dict[str, Any]  # as `wattwatch.watcher.recordings.inputs` reads them
+    source: str  # where it was reported; the case's own name where that is not said
 
     @property
     def state(self) -> PowerState | None:
@@ -186,4 +188,5 @@ def _cases(path: Path) -> Iterator[LabeledCase]:
                     raise LabelError(
                         f"{path}: case {name}: unknown state {label!r}; known states: {', '.join(sorted(KNOWN_STATES))}"
                     )
-                yield LabeledCase(name, label, str(each.get("gpu_model") or UNKNOWN_MODEL), each)
+                source = next((str(each[key]) for key in SOURCE_KEYS if each.get(key)), name)
+                yield LabeledCase(name, label, str(each.get("gpu_model") or UNKNOWN_MODEL), each, source)

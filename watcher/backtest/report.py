@@ -6,7 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from wattwatch.watcher.backtest.run import BacktestResult, CaseResults, alert_statistics
-from wattwatch.watcher.backtest.score import CaseScore, ConfidenceBin, JudgedCase, ProgressKnowledge, Ratio
+from wattwatch.watcher.backtest.score import (
+    CLAIM_CONFIDENCE,
+    CaseScore,
+    ConfidenceBin,
+    JudgedCase,
+    LeftOut,
+    ProgressKnowledge,
+    Ratio,
+)
 from wattwatch.watcher.detection.model import PowerState
 
 MAX_FILES_LISTED: Final = 5
@@ -62,13 +70,30 @@ def backtest_object(test: BacktestResult) -> dict[str, Any]:
 
 
 def _picture_object(result: CaseResults) -> dict[str, Any]:
-    plain = result.plain
+    plain, model, source = result.plain, result.left_out[LeftOut.MODEL], result.left_out[LeftOut.SOURCE]
     return {
         "exact": _share(plain.exact),
-        "exact_model_left_out": _share(result.left_out),
+        "exact_model_left_out": _share(model.exact),
+        "exact_source_left_out": _share(source.exact),
+        "exact_by_source": {
+            "sources": plain.by_source.sources,
+            "mean_rate": plain.by_source.mean_rate,
+            "largest": plain.by_source.largest,
+            "without_largest": _share(plain.by_source.without_largest),
+        },
+        "claims": {
+            "from_confidence": CLAIM_CONFIDENCE,
+            "right": plain.claims.right,
+            "of": plain.claims.of,
+            "rate": None if plain.claims.rate is None else round(plain.claims.rate, 3),
+            "coverage": round(plain.claims.of / plain.exact.of, 3) if plain.exact.of else None,
+        },
         "hangs_found": _share(plain.hangs.found),
+        "hangs_found_model_left_out": _share(model.hangs.found),
+        "hangs_found_source_left_out": _share(source.hangs.found),
         "false_hangs": plain.hangs.false,
-        "false_hangs_model_left_out": result.left_out_false_hangs,
+        "false_hangs_model_left_out": model.hangs.false,
+        "false_hangs_source_left_out": source.hangs.false,
         "missed_hangs_said_too_surely": [_said(j) for j in result.overconfident],
         "kinds": {
             state.value: {"found": kind.found.right, "of": kind.found.of, "said_of_others": kind.false}
@@ -78,7 +103,8 @@ def _picture_object(result: CaseResults) -> dict[str, Any]:
             label.value: {said.value: count for said, count in row.items()} for label, row in plain.matrix.items()
         },
         "reliability": [_bin(each) for each in plain.reliability],
-        "reliability_model_left_out": [_bin(each) for each in result.left_out_reliability],
+        "reliability_model_left_out": [_bin(each) for each in model.reliability],
+        "reliability_source_left_out": [_bin(each) for each in source.reliability],
         "gpu_models": {name: {"right": share.right, "of": share.of} for name, share in plain.models.items()},
         "wrong": [_said(j) for j in plain.missed],
         "missed_hangs": [_said(j) for j in result.unfindable],
@@ -128,7 +154,8 @@ def _lines(test: BacktestResult) -> Iterator[str]:
         yield from _picture_lines(HEADINGS[knowledge], result)
     if test.cases:
         yield ""
-        yield "* Each case is judged without the profile of its GPU model, only by fractions of the power limit."
+        yield "* Without GPU model: each case is judged without the profile of its GPU model, only by fractions of the"
+        yield "  power limit. Without source: so is each case whose source is one of those that the profile rests on."
         yield "  Only profiles are fitted to GPU models. All other rules and confidences stay the same."
     if test.series:
         yield ""
@@ -147,17 +174,37 @@ def _counts(counts: Mapping[str, int], what: str) -> str:
 
 
 def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:
-    plain = result.plain
+    plain, model, source = result.plain, result.left_out[LeftOut.MODEL], result.left_out[LeftOut.SOURCE]
+    by_source = plain.by_source
     yield head
-    yield f"  correct          {_percent(plain.exact)}    without GPU model*: {_percent(result.left_out)}"
-    yield f"  hangs found      {plain.hangs.found.right} of {plain.hangs.found.of}"
-    yield f"  false hangs      {plain.hangs.false}    without GPU model: {result.left_out_false_hangs}"
+    yield (
+        f"  correct          {_percent(plain.exact)}    without GPU model*: {_percent(model.exact)}    "
+        f"without source*: {_percent(source.exact)}"
+    )
+    if by_source.sources > 1:
+        yield (
+            f"  by source        {by_source.mean_rate:.1%} on average over {by_source.sources} sources; without the "
+            f"largest ({by_source.largest}): {_percent(by_source.without_largest)}"
+        )
+    yield (
+        f"  claims           {_percent(plain.claims)} correct with a confidence of {CLAIM_CONFIDENCE} or more; they "
+        f"cover {_percent(Ratio(plain.claims.of, plain.exact.of))} cases"
+    )
+    found = f"{plain.hangs.found.right} of {plain.hangs.found.of}"
+    yield (
+        f"  hangs found      {found}    without GPU model: {model.hangs.found.right}    "
+        f"without source: {source.hangs.found.right}"
+    )
+    yield (
+        f"  false hangs      {plain.hangs.false}    without GPU model: {model.hangs.false}    "
+        f"without source: {source.hangs.false}"
+    )
     yield f"  missed hangs judged too confidently, or without hang as the alternative: {len(result.overconfident)}"
     yield ""
     yield from _matrix_lines(plain)
     yield ""
     yield "  confidence   mean   right   difference     without GPU model: mean   right   difference"
-    left_out = {each.low: each for each in result.left_out_reliability}
+    left_out = {each.low: each for each in model.reliability}
     for low in sorted({each.low for each in plain.reliability} | set(left_out)):
         ours = next((each for each in plain.reliability if each.low == low), None)
         without = _bin_words(left_out.get(low))

@@ -11,13 +11,11 @@ from typing import Final
 from wattwatch.watcher.backtest.cases import LabeledCase, LabeledInterval, LabeledSeries, LabelError, read_labeled_data
 from wattwatch.watcher.backtest.score import (
     CaseScore,
-    ConfidenceBin,
     JudgedCase,
+    LeftOut,
     ProgressKnowledge,
     Ratio,
-    correct_ratio,
     judge_cases,
-    reliability,
     score_cases,
 )
 from wattwatch.watcher.detection.model import AlertName, PowerState, Severity
@@ -144,9 +142,7 @@ class CaseResults:
     """The scored cases, with one kind of knowledge about the steps."""
 
     plain: CaseScore
-    left_out: Ratio  # the same cases, each GPU judged without the profile of its model
-    left_out_false_hangs: int
-    left_out_reliability: tuple[ConfidenceBin, ...]
+    left_out: Mapping[LeftOut, CaseScore]  # the same cases, judged without the profile of their model, or their source
     unfindable: tuple[JudgedCase, ...]  # missed hangs, also those without power or utilization
     overconfident: tuple[JudgedCase, ...]  # of these: with too much confidence, or without hang as the alternative
 
@@ -202,15 +198,15 @@ def _case_results(
     scorable: Sequence[LabeledCase], without_readings: Sequence[LabeledCase], knowledge: ProgressKnowledge
 ) -> CaseResults:
     plain = score_cases(judge_cases(scorable, knowledge))
-    left_out = judge_cases(scorable, knowledge, leave_model_out=True)
     with_a_board = [case for case in without_readings if case.state is PowerState.HANG and case.samples["samples"]]
     missed = [j for j in (*plain.missed, *judge_cases(with_a_board, knowledge)) if j.case.state is PowerState.HANG]
     missed = [j for j in missed if not j.right]
     return CaseResults(
         plain=plain,
-        left_out=correct_ratio(left_out),
-        left_out_false_hangs=sum(j.verdict.state is PowerState.HANG and not j.right for j in left_out),
-        left_out_reliability=reliability(left_out),
+        left_out={
+            left_out: score_cases(judge_cases(scorable, knowledge, left_out))
+            for left_out in (LeftOut.MODEL, LeftOut.SOURCE)
+        },
         unfindable=tuple(missed),
         overconfident=tuple(j for j in missed if not _is_unsure(j)),
     )

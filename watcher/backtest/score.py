@@ -1,8 +1,10 @@
 """Judges the labeled cases as `wattwatch triage` does, and scores the verdicts: how many are right, in which states, on
-which GPU models, and how well the confidence fits."""
+which GPU models, how well the confidence fits, and how much rests on a single GPU model or source."""
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ import orjson
 
 from wattwatch.collectors.samples import HostStatus
 from wattwatch.watcher.backtest.cases import LabeledCase, LabelError
+from wattwatch.watcher.detection.baselines.profiles import profile_for, published_measurements
 from wattwatch.watcher.detection.classifier.features import StepProgress
 from wattwatch.watcher.detection.model import PowerState, Verdict
 from wattwatch.watcher.recordings.inputs import GpuLog, InputError, read_input
@@ -37,25 +40,33 @@ class JudgedCase:
     def right(self) -> bool:
         return self.verdict.state is self.case.state
 
+    @property
+    def is_claim(self) -> bool:
+        return self.verdict.confidence >= CLAIM_CONFIDENCE and self.verdict.state is not PowerState.UNKNOWN
+
+
+class LeftOut(StrEnum):
+    """What a case is judged without. The shipped profiles come from such reports, so a case may be judged with a
+    profile that was made from it."""
+
+    NOTHING = "nothing"
+    MODEL = "model"  # the profile of its GPU model: only the rules that hold for all GPUs apply
+    SOURCE = "source"  # the profile of its GPU model, if the case's source is one of those that it was made from
+
 
 def judge_cases(
-    cases: Iterable[LabeledCase], knowledge: ProgressKnowledge, *, leave_model_out: bool = False
+    cases: Iterable[LabeledCase], knowledge: ProgressKnowledge, left_out: LeftOut = LeftOut.NOTHING
 ) -> tuple[JudgedCase, ...]:
-    """Judges each case as `wattwatch triage` judges its file.
-
-    `leave_model_out`: without the name of the GPU. The shipped profiles come from such reports, so a case would be
-    judged with a profile made from it; without the name, only the rules that hold for all GPUs apply.
-    """
+    """Judges each case as `wattwatch triage` judges its file, without what is left out."""
     return tuple(
-        _judge_case(
-            case, case.known_progress if knowledge is ProgressKnowledge.WORD else None, leave_model_out=leave_model_out
-        )
+        _judge_case(case, case.known_progress if knowledge is ProgressKnowledge.WORD else None, left_out)
         for case in cases
     )
 
 
-def _judge_case(case: LabeledCase, progress: StepProgress | None, *, leave_model_out: bool) -> JudgedCase:
-    samples = _without_board_names(case.samples) if leave_model_out else case.samples
+def _judge_case(case: LabeledCase, progress: StepProgress | None, left_out: LeftOut) -> JudgedCase:
+    without_profile = left_out is LeftOut.MODEL or (left_out is LeftOut.SOURCE and _is_source_of_its_profile(case))
+    samples = _without_board_names(case.samples) if without_profile else case.samples
     try:
         source = read_input(case.name, orjson.dumps(samples))
     except InputError as error:
@@ -76,8 +87,28 @@ def _without_board_names(samples: dict[str, Any]) -> dict[str, Any]:
     return {**samples, "gpu_model": None, "samples": rounds}
 
 
+REPOSITORY_PATTERN: Final = re.compile(r"github\.com/([\w.-]+/[\w.-]+)")
+
+
+def source_key(source: str) -> str:
+    """What counts as one source: a repository, with all its threads and files; otherwise the text itself."""
+    repository = REPOSITORY_PATTERN.search(source)
+    return source if repository is None else repository[1].lower()
+
+
+def _is_source_of_its_profile(case: LabeledCase) -> bool:
+    """The profile of the case's GPU model rests on the case's source, by its measurements or by its own words."""
+    profile = profile_for(case.gpu_model, None)
+    key = source_key(case.source)
+    measured = {source_key(each.source) for each in published_measurements() if each.profile == profile.name}
+    _, is_repository, name = key.rpartition("/")
+    return key in measured or (bool(is_repository) and name in profile.source.lower())
+
+
 # Verdicts compared with labels
 
+# From this confidence on a verdict is a claim, and below it a doubt.
+CLAIM_CONFIDENCE: Final = 0.6
 BIN_WIDTH: Final = 0.1
 
 
@@ -114,10 +145,22 @@ class ConfidenceBin:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceScore:
+    """The cases by the source that reported them: one source may have many that are alike."""
+
+    sources: int
+    mean_rate: float | None  # of the sources' own rates: each source counts once
+    largest: str
+    without_largest: Ratio
+
+
+@dataclass(frozen=True, slots=True)
 class CaseScore:
     """The score of cases whose state is known."""
 
     exact: Ratio
+    claims: Ratio  # of the verdicts with a confidence of CLAIM_CONFIDENCE or more
+    by_source: SourceScore
     kinds: Mapping[PowerState, StateScore]
     matrix: Mapping[PowerState, Mapping[PowerState, int]]  # label -> verdict -> how often
     reliability: tuple[ConfidenceBin, ...]
@@ -145,6 +188,8 @@ def score_cases(judged: Sequence[JudgedCase]) -> CaseScore:
     }
     return CaseScore(
         exact=correct_ratio(judged),
+        claims=correct_ratio([j for j in judged if j.is_claim]),
+        by_source=_by_source(judged),
         kinds=kinds,
         matrix=matrix,
         reliability=reliability(judged),
@@ -155,6 +200,18 @@ def score_cases(judged: Sequence[JudgedCase]) -> CaseScore:
 
 def correct_ratio(judged: Sequence[JudgedCase]) -> Ratio:
     return Ratio(sum(j.right for j in judged), len(judged))
+
+
+def _by_source(judged: Sequence[JudgedCase]) -> SourceScore:
+    sources: dict[str, list[JudgedCase]] = {}
+    for each in judged:
+        sources.setdefault(source_key(each.case.source), []).append(each)
+    if not sources:
+        return SourceScore(0, None, "", Ratio(0, 0))
+    rates = [rate for rows in sources.values() if (rate := correct_ratio(rows).rate) is not None]
+    largest = max(sources, key=lambda key: (len(sources[key]), key))
+    others = [each for key, rows in sources.items() if key != largest for each in rows]
+    return SourceScore(len(sources), round(statistics.mean(rates), 3), largest, correct_ratio(others))
 
 
 def reliability(judged: Sequence[JudgedCase]) -> tuple[ConfidenceBin, ...]:

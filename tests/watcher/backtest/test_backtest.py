@@ -69,6 +69,32 @@ def test_right_wrong_and_unscorable_cases_are_distinguished(shell: Shell, tmp_pa
     assert sum(each["of"] for each in none["reliability"]) == 3
 
 
+def test_a_case_is_judged_without_the_profile_that_its_own_source_helped_to_make(shell: Shell, tmp_path: Path) -> None:
+    gpus = [{"index": i, "util_pct": 96, "power_w": 22, "mem_used_mib": 60000} for i in range(4)]
+    case = {"reported_state": "hang", "gpu_model": "NVIDIA GB10", "samples": [{"gpus": gpus}]}
+    spark = "https://github.com/eugr/spark-vllm-docker/"  # the profile rests on issue 260 of it
+    cases = [
+        {**case, "id": "a", "source": spark + "issues/260"},
+        {**case, "id": "b", "source_url": spark + "issues/7"},
+        {**case, "id": "c", "source": "https://github.com/another/repository/issues/7"},
+        {**case, "id": "d"},
+    ]
+    (tmp_path / "cases.json").write_text(json.dumps({"cases": cases}))
+    answer = shell.run("backtest", tmp_path, "--json", "--progress", "none")
+    found = answer.json["pictures"]["none"]
+    assert found["exact"]["right"] == found["hangs_found"]["right"] == 4
+    assert found["exact_model_left_out"]["right"] == found["hangs_found_model_left_out"]["right"] == 0
+    assert found["exact_source_left_out"]["right"] == found["hangs_found_source_left_out"]["right"] == 2
+    assert found["exact_by_source"] == {
+        "sources": 3, "mean_rate": 1.0, "largest": "eugr/spark-vllm-docker",
+        "without_largest": {"right": 2, "of": 2, "rate": 1.0},
+    }  # fmt: skip
+    assert found["claims"] == {"from_confidence": 0.6, "right": 0, "of": 0, "rate": None, "coverage": 0.0}
+    text = shell.run("backtest", tmp_path, "--progress", "none").out
+    assert "without source*: 2 of 4 (50.0%)" in text
+    assert "100.0% on average over 3 sources; without the largest (eugr/spark-vllm-docker): 2 of 2 (100.0%)" in text
+
+
 @pytest.mark.parametrize("label", ["reported_state", "expected_state", "state"])
 def test_a_case_can_be_alone_or_in_a_collection_with_any_label_key(label: str, shell: Shell, tmp_path: Path) -> None:
     case = labelled("compute", "compute")

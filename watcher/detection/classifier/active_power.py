@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from wattwatch.watcher.detection.baselines.baseline import HIGHEST_FLOOR_WATTS
+from wattwatch.watcher.common.formatting import format_count
+from wattwatch.watcher.detection.baselines.baseline import HIGHEST_FLOOR_WATTS, max_spin_watts
 from wattwatch.watcher.detection.baselines.profiles import generic_profile, highest_communication_watts
 from wattwatch.watcher.detection.classifier.conclusion import make_verdict
 from wattwatch.watcher.detection.classifier.features import (
+    FLOOR_TOLERANCE,
+    MIN_GPUS_TO_COMPARE,
     PowerFeatures,
     StepProgress,
     is_memory_busy,
@@ -282,6 +285,15 @@ def _unevenly_busy(features: PowerFeatures) -> Verdict:
     is_known_model = profile.name != generic_profile().name
     if watts >= NEAR_PLATEAU * profile.compute_watts and _is_even(features):
         return _full_compute(features)
+    waiting = _ranks_that_only_wait(features)
+    if waiting:
+        why = (
+            f"{len(waiting)} of {format_count(len(features.gpus), 'GPU')} ran kernels part of the time that draw no "
+            "more power than waiting does, while one GPU ran none: they may wait in a collective that it did not "
+            "enter, or until it gets its input"
+        )
+        idle = [g for g in features.gpus if (g.gpu.utilization_percent or 0.0) <= IDLE_PERCENT]
+        return make_verdict(features, PowerState.HANG, 0.4, why, (PowerState.STARVATION, 0.4), idle)
     # A rank that runs nothing beside others that do may be the one they wait for.
     any_idle = min(g.gpu.utilization_percent or 0.0 for g in features.gpus) <= IDLE_PERCENT
     other = (PowerState.HANG if any_idle else PowerState.COMPUTE, 0.25)
@@ -307,6 +319,21 @@ def _unevenly_busy(features: PowerFeatures) -> Verdict:
         return make_verdict(features, PowerState.COMPUTE, 0.45, why, (PowerState.STARVATION, 0.4))
     why = f"{features.scatter_text}, and power is medium: the GPUs are probably waiting for input"
     return make_verdict(features, PowerState.STARVATION, 0.5 if is_known_model else 0.45, why, other)
+
+
+def _ranks_that_only_wait(features: PowerFeatures) -> list[RankGpu]:
+    """GPUs that are busy part of the time, with kernels that only spin, beside a single idle one whose clocks are up:
+    while they run, they add no more to its power than spinning does. Kernels that compute add much more. With several
+    idle ones it may be a start-up, and with two GPUs one that has its input and one that waits for it."""
+    readings = [(g, g.gpu.utilization_percent or 0.0, valid_power_watts(g.gpu) or 0.0) for g in features.gpus]
+    idle = [watts for _, percent, watts in readings if percent <= IDLE_PERCENT]
+    if len(readings) < MIN_GPUS_TO_COMPARE or len(idle) != 1:
+        return []
+    rest = idle[0]
+    if rest < CLOCKS_UP_SHARE * features.profile.floor_watts or rest > FLOOR_TOLERANCE * features.profile.floor_watts:
+        return []
+    spin = max_spin_watts(rest) - rest
+    return [g for g, percent, watts in readings if percent > IDLE_PERCENT and watts - rest <= spin * percent / 100.0]
 
 
 def _is_mostly_busy(features: PowerFeatures) -> bool:

@@ -52,6 +52,9 @@ MAX_FLOOR_SHARE_OF_LIMIT: Final = 0.75
 WORK_SHARE_OF_LIMIT: Final = 0.42
 # A profile whose floor is less certain than this is not used: on such models idle and work draw nearly the same.
 MIN_FLOOR_CONFIDENCE: Final = 0.5
+# With fewer GPUs, a rank missing from a collective cannot be told from rank 0 writing a checkpoint, or from a rank that
+# waits for its input.
+MIN_GPUS_TO_COMPARE: Final = 3
 # A spinning kernel polls a few words of memory. GPUs whose memory controllers do more are working, at whatever power.
 MEMORY_BUSY_PERCENT: Final = 5.0
 # A reading above 0 % is a kernel that ran. A GPU that gets work now and then reads some per cent, at the power of

@@ -19,6 +19,7 @@ from wattwatch.watcher.detection.baselines.profiles import generic_profile
 from wattwatch.watcher.detection.classifier.conclusion import make_verdict
 from wattwatch.watcher.detection.classifier.features import (
     FLOOR_TOLERANCE,
+    MIN_GPUS_TO_COMPARE,
     PowerFeatures,
     StepProgress,
     no_model_loaded,
@@ -38,8 +39,6 @@ FEW_GPUS: Final = 3
 ONE_WITHOUT_CONTEXT_CONFIDENCE: Final = 0.58
 # Memory in use at 0 %: start-up, a server without requests, or a dead job. Half of the public samples were hangs.
 IDLE_WITH_MEMORY_CONFIDENCE: Final = 0.55
-# With fewer GPUs, a rank missing from a collective cannot be told from rank 0 writing a checkpoint.
-MIN_GPUS_TO_COMPARE: Final = 3
 # Copying off a GPU reads 3 to 7 % in all public samples of a save; below that it may be noise.
 COPYING_PERCENT: Final = 3.0
 # A save writes no more than the GPUs hold, at 0.5 GB/s at least (62 GB took two minutes on a contended file system,

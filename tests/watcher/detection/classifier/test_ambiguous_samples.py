@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.watcher.detection.job_samples import job_sample
@@ -149,7 +151,157 @@ def test_gpus_that_work_beside_gpus_that_rest_are_no_hang(watts: list[float], bu
 def test_scatter_with_a_gpu_that_runs_nothing_may_be_a_hang() -> None:
     for scale in (0.9, 1.0, 1.15, 1.4):
         watts = [scale * each for each in (166, 83, 71)]
-        assert or_else_hang(classify(job_sample(watts, [49, 49, 0], name="NVIDIA TITAN RTX", limit_watts=280)))
+        verdict = classify(job_sample(watts, [49, 49, 0], name="NVIDIA TITAN RTX", limit_watts=280))
+        assert or_else_hang(verdict) or (verdict.state is PowerState.HANG and verdict.confidence <= UNSURE)
+
+
+@pytest.mark.parametrize("limit_watts", [280, 400, 700])
+def test_a_busy_rank_whose_kernels_draw_no_power_waits_for_an_idle_one(limit_watts: float) -> None:
+    """Half of the time at 100 % would be half of the way to full power; kernels that spin add next to nothing."""
+    rest = 0.22 * limit_watts
+
+    def of(watts: list[float], busy: list[float]) -> Verdict:
+        return classify(job_sample(watts, busy, name="Accelerator X", limit_watts=limit_watts))
+
+    stands = of([0.6 * limit_watts, rest + 8, rest], [49, 49, 0])
+    assert stands.state is PowerState.HANG
+    assert stands.confidence <= UNSURE
+    assert [suspect.rank for suspect in stands.suspects] == [2]
+    assert stands.alternative is not None
+    assert stands.alternative.state is PowerState.STARVATION
+    # All kernels compute, or several GPUs are idle: as in a job that waits for its input, or starts.
+    assert of([0.6 * limit_watts, 0.55 * limit_watts, rest], [49, 49, 0]).state is not PowerState.HANG
+    assert of([0.6 * limit_watts, rest + 8, rest, rest], [49, 49, 0, 0]).state is not PowerState.HANG
+
+
+# GPUs that are not the job's, readings that contradict each other.
+
+
+def test_a_single_gpu_in_use_among_empty_ones_is_a_job() -> None:
+    """wenet-e2e/wenet#1709: "No GPU holds a context" beside one that holds 3,476 MiB."""
+    name = "Tesla P100-PCIE-16GB"
+    sample = job_sample([32, 27, 26, 26], [4, 0, 0, 0], name=name, limit_watts=250, held_bytes=10e6)
+    used = replace(sample.gpus[0], gpu=replace(sample.gpus[0].gpu, memory_used_bytes=3.6e9))
+    sample = replace(sample, gpus=(used, *sample.gpus[1:]))
+    silent = classify(sample)
+    assert silent.state is PowerState.IDLE
+    assert "memory is in use" in silent.why
+    assert "3 GPUs without allocated memory" in silent.why
+    assert classify(sample, progress=StepProgress.ADVANCING).state is PowerState.STARVATION
+
+
+@pytest.mark.parametrize("memory", [0.0, None])
+def test_power_of_work_is_not_idle_because_memory_reads_0(memory: float | None) -> None:
+    works = classify(job_sample([611, 618], [50, 52], name="NVIDIA GB200", limit_watts=1000, held_bytes=memory))
+    assert works.state is PowerState.COMPUTE
+    assert ("memory reading of 2 GPUs is wrong" in works.why) == (memory is not None)
+
+
+def test_power_below_that_of_work_without_memory_is_a_false_reading() -> None:
+    """L40S, 100 % and 0 MiB at 128-145 W (nvidia_gpu_exporter)."""
+    ghost = classify(job_sample([128, 145], [100, 100], name="NVIDIA L40S", limit_watts=350, held_bytes=0))
+    assert ghost.state is PowerState.IDLE
+
+
+def test_a_gpu_that_is_left_out_turns_no_working_one_into_starvation() -> None:
+    def of(percent: float) -> PowerState:
+        sample = job_sample([58, 140], [0, percent], name="NVIDIA A100-SXM4-80GB", limit_watts=400)
+        empty = replace(sample.gpus[0], gpu=replace(sample.gpus[0].gpu, memory_used_bytes=10e6))
+        return classify(replace(sample, gpus=(empty, sample.gpus[1]))).state
+
+    assert of(70) is PowerState.COMPUTE
+    assert of(20) is PowerState.STARVATION  # most of the time it has nothing to do
+
+
+def test_gpus_without_utilization_still_have_power() -> None:
+    def of(watts: list[float], progress: StepProgress | None = None) -> PowerState:
+        return classify(job_sample(watts, [None] * 4, name=H100, limit_watts=700), progress=progress).state
+
+    assert of([610, 600, 620, 615]) is PowerState.COMPUTE
+    assert of([610, 600, 620, 120]) is PowerState.UNKNOWN
+    assert of([120, 118, 122, 121]) is PowerState.UNKNOWN
+    assert of([120, 118, 122, 121], StepProgress.ADVANCING) is PowerState.COMPUTE
+    one_unread = classify(job_sample([610, 600, 620, 615], [100, 99, None, 100], name=H100, limit_watts=700))
+    assert one_unread.state is PowerState.COMPUTE
+    assert one_unread.confidence < UNSURE
+
+
+def test_gpus_without_power_still_have_utilization() -> None:
+    def of(busy: list[float]) -> PowerState:
+        return classify(job_sample([None] * 4, busy, name=H100, limit_watts=700)).state
+
+    assert of([0, 0, 0, 0]) is PowerState.IDLE
+    assert of([20, 0, 90, 45]) is PowerState.STARVATION
+    assert of([100, 100, 100, 100]) is PowerState.UNKNOWN
+    assert of([0, 100, 100, 100]) is PowerState.UNKNOWN
+
+
+# One GPU, and rank 0.
+
+
+@pytest.mark.parametrize(
+    ("name", "limit_watts", "watts"),
+    [
+        (H100, 700, 121),
+        ("NVIDIA B200", 1000, 195),
+        ("NVIDIA A100-SXM4-40GB", 400, 77),
+        ("Tesla V100-PCIE-32GB", 250, 46),
+    ],
+)
+def test_a_gpu_alone_at_the_floor_at_full_utilization_is_the_published_signature(
+    name: str, limit_watts: float, watts: float
+) -> None:
+    verdict = classify(job_sample([watts], [100], name=name, limit_watts=limit_watts))
+    assert verdict.state is PowerState.HANG
+    assert verdict.confidence > 0.5
+
+
+def test_a_rank_0_that_holds_little_is_hardly_saving() -> None:
+    """A save of what these GPUs hold takes seconds; a hang lasts until somebody ends it."""
+
+    def of(held_bytes: float | None) -> PowerState:
+        sample = job_sample([70, 77], [0, 100], name="NVIDIA A100-SXM4-40GB", limit_watts=400, held_bytes=held_bytes)
+        return classify(sample).state
+
+    assert of(2.8e9) is PowerState.HANG
+    assert of(38e9) is PowerState.CHECKPOINT
+    assert of(None) is PowerState.CHECKPOINT
+
+
+# Power that was published for a model, and the profile that rests on it.
+
+
+@pytest.mark.parametrize(
+    ("name", "limit_watts", "watts", "percent", "states"),
+    [
+        ("NVIDIA B200", 1000, 137, 0, {PowerState.IDLE}),
+        ("NVIDIA B200", 1000, 274, 98, {PowerState.COMPUTE}),
+        ("NVIDIA B200", 1000, 294, 98, {PowerState.COMPUTE}),
+        ("NVIDIA GB200", 1200, 984, 98, {PowerState.COMPUTE}),
+        (H100, 700, 100, 100, {PowerState.HANG}),
+        (H100, 700, 202, 98, {PowerState.COMPUTE}),
+        (H100, 700, 317, 98, {PowerState.COMPUTE}),
+        ("NVIDIA H200", 700, 298, 98, {PowerState.COMPUTE}),
+        ("NVIDIA GB10", None, 22, 96, {PowerState.HANG}),
+        ("NVIDIA GB10", None, 13, 96, {PowerState.HANG}),
+        ("NVIDIA GB10", None, 45, 96, {PowerState.COMPUTE, PowerState.COMMUNICATION}),
+        ("NVIDIA GB10", None, 90, 96, {PowerState.COMPUTE}),
+        ("Tesla V100-PCIE-32GB", 250, 44, 100, {PowerState.HANG}),
+        ("NVIDIA L40S", 350, 99, 0, {PowerState.IDLE}),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 600, 120, 100, {PowerState.HANG}),
+        ("AMD Instinct MI300X", 750, 191, 0, {PowerState.IDLE}),
+        ("AMD Instinct MI325X", 1000, 430, 100, {PowerState.COMPUTE}),
+        ("AMD Instinct MI355X", 1400, 238, 0, {PowerState.IDLE}),
+        ("AMD Instinct MI355X", 1400, 600, 97, {PowerState.COMPUTE}),
+        ("Radeon RX 7900 XTX", 339, 125, 100, {PowerState.UNKNOWN}),
+        ("AMD gfx1151 (Strix Halo APU)", None, 54, 100, {PowerState.UNKNOWN}),
+    ],
+)
+def test_published_power_gets_the_state_that_was_published_or_none(
+    name: str, limit_watts: float | None, watts: float, percent: float, states: set[PowerState]
+) -> None:
+    verdict = classify(job_sample([watts] * 4, [percent] * 4, name=name, limit_watts=limit_watts))
+    assert verdict.state in states, verdict.why
 
 
 def test_a_desktop_is_idle() -> None:
