@@ -298,6 +298,13 @@ def _unevenly_busy(features: PowerFeatures) -> Verdict:
     any_idle = min(g.gpu.utilization_percent or 0.0 for g in features.gpus) <= IDLE_PERCENT
     other = (PowerState.HANG if any_idle else PowerState.COMPUTE, 0.25)
     band = profile.starvation
+    doubtful = watts < profile.compute_watts or (band is not None and watts in band)
+    if doubtful and _is_any_at_full_power(features):
+        why = (
+            "Some GPUs draw the power of full work while others have little to do: there may be two jobs, or ranks "
+            "with unequal work"
+        )
+        return make_verdict(features, PowerState.COMPUTE, 0.45, why, (PowerState.STARVATION, 0.35))
     if band is not None and watts in band and not (profile.bands_from and _is_mostly_busy(features)):
         why = f"{features.scatter_text}, and power is typical of GPUs that are waiting for input"
         confidence = max(0.5, 0.75 * profile.bands_certain) if is_known_model else 0.45
@@ -334,6 +341,15 @@ def _ranks_that_only_wait(features: PowerFeatures) -> list[RankGpu]:
         return []
     spin = max_spin_watts(rest) - rest
     return [g for g, percent, watts in readings if percent > IDLE_PERCENT and watts - rest <= spin * percent / 100.0]
+
+
+def _is_any_at_full_power(features: PowerFeatures) -> bool:
+    """A GPU that waits for its input part of the time does not draw full power on average."""
+    full_watts = GENERIC_COMPUTE_SHARE * features.profile.limit_watts
+    return features.floor_known and any(
+        (g.gpu.utilization_percent or 0.0) >= BUSY_PERCENT and (valid_power_watts(g.gpu) or 0.0) >= full_watts
+        for g in features.gpus
+    )
 
 
 def _is_mostly_busy(features: PowerFeatures) -> bool:

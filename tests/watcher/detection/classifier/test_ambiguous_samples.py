@@ -203,6 +203,14 @@ def test_power_below_that_of_work_without_memory_is_a_false_reading() -> None:
     assert ghost.state is PowerState.IDLE
 
 
+def test_a_gpu_at_full_power_waits_for_no_input() -> None:
+    """Oneflow-Inc/libai#527: one GPU trains at 243 of 250 W, another holds memory and is hardly used."""
+    verdict = classify(job_sample([243, 44], [98, 22], name=A100_PCIE, limit_watts=250))
+    assert verdict.state is PowerState.COMPUTE
+    assert verdict.confidence < UNSURE
+    assert classify(job_sample([120, 64], [58, 22], name=A100_PCIE, limit_watts=250)).state is PowerState.STARVATION
+
+
 def test_a_gpu_that_is_left_out_turns_no_working_one_into_starvation() -> None:
     def of(percent: float) -> PowerState:
         sample = job_sample([58, 140], [0, percent], name="NVIDIA A100-SXM4-80GB", limit_watts=400)
