@@ -357,14 +357,17 @@ class JobAssembler:
             history = self._nodes[state.node]
             positions = history.gpu_positions()
             gpus = (history.sample.gpus or ()) if history.sample is not None and state.node in fresh else ()
+            by_order = not by_process and offset is not None
             for gpu in gpus:
-                rank = by_process.get((state.node, -1 if gpu.index is None else gpu.index))
-                if rank is None and not by_process and offset is not None and gpu.key in positions:
-                    rank = offset + positions[gpu.key]
+                key = gpu.key
+                rank = by_process.get((state.node, -1 if gpu.index is None else gpu.index)) if by_process else None
+                if by_order and offset is not None and key in positions:
+                    rank = offset + positions[key]
                 if rank is not None:
-                    history.ranks[gpu.key] = rank
+                    history.ranks[key] = rank
                 ranked.append(RankGpu(state.node, rank, gpu))
-            unseen += _unseen_gpus(state, history, [gpu.key for gpu in gpus], None if by_process else offset)
+            if state.missing_gpus or len(gpus) < max(len(history.gpus), state.expected_gpus or 0):
+                unseen += _unseen_gpus(state, history, [gpu.key for gpu in gpus], None if by_process else offset)
             # The order of GPUs gives ranks only while the number of GPUs of every earlier node is known.
             unused = len(history.gpus) - len(positions)
             offset = None if offset is None or state.expected_gpus is None else offset + state.expected_gpus - unused

@@ -219,6 +219,8 @@ class JobSample:
     def seen_share(self) -> float:
         """Share (0..1) of the job's GPUs that this sample shows; 1 where nothing says that there are more. A node that
         has never named its GPUs counts as having as many as the others on average."""
+        if len(self.gpus) == self.expected_gpus and all(node.fresh and not node.missing_gpus for node in self.nodes):
+            return 1.0  # as nearly always: a job may have thousands of GPUs
         seen = Counter(ranked.node for ranked in self.gpus)
         known = 0
         unknown_nodes = 0

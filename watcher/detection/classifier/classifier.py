@@ -108,6 +108,10 @@ def with_extent(verdict: Verdict, sample: JobSample, most_confidence: float) -> 
     """The verdict on a part of the job, named as such. A GPU that is not seen does the same as the others or it does
     not, and nothing says which: it counts half, and it may be the idle one or the only one that works. A fault of one
     GPU is a fault, however many are seen. `most_confidence`: of a verdict on a part."""
+    if sample.seen_share >= 1.0 and all(
+        (g.gpu.power_watts or 0.0) > 0.0 and g.gpu.utilization_percent is not None for g in sample.gpus
+    ):
+        return verdict  # as nearly always: a job may have thousands of GPUs
     seen, judged = len(sample.gpus), len(_readable_gpus(sample))
     if not judged or verdict.state is PowerState.GPU_FAULT:
         return verdict

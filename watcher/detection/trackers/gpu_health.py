@@ -135,8 +135,8 @@ class GpuHealthTracker:
         self, observation: Observation, found: dict[GpuPlace, tuple[Suspect, list[str]]]
     ) -> frozenset[GpuPlace]:
         """Those of which only the kernel log reports a fault while the GPU answers, with its readings as evidence."""
-        answers = set()
-        for ranked in observation.sample.gpus:
+        answers: set[GpuPlace] = set()
+        for ranked in observation.sample.gpus if found else ():
             watts, percent = ranked.gpu.power_watts, ranked.gpu.utilization_percent
             if ranked.gpu.pci_bus_id is None or ranked.gpu.fault is not None or watts is None or percent is None:
                 continue
@@ -150,6 +150,8 @@ class GpuHealthTracker:
         """Recognize a GPU that one source names by its index and another one by its PCI id, where only one GPU of the
         node is missing: all others are there, so it can be no other."""
         for node in observation.sample.nodes:
+            if len(node.missing_gpus) != 1 or not self._xids:
+                continue
             known = {key for at, key in self._places if at == node.node}
             by_kernel = {
                 key
@@ -158,7 +160,7 @@ class GpuHealthTracker:
             }
             missing = [each for each in node.missing_gpus if each.pci_bus_id is None and each.index is not None]
             by_index = {self._key(node.node, each.index, None) for each in missing} - known
-            if len(by_kernel) != 1 or len(by_index) != 1 or len(node.missing_gpus) != 1:
+            if len(by_kernel) != 1 or len(by_index) != 1:
                 continue
             (pci_id,), (index,) = by_kernel, by_index
             first, second = (index, pci_id) if (node.node, index) in self._since else (pci_id, index)
