@@ -286,7 +286,7 @@ def _unevenly_busy(features: PowerFeatures) -> Verdict:
     if watts >= NEAR_PLATEAU * profile.compute_watts and _is_even(features):
         return _full_compute(features)
     waiting = _ranks_that_only_wait(features)
-    if waiting:
+    if waiting and features.progress is not StepProgress.ADVANCING:
         why = (
             f"{len(waiting)} of {format_count(len(features.gpus), 'GPU')} ran kernels part of the time that draw no "
             "more power than waiting does, while one GPU ran none: they may wait in a collective that it did not "

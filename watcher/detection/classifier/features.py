@@ -50,6 +50,7 @@ MEDIAN_FLOOR_TOLERANCE: Final = 1.03
 MAX_FLOOR_SHARE_OF_LIMIT: Final = 0.75
 # GPUs that read 100 % without memory or process drew up to 0.41 of their limit (L40S). What draws more, works.
 WORK_SHARE_OF_LIMIT: Final = 0.42
+SMALL_WORK_SHARE_OF_LIMIT: Final = 0.75  # where idling alone takes up to 0.6 of it
 # A profile whose floor is less certain than this is not used: on such models idle and work draw nearly the same.
 MIN_FLOOR_CONFIDENCE: Final = 0.5
 # With fewer GPUs, a rank missing from a collective cannot be told from rank 0 writing a checkpoint, or from a rank that
@@ -305,7 +306,7 @@ def _may_work(gpu: GpuSample) -> bool:
     if not limit and profile.name == generic_profile().name:
         return watts > HIGHEST_FLOOR_WATTS
     if profile.certain < MIN_FLOOR_CONFIDENCE:
-        return watts >= profile.compute_watts
+        return watts >= SMALL_WORK_SHARE_OF_LIMIT * profile.limit_watts
     return watts >= min(profile.compute_watts, WORK_SHARE_OF_LIMIT * profile.limit_watts)
 
 

@@ -26,7 +26,7 @@ NAMES: Final = {
     "l40s": "NVIDIA L40S", "a40": "NVIDIA A40", "a6000": "NVIDIA RTX A6000", "3090": "NVIDIA GeForce RTX 3090",
     "rtx-pro-6000": "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "p40": "Tesla P40", "gb10": "NVIDIA GB10",
     "mi300x": "AMD Instinct MI300X", "mi325x": "AMD Instinct MI325X", "mi355x": "AMD Instinct MI355X",
-    "7900xtx": "Radeon RX 7900 XTX", "strix-halo": "AMD gfx1151 (Strix Halo APU)",
+    "strix-halo": "AMD gfx1151 (Strix Halo APU)",
     "a10": "NVIDIA A10", "k80": "Tesla K80", "t4": "Tesla T4", "generic": "Accelerator X",
 }  # fmt: skip
 PROFILES: Final = shipped_profiles()
