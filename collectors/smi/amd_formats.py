@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from wattwatch.collectors.samples import GpuSample, PowerSource
-from wattwatch.collectors.smi.columns import read_number
+from wattwatch.collectors.smi.columns import CUT_OFF, read_number
 from wattwatch.collectors.smi.csv_format import split_cells
 from wattwatch.collectors.smi.gpu_cells import gpu_from_cells
 from wattwatch.collectors.smi.messages import MessageLog
@@ -67,7 +67,10 @@ def parse_rocm(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
     for number, line in enumerate(lines):
         text = line.strip()
         if match := _LINE.match(line):
-            devices.setdefault(int(match[1]), {})[match[2].casefold()] = match[3]
+            name, value = match[2].casefold(), match[3]
+            # rocm-smi prints watts with a decimal; without one, the last line is cut off.
+            is_cut = number == len(lines) - 1 and name.endswith("(w)") and value.rstrip(".").isdigit()
+            devices.setdefault(int(match[1]), {})[name] = CUT_OFF if is_cut else value
         elif text.casefold().startswith(("device,", '"device",')):
             header = [cell.casefold() for cell in split_cells(text)]
             continue

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from wattwatch.collectors.samples import ReadingStatus
 from wattwatch.collectors.smi.columns import (
+    CUT_OFF,
     DEFAULT_UNITS,
     IDENTITY_FIELDS,
     READING_FIELDS,
@@ -36,9 +37,13 @@ from wattwatch.collectors.smi.messages import MessageLog
 from wattwatch.collectors.smi.report import ParsedRows
 from wattwatch.collectors.smi.snapshots import GpuRow, group_into_snapshots
 
+NO_HEADER: Final = "there is no header"  # how the warning begins
 _MAX_LINE_CHARS: Final = 20_000  # all 241 fields of driver 610 take 8,000
 _HOST_PREFIX: Final = re.compile(r"[A-Za-z][\w.\-]*: (?=\S)")  # prefix that pdsh and clush put before each line
 _PROCESS_COLUMNS: Final = frozenset({"pid", "process_name", "used_gpu_memory [MiB]"})
+_EACH_GPU: Final = frozenset({"index", "uuid", "pci_bus_id"})
+_UNIT_IN_HEADER: Final = re.compile(r"\[(W|%|MiB|MHz)\]$")  # as nvidia-smi prints it
+_WATTS_WITHOUT_UNIT: Final = re.compile(r"\d+\.\d\d$")  # always, with nounits too
 _NODE_COLUMNS: Final = frozenset({"node", "host", "hostname", "server", "rack", "pdu", "chassis"})
 
 
@@ -71,11 +76,17 @@ def parse_csv(
     for lost in (0, 1) if rows.unreadable_rows else ():
         again = MessageLog()
         joined = _parse_rows(_rejoined(lines, lost), cut, again, given)
-        if joined.snapshots and not joined.unreadable_rows:
+        if joined.unreadable_rows <= cut and _count_values(joined) > _count_values(rows):
             own, rows = again, joined
             break
     messages.add(own)
     return rows
+
+
+def _count_values(rows: ParsedRows) -> int:
+    names = ("power_watts", "utilization_percent", "memory_used_bytes", "temperature_celsius", "power_limit_watts")
+    gpus = (gpu for snapshot in rows.snapshots for gpu in snapshot.gpus)
+    return sum(getattr(gpu, name) is not None for gpu in gpus for name in names)
 
 
 _MIN_WRAP_WIDTH: Final = 40
@@ -151,6 +162,8 @@ def _collect(lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple
             found.rows.append((number, block, None, cells))
         elif columns is not None and len(cells) == len(columns):
             found.rows.append((number, block, columns, cells))
+        elif is_last and columns is not None and (filled := _fill_cut_row(columns, cells, found)) is not None:
+            found.rows.append((number, block, columns, filled))
         else:
             if columns is not None and (is_last or looks_like_row(cells) or len(cells) > 1):
                 found.unreadable += 1
@@ -158,21 +171,39 @@ def _collect(lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple
             elif not line.lstrip().startswith("#"):
                 messages.warn(f"line not understood: {line.strip()!r}")
     if cut and found.rows and found.rows[-1][0] == len(lines) - 1:
-        _drop_cut_row(found)
+        _check_cut_row(found)
     return found
 
 
-def _drop_cut_row(found: _CsvRows) -> None:
-    """Drop an incomplete last line: if its last cell lacks the unit of the cell above, the number may be cut too."""
-    last = found.rows[-1]
-    above = found.rows[-2] if len(found.rows) > 1 else None
-    cut_within = above is not None and len(last[3]) < len(above[3])
-    cut_unit = (
-        above is not None and len(last[3]) == len(above[3]) and unit_of_cell(above[3][-1]) != unit_of_cell(last[3][-1])
-    )
-    if cut_within or (cut_unit and not last[3][-1].startswith("[")):
+def _check_cut_row(found: _CsvRows) -> None:
+    """If the last cell of an incomplete last line lacks its unit or decimals, the number may be cut too. The row is
+    dropped where the log has an earlier one of this GPU."""
+    number, block, columns, cells = found.rows[-1]
+    above = found.rows[-2][3] if len(found.rows) > 1 else None
+    unit = found_unit[1] if columns and (found_unit := _UNIT_IN_HEADER.search(columns[-1].printed)) else ""
+    if unit == "W" and not any(map(unit_of_cell, cells)):
+        cut_unit = not _WATTS_WITHOUT_UNIT.match(cells[-1])
+    elif above is not None:
+        cut_unit = len(cells) == len(above) and unit_of_cell(above[-1]) != unit_of_cell(cells[-1])
+    else:
+        cut_unit = bool(unit) and any(map(unit_of_cell, cells)) and not unit_of_cell(cells[-1])
+    if (cut_unit and not cells[-1].startswith("[")) or (above is not None and len(cells) < len(above)):
         found.rows.pop()
-        found.unreadable += 1
+        filled = None if columns is None else _fill_cut_row(columns, cells, found)
+        if filled is None:
+            found.unreadable += 1
+        else:
+            found.rows.append((number, block, columns, filled))
+
+
+def _fill_cut_row(columns: tuple[Column, ...], cells: list[str], found: _CsvRows) -> list[str] | None:
+    """The row with a mark in place of each value that is cut off; None if it names no GPU, or one read before."""
+    whole = cells if unit_of_cell(cells[-1]) else cells[:-1]
+    named = [place for place, column in enumerate(columns[: len(whole)]) if column.field in _EACH_GPU]
+    earlier = (row[3] for row in found.rows if row[2] is not None and len(row[3]) == len(columns))
+    if len(cells) > len(columns) or not named or any(all(row[i] == cells[i] for i in named) for row in earlier):
+        return None
+    return [*whole, *[CUT_OFF] * (len(columns) - len(whole))]
 
 
 def _with_columns(found: _CsvRows, messages: MessageLog) -> list[tuple[int, int, tuple[Column, ...], list[str]]]:
@@ -186,7 +217,7 @@ def _with_columns(found: _CsvRows, messages: MessageLog) -> list[tuple[int, int,
         if later is None and any(column.field for column in inferred):
             names = ", ".join(column.field or "?" for column in inferred)
             messages.warn(
-                f"there is no header, so the columns were inferred from the values as {names}; "
+                f"{NO_HEADER}, so the columns were inferred from the values as {names}; "
                 "add a header so that all columns can be read"
             )
     result = []

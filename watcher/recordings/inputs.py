@@ -30,7 +30,7 @@ from wattwatch.collectors.progress import read_progress
 from wattwatch.collectors.samples import GpuSample, HostStatus, NodeSample
 from wattwatch.collectors.smi import SmiReport, read_gpu_output
 from wattwatch.collectors.smi.columns import read_column, read_header
-from wattwatch.collectors.smi.csv_format import split_cells
+from wattwatch.collectors.smi.csv_format import NO_HEADER, split_cells
 from wattwatch.collectors.ssh.model import NodeLink
 from wattwatch.watcher.common.formatting import describe_invalid_value
 from wattwatch.watcher.detection.model import JobSpec
@@ -309,7 +309,15 @@ def _from_report(name: str, report: SmiReport) -> GpuLog:
         )
         events.append(RecordedEvent(seconds, sample=failed))
     spec = JobSpec(name=name, nodes=(name,), interval_seconds=interval)
-    return GpuLog((spec,), tuple(events), report.status, report.detail, {}, report.warnings)
+    remarks = tuple(_no_header(report))
+    return GpuLog((spec,), tuple(events), report.status, report.detail, {}, report.warnings, remarks=remarks)
+
+
+def _no_header(report: SmiReport) -> Iterator[str]:
+    """That a reading may be missing only because no header names its column."""
+    gpus = report.snapshots[-1].gpus if report.snapshots else ()
+    if any(gpu.power_watts is None or gpu.utilization_percent is None for gpu in gpus):
+        yield from (f"{text[0].upper()}{text[1:]}." for text in report.warnings if text.startswith(NO_HEADER))
 
 
 class JsonGpu(BaseModel):

@@ -257,3 +257,46 @@ def test_memory_of_a_device_is_in_mebibytes() -> None:
     head = "gpu,gfx_activity,socket_power,used_vram,total_vram\n"  # amd-smi metric --csv
     (gpu,) = read(head + "0,97,640,150283,196592\n").snapshots[0].gpus
     assert (gpu.power_watts, gpu.utilization_percent, gpu.memory_used_bytes) == (640.0, 97.0, 150283 * MEBIBYTE)
+
+
+READ = {"power_watts": 300.25, "utilization_percent": 95.0, "memory_used_bytes": 70123 * 2.0**20}
+WITH_UNITS = ("timestamp, index, name, power.draw [W], utilization.gpu [%], memory.used [MiB]", " W", " %", " MiB")
+WITHOUT_UNITS = ("timestamp, index, name, memory.used [MiB], utilization.gpu [%], power.draw [W]", "", "", "")
+
+
+@pytest.mark.parametrize("count", [1, 11])
+@pytest.mark.parametrize("units", [WITH_UNITS, WITHOUT_UNITS])
+def test_rows_cut_anywhere_lose_no_gpu_and_shorten_no_number(units: tuple[str, ...], count: int) -> None:
+    header, watts, percent, mib = units
+    cells = {
+        "power.draw [W]": f"300.25{watts}",
+        "utilization.gpu [%]": f"95{percent}",
+        "memory.used [MiB]": f"70123{mib}",
+    }
+    rows = [
+        ", ".join(
+            {"timestamp": "2026/01/01 00:00:00.000", "index": str(index), "name": "NVIDIA H100"}.get(name)
+            or cells[name]
+            for name in header.split(", ")
+        )
+        for index in range(count)
+    ]
+    text = "\n".join([header, *rows]) + "\n"
+    for end in range(len(header) + 1, len(text)):
+        whole = text[:end].count("\n") - 1
+        named = text[:end].rpartition("\n")[2].count(",") >= 2
+        gpus = [gpu for snapshot in read_gpu_output(text[:end].encode()).snapshots for gpu in snapshot.gpus]
+        assert [gpu.index for gpu in gpus] == list(range(whole + named))
+        for gpu in gpus:
+            values = {name: getattr(gpu, name) for name in READ}
+            assert all(value in (None, READ[name]) for name, value in values.items()), text[:end][-60:]
+            missing = {name for name, value in values.items() if value is None}
+            assert all(gpu.reasons[name] is ReadingStatus.UNPARSED for name in missing)
+            assert not missing or gpu.index == whole
+
+
+def test_a_cut_row_of_a_gpu_that_was_read_before_is_dropped() -> None:
+    log = "timestamp, index, power.draw [W]\n2026/01/01 00:00:00, 0, 99.25 W\n2026/01/01 00:00:01, 0, 98."
+    report = read_gpu_output(log.encode())
+    assert [gpu.power_watts for snapshot in report.snapshots for gpu in snapshot.gpus] == [99.25]
+    assert report.unreadable_rows == 1

@@ -127,3 +127,26 @@ def test_a_topology_is_said_to_be_one() -> None:
     result = verdict("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-63\nGPU1\tNV18\t X \t0-63\n")
     assert (result.verdict.state, triage_exit_code(result)) == (PowerState.UNKNOWN, 3)
     assert "topo -m" in result.verdict.why
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "index, power.draw [W], name\n0, 300.00 W, NVIDIA L4\n",
+            "Utilization cannot be read on 1 of 1 GPU (not given",
+        ),
+        ("index, utilization.gpu [%], power.draw [W]\n0, 97 %, 30", "Power cannot be read on 1 of 1 GPU (cut off"),
+        (
+            "index, power.draw [W], utilization.gpu [%]\n0, [N/A], [N/A]\n1, 9.10 W, [N/A]\n",
+            "Power cannot be read on 1 of 2",
+        ),
+        (
+            "index, power.draw [W], utilization.gpu [%]\n0, [N/A], 5 %\n1, 9.10 W, [N/A]\n",
+            "Power cannot be read on 1 of 2 GPUs; Utilization cannot be read on 1 of 2 GPUs.",
+        ),
+        ("0, NVIDIA B200, 726.87, 97\n", "There is no header, so the columns were inferred"),
+    ],
+)
+def test_what_is_missing_is_named(text: str, why: str) -> None:
+    assert why in triage_text_or_path(text)[0].verdict.why

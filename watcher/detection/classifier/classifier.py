@@ -26,7 +26,7 @@ from wattwatch.watcher.detection.classifier.active_power import (
     classify_active_power,
 )
 from wattwatch.watcher.detection.classifier.ambiguity import with_deciding_check
-from wattwatch.watcher.detection.classifier.conclusion import ADVICE, PROVIDE_PROGRESS, make_verdict
+from wattwatch.watcher.detection.classifier.conclusion import ADVICE, GIVE_BOTH, PROVIDE_PROGRESS, make_verdict
 from wattwatch.watcher.detection.classifier.features import (
     ChosenProfile,
     PowerFeatures,
@@ -74,6 +74,7 @@ SLOWDOWN_REASONS: Final = frozenset(
 MAX_LISTED: Final = 6  # nodes or GPUs named in one sentence
 # docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt: an uncontained error needs a reset before new work; a contained one
 # ends the process that read it, and its row is remapped at the next reset.
+NOT_GIVEN: Final = " (not given in the input)"
 MEMORY_ERROR_ADVICE: Final = (
     "Look for Xid 48, 63, 64, 94 and 95 in the kernel log: they say when the memory errors occurred and which process "
     "they hit. Results that were computed from then on may be wrong. Reset the GPU as soon as the job can be stopped."
@@ -349,9 +350,10 @@ def _readings_missing(
         if uneven and contexts is not False:
             why = "Utilization varies widely between the ranks, as in jobs that wait for input."
             return verdict(PowerState.STARVATION, 0.4, why, (PowerState.COMPUTE, 0.3))
+    more = f"{GIVE_BOTH}. " if NOT_GIVEN in missing else ""
     advice = (
-        f"{PROVIDE_PROGRESS}: when power or utilization cannot be read, only the step counter shows whether the job "
-        "is working."
+        f"{more}{PROVIDE_PROGRESS}: when power or utilization cannot be read, only the step counter shows whether the "
+        "job is working."
     )
     return verdict(PowerState.UNKNOWN, UNKNOWN_CONFIDENCE, "", (PowerState.HANG, 0.3), advice)
 
@@ -365,12 +367,23 @@ def _what_is_missing(gpus: Sequence[RankGpu]) -> str:
     if _has_mig(gpus):
         return "MIG is enabled: nvidia-smi reports power only for the whole GPU and does not report utilization."
     total = format_count(len(gpus), "GPU")
-    no_power = sum(valid_power_watts(g.gpu) is None for g in gpus)
-    no_utilization = sum(g.gpu.utilization_percent is None for g in gpus)
-    if no_power == no_utilization:
-        return f"Power and utilization cannot be read on {no_power} of {total}."
-    counts = (("Power", no_power), ("Utilization", no_utilization))
-    return "; ".join(f"{name} cannot be read on {n} of {total}" for name, n in counts if n) + "."
+    no_power = [g for g in gpus if valid_power_watts(g.gpu) is None]
+    no_utilization = [g for g in gpus if g.gpu.utilization_percent is None]
+    power, utilization = _why_missing("power_watts", no_power), _why_missing("utilization_percent", no_utilization)
+    if no_power == no_utilization and power == utilization:
+        return f"Power and utilization cannot be read on {len(no_power)} of {total}{power}."
+    parts = (("Power", no_power, power), ("Utilization", no_utilization, utilization))
+    return "; ".join(f"{name} cannot be read on {len(of)} of {total}{why}" for name, of, why in parts if of) + "."
+
+
+def _why_missing(name: str, gpus: Sequence[RankGpu]) -> str:
+    """Why a reading is missing of these GPUs, in brackets; "" where the tool itself gives no value, or where the
+    reasons differ. Live, each reading that is missing has a reason."""
+    values = [getattr(g.gpu, name) for g in gpus]
+    reasons = {g.gpu.reasons.get(name) for g in gpus}
+    if reasons == {ReadingStatus.UNPARSED}:
+        return " (cut off, or in an unknown form)"
+    return NOT_GIVEN if reasons == {None} and values.count(None) == len(values) else ""
 
 
 def _straggler(features: PowerFeatures) -> Verdict | None:
