@@ -36,6 +36,9 @@ STARVING_LOST_SHARE: Final = 0.1
 MENTIONED_LOST_SHARE: Final = 0.05
 # A counter unchanged for two of its usual intervals proves no starvation; what lasts longer contains steps.
 MIN_STARVATION_STEPS: Final = 2.5
+# A verdict that is no surer than this is as likely wrong as right.
+UNDECIDED_CONFIDENCE: Final = 0.5
+UNDECIDED_SECONDS: Final = 300.0  # as a hang without a counter (hang.py); most evaluations are shorter. Chosen
 # A reported condition that was true this recently still describes the job.
 CURRENT_SECONDS: Final = 5.0
 CURRENT_INTERVALS: Final = 3.0
@@ -167,10 +170,13 @@ def is_waiting_for_data(observation: Observation) -> bool:
 
 
 def _starvation_seconds(inputs: RuleInputs) -> float:
-    """An evaluation looks the same, but no step is counted in it. Ranks that report data waits need no such proof."""
+    """An evaluation looks the same, but no step is counted in it. Ranks that report data waits need no such proof.
+    Without a counter, what may be work as well must last longer than an evaluation."""
     observation, step_rate = inputs.observation, inputs.step_rate
     if is_waiting_for_data(observation):
         return 0.0
+    if not (observation.sample.progress.readable or step_rate.has_counter):
+        return UNDECIDED_SECONDS if observation.verdict.confidence <= UNDECIDED_CONFIDENCE else 0.0
     return MIN_STARVATION_STEPS * (step_rate.usual_interval_seconds or 0.0)
 
 

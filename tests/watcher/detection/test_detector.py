@@ -20,7 +20,8 @@ from tests.watcher.detection.simulated_seconds import (
     Job,
 )
 from wattwatch.collectors.samples import HostStatus
-from wattwatch.watcher.detection.model import AlertName, JobState
+from wattwatch.watcher.detection.classifier.classifier import classify
+from wattwatch.watcher.detection.model import AlertName, JobState, PowerState
 
 SCATTERED = (100, 31, 88, 27, 64, 100, 92, 45)
 
@@ -66,6 +67,20 @@ def test_starvation_that_is_over_is_told_as_over_while_its_alert_stays_open() ->
     assert finding.seen_seconds == job.now - 10
     assert job.state is JobState.COMPUTING
     assert job.detector.wasted_gpu_seconds["JobStarving"] - cost < 2 * seen.gpus_idle
+
+
+@pytest.mark.parametrize(("confidence", "after_seconds"), [(0.6, 120), (0.5, 300), (0.45, 300)])
+def test_without_a_counter_starvation_that_may_be_an_evaluation_must_last_longer(
+    confidence: float, after_seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(progress=None)
+    job.play(60, COMPUTE)
+    monkeypatch.setattr(
+        job, "judge", lambda sample: replace(classify(sample), state=PowerState.STARVATION, confidence=confidence)
+    )
+    began = job.now
+    starve(job, 400)
+    assert after_seconds <= job.seconds_of(AlertName.JOB_STARVING)[0] - began <= after_seconds + 5
 
 
 def test_scatter_for_a_few_seconds_is_nothing() -> None:
