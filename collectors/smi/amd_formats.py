@@ -17,8 +17,8 @@ from wattwatch.collectors.smi.columns import CUT_OFF, read_number
 from wattwatch.collectors.smi.csv_format import split_cells
 from wattwatch.collectors.smi.gpu_cells import gpu_from_cells
 from wattwatch.collectors.smi.messages import MessageLog
-from wattwatch.collectors.smi.report import GpuSnapshot, ParsedRows
-from wattwatch.collectors.smi.snapshots import GpuRow, group_into_snapshots
+from wattwatch.collectors.smi.report import GpuRow, GpuSnapshot, ParsedRows
+from wattwatch.collectors.smi.snapshots import group_into_snapshots
 
 _LINE: Final = re.compile(r"^\s*GPU\[(\d+)\]\s*:\s*(.+?)\s*:\s*(.*?)\s*$")
 # The concise table: between temperature and the last four columns stands a different number of columns in each version.

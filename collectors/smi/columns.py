@@ -120,6 +120,18 @@ UNITS: Final[Mapping[str, float]] = {
     "j": 1.0,
     "mj": 1e-3,
 }
+_KIND_OF_UNIT: Final = {
+    unit: kind
+    for kind, units in {
+        "power": ("w", "mw", "kw"),
+        "share": ("%",),
+        "temperature": ("c", "°c"),
+        "frequency": ("mhz", "ghz"),
+        "amount": ("b", "bytes", "kib", "mib", "gib", "kb", "mb", "gb"),
+        "energy": ("j", "mj"),
+    }.items()
+    for unit in units
+}
 _NUMBER_WITH_UNIT: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%°]*)$")
 _ABSENT_WORDS: Final = re.compile(
     r"not (supported|available|applicable|active)|permission|deprecat|unsupported|secondary"
@@ -188,6 +200,7 @@ _DATE_IN_WORDS: Final = re.compile(
     r"|(?P<m2>[A-Z][a-z]{2}) +(?P<d2>\d{1,2})) (?P<h>\d{1,2}):(?P<min>\d{2}):(?P<s>\d{2})"
     r"(?P<half> [AP]M)?(?: [A-Z]{2,5})?(?: (?P<y2>\d{4}))?$"
 )
+_MAX_DATE_LINE: Final = 120
 _EPOCH: Final = re.compile(r"\d{9,13}(\.\d+)?$")
 _TIME_OF_DAY: Final = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})([.,]\d+)?$")  # xpu-smi, dmon -o T
 _DAY_SECONDS: Final = 86400.0
@@ -203,6 +216,29 @@ def is_timestamp(text: str) -> bool:
     )
 
 
+@lru_cache(CELL_CACHE_SIZE)
+def measures_the_same(text: str, unit: str) -> bool:
+    """Whether a cell may hold a value of this unit: MiB and GiB measure the same, MiB and W do not. A cell without a
+    unit, or in no known one, may."""
+    scales = [_KIND_OF_UNIT.get(each.casefold()) for each in (unit_of_cell(text), unit)]
+    return None in scales or scales[0] == scales[1]
+
+
+def find_timestamp(line: str) -> str:
+    """The date with a time of day in a line that is not a row of a table, such as `date` or a script prints above it;
+    "" if there is none."""
+    text = line.strip()
+    if not text or text[0] in "|+" or len(text) > _MAX_DATE_LINE:
+        return ""
+    text = text.rstrip("=-*#])} ")
+    if is_timestamp(text):
+        return text
+    for pattern in (_YEAR_FIRST, _YEAR_LAST, _DATE_IN_WORDS):
+        if found := pattern.search(text):
+            return found[0]
+    return ""
+
+
 def parse_timestamps(texts: Sequence[str]) -> list[float | None]:
     """Seconds of each timestamp of one log, None where it is none.
 
@@ -210,7 +246,9 @@ def parse_timestamps(texts: Sequence[str]) -> list[float | None]:
     the order under which the log spans less time is taken, and day first if both span the same. Times without a date
     count from the first midnight.
     """
-    if any(_TIME_OF_DAY.match(text.strip()) for text in texts[:1000]):
+    # More than a few: the first row of a log may be the end of one that was cut, with half a time stamp.
+    some = [text.strip() for text in texts[:1000] if text.strip()]
+    if 2 * sum(_TIME_OF_DAY.match(text) is not None for text in some) > len(some):
         return _parse_times_of_day(texts)
     day_first = _parse_all(texts, day_first=True)
     if not any(_YEAR_LAST.match(text.strip()) for text in texts[:1000]):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,6 +24,7 @@ from wattwatch.collectors.smi.columns import (
     REQUIRED_COLUMNS,
     Column,
     is_timestamp,
+    measures_the_same,
     parse_timestamps,
     read_column,
     read_header,
@@ -34,8 +34,8 @@ from wattwatch.collectors.smi.columns import (
 )
 from wattwatch.collectors.smi.gpu_cells import gpu_from_cells, is_blank_row
 from wattwatch.collectors.smi.messages import MessageLog
-from wattwatch.collectors.smi.report import ParsedRows
-from wattwatch.collectors.smi.snapshots import GpuRow, group_into_snapshots
+from wattwatch.collectors.smi.report import GpuRow, ParsedRows
+from wattwatch.collectors.smi.snapshots import group_into_snapshots
 
 NO_HEADER: Final = "there is no header"  # how the warning begins
 _MAX_LINE_CHARS: Final = 20_000  # all 241 fields of driver 610 take 8,000
@@ -44,16 +44,19 @@ _PROCESS_COLUMNS: Final = frozenset({"pid", "process_name", "used_gpu_memory [Mi
 _EACH_GPU: Final = frozenset({"index", "uuid", "pci_bus_id"})
 _UNIT_IN_HEADER: Final = re.compile(r"\[(W|%|MiB|MHz)\]$")  # as nvidia-smi prints it
 _WATTS_WITHOUT_UNIT: Final = re.compile(r"\d+\.\d\d$")  # always, with nounits too
+MIN_ROWS_TO_INFER: Final = 4  # with fewer rows, all of them are needed to infer what their columns are
 _NODE_COLUMNS: Final = frozenset({"node", "host", "hostname", "server", "rack", "pdu", "chassis"})
 
 
 @dataclass(slots=True)
 class _CsvRows:
-    """Rows as cells, before they become GPUs. Columns are None for rows that came before any header."""
+    """Rows as cells, before they become GPUs. Columns are None for rows of a log without a header: those before any
+    header, and those that do not fit the header above them."""
 
     rows: list[tuple[int, int, tuple[Column, ...] | None, list[str]]] = field(default_factory=list)
     headers: list[tuple[Column, ...]] = field(default_factory=list)
     unreadable: int = 0
+    too_long: int = 0
 
 
 def split_cells(line: str) -> list[str]:
@@ -72,11 +75,12 @@ def parse_csv(
 ) -> ParsedRows:
     """All GPUs of all samples. `cut`: the last line has no line end. `given`: columns for rows without a header."""
     own = MessageLog()
-    rows = _parse_rows(lines, cut, own, given)
-    for lost in (0, 1) if rows.unreadable_rows else ():
+    rows, misfits = _parse_rows(lines, cut, own, given)
+    # Of wrapped rows hardly half can be read; of a log, all but a few that are cut or damaged.
+    for lost in (0, 1) if misfits and misfits * 4 >= sum(map(bool, lines)) else ():
         again = MessageLog()
-        joined = _parse_rows(_rejoined(lines, lost), cut, again, given)
-        if joined.unreadable_rows <= cut and _count_values(joined) > _count_values(rows):
+        joined, remaining = _parse_rows(_rejoined(lines, lost), cut, again, given)
+        if joined.snapshots and remaining <= cut and _count_values(joined) >= _count_values(rows):
             own, rows = again, joined
             break
     messages.add(own)
@@ -114,9 +118,11 @@ def _rejoined(lines: Sequence[str], lost: int) -> list[str]:
 
 def _parse_rows(
     lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple[Column, ...] | None = None
-) -> ParsedRows:
+) -> tuple[ParsedRows, int]:
+    """What was read, and how many rows could not be read or do not fit the header above them."""
     found = _collect(lines, cut, messages, given)
     usable, problem = [], ""
+    others = sum(columns is None for _, _, columns, _ in found.rows) if found.headers else 0
     for number, block, columns, cells in _with_columns(found, messages):
         if all(status_of_text(cell) is ReadingStatus.UNSUPPORTED for cell in cells):
             found.unreadable += 1  # not even an index: it cannot be known which GPU this is
@@ -128,7 +134,8 @@ def _parse_rows(
         problem = _why_not_gpus(found.headers[-1]) or "there are no rows below the header"
     rows, last = _gpu_rows(usable, found)
     snapshots = group_into_snapshots(rows, number_bursts=True)
-    return ParsedRows(snapshots, (), found.unreadable, problem, last)
+    misfits = found.unreadable + found.too_long + others
+    return ParsedRows(snapshots, (), found.unreadable, problem, last), misfits
 
 
 def _collect(lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple[Column, ...] | None) -> _CsvRows:
@@ -139,6 +146,7 @@ def _collect(lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple
             continue
         if len(line) > _MAX_LINE_CHARS:
             messages.warn(f"line {number + 1} has {len(line)} characters, which is too long for query output")
+            found.too_long += 1
             continue
         if "," in line and (host := _HOST_PREFIX.match(line)):
             line = line[host.end() :]
@@ -149,7 +157,8 @@ def _collect(lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple
         is_last = cut and number == len(lines) - 1
         if columns and len(cells) == len(columns) > 1 and (columns is given or cells[0] != columns[0].printed):
             if (header := read_header(cells)) is None:
-                found.rows.append((number, block, columns, cells))
+                fits = columns is given or _fits_columns(columns, cells)
+                found.rows.append((number, block, columns if fits else None, cells))
                 continue
             columns, block = header, block + 1
             found.headers.append(header)
@@ -164,8 +173,10 @@ def _collect(lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple
             found.rows.append((number, block, columns, cells))
         elif is_last and columns is not None and (filled := _fill_cut_row(columns, cells, found)) is not None:
             found.rows.append((number, block, columns, filled))
+        elif columns is not None and not is_last and len(cells) > 1 and looks_like_row(cells):
+            found.rows.append((number, block, None, cells))
         else:
-            if columns is not None and (is_last or looks_like_row(cells) or len(cells) > 1):
+            if columns is not None and (is_last or len(cells) > 1):
                 found.unreadable += 1
                 messages.warn(f"line {number + 1}: {len(cells)} cells, expected {len(columns)}: {line.strip()!r}")
             elif not line.lstrip().startswith("#"):
@@ -208,26 +219,59 @@ def _fill_cut_row(columns: tuple[Column, ...], cells: list[str], found: _CsvRows
 
 def _with_columns(found: _CsvRows, messages: MessageLog) -> list[tuple[int, int, tuple[Column, ...], list[str]]]:
     """Rows with their columns: printed, given, from a header further down, or inferred from the shape of the values."""
-    bare = [row for row in found.rows if row[2] is None]
-    inferred: tuple[Column, ...] = ()
-    if bare:
-        width = Counter(len(cells) for _, _, _, cells in bare).most_common(1)[0][0]
-        later = next((header for header in found.headers if len(header) == width), None)
-        inferred = later or infer_columns([cells for _, _, _, cells in bare if len(cells) == width])
-        if later is None and any(column.field for column in inferred):
-            names = ", ".join(column.field or "?" for column in inferred)
+    bare: dict[int, list[list[str]]] = {}
+    for _, _, columns, cells in found.rows:
+        if columns is None:
+            bare.setdefault(len(cells), []).append(cells)
+    inferred: dict[int, tuple[Column, ...]] = {}
+    torn: list[str] | None = None
+    for width, rows in sorted(bare.items(), key=lambda item: -len(item[1])):
+        later = next(
+            (header for header in found.headers if len(header) == width and _fits_columns(header, rows[0])), None
+        )
+        if found.headers and later is None and len(rows) < MIN_ROWS_TO_INFER:
+            continue  # broken rows of the log with the header
+        if inferred and len(rows) < MIN_ROWS_TO_INFER:
+            continue  # broken rows of the log without one
+        # The first line of a log may be the end of a line that was cut, and the last one the beginning of one.
+        inferred[width] = later or infer_columns(rows[1:-1] if len(rows) >= MIN_ROWS_TO_INFER else rows)
+        if later is None and len(rows) >= MIN_ROWS_TO_INFER and _is_torn(rows[0], rows[1]):
+            torn = rows[0]
+        if later is None and any(column.field for column in inferred[width]):
+            names = ", ".join(column.field or "?" for column in inferred[width])
             messages.warn(
                 f"{NO_HEADER}, so the columns were inferred from the values as {names}; "
                 "add a header so that all columns can be read"
             )
+    expected = [len(columns) for _, _, columns, _ in found.rows if columns is not None] or list(inferred)
     result = []
     for number, block, columns, cells in found.rows:
-        if columns is None and len(cells) != len(inferred):
+        if cells is torn:
             found.unreadable += 1
-            messages.warn(f"line {number + 1}: {len(cells)} cells, expected {len(inferred)}: {', '.join(cells)!r}")
+        elif columns is None and (len(cells) not in inferred or not _fits_columns(inferred[len(cells)], cells)):
+            found.unreadable += 1
+            wanted = f", expected {expected[0]}" if expected and expected[0] != len(cells) else " that do not fit"
+            messages.warn(f"line {number + 1}: {len(cells)} cells{wanted}: {', '.join(cells)!r}")
         else:
-            result.append((number, block, columns if columns is not None else inferred, cells))
+            result.append((number, block, columns if columns is not None else inferred[len(cells)], cells))
     return result
+
+
+def _is_torn(cells: Sequence[str], after: Sequence[str]) -> bool:
+    """Whether the first cell of the first row lacks its beginning: a time stamp without the date of the next one."""
+    return is_timestamp(after[0]) and (not is_timestamp(cells[0]) or len(after[0]) - len(cells[0]) > 1)
+
+
+def _fits_columns(columns: Sequence[Column], cells: Sequence[str]) -> bool:
+    """Whether no cell has a unit that its column cannot have, and a column of time stamps holds one."""
+    return all(
+        measures_the_same(cell, column.unit) if column.field != "timestamp" else not _has_unit(cell)
+        for column, cell in zip(columns, cells, strict=True)
+    )
+
+
+def _has_unit(cell: str) -> bool:
+    return unit_of_cell(cell) in {"W", "%", "MiB", "MHz"}
 
 
 @lru_cache
@@ -256,7 +300,11 @@ def _gpu_rows(
 ) -> tuple[list[GpuRow], int]:
     stamps = parse_timestamps([_timestamp(columns, cells) for _, _, columns, cells in usable])
     rows, last = [], -1
+    under: tuple[int, tuple[Column, ...]] | None = None
+    blocks = 0
     for (number, block, columns, cells), seconds in zip(usable, stamps, strict=True):
+        if under is None or block != under[0] or columns is not under[1]:
+            under, blocks = (block, columns), blocks + 1
         named: dict[str, tuple[str, str]] = {}
         for column, cell in zip(columns, cells, strict=True):
             if column.field and column.field != "timestamp":
@@ -264,7 +312,7 @@ def _gpu_rows(
         if is_blank_row(named) or not any(_is_of_a_gpu(field, *cell) for field, cell in named.items()):
             found.unreadable += 1
             continue
-        rows.append(GpuRow(gpu_from_cells(named), seconds, block))
+        rows.append(GpuRow(gpu_from_cells(named), seconds, blocks))
         last = number
     return rows, last
 

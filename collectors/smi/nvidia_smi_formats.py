@@ -11,8 +11,8 @@ from wattwatch.collectors.samples import GpuSample
 from wattwatch.collectors.smi.columns import REQUIRED_COLUMNS, parse_timestamps
 from wattwatch.collectors.smi.gpu_cells import gpu_from_cells, sum_of_process_memory
 from wattwatch.collectors.smi.messages import MessageLog
-from wattwatch.collectors.smi.report import GpuSnapshot, ParsedRows
-from wattwatch.collectors.smi.snapshots import GpuRow, drop_cut_rounds, group_into_snapshots
+from wattwatch.collectors.smi.report import GpuRow, GpuSnapshot, ParsedRows
+from wattwatch.collectors.smi.snapshots import drop_cut_rounds, group_into_snapshots
 
 # `nvidia-smi -q -x`: one XML document per sample --------------------------------------------------------------------
 #

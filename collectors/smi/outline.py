@@ -18,8 +18,8 @@ from wattwatch.collectors.samples import ReadingStatus
 from wattwatch.collectors.smi.columns import IDENTITY_FIELDS, parse_timestamps, status_of_text
 from wattwatch.collectors.smi.gpu_cells import gpu_from_cells, sum_of_process_memory
 from wattwatch.collectors.smi.messages import MessageLog
-from wattwatch.collectors.smi.report import ParsedRows
-from wattwatch.collectors.smi.snapshots import GpuRow, group_into_snapshots
+from wattwatch.collectors.smi.report import GpuRow, ParsedRows
+from wattwatch.collectors.smi.snapshots import group_into_snapshots
 
 Place = tuple[str, str]  # heading and label, in lower case
 

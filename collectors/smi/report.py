@@ -13,11 +13,26 @@ memory."""
 
 
 @dataclass(frozen=True, slots=True)
+class GpuRow:
+    """One GPU as printed, its timestamp, and the block of lines it came in (a new header or table starts one)."""
+
+    gpu: GpuSample
+    seconds: float | None
+    block: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GpuSnapshot:
-    """The GPUs of one host at one moment. `time_seconds`: the tool's own timestamp, taken as UTC; None without one."""
+    """The GPUs of one host at one moment. `time_seconds`: the tool's own timestamp, taken as UTC; None without one.
+
+    `begins`: why another host, job or logger begins here, in a clause; "" where the log goes on. `counted_by`: how the
+    GPUs were counted and numbered where the rows name none, in a clause: then their indexes are assumed.
+    """
 
     time_seconds: float | None
     gpus: tuple[GpuSample, ...]
+    begins: str = ""
+    counted_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)

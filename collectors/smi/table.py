@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from wattwatch.collectors.samples import PowerSource
-from wattwatch.collectors.smi.columns import CUT_OFF, TOKENS, is_timestamp, parse_timestamps, status_of_text
+from wattwatch.collectors.smi.columns import CUT_OFF, TOKENS, find_timestamp, parse_timestamps, status_of_text
 from wattwatch.collectors.smi.gpu_cells import gpu_from_cells, sum_of_process_memory
 from wattwatch.collectors.smi.messages import MessageLog
-from wattwatch.collectors.smi.report import ParsedRows
-from wattwatch.collectors.smi.snapshots import GpuRow, group_into_snapshots
+from wattwatch.collectors.smi.report import GpuRow, ParsedRows
+from wattwatch.collectors.smi.snapshots import group_into_snapshots
 
 Cells = dict[str, tuple[str, str]]
 
@@ -72,8 +72,8 @@ def parse_table(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
     for number, line in enumerate(whole):
         if _NEW_TABLE.search(line):
             block, in_slices, open_gpu = block + 1, False, False
-        elif is_timestamp(line):
-            timestamp, block, in_slices, open_gpu = line.strip(), block + 1, False, False
+        elif (date := find_timestamp(line)) and not messages.recognize(line, number):
+            timestamp, block, in_slices, open_gpu = date, block + 1, False, False
         elif "MIG devices:" in line or "Processes:" in line:
             in_slices, open_gpu = True, False  # the rows below look like GPUs but are MIG instances or processes
         elif identity := _identity_cells(line) or ({} if in_slices else _clipped_identity_cells(whole, number)):

@@ -156,6 +156,8 @@ def replay_object(result: ReplayResult) -> dict[str, Any]:
             for e in result.episodes
         ],
         "problem": result.problem or None,
+        "beginnings": [{"at_seconds": b.at_seconds, "job": b.job, "reason": b.reason} for b in result.beginnings],
+        "assumptions": list(result.assumptions),
     }
 
 
@@ -163,8 +165,15 @@ def print_replay(result: ReplayResult) -> None:
     console = text_console()
     samples = format_count(result.samples, "sample")
     console.print(f"[bold]{escape(result.source)}[/]: {samples} over {format_elapsed(result.seconds)}")
-    several = len({change.job for change in result.changes}) > 1
+    for assumption in result.assumptions:
+        console.print(f"  assumed: {escape(assumption)}")
+    # Logs that follow each other in one file are told apart by the lines that begin them.
+    several = len({change.job for change in result.changes}) > 1 + len(result.beginnings)
     lines = [
+        (each.at_seconds, f"[bold]{'new log':<14}[/] of another host, job or logger: {escape(each.reason)}")
+        for each in result.beginnings
+    ]
+    lines += [
         (c.at_seconds, f"{escape(c.job) + ': ' if several else ''}{c.state.value:<14} {escape(c.reason)}")
         for c in result.changes
     ]

@@ -9,6 +9,8 @@ is an argument.
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Mapping
 from typing import Final
 
@@ -33,6 +35,7 @@ from wattwatch.watcher.detection.model import (
     JobThroughput,
     PowerState,
     Verdict,
+    valid_power_watts,
 )
 from wattwatch.watcher.detection.trackers.checkpoint_save import CheckpointSaveTracker, OverdueCheckpointTracker
 from wattwatch.watcher.detection.trackers.gpu_health import GpuHealthTracker
@@ -44,9 +47,24 @@ from wattwatch.watcher.detection.trackers.step_rate import LATE_FACTOR, StepRate
 from wattwatch.watcher.detection.trackers.step_timeout import is_evaluating
 from wattwatch.watcher.detection.wasted_time import WastedTime
 
-# A state that only the classifier's verdict supports must be seen in two rounds; one sample may catch a moment in
-# between.
+# A state that only the classifier's verdict supports must be seen in two rounds at least a second apart; one sample may
+# catch a moment in between. With every state that did not last, twice as many rounds are needed. All chosen.
 STATE_ROUNDS: Final = 2
+ROUND_SECONDS: Final = 1.0  # rounds that come faster count together
+STATE_SHARE: Final = 0.75  # of the rounds must show the new state
+MAX_STATE_ROUNDS: Final = 32
+SHORT_STATE_SECONDS: Final = 10.0  # a state did not last if it was shorter than this and than five intervals
+SHORT_STATE_INTERVALS: Final = 5.0
+LONG_GAP_SECONDS: Final = 10.0
+REMEMBERED_SECONDS: Final = 300.0
+REMEMBERED_INTERVALS: Final = 60.0
+# Readings this close to those that led to the present state are the same picture, whichever side of a threshold of the
+# classifier they are on: the power of steady work varies by some per cent from sample to sample.
+SAME_POWER_SHARE: Final = 0.1
+SAME_UTILIZATION_PERCENT: Final = 15.0
+SAME_PICTURE_SECONDS: Final = 60.0  # another verdict on the same picture must last for this long, and this many rounds
+SAME_PICTURE_ROUNDS: Final = 20
+PICTURE_WEIGHT: Final = 0.1  # of a new sample in the mean picture of a state
 IMMEDIATE_STATES: Final = frozenset({JobState.HUNG, JobState.CRASHED, JobState.COMPLETED})
 PAUSE_PHASES: Final = frozenset({"save", "eval", "load"})
 NOT_YET_WORKING: Final = frozenset({PowerState.IDLE, PowerState.CHECKPOINT, PowerState.WAITING, PowerState.UNKNOWN})
@@ -59,6 +77,92 @@ STATE_BY_POWER: Final = {
     PowerState.IDLE: JobState.WAITING,
     PowerState.HANG: JobState.WAITING,
 }
+
+
+class StateFilter:
+    """Decides when a job's state changes, so that one steady picture has one state and noise does not change it.
+
+    A verdict near a threshold differs from sample to sample, and readings of an uneven load differ by themselves. So
+    the present state is kept while the readings stay those that led to it, and states that did not last make the next
+    change need more rounds.
+    """
+
+    def __init__(self) -> None:
+        self._rounds: deque[tuple[float, JobState]] = deque(maxlen=1000)
+        self._short_states: deque[float] = deque(maxlen=64)  # when a state ended that did not last
+        self._since: float | None = None  # when the verdict led to the present state; None: something else did
+        self._picture: tuple[float, float] | None = None  # mean power and utilization of the present state
+        self._held: tuple[float, int] | None = None  # since when, and for how many rounds, it was kept for its picture
+
+    def update(self, present: JobState, state: JobState, observation: Observation, *, by_verdict: bool) -> bool:
+        """Take one observation, which shows `state`; whether the job's state changes to it. `by_verdict`: only the
+        verdict on this sample leads to the state, not steps, processes, saves or findings."""
+        now = observation.now
+        # After a long gap nothing is known of the present state: the first sample decides.
+        long_gap = observation.gap and bool(self._rounds) and now - self._rounds[-1][0] > LONG_GAP_SECONDS
+        if long_gap:
+            self._rounds.clear()
+            self._held = self._since = None
+        picture = _picture(observation.sample) if by_verdict else None
+        if state is present:
+            self._held = None
+            self._picture = picture if self._picture is None or picture is None else _blend(self._picture, picture)
+            self._rounds.append((now, state))
+            return False
+        if self._is_held(state, picture, observation):
+            self._rounds.append((now, present))
+            return False
+        self._rounds.append((now, state))
+        first_reading = present is JobState.UNKNOWN and self._picture is None
+        if (
+            not first_reading
+            and not long_gap
+            and not self._persists(state, observation, damped=by_verdict and self._since is not None)
+        ):
+            return False
+        interval = observation.spec.interval_seconds
+        if self._since is not None and by_verdict:
+            lasted = now - self._since
+            if lasted < max(SHORT_STATE_SECONDS, SHORT_STATE_INTERVALS * interval):
+                self._short_states.append(now)
+        self._since, self._picture, self._held = now if by_verdict else None, picture, None
+        return True
+
+    def _is_held(self, state: JobState, picture: tuple[float, float] | None, observation: Observation) -> bool:
+        """Whether the readings are still those that led to the present state. A hang is never held back."""
+        if self._picture is None or picture is None or observation.verdict.state is PowerState.HANG:
+            return False
+        near = abs(picture[0] - self._picture[0]) <= SAME_POWER_SHARE * self._picture[0]
+        if not near or abs(picture[1] - self._picture[1]) > SAME_UTILIZATION_PERCENT:
+            self._held = None
+            return False
+        since, rounds = self._held or (observation.now, 0)
+        self._held = since, rounds + 1
+        # That a sample alone does not show the state is no evidence against it.
+        lasting = observation.now - since >= SAME_PICTURE_SECONDS and rounds >= SAME_PICTURE_ROUNDS
+        return state is JobState.UNKNOWN or not lasting
+
+    def _persists(self, state: JobState, observation: Observation, *, damped: bool) -> bool:
+        """Whether enough of the last rounds show the state."""
+        memory = max(REMEMBERED_SECONDS, REMEMBERED_INTERVALS * observation.spec.interval_seconds)
+        short = sum(observation.now - seconds <= memory for seconds in self._short_states) if damped else 0
+        required = min(MAX_STATE_ROUNDS, STATE_ROUNDS * 2**short)
+        start = observation.now - (required - 1) * ROUND_SECONDS
+        recent = [shown for seconds, shown in self._rounds if seconds >= start]
+        if len(recent) < required:
+            recent = [shown for _, shown in self._rounds][-required:]
+        return len(recent) >= required and recent.count(state) >= STATE_SHARE * len(recent)
+
+
+def _picture(sample: JobSample) -> tuple[float, float] | None:
+    """Median power and mean utilization; None where either cannot be read."""
+    watts = [value for ranked in sample.gpus if (value := valid_power_watts(ranked.gpu)) is not None]
+    busy = [value for ranked in sample.gpus if (value := ranked.gpu.utilization_percent) is not None]
+    return (statistics.median(watts), statistics.fmean(busy)) if watts and busy else None
+
+
+def _blend(mean: tuple[float, float], new: tuple[float, float]) -> tuple[float, float]:
+    return mean[0] + PICTURE_WEIGHT * (new[0] - mean[0]), mean[1] + PICTURE_WEIGHT * (new[1] - mean[1])
 
 
 class JobDetector:
@@ -78,8 +182,7 @@ class JobDetector:
         self._job_exit = JobExitTracker()
         self._hysteresis = {rule.alert: Hysteresis() for rule in PERSISTENT_RULES}
         self._wasted_time = WastedTime()
-        self._next_state: JobState | None = None
-        self._state_rounds = 0
+        self._state_filter = StateFilter()
         self.state = JobState.UNKNOWN
         self.state_since = 0.0  # of the first observation while the job has been in no other state
         self.state_began_unseen = True  # `state_since` is only when the watcher began to see the job
@@ -195,18 +298,15 @@ class JobDetector:
         return findings
 
     def _set_state(self, observation: Observation, findings: tuple[Finding, ...]) -> None:
-        """A state that a finding supports counts at once; one that only the verdict supports takes two rounds."""
+        """A state that a finding supports counts at once; one that only the verdict supports must persist."""
         state, reason = self._state_of(observation, {finding.alert: finding for finding in findings})
+        by_verdict = reason == observation.verdict.why
+        changes = self._state_filter.update(self.state, state, observation, by_verdict=by_verdict)
         if state is self.state:
-            self._next_state = None
             self.reason = reason
-            return
-        self._state_rounds = self._state_rounds + 1 if state is self._next_state else 1
-        self._next_state = state
-        supported = state in IMMEDIATE_STATES or any(each.alert is AlertName.JOB_HUNG for each in findings)
-        if supported or self.state is JobState.UNKNOWN or self._state_rounds >= STATE_ROUNDS:
+        elif changes or state in IMMEDIATE_STATES or any(each.alert is AlertName.JOB_HUNG for each in findings):
             self.state_began_unseen = self.state is JobState.UNKNOWN
-            self.state, self.state_since, self.reason, self._next_state = state, observation.now, reason, None
+            self.state, self.state_since, self.reason = state, observation.now, reason
 
     def _state_of(self, observation: Observation, found: Mapping[AlertName, Finding]) -> tuple[JobState, str]:
         """State and reason, a clause or sentence with numbers."""

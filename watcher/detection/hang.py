@@ -155,6 +155,8 @@ class HangDetector:
         self._last_power_fraction = verdict.power_fraction
         starts = step_rate.start_observed or observation.sample.progress.step == 0
         self._starting = step_rate.has_counter and step_rate.advances == 0 and starts
+        if observation.spec.interval_assumed:
+            return None  # a hang is a pattern that lasts; how long anything lasts is not known here
         found = (
             self._by_counter(observation, step_rate, saves, few_processes_compute, lost_gpus)
             or self._by_signature(observation, step_rate)

@@ -278,6 +278,7 @@ class JobSpec:
     checkpoint_every_seconds: float | None = None
     stall_limit_seconds: float | None = None
     interval_seconds: float = 1.0
+    interval_assumed: bool = False  # of a log without time stamps: no duration in it is known
 
     @property
     def has_progress_source(self) -> bool:

@@ -157,10 +157,13 @@ class Engine:
         prior_state: PriorState | None = None,
         diagnoses: Callable[[], Mapping[str, DiagnosisView]] | None = None,
         self_problems: SelfProblems | None = None,
+        *,
+        is_live: bool = True,
     ) -> None:
         """`profiles`: the user's own power profiles. `store`: keeps what is learned about GPUs across restarts.
         `prior_state`: the same from the head of a recording. `diagnoses`: the latest diagnosis of each job.
-        `self_problems`: problems of this process, reported together with the findings."""
+        `self_problems`: problems of this process, reported together with the findings. `is_live`: False for a log,
+        whose pauses do not show that this process was stalled or lost its network."""
         self._source = source
         self._alerting = alerting
         self._clock = clock
@@ -185,6 +188,7 @@ class Engine:
                 self._jobs_of_node[node] = (*self._jobs_of_node.get(node, ()), spec.name)
         self._interval = min((spec.interval_seconds for spec in specs), default=1.0)
         self._network = NetworkLossDetector(self._interval)
+        self._is_live = is_live
         self._last_samples: dict[str, NodeSample] = {}
         self._firing: dict[str, set[tuple[str, str, str]]] = {}  # job -> keys of its findings at the last evaluation
         self._ticks = 0
@@ -205,7 +209,8 @@ class Engine:
             for job in self._jobs_of_node.get(sample.node, ()):
                 self._pipelines[job].add_sample(sample, now)
         links = self._source.links()
-        self._network.update(links, now)
+        if self._is_live:
+            self._network.update(links, now)
         network_loss = self._network.finding(links)
         if network_loss is None and self._network.is_paused(now):
             return self.snapshot

@@ -17,7 +17,7 @@ import stat
 import statistics
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -27,13 +27,13 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from wattwatch.collectors.progress import read_progress
-from wattwatch.collectors.samples import GpuSample, HostStatus, NodeSample
-from wattwatch.collectors.smi import SmiReport, read_gpu_output
+from wattwatch.collectors.samples import GpuSample, HostStatus, MissingGpu, NodeSample
+from wattwatch.collectors.smi import GpuSnapshot, SmiReport, read_gpu_output
 from wattwatch.collectors.smi.columns import read_column, read_header
 from wattwatch.collectors.smi.csv_format import NO_HEADER, split_cells
 from wattwatch.collectors.ssh.model import NodeLink
 from wattwatch.watcher.common.formatting import describe_invalid_value
-from wattwatch.watcher.detection.model import JobSpec
+from wattwatch.watcher.detection.model import JobSpec, normalized_pci_id
 from wattwatch.watcher.recordings.format import RecordedEvent, Recording, is_recording, open_recording, parse_recording
 from wattwatch.watcher.recordings.pasted_hosts import (
     HostOutputs,
@@ -48,6 +48,10 @@ MAX_FILE_BYTES: Final = 512 * 1024**2  # chosen: a week of eight GPUs, and no da
 GZIP_MAGIC: Final = b"\x1f\x8b"
 # Inputs without a name of their own: their readings are of some host, which messages call by this name.
 UNNAMED_INPUTS: Final[Mapping[str, str]] = {"-": "host", "text": "host"}
+ASSUMED_INTERVAL_SECONDS: Final = 1.0
+ASSUMED_INTERVAL_TEXT: Final = (
+    f"{ASSUMED_INTERVAL_SECONDS:g} s between two samples, because the input has no time stamps that show it"
+)
 MAX_SILENT_TICKS: Final = 7200  # during one silence: whatever it means has been detected long before
 
 
@@ -60,6 +64,17 @@ class HostOrder(StrEnum):
 
     GIVEN = "given"  # as the person, or the list of hosts, has it
     ARRIVAL = "arrival"  # as the hosts happened to answer: says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """One of several logs in one input: of another host, of another job, or of a logger that was started again."""
+
+    job: str
+    number: int  # from 1
+    begins: str  # why another log begins here, in a clause; "" for the first
+    begins_seconds: float  # in the time of the events
+    ends_wall_seconds: float | None  # by its own time stamps; None without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +91,53 @@ class GpuLog:
     host_order: HostOrder | None = None  # each spec is a host, of which several were in the text; None: a job
     undated_outputs: int = 0  # outputs that may be of one host or of several: nothing in them says which
     remarks: tuple[str, ...] = ()  # what a reader must know to trust a verdict on it, a sentence each
+    parts: tuple[LogPart, ...] = ()  # of an input that holds several logs, each of which is a job and a node of its own
+    assumptions: tuple[str, ...] = ()  # what the input does not say and was assumed, one clause each
+
+
+# A log that ended this long before the newest one is of the past. Both are chosen.
+PAST_SECONDS: Final = 60.0
+PAST_INTERVALS: Final = 10.0
+
+
+def current_parts(log: GpuLog) -> GpuLog:
+    """The same input without the logs in it that had ended well before the newest one did, by their time stamps."""
+    ends = [part.ends_wall_seconds for part in log.parts if part.ends_wall_seconds is not None]
+    if not ends:
+        return log
+    intervals = {spec.name: spec.interval_seconds for spec in log.specs}
+    past = {
+        part.job
+        for part in log.parts
+        if part.ends_wall_seconds is not None
+        and max(ends) - part.ends_wall_seconds > max(PAST_SECONDS, PAST_INTERVALS * intervals[part.job])
+    }
+    specs = tuple(spec for spec in log.specs if spec.name not in past)
+    nodes = {node for spec in specs for node in spec.nodes}
+    return replace(log, specs=specs, events=tuple(e for e in log.events if e.sample and e.sample.node in nodes))
 
 
 def split_by_job(log: GpuLog) -> tuple[GpuLog, ...]:
     """One log per job. Jobs of a collection end at different times, and none is stale because another goes on."""
-    if len(log.specs) == 1:
+    if len(log.specs) == 1 and not log.parts:
         return (log,)
+    remarks = {part.job: (part_text(part, len(log.parts)),) for part in log.parts}
     return tuple(
-        replace(log, specs=(spec,), events=tuple(e for e in log.events if e.sample and e.sample.node in spec.nodes))
+        replace(
+            log,
+            specs=(spec,),
+            events=tuple(e for e in log.events if e.sample and e.sample.node in spec.nodes),
+            remarks=(*log.remarks, *remarks.get(spec.name, ())),
+            parts=(),
+        )
         for spec in log.specs
     )
+
+
+def part_text(part: LogPart, count: int) -> str:
+    """Which of several logs in one input this is, in a sentence."""
+    begins = f", which begins where {part.begins}" if part.begins else ""
+    return f"This is about log {part.number} of {count} in this input{begins}."
 
 
 def read_input(name: str, data: bytes, *, several_hosts: bool = False) -> GpuLog | Recording:
@@ -158,6 +210,9 @@ def _from_hosts(hosts: HostOutputs) -> GpuLog | None:
         last.detail,
         {},
         host_order=HostOrder.GIVEN if hosts.ordered else HostOrder.ARRIVAL,
+        remarks=tuple(dict.fromkeys(text for log in logs for text in log.remarks)),
+        parts=tuple(part for log in logs for part in log.parts),
+        assumptions=tuple(dict.fromkeys(text for log in logs for text in log.assumptions)),
     )
 
 
@@ -274,43 +329,101 @@ def read_pipe(file: BinaryIO, seconds: float, *, until_silent: bool) -> tuple[by
 
 
 def _from_report(name: str, report: SmiReport) -> GpuLog:
-    """One sample per snapshot, of one node. An error that the tool printed at the end becomes one more sample."""
-    count = len(report.snapshots)
-    stamps = [s.time_seconds for s in report.snapshots]
-    known_stamps = [t for t in stamps if t is not None]
-    steps = [b - a for a, b in itertools.pairwise(known_stamps) if b > a]
-    interval = statistics.median(steps) if steps else 1.0
+    """One sample per snapshot, of one node; where another log begins in it, of the next node and job.
+
+    An error that the tool printed at the end becomes one more sample.
+    """
+    logs = _logs_of(report.snapshots)
+    names = [name] if len(logs) == 1 else [f"{name} part {number}" for number in range(1, len(logs) + 1)]
     events: list[RecordedEvent] = []
-    seconds = 0.0
-    for i, snapshot in enumerate(report.snapshots):
-        # A time stamp that goes back (a second log appended, a clock set) continues one interval later.
-        delta = interval
-        if i and (now := stamps[i]) is not None and (before := stamps[i - 1]) is not None:
-            delta = now - before if now > before else interval
-        seconds = seconds + delta if i else 0.0
-        sample = NodeSample(
-            node=name,
-            status=HostStatus.OK,
-            detail="",
-            sequence=i,
-            node_seconds=seconds,
-            wall_seconds=snapshot.time_seconds or 0.0,
-            received_seconds=seconds,
-            gpu_source=report.source,
-            gpus=snapshot.gpus,
-            missing_gpus=report.missing_gpus if i == count - 1 else (),
-            warnings=report.warnings if i == count - 1 else (),
-        )
-        events.append(RecordedEvent(seconds, sample=sample))
+    specs: list[JobSpec] = []
+    parts: list[LogPart] = []
+    assumptions: dict[str, None] = {}
+    remarks: dict[str, None] = {}
+    seconds = interval = 0.0
+    before: float | None = None
+    for number, (part, snapshots) in enumerate(zip(names, logs, strict=True), 1):
+        last = number == len(logs)
+        stamps = [snapshot.time_seconds for snapshot in snapshots]
+        usual = usual_interval_seconds(stamps)
+        interval = usual or ASSUMED_INTERVAL_SECONDS
+        if usual is None and len(snapshots) > 1:
+            assumptions[ASSUMED_INTERVAL_TEXT] = None
+        begins_seconds = seconds
+        for i, snapshot in enumerate(snapshots):
+            # A time stamp that goes back (a second log appended, a clock set) continues one interval later.
+            now, delta = snapshot.time_seconds, interval
+            if before is not None and now is not None and now > before:
+                delta = now - before
+            seconds += delta if events else 0.0
+            before = now
+            begins_seconds = begins_seconds if i else seconds
+            if snapshot.counted_by:
+                remarks[f"The rows name no GPU; they were read as {snapshot.counted_by}."] = None
+            is_end = last and i == len(snapshots) - 1
+            sample = NodeSample(
+                node=part,
+                status=HostStatus.OK,
+                detail="",
+                sequence=i,
+                node_seconds=seconds,
+                wall_seconds=snapshot.time_seconds or 0.0,
+                received_seconds=seconds,
+                gpu_source=report.source,
+                gpus=snapshot.gpus,
+                missing_gpus=_still_missing(report.missing_gpus, snapshot.gpus) if is_end else (),
+                warnings=report.warnings if is_end else (),
+            )
+            events.append(RecordedEvent(seconds, sample=sample))
+        specs.append(JobSpec(name=part, nodes=(part,), interval_seconds=interval, interval_assumed=usual is None))
+        ends = max((stamp for stamp in stamps if stamp is not None), default=None)
+        parts.append(LogPart(part, number, snapshots[0].begins if snapshots else "", begins_seconds, ends))
     if report.status is not HostStatus.OK:
+        count = len(events)
         seconds += interval if count else 0.0
         failed = NodeSample(
-            name, report.status, report.detail, count, seconds, 0.0, seconds, missing_gpus=report.missing_gpus
+            names[-1], report.status, report.detail, count, seconds, 0.0, seconds, missing_gpus=report.missing_gpus
         )
         events.append(RecordedEvent(seconds, sample=failed))
-    spec = JobSpec(name=name, nodes=(name,), interval_seconds=interval)
-    remarks = tuple(_no_header(report))
-    return GpuLog((spec,), tuple(events), report.status, report.detail, {}, report.warnings, remarks=remarks)
+    return GpuLog(
+        tuple(specs),
+        tuple(events),
+        report.status,
+        report.detail,
+        {},
+        report.warnings,
+        remarks=(*remarks, *_no_header(report)),
+        parts=tuple(parts) if len(parts) > 1 else (),
+        assumptions=tuple(assumptions),
+    )
+
+
+def _logs_of(snapshots: Sequence[GpuSnapshot]) -> list[list[GpuSnapshot]]:
+    """The snapshots of each log in an input; of an input without any, one log without snapshots."""
+    logs: list[list[GpuSnapshot]] = [[]]
+    for snapshot in snapshots:
+        if snapshot.begins:
+            logs.append([])
+        logs[-1].append(snapshot)
+    return logs
+
+
+def usual_interval_seconds(stamps: Sequence[float | None]) -> float | None:
+    """The usual time between two samples; None if no time stamps show it."""
+    known = [stamp for stamp in stamps if stamp is not None]
+    steps = [after - before for before, after in itertools.pairwise(known) if after > before]
+    return statistics.median(steps) if steps else None
+
+
+def _still_missing(missing: Sequence[MissingGpu], gpus: Sequence[GpuSample]) -> tuple[MissingGpu, ...]:
+    """Without GPUs that could not be opened at some time and are listed now."""
+    indexes = {gpu.index for gpu in gpus} - {None}
+    buses = {normalized_pci_id(gpu.pci_bus_id) for gpu in gpus if gpu.pci_bus_id is not None}
+    return tuple(
+        each
+        for each in missing
+        if (each.index not in indexes if each.pci_bus_id is None else normalized_pci_id(each.pci_bus_id) not in buses)
+    )
 
 
 def _no_header(report: SmiReport) -> Iterator[str]:
@@ -436,11 +549,12 @@ def _from_json(name: str, jobs: Mapping[str, JsonSamples]) -> GpuLog:
     events: list[RecordedEvent] = []
     ranks: dict[tuple[str, int], int] = {}
     specs: list[JobSpec] = []
+    is_assumed = False
     for job, content in jobs.items():
         nodes: dict[str, None] = {}
-        stamps = [s.t_seconds for s in content.samples if s.t_seconds is not None]
-        steps = [b - a for a, b in itertools.pairwise(stamps) if b > a]
-        interval = statistics.median(steps) if steps else 1.0
+        usual = usual_interval_seconds([s.t_seconds for s in content.samples])
+        interval = usual or ASSUMED_INTERVAL_SECONDS
+        is_assumed = is_assumed or (usual is None and len(content.samples) > 1)
         for i, sample in enumerate(content.samples):
             seconds = sample.t_seconds if sample.t_seconds is not None else i * interval
             gpus_by_node: dict[str, list[GpuSample]] = {}
@@ -457,12 +571,22 @@ def _from_json(name: str, jobs: Mapping[str, JsonSamples]) -> GpuLog:
                     node, HostStatus.OK, "", i, seconds, 0.0, seconds, gpu_source="json", gpus=tuple(gpus)
                 )  # fmt: skip
                 events.append(RecordedEvent(seconds, sample=node_sample))
-        specs.append(JobSpec(name=job, nodes=tuple(nodes) or (job,), interval_seconds=interval))
+        specs.append(
+            JobSpec(name=job, nodes=tuple(nodes) or (job,), interval_seconds=interval, interval_assumed=usual is None)
+        )
     if len(specs) > 1:
         events.sort(key=lambda event: event.seconds)
     status, detail = (HostStatus.OK, "") if events else (HostStatus.PARSE_ERROR, "the JSON samples contain no GPUs")
     advice = "" if events else CHECK_JSON
-    return GpuLog(tuple(specs) or (JobSpec(name, (name,)),), tuple(events), status, detail, ranks, advice=advice)
+    return GpuLog(
+        tuple(specs) or (JobSpec(name, (name,)),),
+        tuple(events),
+        status,
+        detail,
+        ranks,
+        advice=advice,
+        assumptions=(ASSUMED_INTERVAL_TEXT,) if is_assumed else (),
+    )
 
 
 def _gpu(json_gpu: JsonGpu, content: JsonSamples) -> GpuSample:

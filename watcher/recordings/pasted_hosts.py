@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from wattwatch.collectors.smi import SmiReport, read_gpu_output
+from wattwatch.collectors.smi import GpuSnapshot, SmiReport, read_gpu_output
 from wattwatch.collectors.smi.columns import is_timestamp, read_header
 from wattwatch.collectors.smi.csv_format import split_cells
 from wattwatch.collectors.smi.lines import decode_lines
@@ -28,6 +28,7 @@ HOST_PREFIX_PATTERN: Final = re.compile(rb"([A-Za-z][\w.\-]*|\d{1,5}): (?=\S)")
 MIN_PREFIXED_FRACTION: Final = 0.9
 # In a long log a GPU may change its index, after a reload of the driver. In a paste of a few samples it does not.
 MAX_PASTED_SAMPLES: Final = 16
+MIN_LOG_SAMPLES: Final = 3  # of each host: a paste has one or two
 UNNAMED_HOST: Final = "host 1"  # whose output comes first, above the first name
 
 
@@ -225,6 +226,10 @@ def _split_by_identity(lines: Sequence[str], starts: Sequence[int]) -> dict[str,
             hosts.append((identity, list(text)))
         else:
             own.extend(text)
+    if len(outputs) >= MIN_LOG_SAMPLES * len(hosts) and not _are_undated(
+        _last_snapshots(["\n".join(text).encode() for text in outputs])
+    ):
+        return {}  # not hosts side by side, but logs of jobs on other GPUs, one after the other
     return {f"host {number}": text for number, (_, text) in enumerate(hosts, 1)}
 
 
@@ -247,14 +252,21 @@ def count_undated_outputs(data: bytes) -> int:
     outputs = separate_outputs(data)
     if not 1 < len(outputs) <= MAX_PASTED_SAMPLES:
         return 0
-    reports = [read_gpu_output(text) for text in outputs]
-    snapshots = [each.snapshots[-1] for each in reports if each.snapshots]
+    snapshots = _last_snapshots(outputs)
     if len(snapshots) < 2 or all(gpu.uuid for snapshot in snapshots for gpu in snapshot.gpus):
         return 0
+    return len(snapshots) if _are_undated(snapshots) else 0
+
+
+def _last_snapshots(outputs: Sequence[bytes]) -> list[GpuSnapshot]:
+    reports = [read_gpu_output(text) for text in outputs]
+    return [each.snapshots[-1] for each in reports if each.snapshots]
+
+
+def _are_undated(snapshots: Sequence[GpuSnapshot]) -> bool:
+    """Whether no times increase from each to the next."""
     times = [snapshot.time_seconds for snapshot in snapshots]
-    if all(a is not None and b is not None and b > a for a, b in pairwise(times)):
-        return 0
-    return len(snapshots)
+    return not all(a is not None and b is not None and b > a for a, b in pairwise(times))
 
 
 def separate_outputs(data: bytes) -> list[bytes]:
@@ -307,7 +319,10 @@ def _output_starts(lines: Sequence[str]) -> Iterator[int]:
 
 def find_mixed_hosts(report: SmiReport) -> str | None:
     """An error message if one GPU index has two different GPUs, in rows that cannot be separated: the paste is then not
-    from one host."""
+    from one host. Logs one after the other, by their time stamps, are not mixed."""
+    times = [snapshot.time_seconds for snapshot in report.snapshots]
+    if len(times) > 1 and all(a is not None and b is not None and b > a for a, b in pairwise(times)):
+        return None
     places: dict[int, tuple[str | None, str | None, str | None]] = {}
     for snapshot in report.snapshots if len(report.snapshots) <= MAX_PASTED_SAMPLES else ():
         for gpu in snapshot.gpus:

@@ -11,17 +11,24 @@ from typing import Final
 
 from wattwatch.collectors.clock import Clock
 from wattwatch.watcher.alerting.alert_manager import AlertManager
+from wattwatch.watcher.common.formatting import format_duration
 from wattwatch.watcher.common.state_store import StateStore
 from wattwatch.watcher.detection.baselines.profiles import UserProfile
 from wattwatch.watcher.detection.model import JobState
 from wattwatch.watcher.engine.engine import Engine
 from wattwatch.watcher.engine.snapshot import EpisodeView, Snapshot
 from wattwatch.watcher.recordings.format import RecordedEvent, Recording
-from wattwatch.watcher.recordings.inputs import GpuLog, SourcePlayer
+from wattwatch.watcher.recordings.inputs import GpuLog, SourcePlayer, split_by_job
 
 # Samples that come within this fraction of an interval form one round. Chosen: nodes answer within milliseconds of each
 # other, and a slow one should not wait for the next round.
 ROUND_WINDOW_FRACTION: Final = 0.25
+
+
+# During a pause of a log that is longer than each of these, the state is unknown. Chosen.
+PAUSE_SECONDS: Final = 60.0
+PAUSE_INTERVALS: Final = 10.0
+PAUSE_FACTOR: Final = 3.0  # times the pause between the two samples before
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,15 @@ class AlertChange:
 
 
 @dataclass(frozen=True, slots=True)
+class LogBeginning:
+    """Another log begins in the source: of another host or job, or of a logger that was started again."""
+
+    at_seconds: float  # since the start of the source
+    job: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayResult:
     """What the watcher would have reported about a source."""
 
@@ -64,15 +80,17 @@ class ReplayResult:
     ]  # in their last state, in the order in which they opened; wall seconds count from the start
     alerts: tuple[AlertChange, ...]  # in order of time
     problem: str = ""  # of the source, such as a missing end: what is known only up to there
+    beginnings: tuple[LogBeginning, ...] = ()  # nothing that was observed before one counts after it
+    assumptions: tuple[str, ...] = ()  # what the source does not say, one clause each
 
 
 class SourceClock(Clock):
     """A clock that follows the source: `monotonic` is the clock of its time stamps, `wall` counts from its start."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_seconds: float | None = None) -> None:
         super().__init__()
-        self.start: float | None = None
-        self.now = 0.0
+        self.start = start_seconds
+        self.now = 0.0 if start_seconds is None else start_seconds
 
     def set(self, seconds: float) -> None:
         self.start = seconds if self.start is None else self.start
@@ -86,24 +104,58 @@ class SourceClock(Clock):
 
 
 def replay(name: str, source: GpuLog | Recording, profiles: Sequence[UserProfile] = ()) -> ReplayResult:
-    """Judges everything in `source`, in order, as if it came in live. `profiles`: the user's own."""
-    clock = SourceClock()
+    """Judges everything in `source`, in order, as if it came in live. `profiles`: the user's own.
+
+    Each job of a log is judged by itself: they end at different times, and none is silent because another goes on.
+    """
+    if isinstance(source, Recording):
+        return _replay_one(name, source, profiles, None)
+    start = source.events[0].seconds if source.events else None
+    logs = [_replay_one(name, log, profiles, start) for log in split_by_job(source)]
+    return ReplayResult(
+        name,
+        seconds=max(log.seconds for log in logs),
+        rounds=sum(log.rounds for log in logs),
+        samples=sum(log.samples for log in logs),
+        changes=tuple(sorted((each for log in logs for each in log.changes), key=lambda each: each.at_seconds)),
+        episodes=tuple(
+            sorted((each for log in logs for each in log.episodes), key=lambda each: each.opened_wall_seconds)
+        ),
+        alerts=tuple(sorted((each for log in logs for each in log.alerts), key=lambda each: each.at_seconds)),
+        problem=_problem(source),
+        beginnings=tuple(
+            LogBeginning(part.begins_seconds - (start or 0.0), part.job, part.begins)
+            for part in source.parts
+            if part.begins
+        ),
+        assumptions=source.assumptions,
+    )
+
+
+def _replay_one(
+    name: str, source: GpuLog | Recording, profiles: Sequence[UserProfile], start_seconds: float | None
+) -> ReplayResult:
+    """`start_seconds`: the time from which seconds are counted; None: the first event."""
+    clock = SourceClock(start_seconds)
     counter = SampleCounter(source.events)
     player = SourcePlayer(source.specs, iter(counter))
     interval = min((spec.interval_seconds for spec in source.specs), default=1.0)
     changes: list[StateChange] = []
     episodes: dict[str, EpisodeView] = {}
     alerts: list[AlertChange] = []
-    rounds = 0
+    rounds, pause = 0, 0.0
     with tempfile.TemporaryDirectory(prefix="wattwatch-replay-") as directory:
         store = StateStore(Path(directory) / "replay.db")
         try:
             manager = AlertManager(store, (), (), clock)
             prior_state = source.prior_state if isinstance(source, Recording) else None
-            engine = Engine(source.specs, player, manager, clock, profiles, prior_state=prior_state)
             # A pause in a log means nothing. In a recording a node may have fallen silent, so silence is replayed.
-            tick_every = interval if isinstance(source, Recording) else None
-            for seconds in player.play(interval * ROUND_WINDOW_FRACTION, tick_every):
+            is_live = isinstance(source, Recording)
+            engine = Engine(source.specs, player, manager, clock, profiles, prior_state=prior_state, is_live=is_live)
+            for seconds in player.play(interval * ROUND_WINDOW_FRACTION, interval if is_live else None):
+                before, pause = pause, seconds - clock.now
+                if not is_live and rounds:
+                    changes += _unknown_in_pause(changes, clock.wall(), pause, before, interval)
                 clock.set(seconds)
                 snapshot = engine.tick()
                 rounds += 1
@@ -146,6 +198,17 @@ class SampleCounter:
         for event in self._events:
             self.samples += event.sample is not None
             yield event
+
+
+def _unknown_in_pause(
+    changes: Sequence[StateChange], start: float, pause: float, longest_usual: float, interval: float
+) -> Iterator[StateChange]:
+    """What a log does not show for a long time is not known. `start`: the last sample before; `longest_usual`: the
+    pause before that one."""
+    if pause > max(PAUSE_SECONDS, PAUSE_INTERVALS * interval, PAUSE_FACTOR * longest_usual):
+        reason = f"there are no samples for {format_duration(pause)}"
+        for job in {change.job: None for change in changes}:
+            yield StateChange(start + interval, job, JobState.UNKNOWN, reason)
 
 
 def _transition(before: EpisodeView | None, now: EpisodeView) -> AlertTransition | None:

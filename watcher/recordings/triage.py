@@ -42,6 +42,7 @@ from wattwatch.watcher.recordings.inputs import (
     HostOrder,
     InputError,
     SourcePlayer,
+    current_parts,
     read_input,
     read_input_file,
     split_by_job,
@@ -139,7 +140,16 @@ def _is_file(text: str) -> bool:
 def triage_source(
     name: str, source: GpuLog | Recording, progress: StepProgress | None, profile: ProfileChoice = None
 ) -> tuple[TriageResult, ...]:
-    """One verdict for each job of an input, from its last rounds of samples."""
+    """One verdict for each job of an input, from its last rounds of samples.
+
+    Of an input that holds several logs, one after the other, those that ended long before the newest are not judged.
+    """
+    if isinstance(source, GpuLog) and source.parts:
+        return tuple(
+            each
+            for log in split_by_job(current_parts(source))
+            for each in triage_source(f"{name}: {log.specs[0].name}", log, progress, profile)
+        )
     if isinstance(source, GpuLog) and len(source.specs) > 1:
         return tuple(
             replace(each, source=f"{name}: {log.specs[0].name}")
@@ -237,6 +247,11 @@ def triage_job(
             raise InputError(f"{name}: given twice. Name each file once")
         if isinstance(source, Recording):
             raise InputError(f"{name}: a recording names its jobs itself. Give it alone, without --job")
+        if source.parts:
+            raise InputError(
+                f"{name}: contains {len(source.parts)} logs one after the other, of other hosts or jobs. Give each log "
+                "as a file of its own"
+            )
         if len(source.specs) > 1 and source.host_order is None:
             raise InputError(f"{name}: the file names {len(source.specs)} jobs itself. Give it alone, without --job")
         logs.append((name, source))

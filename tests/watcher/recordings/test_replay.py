@@ -124,7 +124,9 @@ def test_a_healthy_log_has_no_alerts(shell: Shell, tmp_path: Path) -> None:
     assert answer.out.splitlines()[0] == f"{path}: 60 samples over 0:00:59"
     assert "no alerts" in answer.out
     (said,) = shell.run("replay", "--json", path).json
-    assert list(said) == ["source", "seconds", "rounds", "samples", "states", "alerts", "problem"]
+    assert list(said) == [
+        "source", "seconds", "rounds", "samples", "states", "alerts", "problem", "beginnings", "assumptions",
+    ]  # fmt: skip
     assert said["alerts"] == []
 
 
