@@ -58,21 +58,25 @@ class SectionRounds:
 
 
 def split_into_sections(rows: Sequence[GpuRow]) -> tuple[LogSection, ...]:
-    """The rows, split where the time goes back, or at a header that is not printed each round.
+    """The rows, split where the time goes back, after a long pause, or at a header that is not printed each round.
 
     Logs of single GPUs, written to one file or concatenated, are one section in order of time.
     """
     if _go_back(rows) and _are_logs_of_single_gpus(rows):
-        return (LogSection(sorted(rows, key=lambda row: row.seconds or 0.0)),)
+        rows = sorted((replace(row, block=0) for row in rows), key=lambda row: row.seconds or 0.0)
     single_round = _single_round_blocks(rows)
+    longest = max(PAUSE_SECONDS, PAUSE_INTERVALS * _usual_interval(rows))
     sections: list[LogSection] = []
     current: list[GpuRow] = []
     restart, back = "", False
     latest: float | None = None
     for row in rows:
         found = None
-        if latest is not None and row.seconds is not None and row.seconds < latest - BACK_SECONDS:
-            found = f"the time stamps go back by {duration(latest - row.seconds)}", True
+        since = 0.0 if latest is None or row.seconds is None else row.seconds - latest
+        if since < -BACK_SECONDS:
+            found = f"the time stamps go back by {duration(-since)}", True
+        elif since > longest:
+            found = f"there are no samples for {duration(since)}", False
         elif (
             current
             and row.block != current[-1].block
@@ -88,6 +92,21 @@ def split_into_sections(rows: Sequence[GpuRow]) -> tuple[LogSection, ...]:
             latest = row.seconds if latest is None else max(latest, row.seconds)
     sections.append(LogSection(current, restart, back))
     return tuple(sections)
+
+
+def _usual_interval(rows: Sequence[GpuRow]) -> float:
+    """Between two rounds, in seconds, roughly; 0 without time stamps."""
+    last: dict[str | None, float] = {}
+    gaps = []
+    for row in rows:
+        if row.seconds is not None:
+            key = row_key(row.gpu)
+            gaps.append(row.seconds - last.get(key, row.seconds))
+            last[key] = row.seconds
+    if None not in last:
+        return statistics.median(gaps or [0.0])
+    # Of rows that name no GPU, most may follow each other within a round.
+    return sorted(gaps)[len(gaps) * (MAX_ROUND_ROWS - 1) // MAX_ROUND_ROWS]
 
 
 def row_key(gpu: GpuSample) -> str | None:
@@ -135,7 +154,7 @@ def _single_round_blocks(rows: Sequence[GpuRow]) -> Mapping[int, bool]:
 def duration(seconds: float) -> str:
     """ "0.4 s", "12 s", "5 min", "3 h 9 min": for people."""
     if seconds < 90:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+        return f"{seconds:.1f}".removesuffix(".0") + " s" if seconds < 10 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours} h {minute} min" if hours else f"{minutes} min"
@@ -163,7 +182,6 @@ def mark_beginnings(sections: Sequence[SectionRounds]) -> tuple[GpuSnapshot, ...
             back = part.section.time_goes_back and number == 0
             why = new_paces.get(number, "")
             if before is not None and not why:
-                restart = restart or _pause(before, each, usual)
                 counted = part.counted or counted_before
                 if restart or _identities(before) != _identities(each):
                     why = _why_another_log(before, each, known, restart, back, counted, count)
@@ -226,14 +244,6 @@ def _is_other_pace(step: float, usual: float) -> bool:
 def _usual_seconds(rounds: Sequence[GpuSnapshot]) -> float:
     stamps = [each.time_seconds for each in rounds if each.time_seconds is not None]
     return statistics.median([after - before for before, after in pairwise(stamps)] or [0.0])
-
-
-def _pause(before: GpuSnapshot, after: GpuSnapshot, usual_seconds: float) -> str:
-    if before.time_seconds is None or after.time_seconds is None:
-        return ""
-    seconds = after.time_seconds - before.time_seconds
-    long = seconds > max(PAUSE_SECONDS, PAUSE_INTERVALS * usual_seconds)
-    return f"there are no samples for {duration(seconds)}" if long else ""
 
 
 def _identities(snapshot: GpuSnapshot) -> list[tuple[int | None, str | None, str | None, str | None]]:

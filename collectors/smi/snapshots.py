@@ -298,12 +298,30 @@ def _rows_in_a_round(bursts: Sequence[list[GpuRow]]) -> tuple[int, str]:
         # Without coarse time stamps no two rounds are one burst.
         fits = {size: _fit(sizes, size) for size in sorted(possible) if _share_longer(sizes, size) <= LONGER_SHARE}
         size = max(fits, key=lambda size: (round(fits[size], 2), -size), default=0)
+        if size and fits[size] >= ALIGNED_SHARE:
+            size = _size_by_readings(bursts[:EXAMINED_BURSTS], size)
+            fits.setdefault(size, 1.0)
     if size and fits[size] >= ALIGNED_SHARE:
         return size, "" if size == 1 else f"{size} GPUs, numbered in the order of the rows of each round"
     size = _period([row.gpu for burst in bursts for row in burst])
     if size > 1:
         return size, f"{size} GPUs, numbered in the order of the rows, because every {size}th row is alike"
     return 1, "1 GPU, because the rows name none and come at no other regular distance"
+
+
+def _size_by_readings(bursts: Sequence[list[GpuRow]], size: int) -> int:
+    """The number of GPUs where time alone misleads: rows that come slowly may be of one GPU, and a round that always
+    pauses at the same GPU comes in several bursts. What tells GPUs apart decides."""
+    stamps = [[row.seconds for row in burst if row.seconds is not None] for burst in bursts]
+    gaps = [after - before for burst in stamps for before, after in pairwise(burst)]
+    if gaps and statistics.median(gaps) > BURST_SECONDS and _unlikeness(bursts, size, 1) <= 1 / CLEARLY_ALIKE:
+        return 1
+    for count in range(2, MAX_FRAGMENTS + 1):
+        whole = size * count
+        differ = whole <= MAX_ROUND_ROWS and _unlikeness(bursts, whole, size) > 1 / CLEARLY_ALIKE
+        if differ and _pauses_alternate(bursts, count):
+            return whole
+    return size
 
 
 def _are_whole_seconds(bursts: Sequence[list[GpuRow]]) -> bool:

@@ -125,7 +125,9 @@ class StateFilter:
             lasted = now - self._since
             if lasted < max(SHORT_STATE_SECONDS, SHORT_STATE_INTERVALS * interval):
                 self._short_states.append(now)
-        self._since, self._picture, self._held = now if by_verdict else None, picture, None
+        # How long the first state has lasted is not known.
+        self._since = now if by_verdict and not first_reading else None
+        self._picture, self._held = picture, None
         return True
 
     def _is_held(self, state: JobState, picture: tuple[float, float] | None, observation: Observation) -> bool:

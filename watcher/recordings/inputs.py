@@ -252,9 +252,8 @@ def read_input_file(path: Path, *, only_the_end: bool = False, several_hosts: bo
             data = start + file.read(MAX_FILE_BYTES)
     except OSError as error:
         raise InputError(f"{path}: cannot read the file: {error.strerror}") from None
-    if only_the_end and not data.startswith(GZIP_MAGIC):
-        data = head_and_tail_of_log(data)
-    return read_input(path.name, data, several_hosts=several_hosts)
+    read = read_end_of_log if only_the_end and not data.startswith(GZIP_MAGIC) else read_input
+    return read(path.name, data, several_hosts=several_hosts)
 
 
 # Pipes. A program that hangs while it holds the other end, such as nvidia-smi on a broken driver, must not hang the
@@ -662,6 +661,16 @@ NEVER_CUT_PREFIXES: Final = (b"{", b"[", b"<")
 # Each header contains one of these, and no row does.
 HEADER_WORDS: Final = (b"utilization", b"power", b"memory", b"temperature", b"index", b"uuid", b"# gpu", b"#gpu")
 MAX_HEADER_SEARCHES: Final = 50
+
+
+def read_end_of_log(name: str, data: bytes, *, several_hosts: bool = False) -> GpuLog | Recording:
+    """As `read_input`, from the first and the last rounds of a long log. If they seem to be of several logs, what lies
+    between them shows whether they are, and whether a GPU was lost: then everything is read."""
+    end = head_and_tail_of_log(data)
+    source = read_input(name, end, several_hosts=several_hosts)
+    if end is not data and isinstance(source, GpuLog) and source.parts:
+        return read_input(name, data, several_hosts=several_hosts)
+    return source
 
 
 def head_and_tail_of_log(data: bytes) -> bytes:

@@ -153,9 +153,9 @@ def _replay_one(
             is_live = isinstance(source, Recording)
             engine = Engine(source.specs, player, manager, clock, profiles, prior_state=prior_state, is_live=is_live)
             for seconds in player.play(interval * ROUND_WINDOW_FRACTION, interval if is_live else None):
-                before, pause = pause, seconds - clock.now
+                usual, pause = pause, seconds - clock.now
                 if not is_live and rounds:
-                    changes += _unknown_in_pause(changes, clock.wall(), pause, before, interval)
+                    changes += _unknown_in_pause(changes, clock.wall(), pause, usual, interval)
                 clock.set(seconds)
                 snapshot = engine.tick()
                 rounds += 1

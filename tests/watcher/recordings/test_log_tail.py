@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from wattwatch.watcher.recordings import inputs
-from wattwatch.watcher.recordings.inputs import head_and_tail_of_log, read_input
+from wattwatch.watcher.recordings.format import Recording
+from wattwatch.watcher.recordings.inputs import GpuLog, head_and_tail_of_log, read_end_of_log, read_input
 from wattwatch.watcher.recordings.triage import TriageResult, triage_source
 
 HEADER = "timestamp, index, power.draw [W], utilization.gpu [%], memory.used [MiB], power.limit [W], name\n"
@@ -28,8 +29,8 @@ def rounds(start: int, count: int, boards: range = range(8), watts: float = 640.
     return "".join(lines)
 
 
-def judged(data: bytes) -> TriageResult:
-    (triage,) = triage_source("f", read_input("f", data), None, None)
+def judged(source: GpuLog | Recording) -> TriageResult:
+    (triage,) = triage_source("f", source, None, None)
     return triage
 
 
@@ -40,6 +41,10 @@ LOGS = {
     "torn": (HEADER + rounds(0, 200))[:-130],
     "hangs at the end": HEADER + rounds(0, 200) + rounds(200, 50, watts=145.0),
     "hung long ago, and works": HEADER + rounds(0, 100, watts=145.0) + rounds(100, 100),
+    **{
+        f"lost a board long ago, {boards}": HEADER + rounds(0, at) + rounds(at, 200 - at, range(boards))
+        for at, boards in ((50, 7), (51, 7), (100, 6))
+    },
     "lost a board long ago": HEADER + rounds(0, 50) + rounds(50, 150, range(7)),
     "other columns later": HEADER + rounds(0, 60) + OTHER + rounds(60, 140, other=True),
     "a header each round": "".join(HEADER + rounds(second, 1) for second in range(200)),
@@ -53,7 +58,7 @@ def test_the_tail_gets_the_verdict_of_the_whole_log(name: str) -> None:
     data = LOGS[name].encode()
     end = head_and_tail_of_log(data)
     assert len(end) < len(data) / 2
-    whole, short = judged(data), judged(end)
+    whole, short = judged(read_input("f", data)), judged(read_end_of_log("f", data))
     assert short.verdict == whole.verdict
     assert [r.gpu for r in short.sample.gpus] == [r.gpu for r in whole.sample.gpus]
 

@@ -32,6 +32,6 @@ def test_nothing_untrue_is_said_of_any_form_of_a_public_log() -> None:
 @pytest.mark.parametrize("path", sorted(LOGS.glob("*.csv")), ids=lambda path: path.stem)
 def test_states_of_a_public_log_do_not_flap(path: Path) -> None:
     source = read_input_file(path)
-    result = replay(path.name, source)  # type: ignore[arg-type]
+    result = replay(path.name, source)
     assert {episode.alert for episode in result.episodes} <= {"JobStarving"}
     assert len(result.changes) <= 5 + result.seconds / 15
