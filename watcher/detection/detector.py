@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from wattwatch.watcher.detection.findings import (
@@ -79,6 +80,29 @@ STATE_BY_POWER: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What steady work shows: median power and mean utilization of the GPUs; None where it cannot be read."""
+
+    watts: float | None
+    utilization_percent: float | None
+
+    def is_near(self, other: Picture) -> bool:
+        """Whether both are of the same steady work."""
+        if None in (self.watts, other.watts):
+            same_power = self.watts is other.watts
+        else:
+            same_power = abs((self.watts or 0.0) - (other.watts or 0.0)) <= SAME_POWER_SHARE * (other.watts or 0.0)
+        if None in (self.utilization_percent, other.utilization_percent):
+            return same_power and self.utilization_percent is other.utilization_percent
+        difference = (self.utilization_percent or 0.0) - (other.utilization_percent or 0.0)
+        return same_power and abs(difference) <= SAME_UTILIZATION_PERCENT
+
+    def blended(self, new: Picture) -> Picture:
+        """The mean that slowly follows new samples."""
+        return Picture(_blend(self.watts, new.watts), _blend(self.utilization_percent, new.utilization_percent))
+
+
 class StateFilter:
     """Decides when a job's state changes, so that one steady picture has one state and noise does not change it.
 
@@ -90,14 +114,18 @@ class StateFilter:
     def __init__(self) -> None:
         self._rounds: deque[tuple[float, JobState]] = deque(maxlen=1000)
         self._short_states: deque[float] = deque(maxlen=64)  # when a state ended that did not last
+        self._present = JobState.UNKNOWN  # the state that the following are of
         self._since: float | None = None  # when the verdict led to the present state; None: something else did
-        self._picture: tuple[float, float] | None = None  # mean power and utilization of the present state
+        self._picture: Picture | None = None  # of the present state
         self._held: tuple[float, int] | None = None  # since when, and for how many rounds, it was kept for its picture
 
     def update(self, present: JobState, state: JobState, observation: Observation, *, by_verdict: bool) -> bool:
         """Take one observation, which shows `state`; whether the job's state changes to it. `by_verdict`: only the
         verdict on this sample leads to the state, not steps, processes, saves or findings."""
         now = observation.now
+        if present is not self._present:  # a finding led to it
+            self._present = present
+            self._since = self._picture = self._held = None
         # After a long gap nothing is known of the present state: the first sample decides.
         long_gap = observation.gap and bool(self._rounds) and now - self._rounds[-1][0] > LONG_GAP_SECONDS
         if long_gap:
@@ -106,7 +134,7 @@ class StateFilter:
         picture = _picture(observation.sample) if by_verdict else None
         if state is present:
             self._held = None
-            self._picture = picture if self._picture is None or picture is None else _blend(self._picture, picture)
+            self._picture = picture if self._picture is None or picture is None else self._picture.blended(picture)
             self._rounds.append((now, state))
             return False
         if self._is_held(state, picture, observation):
@@ -127,15 +155,14 @@ class StateFilter:
                 self._short_states.append(now)
         # How long the first state has lasted is not known.
         self._since = now if by_verdict and not first_reading else None
-        self._picture, self._held = picture, None
+        self._present, self._picture, self._held = state, picture, None
         return True
 
-    def _is_held(self, state: JobState, picture: tuple[float, float] | None, observation: Observation) -> bool:
+    def _is_held(self, state: JobState, picture: Picture | None, observation: Observation) -> bool:
         """Whether the readings are still those that led to the present state. A hang is never held back."""
         if self._picture is None or picture is None or observation.verdict.state is PowerState.HANG:
             return False
-        near = abs(picture[0] - self._picture[0]) <= SAME_POWER_SHARE * self._picture[0]
-        if not near or abs(picture[1] - self._picture[1]) > SAME_UTILIZATION_PERCENT:
+        if not picture.is_near(self._picture):
             self._held = None
             return False
         since, rounds = self._held or (observation.now, 0)
@@ -156,15 +183,17 @@ class StateFilter:
         return len(recent) >= required and recent.count(state) >= STATE_SHARE * len(recent)
 
 
-def _picture(sample: JobSample) -> tuple[float, float] | None:
-    """Median power and mean utilization; None where either cannot be read."""
+def _picture(sample: JobSample) -> Picture | None:
+    """None where no GPU can be read."""
     watts = [value for ranked in sample.gpus if (value := valid_power_watts(ranked.gpu)) is not None]
     busy = [value for ranked in sample.gpus if (value := ranked.gpu.utilization_percent) is not None]
-    return (statistics.median(watts), statistics.fmean(busy)) if watts and busy else None
+    if not watts and not busy:
+        return None
+    return Picture(statistics.median(watts) if watts else None, statistics.fmean(busy) if busy else None)
 
 
-def _blend(mean: tuple[float, float], new: tuple[float, float]) -> tuple[float, float]:
-    return mean[0] + PICTURE_WEIGHT * (new[0] - mean[0]), mean[1] + PICTURE_WEIGHT * (new[1] - mean[1])
+def _blend(mean: float | None, new: float | None) -> float | None:
+    return mean if mean is None or new is None else mean + PICTURE_WEIGHT * (new - mean)
 
 
 class JobDetector:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -14,6 +16,7 @@ from tests.watcher.detection.simulated_seconds import (
     ENDED,
     IN_BARRIER,
     KILLED,
+    PAUSE,
     SAVE,
     SPIN,
     Activity,
@@ -264,3 +267,65 @@ def test_a_job_whose_gpus_cannot_be_read_says_how_old_its_last_step_is() -> None
     assert re.match(
         r"the last step was counted \d s ago, and one usually takes at most \d+\.\d s; ", job.detector.reason
     )
+
+
+# States do not flap
+
+
+def states_of(job: Job, *activities: Activity) -> list[JobState]:
+    """The state after each second; no step is counted, so power and utilization decide."""
+    return [second.state for activity in activities for second in job.play(1, activity)]
+
+
+def changes(states: list[JobState]) -> int:
+    return sum(before is not after for before, after in pairwise(states))
+
+
+@pytest.mark.parametrize("edge", range(150, 1000, 25))
+def test_steady_power_has_one_state_whatever_side_of_a_threshold_a_sample_is_on(edge: int) -> None:
+    chance = random.Random(edge)
+    job = Job(progress=None)
+    steady = [Activity(chance.gauss(edge, 0.01 * edge), chance.gauss(97, 1)) for _ in range(300)]
+    assert changes(states_of(job, *steady)) <= 8
+
+
+def test_a_sample_that_alone_shows_no_state_is_no_evidence_against_the_one_that_is_known() -> None:
+    job = Job(progress=None, name="GPU of an unknown model")
+    known = [Activity(700, 99)] * 10
+    assert states_of(job, *known)[-1] is not JobState.UNKNOWN
+    before = job.state
+    for _ in range(200):
+        job.play(1, Activity(690, 98))
+        job.play(1, Activity(705, 99))
+    assert job.state is before
+
+
+def test_states_that_do_not_last_make_the_next_change_need_more_samples() -> None:
+    chance = random.Random(1)
+    uneven = [Activity(chance.uniform(150, 1000), chance.uniform(0, 100)) for _ in range(420)]
+    assert changes(states_of(Job(progress=None), *uneven)) <= 30
+
+
+@pytest.mark.parametrize("after", [60, 300])
+def test_a_real_change_is_seen_in_two_samples(after: int) -> None:
+    job = Job(progress=None)
+    states = states_of(job, *[COMPUTE] * after, *[PAUSE] * 60, *[COMPUTE] * 60)
+    assert states[after + 1] is not JobState.COMPUTING
+    assert states[after + 61] is JobState.COMPUTING
+    assert changes(states) == 2
+
+
+def test_after_a_long_gap_the_first_sample_decides() -> None:
+    job = Job(progress=None)
+    job.play(60, COMPUTE)
+    job.skip(600)
+    job.play(1, PAUSE)
+    assert job.state is not JobState.COMPUTING
+
+
+def test_a_job_that_works_again_after_a_hang_is_computing() -> None:
+    """At the power that it had before: that of the hang's state is not known from samples."""
+    job = training()
+    job.play(600, SPIN, {3: IN_BARRIER})
+    assert job.state is JobState.HUNG
+    assert job.play(12, COMPUTE)[-1].state is JobState.COMPUTING
