@@ -9,6 +9,7 @@ identity. Everything else is a new beginning, with the reason in words.
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -23,6 +24,8 @@ BACK_SECONDS: Final = 1.0
 PAUSE_SECONDS: Final = 60.0
 PAUSE_INTERVALS: Final = 5.0
 """A query of a failing GPU may take long. A pause longer than both of these may as well be between two loggers."""
+PAUSE_FACTOR: Final = 3.0
+"""Times the longest of the last gaps between rows."""
 PACE_FACTOR: Final = 10.0
 PACE_STEPS: Final = 10
 """The pace has changed if samples come so many times slower or faster, and so many of them. No logger does that."""
@@ -70,12 +73,13 @@ def split_into_sections(rows: Sequence[GpuRow]) -> tuple[LogSection, ...]:
     current: list[GpuRow] = []
     restart, back = "", False
     latest: float | None = None
+    gaps: deque[float] = deque([0.0], maxlen=MAX_ROUND_ROWS)  # the last ones: a logger may become slow for good
     for row in rows:
         found = None
         since = 0.0 if latest is None or row.seconds is None else row.seconds - latest
         if since < -BACK_SECONDS:
             found = f"the time stamps go back by {duration(-since)}", True
-        elif since > longest:
+        elif since > max(longest, PAUSE_FACTOR * max(gaps)):
             found = f"there are no samples for {duration(since)}", False
         elif (
             current
@@ -88,6 +92,7 @@ def split_into_sections(rows: Sequence[GpuRow]) -> tuple[LogSection, ...]:
             current, latest = [], None
             restart, back = found
         current.append(row)
+        gaps.append(since)
         if row.seconds is not None:
             latest = row.seconds if latest is None else max(latest, row.seconds)
     sections.append(LogSection(current, restart, back))
