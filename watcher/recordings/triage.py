@@ -248,10 +248,8 @@ def triage_job(
         if isinstance(source, Recording):
             raise InputError(f"{name}: a recording names its jobs itself. Give it alone, without --job")
         if source.parts:
-            raise InputError(
-                f"{name}: contains {len(source.parts)} logs one after the other, of other hosts or jobs. Give each log "
-                "as a file of its own"
-            )
+            logs.append((name, _nodes_in_one_file(name, source)))
+            continue
         if len(source.specs) > 1 and source.host_order is None:
             raise InputError(f"{name}: the file names {len(source.specs)} jobs itself. Give it alone, without --job")
         logs.append((name, source))
@@ -271,6 +269,20 @@ def triage_job(
         reason = f"The last samples of the nodes are {format_duration(apart)} apart, so they do not show one moment."
         result = replace(result, verdict=_lower_confidence(result.verdict, reason))
     return (result,)
+
+
+def _nodes_in_one_file(name: str, source: GpuLog) -> GpuLog:
+    """Of several logs in one input, those that are not past: the logs of nodes that were concatenated."""
+    current = split_by_job(current_parts(source))
+    if len(current) == 1:
+        return current[0]
+    if any(part.ends_wall_seconds is None for part in source.parts):
+        raise InputError(
+            f"{name}: contains {len(source.parts)} logs one after the other, and their times do not show which is the "
+            "newest. Give each log as a file of its own"
+        )
+    remark = f"The {len(current)} logs in {name} that end at the same time were read as one node each."
+    return replace(current_parts(source), parts=(), remarks=(*source.remarks, remark))
 
 
 def _samples_by_node(log: GpuLog) -> dict[str, list[NodeSample]]:

@@ -128,8 +128,27 @@ def test_hosts_whose_logs_end_at_the_same_time_are_both_judged(shell: Shell) -> 
     assert [each["state"] for each in said] == ["compute", "compute"]
 
 
-def test_several_logs_are_not_the_nodes_of_one_job(shell: Shell) -> None:
+def test_logs_of_nodes_in_one_file_are_joined_into_one_job(shell: Shell) -> None:
     text = csv_text(job(60, 8)[:50], NAMED) + csv_text(job(60, 4, seed=2)[:50], NAMED)
+    (said,) = shell.run("triage", "--json", "--job", "-", stdin=text.encode()).json
+    assert len(said["gpus"]) == 12
+    assert said["state"] == "compute"
+    assert "The 2 logs in - that end at the same time were read as one node each." in said["why"]
+
+
+def test_a_node_of_a_job_is_what_its_file_holds_last(shell: Shell, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.log", tmp_path / "other.log"
+    one.write_text(table_text(job(60, 1), 0x1A) + table_text(job(50, 1, start=9000.0)[:40], 0x5A))
+    other.write_text(table_text(job(50, 1, start=9000.0, seed=2)[:40], 0x1A))
+    (said,) = shell.run("triage", "--json", "--job", one, other).json
+    assert len(said["gpus"]) == 2
+    assert said["state"] == "compute"
+    assert "This is about log 2 of 2 in this input" in said["why"]
+
+
+def test_undated_logs_in_one_file_are_not_joined_into_one_job(shell: Shell) -> None:
+    undated = Format(name=True, limit=True, stamp=False, header=False)
+    text = csv_text(job(60, 8)[:50], undated) + csv_text(job(60, 4, seed=2)[:50], undated)
     answer = shell.run("triage", "--job", "-", stdin=text.encode())
     assert answer.exit_code == 3
     assert "contains 2 logs one after the other" in answer.err
