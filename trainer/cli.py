@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.formatting import format_count
 from wattwatch.trainer.ranks import RANK_VARIABLES, WORLD_VARIABLES, RanksOption, select_ranks
 
 if TYPE_CHECKING:
@@ -131,9 +132,11 @@ def pack_command(
 
 def describe_manifest(manifest: PackManifest) -> str:
     return (
-        f"rank {manifest.rank} of {manifest.world}: {manifest.rows:,} rows ({manifest.empty_rows:,} empty), "
-        f"{manifest.tokens:,} tokens, {manifest.blocks:,} blocks of {manifest.seq_len:,} tokens, "
-        f"{manifest.dropped_tokens:,} tokens dropped"
+        f"rank {manifest.rank} of {manifest.world}: {format_count(manifest.rows, 'row')} ({manifest.empty_rows:,} "
+        "empty), "
+        f"{format_count(manifest.tokens, 'token')}, {format_count(manifest.blocks, 'block')} of "
+        f"{format_count(manifest.seq_len, 'token')}, "
+        f"{format_count(manifest.dropped_tokens, 'token')} dropped"
     )
 
 

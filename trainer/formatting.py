@@ -23,6 +23,11 @@ def format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def format_all(number: int, noun: str) -> str:
+    """`the only step is`, `all 1,500 steps are`."""
+    return f"the only {noun} is" if number == 1 else f"all {format_count(number, noun)} are"
+
+
 def format_bytes_short(count: float | None) -> str:
     """`62.0 GB`, `4.2 MB`; `unknown` for None."""
     if count is None:

@@ -6,10 +6,13 @@ The launcher, the gate and every rank read the same file, and the gate records i
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import json
 import math
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
@@ -199,10 +202,36 @@ RANGES: Final[tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...]] 
 )
 
 
+OWN_DESCRIPTOR: Final = re.compile(r"(?:/dev/fd|/proc/self/fd)/(\d+)|/dev/stdin")
+
+
+def _read_file(path: Path) -> bytes:
+    """The content of a regular file, or of a pipe that this process was started with (`-c <(generate)`, /dev/stdin).
+
+    Raises OSError for anything else: to open a FIFO would wait for a writer, and a device may never end.
+    """
+    if (own := OWN_DESCRIPTOR.fullmatch(str(path))) is not None:
+        # Opened anew, a pipe whose writer has finished would wait for the next one.
+        descriptor = os.dup(int(own[1] or 0))
+    else:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not (stat.S_ISREG(mode) or (own is not None and stat.S_ISFIFO(mode))):
+            kind = "a FIFO" if stat.S_ISFIFO(mode) else "a device or a socket"
+            raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
 def read_job_file(path: str) -> JobFile:
     """The job in a TOML file. Raises UserError that names the file, the key, and what was expected."""
     try:
-        data = Path(path).read_bytes()
+        data = _read_file(Path(path))
         table = tomllib.loads(data.decode())
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None

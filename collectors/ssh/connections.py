@@ -21,7 +21,7 @@ from wattwatch.collectors.ssh.login import (
     shut_down_socket,
     ssh_handshake,
 )
-from wattwatch.collectors.ssh.model import ConnectionFailure, unreachable
+from wattwatch.collectors.ssh.model import ConnectionFailure, UnreachableCause, unreachable
 from wattwatch.collectors.ssh.ssh_config import HostRoute
 
 MAX_CHANNELS: Final = 32
@@ -144,7 +144,9 @@ class Connector:
             lock = self._logging_in.setdefault(via, threading.Lock())
         # Up to four stages of a login that is ahead of us, then report it instead of waiting for ever.
         if not lock.acquire(timeout=4 * attempt.real_timeout_seconds):
-            raise unreachable(f"another login to gateway {via.name} is still in progress")
+            raise unreachable(
+                f"another login to gateway {via.name} is still in progress", cause=UnreachableCause.GATEWAY
+            )
         try:
             yield
         finally:

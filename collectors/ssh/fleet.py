@@ -164,8 +164,9 @@ class Fleet:
                 attempt.abort()
             if overrun > ABANDON_SECONDS and len(self._abandoned) < MAX_ABANDONED:
                 self._abandoned.add(attempt)
+                seconds = overrun + attempt.timeout_seconds
                 self._failed(
-                    attempt, unreachable(f"still {attempt.stage} after {overrun + attempt.timeout_seconds:.0f} s")
+                    attempt, unreachable(f"still {attempt.stage} after {seconds:.0f} s", cause=attempt.overrun_cause)
                 )
         for connection in self._nodes.values():
             connection.tick(now)

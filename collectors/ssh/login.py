@@ -23,7 +23,7 @@ from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.samples import HostStatus
 from wattwatch.collectors.ssh.host_keys import known_host_keys, prefer_known_types, verify_host_key
 from wattwatch.collectors.ssh.keys import KeyRing
-from wattwatch.collectors.ssh.model import ConnectionFailure, error_text, tcp_failure, unreachable
+from wattwatch.collectors.ssh.model import ConnectionFailure, UnreachableCause, error_text, tcp_failure, unreachable
 from wattwatch.collectors.ssh.ssh_config import HostRoute
 
 STACK_BYTES: Final = 512 * 1024
@@ -32,6 +32,8 @@ STACK_BYTES: Final = 512 * 1024
 POLL_SECONDS: Final = 5.0
 """The thread of an idle SSH connection wakes up at this interval. With paramiko's default of 0.1 s, waking up took two
 thirds of the CPU time of watching a node."""
+LOOKING_UP: Final = "looking up"
+"""Begins the name of the stage in which nothing has been sent to the node yet."""
 REKEY_WAIT_SECONDS: Final = 5.0
 """A message may wait for this long while SSH exchanges new keys. Chosen, not measured: far longer than a round trip."""
 
@@ -54,7 +56,7 @@ class LoginAttempt:
     def enter(self, stage: str, allowance_seconds: float | None = None) -> None:
         """Begin a stage. Raises ConnectionFailure if the attempt was aborted in the meantime."""
         if self.aborted:
-            raise unreachable(f"gave up while {self.stage}")
+            raise unreachable(f"gave up while {self.stage}", cause=self.overrun_cause)
         self.stage = stage
         allowed = self.timeout_seconds if allowance_seconds is None else allowance_seconds
         self.deadline_seconds = self.clock.monotonic() + allowed
@@ -62,6 +64,11 @@ class LoginAttempt:
     def hold(self, sock: socket.socket | paramiko.Channel) -> None:
         """Remember the socket to close if this attempt has to be aborted."""
         self._socket = sock
+
+    @property
+    def overrun_cause(self) -> UnreachableCause:
+        """Of a stage that does not end: a name server that hangs says nothing about the node."""
+        return UnreachableCause.NAME if self.stage.startswith(LOOKING_UP) else UnreachableCause.SILENT
 
     def abort(self) -> None:
         self.aborted = True
@@ -88,7 +95,7 @@ def shut_down_socket(sock: socket.socket | paramiko.Channel) -> None:
 
 def open_tcp(route: HostRoute, attempt: LoginAttempt) -> socket.socket:
     """A socket connected to the first of the host's addresses that answers, tried in the resolver's order."""
-    attempt.enter(f"looking up {route.hostname}")
+    attempt.enter(f"{LOOKING_UP} {route.hostname}")
     try:
         addresses = socket.getaddrinfo(route.hostname, route.port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -96,6 +103,7 @@ def open_tcp(route: HostRoute, attempt: LoginAttempt) -> socket.socket:
         raise unreachable(
             f"cannot resolve the name {route.hostname}: {text}",
             "check the node's name, HostName in ssh_config, and DNS",
+            UnreachableCause.NAME,
         ) from None
     attempt.enter(f"connecting to {route.place}")
     ends = time.monotonic() + attempt.real_timeout_seconds
@@ -153,11 +161,15 @@ def open_forwarded(
             raise unreachable(
                 f"gateway {via.name} does not allow forwarding to {route.place}",
                 "check AllowTcpForwarding and PermitOpen in the gateway's sshd_config",
+                UnreachableCause.GATEWAY,
             ) from None
-        raise unreachable(f"gateway {via.name} cannot connect to {route.place}: {error.text}") from None
+        raise unreachable(
+            f"gateway {via.name} cannot connect to {route.place}: {error.text}", cause=UnreachableCause.GATEWAY
+        ) from None
     except (paramiko.SSHException, EOFError, OSError) as error:
         raise unreachable(
-            f"gateway {via.name} did not open a connection to {route.place}: {error_text(error)}"
+            f"gateway {via.name} did not open a connection to {route.place}: {error_text(error)}",
+            cause=UnreachableCause.GATEWAY,
         ) from None
 
 
@@ -194,9 +206,11 @@ def ssh_handshake(
 def _handshake_failure(error: Exception, route: HostRoute, attempt: LoginAttempt, silent: bool) -> ConnectionFailure:
     text = error_text(error)
     if isinstance(error, IncompatiblePeer):
-        return unreachable(f"this host and {route.place} have no SSH algorithm in common: {text}")
+        return unreachable(
+            f"this host and {route.place} have no SSH algorithm in common: {text}", cause=UnreachableCause.HANDSHAKE
+        )
     if "Indecipherable protocol version" in text:
-        return unreachable(f"{route.place} answers, but is not an SSH server", "check Port")
+        return unreachable(f"{route.place} answers, but is not an SSH server", "check Port", UnreachableCause.HANDSHAKE)
     # paramiko reports a timeout and a closed connection with the same text: the time that passed separates them.
     if "protocol banner" in text and silent:
         return unreachable(
@@ -207,8 +221,10 @@ def _handshake_failure(error: Exception, route: HostRoute, attempt: LoginAttempt
         return unreachable(
             f"{route.place} closed the connection before the SSH handshake was complete",
             "possible causes: sshd reached MaxStartups, the process table is full, or our address is banned there",
+            UnreachableCause.HANDSHAKE,
         )
-    return unreachable(f"SSH handshake with {route.place} failed: {text}")
+    cause = UnreachableCause.SILENT if silent else UnreachableCause.HANDSHAKE
+    return unreachable(f"SSH handshake with {route.place} failed: {text}", cause=cause)
 
 
 _stack_lock = threading.Lock()
@@ -267,7 +283,9 @@ def authenticate(transport: paramiko.Transport, route: HostRoute, attempt: Login
                         "MaxAuthTries",
                         "list only the right key in [ssh] identity_files, or in IdentityFile in ssh_config",
                     ) from None
-                raise unreachable(f"{route.place} disconnected during authentication") from None
+                raise unreachable(
+                    f"{route.place} disconnected during authentication", cause=UnreachableCause.HANDSHAKE
+                ) from None
             if more:
                 raise _auth_failure(
                     route,

@@ -22,7 +22,13 @@ import paramiko
 from wattwatch.collectors.probe.payload import LEASE_RENEWAL_SECONDS
 from wattwatch.collectors.probe.request import ProbeRequest
 from wattwatch.collectors.samples import HostStatus, NodeSample
-from wattwatch.collectors.ssh.model import SLOW_RETRY_STATUSES, ConnectionFailure, NodeLink, unreachable
+from wattwatch.collectors.ssh.model import (
+    SLOW_RETRY_STATUSES,
+    ConnectionFailure,
+    NodeLink,
+    UnreachableCause,
+    unreachable,
+)
 from wattwatch.collectors.ssh.stream import ProbeStream
 
 # Chosen, not measured: five missed lines are no hiccup of a busy node any more, ten are no slow network either.
@@ -131,7 +137,8 @@ class NodeConnection:
             end = stream.describe_end()
             if garbage and stream.first_line_seconds is None:
                 return ConnectionFailure(HostStatus.PARSE_ERROR, f"{end}; {self._describe_garbage(stream)}")
-            return unreachable(end)
+            cause = UnreachableCause.SESSION if stream.ended_by_peer else UnreachableCause.SILENT
+            return unreachable(end, cause=cause)
         if garbage > MAX_GARBAGE_BYTES:
             return ConnectionFailure(HostStatus.PARSE_ERROR, self._describe_garbage(stream))
         since = stream.last_line_seconds
@@ -140,7 +147,9 @@ class NodeConnection:
             waited = now - stream.opened_seconds
             if garbage:
                 return ConnectionFailure(HostStatus.PARSE_ERROR, self._describe_garbage(stream))
-            return unreachable(f"logged in, but the probe has sent nothing for {waited:.0f} s")
+            return unreachable(
+                f"logged in, but the probe has sent nothing for {waited:.0f} s", cause=UnreachableCause.SESSION
+            )
         if since is not None and now - since > self.replace_seconds:
             return unreachable(
                 f"the probe has sent no line for {now - since:.0f} s: "
@@ -242,7 +251,7 @@ class NodeConnection:
         return stream.connection.transport
 
     def link(self, now: float, wall_skew: float | None) -> NodeLink:
-        status, detail = self._status(now)
+        status, detail, cause = self._status(now)
         return NodeLink(
             self.node,
             status,
@@ -254,26 +263,29 @@ class NodeConnection:
             self.garbage_bytes,
             # Measured with the last line: it says nothing of a node that is silent, or after our clock was set.
             wall_skew if status is HostStatus.OK else None,
+            cause,
         )
 
-    def _status(self, now: float) -> tuple[HostStatus, str]:
+    def _status(self, now: float) -> tuple[HostStatus, str, UnreachableCause | None]:
         failure, stream = self.failure, self.stream
         age = None if self.last_line_seconds is None else now - self.last_line_seconds
         certain = failure is not None and failure.status is not HostStatus.UNREACHABLE
         if age is not None and age <= self.silent_seconds and not certain:
-            return HostStatus.OK, ""  # a shorter gap does not count: most reconnections take less
+            return HostStatus.OK, "", None  # a shorter gap does not count: most reconnections take less
         if stream is not None:
             if stream.unread_garbage > GREETING_BYTES or (
                 stream.unread_garbage and now - stream.opened_seconds > self.silent_seconds
             ):
-                return HostStatus.PARSE_ERROR, self._describe_garbage(stream)
+                return HostStatus.PARSE_ERROR, self._describe_garbage(stream), None
             if stream.last_line_seconds is not None and age is not None:
-                return HostStatus.UNREACHABLE, f"connected, but the probe has sent no line for {age:.0f} s"
+                detail = f"connected, but the probe has sent no line for {age:.0f} s"
+                return HostStatus.UNREACHABLE, detail, UnreachableCause.SILENT
         if failure is not None:
-            return failure.status, f"{failure.sentence}; {self._describe_next_attempt(now)}"
+            return failure.status, f"{failure.sentence}; {self._describe_next_attempt(now)}", failure.cause
         if stream is not None:
-            return HostStatus.UNREACHABLE, "logged in, waiting for the probe's first line"
-        return HostStatus.UNREACHABLE, f"not connected yet; {self._describe_next_attempt(now)}"
+            return HostStatus.UNREACHABLE, "logged in, waiting for the probe's first line", UnreachableCause.SESSION
+        detail = f"not connected yet; {self._describe_next_attempt(now)}"
+        return HostStatus.UNREACHABLE, detail, UnreachableCause.NOT_TRIED
 
     def _describe_next_attempt(self, now: float) -> str:
         if self.stream is not None:

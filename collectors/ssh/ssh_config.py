@@ -19,7 +19,7 @@ from typing import Final
 
 import paramiko
 
-from wattwatch.collectors.ssh.model import SshSettings, error_text, unreachable
+from wattwatch.collectors.ssh.model import ConnectionFailure, SshSettings, UnreachableCause, error_text, unreachable
 
 SSH_PORT: Final = 22
 DEFAULT_CONFIG: Final = Path("~/.ssh/config")
@@ -70,6 +70,10 @@ def resolve_host(node: str, settings: SshSettings) -> Resolution:
     return Resolution(_route(name, user or settings.user, settings.port, settings, config, ()), notes)
 
 
+def _misconfigured(detail: str) -> ConnectionFailure:
+    return unreachable(detail, cause=UnreachableCause.CONFIGURATION)
+
+
 def _load_config(settings: SshSettings) -> tuple[paramiko.SSHConfig, tuple[str, ...]]:
     path = (settings.config_file or DEFAULT_CONFIG).expanduser()
     if path == DEFAULT_CONFIG.expanduser() and not path.exists():
@@ -88,7 +92,7 @@ def _route(
 ) -> HostRoute:
     """`user`, `port` and `jump` override ssh_config; `seen`: the names that led here, to detect a loop."""
     if name in seen or len(seen) > MAX_GATEWAYS:
-        raise unreachable(f"ProxyJump forms a loop: {' -> '.join((*seen, name))}")
+        raise _misconfigured(f"ProxyJump forms a loop: {' -> '.join((*seen, name))}")
     asked = config.lookup(name)
     hostname = asked.get("hostname", name).lower()
     # The [ssh] table and the name itself take precedence over ssh_config, as ssh's own command line does.
@@ -96,7 +100,7 @@ def _route(
     port = port or _port(asked.get("port", str(SSH_PORT)), f"Port of {name}")
     jump = jump if jump is not None else asked.get("proxyjump")
     if asked.get("proxycommand") and not jump:
-        raise unreachable(
+        raise _misconfigured(
             f"ssh_config reaches {name} through a ProxyCommand, but ProxyCommand is not supported; use ProxyJump"
         )
     identities = [str(path) for path in settings.identity_files] or asked.get("identityfile") or []
@@ -131,7 +135,7 @@ def _gateway(jump: str, settings: SshSettings, config: paramiko.SSHConfig, seen:
     user, _, place = last.strip().rpartition("@")
     name, port = _host_and_port(place)
     if not name:
-        raise unreachable(
+        raise _misconfigured(
             f"ProxyJump {jump!r} of {seen[-1]} contains no host; expected host, user@host:port or a list of these"
         )
     return _route(name, user or None, port, settings, config, seen, before or None)
@@ -150,7 +154,7 @@ def _host_and_port(place: str) -> tuple[str, int | None]:
 
 def _port(text: str, place: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise unreachable(f"{place} is {text!r}; expected a number from 1 to 65535")
+        raise _misconfigured(f"{place} is {text!r}; expected a number from 1 to 65535")
     return int(text)
 
 
@@ -219,7 +223,7 @@ def _parse(text: str, path: Path) -> paramiko.SSHConfig:
     try:
         return paramiko.SSHConfig.from_text(text)
     except (paramiko.ConfigParseError, ValueError) as error:
-        raise unreachable(f"{path} is not a valid ssh_config: {error_text(error)}") from None
+        raise _misconfigured(f"{path} is not a valid ssh_config: {error_text(error)}") from None
 
 
 def _stamp(path: Path) -> int:
@@ -234,7 +238,7 @@ def _lines(path: Path, reading: _ConfigFiles, depth: int) -> Iterator[str]:
     try:
         text = path.read_text("utf-8", "replace")
     except OSError as error:
-        raise unreachable(f"{path} cannot be read: {error_text(error)}") from None
+        raise _misconfigured(f"{path} cannot be read: {error_text(error)}") from None
     block = 'Host "*"'
     for line in text.splitlines():
         found = DIRECTIVE.match(line)
@@ -243,7 +247,7 @@ def _lines(path: Path, reading: _ConfigFiles, depth: int) -> Iterator[str]:
         key, value = found[1].lower(), found[2]
         if key == "include":
             if depth >= MAX_INCLUDE_DEPTH:
-                raise unreachable(f"{path}: Include is nested more than {MAX_INCLUDE_DEPTH} levels deep")
+                raise _misconfigured(f"{path}: Include is nested more than {MAX_INCLUDE_DEPTH} levels deep")
             for file in _included(value):
                 yield from _lines(file, reading, depth + 1)
             yield block  # what follows belongs to the block that contains the Include

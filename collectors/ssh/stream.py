@@ -19,7 +19,7 @@ from wattwatch.collectors.probe_reader import ProbeReader
 from wattwatch.collectors.samples import NodeSample
 from wattwatch.collectors.ssh.connections import SshConnection
 from wattwatch.collectors.ssh.login import LoginAttempt
-from wattwatch.collectors.ssh.model import error_text, unreachable
+from wattwatch.collectors.ssh.model import UnreachableCause, error_text, unreachable
 
 MAX_LINE_BYTES: Final = 64 * 1024
 
@@ -236,6 +236,7 @@ def start_probe(node: str, request: ProbeRequest, connection: SshConnection, att
         raise unreachable(
             f"logged in, but the node refused a session: {error.text}",
             "check MaxSessions in sshd_config and the number of processes on the node",
+            UnreachableCause.SESSION,
         ) from None
     except (paramiko.SSHException, EOFError, OSError) as error:
         raise unreachable(f"logged in, but could not open a session: {error_text(error)}") from None
@@ -246,7 +247,9 @@ def start_probe(node: str, request: ProbeRequest, connection: SshConnection, att
         channel.sendall(probe_payload(request))
         channel.settimeout(0.0)
     except TimeoutError:
-        raise unreachable("logged in, but the node did not accept the probe program in time") from None
+        raise unreachable(
+            "logged in, but the node did not accept the probe program in time", cause=UnreachableCause.SESSION
+        ) from None
     except (paramiko.SSHException, EOFError, OSError) as error:
         raise unreachable(f"logged in, but could not start the probe: {error_text(error)}") from None
     return ProbeStream(node, request, connection, channel, attempt.clock.monotonic())

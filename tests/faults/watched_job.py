@@ -10,7 +10,7 @@ from tests.faults.plan import Phase, Setting
 from tests.faults.simulated_job import CHECKPOINTS, LOG, RUN_DIRECTORY, SILENT, TOKENS_PER_STEP, SimulatedJob
 from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.samples import HostStatus, NodeSample
-from wattwatch.collectors.ssh.model import NodeLink
+from wattwatch.collectors.ssh.model import NodeLink, UnreachableCause
 from wattwatch.watcher.detection.model import AlertName, Finding, JobSpec, JobState, Severity
 from wattwatch.watcher.detection.trackers.recovery import RecoveryEvidence
 from wattwatch.watcher.engine.engine import Engine
@@ -170,7 +170,12 @@ class WatchedJob:
         refused = phase.node_state == "refused"
         late = away and (refused or self.job.now - (self._silent_since or 0.0) > UNREACHABLE_AFTER_SECONDS)
         detail = "" if not late else "connection refused" if refused else "no line for some seconds"
-        self.line.states[victim] = NodeLink(victim, HostStatus.UNREACHABLE if late else HostStatus.OK, detail)
+        self.line.states[victim] = NodeLink(
+            victim,
+            HostStatus.UNREACHABLE if late else HostStatus.OK,
+            detail,
+            cause=None if not late else UnreachableCause.REFUSED if refused else UnreachableCause.SILENT,
+        )
 
     def _follow_counter(self) -> None:
         job, step = self.job, self.job.counter.step

@@ -20,6 +20,7 @@ from typing import Final
 
 from wattwatch.trainer.dataclass_json import InvalidDataError, parse_dataclass
 from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.formatting import format_count
 
 COMPLETION_VERSION: Final = 1
 HASH_THREADS: Final = 8  # chosen: one thread hashes about 1 GB/s, a fast disk reads several
@@ -196,7 +197,9 @@ def _check_size(path: Path, record: FileRecord) -> None:
         raise _IncompleteError(f"{path}: not a regular file")
     if found.st_size != record.bytes:
         what = "truncated" if found.st_size < record.bytes else "too long"
-        raise _IncompleteError(f"{path} is {what}: it has {found.st_size:,} bytes, but {record.bytes:,} were written")
+        raise _IncompleteError(
+            f"{path} is {what}: it has {format_count(found.st_size, 'byte')}, but {record.bytes:,} were written"
+        )
 
 
 def _check_weights(directory: Path, completion: Completion) -> None:
@@ -258,7 +261,8 @@ def read_tensor_names(path: Path, size_bytes: int) -> frozenset[str]:
         header_bytes = int.from_bytes(file.read(8), "little")
         if size_bytes < 8 + header_bytes or header_bytes > MAX_HEADER_BYTES:
             raise InvalidHeaderError(
-                f"the file says that its header has {header_bytes:,} bytes, but the whole file has {size_bytes:,}"
+                f"the file says that its header has {format_count(header_bytes, 'byte')}, but the whole file has "
+                f"{size_bytes:,}"
             )
         raw = file.read(header_bytes)
     try:
@@ -275,6 +279,6 @@ def read_tensor_names(path: Path, size_bytes: int) -> frozenset[str]:
         reached = end
     if (stated := 8 + header_bytes + reached) != size_bytes:
         raise InvalidHeaderError(
-            f"according to its header the file should have {stated:,} bytes, but it has {size_bytes:,}"
+            f"according to its header the file should have {format_count(stated, 'byte')}, but it has {size_bytes:,}"
         )
     return frozenset(header)

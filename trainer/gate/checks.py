@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from wattwatch.trainer.checkpoint.complete import START_FROM_WEIGHTS
-from wattwatch.trainer.formatting import format_bytes_short, format_count, format_rank_list
+from wattwatch.trainer.formatting import format_all, format_bytes_short, format_count, format_rank_list
 from wattwatch.trainer.gate.model import (
     BlockCounts,
     CheckLevel,
@@ -170,7 +170,8 @@ def block_file_problems(settings: GateSettings, shard: ShardReport) -> list[str]
         problems.append(f"its manifest belongs to rank {manifest.rank}; {REPACK}")
     if seq_len >= 1 and shard.size_bytes % (TOKEN_BYTES * seq_len):
         problems.append(
-            f"the file is truncated: its {shard.size_bytes:,} bytes are not a whole number of blocks of {seq_len} "
+            f"the file is truncated: it has {format_count(shard.size_bytes, 'byte')}, not a whole number of blocks "
+            f"of {seq_len} "
             f"int32 ids; {REPACK}"
         )
     if (
@@ -178,7 +179,8 @@ def block_file_problems(settings: GateSettings, shard: ShardReport) -> list[str]
         or manifest.size_bytes != manifest.blocks * manifest.seq_len * TOKEN_BYTES
     ):
         problems.append(
-            f"the file has {shard.size_bytes:,} bytes, but its manifest says {manifest.size_bytes:,} bytes in "
+            f"the file has {format_count(shard.size_bytes, 'byte')}, but its manifest says "
+            f"{format_count(manifest.size_bytes, 'byte')} in "
             f"{format_count(manifest.blocks, 'block')}; {REPACK}"
         )
     elif shard.differing_offsets:
@@ -232,7 +234,7 @@ def check_shards(reports: Sequence[NodeReport], shards: dict[int, ShardReport]) 
             )
     empty = sum(manifest.empty_rows for manifest in manifests.values())
     if rows and empty / rows > MAX_EMPTY_ROW_FRACTION:
-        problems.append(warn(f"{empty:,} of {rows:,} rows produced no tokens"))
+        problems.append(warn(f"{empty:,} of {format_count(rows, 'row')} produced no tokens"))
     for report in reports:
         problems += _tokenizer_problems(report, manifests)
     return GateCheck("shards", tuple(problems), f"rows={rows:,}/{corpus_rows:,} empty={empty:,}")
@@ -471,7 +473,7 @@ def _resume_problems(reports: Sequence[NodeReport], counts: BlockCounts | None) 
         total = counts.steps * reports[0].settings.epochs
         if resumes[0].step == total:
             problems.append(
-                warn(f"{resumes[0].directory}: all {total:,} steps are already done, so the job will end at once")
+                warn(f"{resumes[0].directory}: {format_all(total, 'step')} already done, so the job will end at once")
             )
         if reports[0].settings.optimizer and resumes[0].optimizer is False:
             problems.append(

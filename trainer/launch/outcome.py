@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from wattwatch.trainer.formatting import format_rank_list
+from wattwatch.trainer.formatting import format_all, format_rank_list
 from wattwatch.trainer.launch.links import LostNode
 from wattwatch.trainer.launch.placement import Placement
 from wattwatch.trainer.launch.processes import signal_name
@@ -304,7 +304,7 @@ def decide_next(result: AttemptResult, retries_left: int) -> LaunchDecision:
     # with 0 have cost others four runs (parcae#12). Nor does a crash after that checkpoint undo the work.
     if result.steps is not None and result.saved >= result.steps:
         note = "" if outcome.kind is OutcomeKind.DONE else f"; after that: {outcome.sentence}"
-        return LaunchDecision(NextAction.DONE, f"all {result.steps:,} steps are done and saved{note}")
+        return LaunchDecision(NextAction.DONE, f"{format_all(result.steps, 'step')} done and saved{note}")
     if result.interrupted:
         why = f"the ranks were ended without another save, as requested; {_saved_summary(result)}"
         return LaunchDecision(NextAction.INTERRUPTED, why)

@@ -31,7 +31,8 @@ def block_count(size_bytes: int, seq_len: int) -> int:
     blocks, rest = divmod(size_bytes, TOKEN_BYTES * seq_len)
     if rest:
         raise ValueError(
-            f"{size_bytes:,} bytes are not a whole number of blocks of {seq_len} int32 ids ({rest:,} bytes left over)"
+            f"{format_count(size_bytes, 'byte')} make no whole number of blocks of {seq_len} int32 ids "
+            f"({format_count(rest, 'byte')} left over)"
         )
     return blocks
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.formatting import format_count
 from wattwatch.trainer.pack.manifest import shard_row_range
 
 ROW_ID: Final = "__row_id__"  # added column, so that rows can still be identified after sharding
@@ -88,7 +89,8 @@ def shard_corpus(corpus: Corpus, world: int, rank: int, contiguous: bool) -> Cor
     """
     if shard_row_range(len(corpus), world, rank, contiguous)[0] == 0:
         raise UserError(
-            f"{corpus.source}: rank {rank} of {world} gets none of the {len(corpus):,} rows; use fewer ranks"
+            f"{corpus.source}: rank {rank} of {world} gets none of the {format_count(len(corpus), 'row')}; use fewer "
+            "ranks"
         )
     # The row ids travel through the same shard call as the rows, so they are right whatever that call does.
     rows = corpus.rows.shard(num_shards=world, index=rank, contiguous=contiguous)

@@ -108,7 +108,8 @@ def pack_shard(
                 on_rows(batch.lengths.size)
             if packer.blocks == 0:
                 raise UserError(
-                    f"{corpus.source}: rank {shard.rank} of {shard.world} got only {packer.tokens:,} tokens from "
+                    f"{corpus.source}: rank {shard.rank} of {shard.world} got only "
+                    f"{format_count(packer.tokens, 'token')} from "
                     f"{format_count(shard.row_ids.size, 'row')}, but one block needs {settings.seq_len:,}; pack more "
                     "records, or reduce --seq-len"
                 )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.formatting import format_all
 from wattwatch.trainer.run_directory import RankExit, RankExitCode, RunDirectory
 from wattwatch.trainer.settings import JobFile, read_job_file, smoke_test_job
 
@@ -111,7 +112,7 @@ def train_rank(
             write_flight_record(directory, options.number, info.rank, log.info)
             raise
         heartbeat.update(RankPhase.DONE, steps_done)
-        return RankExit(RankExitCode.DONE, f"all {steps_done:,} steps are done and saved", steps_done)
+        return RankExit(RankExitCode.DONE, f"{format_all(steps_done, 'step')} done and saved", steps_done)
 
 
 def describe_failure(error: Exception) -> RankExit:

@@ -149,6 +149,6 @@ def print_results(results: Sequence[CheckResult]) -> None:
     missing = sum(result.ok is None for result in results)
     optional = f"; optional and missing: {missing}" if missing else ""
     if failed:
-        console.print(f"\n{failed} of {len(results)} checks failed{optional}")
+        console.print(f"\n{failed} of {format_count(len(results), 'check')} failed{optional}")
     else:
         console.print(f"\n{format_count(len(results) - missing, 'check')} passed{optional}")

@@ -102,7 +102,11 @@ def _print(jobs: list[dict[str, Any]], alerts: list[dict[str, Any]], undelivered
         unseen = describe_unseen((gpu["node"], gpu["rank"], gpu["why"]) for gpu in job.get("unseen", ()))
         if unseen:
             total = job["gpus"] + len(job["unseen"])
-            console.print(escape(f"{job['name']}: {job['gpus']} of {total} GPUs seen; not seen: {'; '.join(unseen)}"))
+            console.print(
+                escape(
+                    f"{job['name']}: {job['gpus']} of {format_count(total, 'GPU')} seen; not seen: {'; '.join(unseen)}"
+                )
+            )
     for alert in alerts:
         cause = f" (not sent, because {alert['suppressed_by']} explains it)" if alert["suppressed_by"] else ""
         subject = alert["job"] or "the watcher"

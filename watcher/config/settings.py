@@ -9,8 +9,10 @@ its location, what was expected, and the nearest valid key.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -474,10 +476,36 @@ def load_config(path: Path) -> Config:
         raise ConfigError(path, [line for item in error.errors() for line in describe_validation_error(item)]) from None
 
 
+OWN_DESCRIPTOR: Final = re.compile(r"(?:/dev/fd|/proc/self/fd)/(\d+)|/dev/stdin")
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a regular file, or of a pipe that this process was started with (`-c <(generate)`, /dev/stdin).
+
+    Raises OSError for anything else: to open a FIFO would wait for a writer, and a device may never end.
+    """
+    if (own := OWN_DESCRIPTOR.fullmatch(str(path))) is not None:
+        # Opened anew, a pipe whose writer has finished would wait for the next one.
+        descriptor = os.dup(int(own[1] or 0))
+    else:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not (stat.S_ISREG(mode) or (own is not None and stat.S_ISFIFO(mode))):
+            kind = "a FIFO" if stat.S_ISFIFO(mode) else "a device or a socket"
+            raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Raises ConfigError."""
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(read_file(path).decode("utf-8"))
     except OSError as error:
         raise ConfigError(path, [f"cannot read the file: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
@@ -534,7 +562,7 @@ def read_secret(path: Path) -> str:
     directory = os.environ.get("CREDENTIALS_DIRECTORY")
     if directory and not path.is_absolute() and (Path(directory) / path).exists():
         path = Path(directory) / path
-    lines = path.expanduser().read_text("utf-8").splitlines()
+    lines = read_file(path.expanduser()).decode("utf-8").splitlines()
     if not lines or not lines[0].strip():
         raise ValueError(f"{path} is empty; expected the secret on its first line")
     return lines[0].strip()

@@ -183,8 +183,9 @@ class JobAssembler:
         sample = history.sample
         age = None if sample is None else max(0.0, now - sample.received_seconds)
         status, detail = (HostStatus.OK, "") if sample is None else (sample.status, sample.detail)
+        cause = None
         if link is not None and link.status is not HostStatus.OK:
-            status, detail = link.status, link.detail
+            status, detail, cause = link.status, link.detail, link.cause
         events = tuple(history.kernel_events)
         history.kernel_events = []
         if sample is None or age is None:
@@ -196,6 +197,7 @@ class JobAssembler:
                 fresh=False,
                 expected_gpus=self._spec.gpus_per_node,
                 kernel_events=events,
+                cause=cause,
             )
         recent = age <= FRESH_INTERVALS * self._spec.interval_seconds
         processes = self._job_processes(sample.processes) if recent else None
@@ -222,6 +224,7 @@ class JobAssembler:
             driver_version=sample.driver_version,
             workers=sample.workers if recent else (),
             step_formats=step_formats,
+            cause=cause,
         )
 
     def _job_processes(self, processes: tuple[ProcessSample, ...] | None) -> tuple[ProcessSample, ...] | None:
@@ -389,7 +392,7 @@ def _unseen_gpus(
         return offset + index if index is not None and all_are_used else None
 
     missing = list(state.missing_gpus) if state.fresh else []
-    blind = "no reading yet" if state.age_seconds is None else state.unreadable_reason
+    blind = "no reading yet" if state.age_seconds is None and state.cause is None else state.unreadable_reason
     if state.status is HostStatus.OK:
         blind = "no recent reading"
     for key, gpu in sorted(history.gpus.items(), key=lambda item: (item[1].index is None, item[1].index or 0)):

@@ -28,6 +28,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Final
 
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
 from wattwatch.watcher.detection.model import (
     AlertName,
@@ -385,7 +386,8 @@ class HangDetector:
             limit = max(limit, FIRST_STEP_SECONDS)
         evidence = (
             self._signature_text,
-            f"seen in {signature.rounds} rounds of samples; not confirmed yet: there has been no step for "
+            f"seen in {format_count(signature.rounds, 'round')} of samples; not confirmed yet: there has been no "
+            "step for "
             f"{step_rate.stalled_seconds:.0f} s, and the limit is {limit:.0f} s",
         )
         return self._finding(observation, signature.since, evidence, self._suspects, confirmed=False)

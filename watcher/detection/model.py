@@ -27,6 +27,8 @@ from wattwatch.collectors.samples import (
     ProgressSample,
     WorkerSample,
 )
+from wattwatch.collectors.ssh.model import UnreachableCause
+from wattwatch.watcher.common.formatting import format_count
 
 HEARTBEAT_FORMAT: Final = "heartbeat"  # `ProgressSample.format` of a heartbeat file; every other value is a log
 
@@ -115,12 +117,13 @@ class NodeState:
     driver_version: str | None = None
     workers: tuple[WorkerSample, ...] = ()  # child processes of the job's ranks, most often data loader workers
     step_formats: frozenset[str] = frozenset()  # formats of the logs and heartbeats on this node that show the step
+    cause: UnreachableCause | None = None  # of UNREACHABLE; None: unknown
 
     @property
     def unreadable_reason(self) -> str:
         """Why the node's GPUs cannot be read. Constant over time: a detail that counts seconds belongs in evidence."""
-        if self.status is HostStatus.UNREACHABLE and self.age_seconds is None:
-            return NEVER_ANSWERED_TEXT
+        if self.status is HostStatus.UNREACHABLE:
+            return NEVER_ANSWERED_TEXT if self._never_answered else f"node {self.unreachable_text}"
         first, *_ = self.detail.split("; ")
         if self.status is HostStatus.DRIVER_DOWN and first:
             return first
@@ -133,9 +136,16 @@ class NodeState:
             return self.detail
         if not self.detail:
             return self.unreadable_reason
-        if self.status is HostStatus.UNREACHABLE and self.age_seconds is None:
-            return f"{NEVER_ANSWERED_TEXT} ({self.detail})"
-        return f"{HOST_STATUS_TEXT.get(self.status, self.status.value)} ({self.detail})"
+        return f"{self.unreadable_reason} ({self.detail})"
+
+    @property
+    def _never_answered(self) -> bool:
+        return self.age_seconds is None and self.cause in (None, UnreachableCause.SILENT, UnreachableCause.NOT_TRIED)
+
+    @property
+    def unreachable_text(self) -> str:
+        """What an unreachable node does, as the predicate of a sentence: a node that refuses has answered."""
+        return UNREACHABLE_TEXT[self.cause or UnreachableCause.SILENT]
 
     @property
     def progress_text(self) -> str:
@@ -147,8 +157,18 @@ class NodeState:
 
 
 NEVER_ANSWERED_TEXT: Final = "no answer yet"  # it may not even have been asked: logins are limited in number
+UNREACHABLE_TEXT: Final = {
+    UnreachableCause.SILENT: "does not answer",
+    UnreachableCause.ROUTE: "cannot be reached: the network reports no route to it",
+    UnreachableCause.REFUSED: "is up but refuses SSH connections",
+    UnreachableCause.NAME: "cannot be reached: its host name does not resolve",
+    UnreachableCause.HANDSHAKE: "answers, but ends each SSH connection before the login",
+    UnreachableCause.SESSION: "accepts the SSH login, but sends no data",
+    UnreachableCause.GATEWAY: "cannot be reached through its SSH gateway",
+    UnreachableCause.CONFIGURATION: "cannot be reached: its SSH configuration on the watcher's host is wrong",
+    UnreachableCause.NOT_TRIED: "has not been connected to yet",
+}
 HOST_STATUS_TEXT: Final = {
-    HostStatus.UNREACHABLE: "node does not answer",
     HostStatus.AUTH_FAILED: "SSH login refused",
     HostStatus.HOST_KEY_CHANGED: "SSH host key does not match the known one",
     HostStatus.DRIVER_DOWN: "NVIDIA driver does not respond",
@@ -243,8 +263,8 @@ class JobSample:
         with_gpus = {ranked.node for ranked in self.gpus}
         unknown = [node.node for node in self.nodes if node.node not in with_gpus and not node.expected_gpus]
         if unknown:
-            return f"GPUs of {len(with_gpus)} of {len(self.nodes)} nodes seen"
-        return f"{len(self.gpus)} of {round(len(self.gpus) / share)} GPUs seen"
+            return f"GPUs of {len(with_gpus)} of {format_count(len(self.nodes), 'node')} seen"
+        return f"{len(self.gpus)} of {format_count(round(len(self.gpus) / share), 'GPU')} seen"
 
     def missing_suspect(self, node: str, missing: MissingGpu) -> Suspect:
         """A missing GPU with the index and rank that it had when it was last read."""

@@ -184,7 +184,7 @@ def kernel_fault(node: str, event: KernelEvent, age_seconds: float | None) -> No
 def node_faults(node: NodeState) -> Iterator[NodeFault]:
     """What does not respond on the node: the node itself, its GPU driver, file systems or processes."""
     if node.status is HostStatus.UNREACHABLE:
-        yield NodeFault("host", node.node, f"the node does not answer: {node.detail}")
+        yield NodeFault("host", node.node, f"the node {node.unreachable_text}: {node.detail}")
     elif node.status in DRIVER_STATUSES:
         yield NodeFault("gpu", node.node, f"the GPU driver does not respond correctly: {node.detail}")
     for call in node.hung_calls:

@@ -16,7 +16,7 @@ from typing import Final
 
 from wattwatch.collectors.samples import HostStatus
 from wattwatch.collectors.ssh.model import NodeLink
-from wattwatch.watcher.common.formatting import format_duration
+from wattwatch.watcher.common.formatting import format_count, format_duration
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
 from wattwatch.watcher.detection.model import AlertName, Finding
 
@@ -76,7 +76,8 @@ class NetworkLossDetector:
             alert=AlertName.WATCHER_DEGRADED,
             severity=ALERT_KINDS[AlertName.WATCHER_DEGRADED].severity,
             scope="",
-            summary=f"The watcher lost contact with {len(silent)} of {len(self._nodes_before)} nodes at the same time; "
+            summary=f"The watcher lost contact with {len(silent)} of {format_count(len(self._nodes_before), 'node')} "
+            "at the same time; "
             "its own network is the likely cause.",
             evidence=tuple(f"{node}: {links[node].detail}" for node in silent[:5] if node in links),
             advice="First check the network of the host that runs the watcher: interface, VPN, bastion, DNS. Jobs on "

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from wattwatch.watcher.diagnosis.diagnose import diagnose
+from wattwatch.watcher.diagnosis.flight_recorder.sandbox import UNBLOCK_SIGNALS
 from wattwatch.watcher.diagnosis.loading.evidence import NoEvidenceError, load_evidence
 from wattwatch.watcher.diagnosis.model import Diagnosis, Evidence
 
@@ -27,7 +28,7 @@ IMPORT_ROOT: Final = Path(__file__).parents[3]  # the directory that holds the p
 # first while `wattwatch` is imported, so that no other package of that name can replace it. Then it is removed again:
 # site-packages must not hide the standard library.
 START: Final = (
-    "import sys; sys.path.insert(0, sys.argv.pop()); import wattwatch; del sys.path[0]; "
+    f"{UNBLOCK_SIGNALS}import sys; sys.path.insert(0, sys.argv.pop()); import wattwatch; del sys.path[0]; "
     "from wattwatch.watcher.incidents.diagnosis_process import main; main()"
 )
 

@@ -255,7 +255,8 @@ def _record(record: dict[str, Any], names: Pseudonyms, specs: Sequence[JobSpec])
     node = names.hosts.get(str(record.get("n")), "host")
     new = {"n": node, "t": record.get("t")}
     if "link" in record:
-        return {**new, "link": record["link"], "detail": names.text(str(record.get("detail", "")))}
+        kept: dict[str, Any] = {key: record[key] for key in ("link", "cause") if key in record}
+        return {**new, **kept, "detail": names.text(str(record.get("detail", "")))}
     message = _message(record)
     if not message:
         return {**new, "line": names.text(str(record.get("line", "")))}  # output of a login shell

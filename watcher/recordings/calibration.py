@@ -165,7 +165,7 @@ def calibrate_idle(node: str, received: Sequence[NodeSample], samples: int, prob
     if len(read) < MIN_SAMPLE_FRACTION * samples:
         last = next((sample.detail for sample in reversed(received) if sample.detail), "")
         why = problem or last or "the host did not answer in time"
-        return Calibration(node, {}, (), (f"only {len(read)} of {samples} samples arrived: {why}",))
+        return Calibration(node, {}, (), (f"only {len(read)} of {format_count(samples, 'sample')} arrived: {why}",))
     boards: dict[GpuId, GpuSample] = {}
     rows_by_board: dict[GpuId, list[tuple[NodeSample, GpuSample]]] = {}
     for sample in read:
@@ -282,7 +282,7 @@ def describe_learned(values: Sequence[Baseline]) -> str:
     spread = f"{min(watts):.0f} to {max(watts):.0f} W on {len(values)} GPUs, " if len(values) > 1 else ""
     samples = round(statistics.median(value.samples for value in values))
     each = " each" if len(values) > 1 else ""
-    return f"{statistics.median(watts):.0f} W ({spread}{samples} samples{each} {values[0].phase.value})"
+    return f"{statistics.median(watts):.0f} W ({spread}{format_count(samples, 'sample')}{each} {values[0].phase.value})"
 
 
 def format_profiles_toml(profiles: Sequence[LearnedProfile]) -> str:

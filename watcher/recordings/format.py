@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from wattwatch.collectors.probe_reader import ProbeReader
 from wattwatch.collectors.samples import HostStatus, NodeSample
-from wattwatch.collectors.ssh.model import NodeLink
+from wattwatch.collectors.ssh.model import NodeLink, UnreachableCause, cause_of_detail
 from wattwatch.watcher.config.settings import probe_request_for
 from wattwatch.watcher.detection.model import JobSpec
 from wattwatch.watcher.detection.prior_state import (
@@ -123,7 +123,8 @@ class RecordingWriter:
         for node, link in links.items():
             if self._links.get(node) != (link.status, link.detail):
                 self._links[node] = (link.status, link.detail)
-                self._write({"n": node, "t": now, "link": link.status.value, "detail": link.detail})
+                record = {"n": node, "t": now, "link": link.status.value, "detail": link.detail}
+                self._write(record if link.cause is None else {**record, "cause": link.cause.value})
         if now - self._flushed_seconds >= FLUSH_SECONDS:
             self._flushed_seconds = now
             self._do(lambda file: file.flush())
@@ -254,6 +255,15 @@ def _lines(name: str, raw: BinaryIO) -> Generator[bytes, None, None]:
         raise RecordingError(f"{name}: cannot read the file: {error.strerror}") from None
 
 
+def _link(node: str, record: Mapping[str, Any]) -> NodeLink:
+    status, detail = HostStatus(record["link"]), str(record.get("detail", ""))
+    try:
+        cause = UnreachableCause(record["cause"]) if "cause" in record else cause_of_detail(detail)
+    except ValueError:
+        cause = None  # one that a later version has added
+    return NodeLink(node, status, detail, cause=cause)
+
+
 def _events(lines: Iterator[bytes], specs: tuple[JobSpec, ...], end: RecordingEnd) -> Iterator[RecordedEvent]:
     readers: dict[str, ProbeReader] = {}
     for line in lines:
@@ -265,9 +275,7 @@ def _events(lines: Iterator[bytes], specs: tuple[JobSpec, ...], end: RecordingEn
                 yield RecordedEvent(seconds)
                 continue
             node = str(record["n"])
-            link = (
-                NodeLink(node, HostStatus(record["link"]), str(record.get("detail", ""))) if "link" in record else None
-            )
+            link = _link(node, record) if "link" in record else None
         except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError):
             continue  # half a line, or a record that a later version has added
         if link is not None:

@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from wattwatch.collectors.samples import GpuSample, HostStatus
 from wattwatch.watcher.common import formatting
-from wattwatch.watcher.common.formatting import describe_unseen, format_energy
+from wattwatch.watcher.common.formatting import describe_unseen, format_count, format_energy
 from wattwatch.watcher.detection.model import JobSample, JobState, RankGpu, Severity, Suspect, UnseenGpu
 from wattwatch.watcher.detection.timeline import TimelinePoint
 from wattwatch.watcher.detection.wasted_time import total_kilowatt_hours
@@ -333,7 +333,9 @@ def job_card(
         energy_lost=format_energy(total_kilowatt_hours(view.wasted_joules)) if any(view.wasted_joules.values()) else "",
         power=power_strip(drawn, suspects),
         utilization=utilization_strip(drawn, suspects),
-        extent=f"{len(sample.gpus)} of {len(drawn)} GPUs" if sample.unseen else f"{len(drawn)} GPUs",
+        extent=f"{len(sample.gpus)} of {format_count(len(drawn), 'GPU')}"
+        if sample.unseen
+        else format_count(len(drawn), "GPU"),
         unseen=tuple(describe_unseen((gpu.node, gpu.rank, gpu.reason) for gpu in sample.unseen)),
         unseen_rows=sample.unseen[:TABLE_GPUS_MAX],
         history=power_history(view.timeline, sample.gpus, now),

@@ -99,10 +99,17 @@ class CheckpointAnswer(BaseModel):
     age_seconds: float | None = Field(description="time since the checkpoint last changed")
 
 
+CAUSE_DESCRIPTION = (
+    "why it is unreachable: silent, route, refused, name, handshake, session, gateway, configuration or not_tried; "
+    "null if it is not, or if that is unknown"
+)
+
+
 class JobNodeAnswer(BaseModel):
     node: str
     status: str
     detail: str = Field(description="what is wrong with the node; empty if nothing is wrong")
+    cause: str | None = Field(description=CAUSE_DESCRIPTION)
     age_seconds: float | None = Field(description="age of the last data from the node; null if it never answered")
     gpus: int = Field(description="number of GPUs in the last sample")
     expected_gpus: int | None
@@ -209,6 +216,7 @@ class NodeAnswer(BaseModel):
     node: str
     status: str = Field(description="ok, unreachable, auth_failed, host_key_changed, sampler_timeout, driver_down, ...")
     detail: str = Field(description="what is wrong with the node; empty if nothing is wrong")
+    cause: str | None = Field(description=CAUSE_DESCRIPTION)
     age_seconds: float | None = Field(description="age of the last data from the node; null if it never answered")
     jobs: list[str]
     gpus: int | None = Field(description="number of GPUs in the last data; null if they could not be read")
@@ -352,6 +360,7 @@ def job_node_answer(node: NodeState, gpus: int, late_seconds: float) -> JobNodeA
         node=node.node,
         status=node.status.value,
         detail=node.detail,
+        cause=node.cause,
         age_seconds=add_age(node.age_seconds, late_seconds),
         gpus=gpus,
         expected_gpus=node.expected_gpus,
@@ -424,6 +433,7 @@ def node_answer(view: NodeView, late_seconds: float) -> NodeAnswer:
         node=view.node,
         status=status.value,
         detail=detail,
+        cause=link.cause,
         age_seconds=add_age(link.last_line_age_seconds, late_seconds),
         jobs=list(view.jobs),
         gpus=None if sample is None or sample.gpus is None else len(sample.gpus),

@@ -18,6 +18,7 @@ from tests.collectors.ssh.test_lost_connections import until_nothing_is_left
 from tests.tools import DEADLINE_SECONDS, require_tool
 from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.ssh.model import UnreachableCause
 from wattwatch.collectors.ssh.ssh_config import resolve_host
 
 
@@ -106,6 +107,7 @@ def test_failures_at_a_gateway_are_attributed_to_the_gateway(here: Site) -> None
     here.config.write_text("Host node\n  ProxyJump gate\n" + text)
     with running_fleet(here.settings()) as watch:
         watch.until(lambda: "gateway gate does not allow forwarding" in watch.link().detail, "forbidden forwarding")
+        assert watch.link().cause is UnreachableCause.GATEWAY
     gate.authorized_keys.write_text("")
     with running_fleet(here.settings()) as watch:
         detail = watch.until_status(HostStatus.AUTH_FAILED).detail
@@ -132,9 +134,20 @@ def test_a_port_without_ssh_is_distinguished_from_a_silent_one(here: Site) -> No
         with running_fleet(here.settings(connect_timeout_seconds=1.0), nodes=("silent", "web")) as watch:
             watch.until(lambda: "sent no SSH banner" in watch.link("silent").detail, "no banner")
             watch.until(lambda: "not an SSH server" in watch.link("web").detail, "not SSH")
+            causes = watch.link("silent").cause, watch.link("web").cause
+            assert causes == (UnreachableCause.SILENT, UnreachableCause.HANDSHAKE)
         with socket.create_connection(web.getsockname()) as end:
             end.sendall(b"stop")
         thread.join(DEADLINE_SECONDS)
+
+
+def test_a_name_that_does_not_resolve_and_a_wrong_ssh_config_say_nothing_about_the_node(here: Site) -> None:
+    here.config.write_text("Host typo\n HostName gpu-0l.invalid\nHost proxied\n ProxyCommand nc %h %p\n")
+    with running_fleet(here.settings(), nodes=("typo", "proxied")) as watch:
+        watch.until(lambda: "cannot resolve the name" in watch.link("typo").detail, "no such name")
+        watch.until(lambda: "ProxyCommand is not supported" in watch.link("proxied").detail, "not supported")
+        causes = watch.link("typo").cause, watch.link("proxied").cause
+        assert causes == (UnreachableCause.NAME, UnreachableCause.CONFIGURATION)
 
 
 def test_logins_are_limited_and_every_node_gets_its_turn(here: Site) -> None:

@@ -16,6 +16,7 @@ from tests.collectors.ssh.running_fleet import RunningFleet, running_fleet
 from tests.tools import DEADLINE_SECONDS
 from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.samples import HostStatus
+from wattwatch.collectors.ssh.model import UnreachableCause
 
 
 def until_nothing_is_left(server: RealSshd) -> None:
@@ -46,6 +47,7 @@ def test_a_server_that_is_down_is_reported_and_reconnected(here: Site) -> None:
         link = watch.until_status(HostStatus.UNREACHABLE)
         watch.until(lambda: "connection refused" in watch.link().detail, "the reason in words")
         assert "is sshd running?" in watch.link().detail
+        assert watch.link().cause is UnreachableCause.REFUSED
         assert link.last_line_age_seconds is not None
         until_nothing_is_left(node)
         node.start()
@@ -61,6 +63,7 @@ def test_a_frozen_sshd_is_unreachable_in_time_and_its_probe_ends_when_it_thaws(h
         assert link.last_line_age_seconds is not None
         assert link.last_line_age_seconds < 9.0
         assert "no line for" in link.detail
+        assert link.cause is UnreachableCause.SILENT
         watch.until(lambda: "no line for" not in watch.link().detail, "the connection is given up")
         watch.until(lambda: "next login" in watch.link().detail or "trying" in watch.link().detail, "another login")
         node.signal_all(signal.SIGCONT)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.trainer.train.tiny_model import write_blocks, write_model
+from wattwatch.trainer.cli import describe_manifest
 from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.formatting import format_all
 from wattwatch.trainer.pack.blocks import PackedBlocks
+from wattwatch.trainer.pack.manifest import PackManifest
 from wattwatch.trainer.run_directory import RankExit, RankExitCode, read_rank_exit
-from wattwatch.trainer.settings import parse_job_settings
+from wattwatch.trainer.settings import parse_job_settings, read_job_file
 from wattwatch.trainer.train.model import build_model, load_weights
 from wattwatch.trainer.train.rank import describe_failure, reserve_exit_file, write_exit_file
 
@@ -23,6 +28,23 @@ MINIMUM = {"run": "r", "data": "d", "model": "m"}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), tied=False)
+
+
+def test_a_job_file_that_is_a_fifo_or_a_device_is_an_error(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)  # opening it would wait for a writer that never comes
+    for path, words in ((fifo, "a FIFO"), (Path("/dev/zero"), "a device")):
+        with pytest.raises(UserError, match=f"{path}: it is {words}"):
+            read_job_file(str(path))
+
+
+def test_counts_of_one_are_singular() -> None:
+    ones: dict[str, Any] = dict.fromkeys(PackManifest.__annotations__, 1)
+    manifest = PackManifest(**ones)
+    text = describe_manifest(manifest)
+    assert "1 row (" in text
+    assert "1 token, 1 block of 1 token, 1 token dropped" in text
+    assert [format_all(n, "step") for n in (1, 1500)] == ["the only step is", "all 1,500 steps are"]
 
 
 def spoiled(model: Path, directory: Path, name: str, tensor: torch.Tensor | None) -> Path:

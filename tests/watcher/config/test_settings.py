@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from wattwatch.watcher.config.profiles_file import read_profiles
 from wattwatch.watcher.config.settings import (
     CaptureSettings,
     Config,
@@ -117,6 +119,26 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"/nonexistent/wattwatch.toml: cannot read the file: No such file"):
         load_config(Path("/nonexistent/wattwatch.toml"))
+
+
+def test_only_a_regular_file_or_an_open_pipe_is_read(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)  # opening it would wait for a writer that never comes
+    for path, words in (
+        (fifo, "it is a FIFO, not a regular file"),
+        (Path("/dev/zero"), "it is a device"),  # it never ends
+        (tmp_path, "Is a directory"),
+    ):
+        for read in (load_config, read_profiles):
+            with pytest.raises(ConfigError, match=f"{path}: cannot read the file: {words}"):
+                read(path)
+        with pytest.raises(OSError, match=words):
+            read_secret(path)
+    reader, writer = os.pipe()
+    os.write(writer, MINIMUM.encode())
+    os.close(writer)
+    assert load_config(Path(f"/dev/fd/{reader}")).jobs[0].name == "pretrain"
+    os.close(reader)
 
 
 def test_a_binary_file_is_an_error_that_names_the_file(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from wattwatch.collectors.samples import (
     ProgressSample,
     ReadingStatus,
 )
+from wattwatch.collectors.ssh.model import UnreachableCause
 from wattwatch.watcher.detection.model import (
     AlertName,
     Finding,
@@ -150,6 +151,10 @@ def test_a_broken_gpu_is_reported_once_with_all_its_evidence() -> None:
         (
             {"status": HostStatus.UNREACHABLE, "detail": "no line for 9 s"},
             ("host", "the node does not answer: no line for 9 s"),
+        ),
+        (
+            {"status": HostStatus.UNREACHABLE, "detail": "connection refused", "cause": UnreachableCause.REFUSED},
+            ("host", "the node is up but refuses SSH connections: connection refused"),
         ),
         (
             {"kernel_events": (KernelEvent("oom", "Killed process 104 (python)", 30.0),)},

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -72,6 +75,25 @@ def test_the_child_ends_with_the_watcher_and_none_is_started_after(
     assert "the diagnosis process exited with code -9" in errors[0]
     with pytest.raises(DiagnosisError, match="is shutting down"):
         processes.diagnose(tmp_path)
+
+
+def test_a_diagnosis_can_be_ended_although_the_watcher_blocks_the_signal(
+    capture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = subprocess.Popen
+
+    def start_and_terminate(*arguments: Any, **settings: Any) -> subprocess.Popen[bytes]:
+        child = start(*arguments, **settings)
+        child.terminate()  # pending until the child unblocks it
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_terminate)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    try:
+        with pytest.raises(DiagnosisError, match="exited with code -15"):
+            DiagnosisProcesses().diagnose(capture)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_modules_in_the_working_directory_or_on_pythonpath_do_not_replace_ours(

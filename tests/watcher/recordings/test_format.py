@@ -14,7 +14,7 @@ from tests.collectors.test_probe_reader import line, nvml, row
 from tests.watcher.command_shell import Shell
 from wattwatch.collectors.probe_reader import ProbeReader
 from wattwatch.collectors.samples import HostStatus, NodeSample
-from wattwatch.collectors.ssh.model import NodeLink
+from wattwatch.collectors.ssh.model import NodeLink, UnreachableCause
 from wattwatch.watcher.config.settings import load_config, probe_request_for
 from wattwatch.watcher.daemon.service import Service, ServiceStartError
 from wattwatch.watcher.detection.model import JobSpec
@@ -81,6 +81,23 @@ def test_a_link_is_recorded_when_it_changes_and_the_end_when_it_is_known(tmp_pat
         (14.1, "gpu-02", HostStatus.OK),
     ]
     assert events[-1] == RecordedEvent(14.1)
+
+
+def test_why_a_node_is_unreachable_is_recorded_and_read_from_the_words_of_older_recordings(tmp_path: Path) -> None:
+    refused = NodeLink("gpu-01", HostStatus.UNREACHABLE, "as it was", cause=UnreachableCause.REFUSED)
+    writer = RecordingWriter(tmp_path / "r.gz", [SPEC])
+    writer.write_links({"gpu-01": refused}, 1.0)
+    writer.close()
+    (link,) = [event.link for event in read(tmp_path / "r.gz") if event.link is not None]
+    assert link.cause is UnreachableCause.REFUSED
+    with gzip.open(tmp_path / "old.gz", "wb") as old:
+        old.write(gzip.decompress((tmp_path / "r.gz").read_bytes()).splitlines(keepends=True)[0])
+        for detail in ("connection refused by 10.0.0.1:22; is sshd running?", "cannot resolve the name n1", "anything"):
+            record = {"n": "gpu-01", "t": 1.0, "link": "unreachable", "detail": detail}
+            old.write(orjson.dumps(record) + b"\n")
+        old.write(orjson.dumps({**record, "cause": "of a later version"}) + b"\n")
+    causes = [event.link.cause for event in read(tmp_path / "old.gz") if event.link is not None]
+    assert causes == [UnreachableCause.REFUSED, UnreachableCause.NAME, None, None]
 
 
 def test_a_new_connection_has_a_new_probe_whose_counters_start_at_zero(tmp_path: Path) -> None:

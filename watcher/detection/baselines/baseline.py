@@ -18,7 +18,7 @@ from typing import Final
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from wattwatch.watcher.common.formatting import describe_invalid_value
+from wattwatch.watcher.common.formatting import describe_invalid_value, format_count
 from wattwatch.watcher.detection.baselines.profiles import PowerProfile, generic_profile
 from wattwatch.watcher.detection.model import RankGpu
 
@@ -315,4 +315,5 @@ def _describe_floor_source(contexts: Sequence[Baseline], floor: float) -> str:
     samples = round(statistics.median(value.samples for value in contexts))
     each = " per GPU" if len(contexts) > 1 else ""
     phases = " and ".join(sorted({value.phase.value for value in contexts}))
-    return f"GPUs that only wait draw up to {floor:.0f} W, learned on {where} from {samples} samples{each} {phases}"
+    count = format_count(samples, "sample")
+    return f"GPUs that only wait draw up to {floor:.0f} W, learned on {where} from {count}{each} {phases}"

@@ -121,7 +121,7 @@ def with_extent(verdict: Verdict, sample: JobSample, most_confidence: float) -> 
         return verdict
     extent = sample.extent
     if judged < seen:
-        extent = f"{judged} of {max(seen, round(seen / sample.seen_share))} GPUs can be judged"
+        extent = f"{judged} of {format_count(max(seen, round(seen / sample.seen_share)), 'GPU')} can be judged"
     factor = (1.0 + share) / 2.0
     other = verdict.alternative
     return replace(
@@ -402,7 +402,8 @@ def _straggler(features: PowerFeatures) -> Verdict | None:
     if ratio < STRAGGLER_POWER_RATIO:
         return None
     why = (
-        f"{len(working)} of {len(gpus)} GPUs {'is' if len(working) == 1 else 'are'} computing at {ratio:.1f} times the "
+        f"{len(working)} of {format_count(len(gpus), 'GPU')} {'is' if len(working) == 1 else 'are'} computing at "
+        f"{ratio:.1f} times the "
         "power of the others, and the others are only waiting"
     )
     confidence = 0.6 * features.floor_confidence

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from wattwatch.collectors.samples import HostStatus
-from wattwatch.collectors.ssh.model import REFUSED_DETAIL
+from wattwatch.collectors.ssh.model import UnreachableCause
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
 from wattwatch.watcher.detection.model import AlertName, Finding, NodeState, Severity, Suspect
 from wattwatch.watcher.detection.trackers.observation import Observation
@@ -27,10 +27,34 @@ STALLED_INTERVALS: Final = 3.0
 # When every node is silent nobody is left to report the job's progress: critical after this time.
 ALL_SILENT_SECONDS: Final = 60.0
 
+MAY_BE_FINE: Final = "The job itself may be fine."
+UNREACHABLE_ADVICE: Final = {
+    UnreachableCause.REFUSED: "The node is up: check sshd and the port on it from its console or BMC, or wait if it is "
+    "booting.",
+    UnreachableCause.NAME: "Check the node's name in the configuration, HostName in ssh_config, and DNS on the "
+    "watcher's host. Nothing was sent to the node.",
+    UnreachableCause.HANDSHAKE: "The node is up: check the log of its sshd (MaxStartups, banned addresses, a full "
+    "process table) and that the port is that of sshd.",
+    UnreachableCause.SESSION: "The node is up: log in to it and check its load, its file systems and Python 3.8 or "
+    "later, or run `wattwatch check`.",
+    UnreachableCause.GATEWAY: "Check the SSH gateway: its log, AllowTcpForwarding, and whether it reaches the node.",
+    UnreachableCause.CONFIGURATION: "Correct ssh_config on the watcher's host, then run `wattwatch check`. Nothing was "
+    "sent to the node.",
+    UnreachableCause.NOT_TRIED: "Wait for the first login, or raise [ssh] max_simultaneous_logins.",
+}
+# Told anew within an episode when it changes. A dead host is silent and without a route in turn: one cause.
+UNREACHABLE_CAUSES: Final = {
+    UnreachableCause.REFUSED: "node up, sshd not",
+    UnreachableCause.NAME: "host name does not resolve",
+    UnreachableCause.HANDSHAKE: "SSH handshake fails",
+    UnreachableCause.SESSION: "no data after the SSH login",
+    UnreachableCause.GATEWAY: "SSH gateway does not connect",
+    UnreachableCause.CONFIGURATION: "ssh_config is wrong",
+}
 UNREADABLE_ADVICE: Final = {
-    HostStatus.SAMPLER_TIMEOUT: "The job itself may be fine. Check the kernel log for Xid 119 (GSP firmware error). "
+    HostStatus.SAMPLER_TIMEOUT: f"{MAY_BE_FINE} Check the kernel log for Xid 119 (GSP firmware error). "
     "Do not send SIGKILL to the hung nvidia-smi.",
-    HostStatus.DRIVER_DOWN: "The job itself may be fine. The driver may have been upgraded or unloaded while the "
+    HostStatus.DRIVER_DOWN: f"{MAY_BE_FINE} The driver may have been upgraded or unloaded while the "
     "job was running, or the container may have lost its GPU devices.",
     HostStatus.PARSE_ERROR: "Check what the node's login shell prints: this text may be mixed into the output of the "
     "GPU query.",
@@ -107,17 +131,23 @@ class ReachabilityTracker:
             evidence.append(f"the job's step counter last changed {stalled:.0f} s ago")
         elif stalled is None:
             evidence.append("no other node shows the job's progress")
-        summary = f"{node.node} does not answer"
+        summary = f"{node.node} {node.unreachable_text}"
         if node.status is not HostStatus.UNREACHABLE:
             # Not recovered: a rebooting node answers before its driver is loaded.
             summary = f"{node.node} answers again, but its GPUs cannot be read: {node.unreadable_reason}"
         if job_stalled:
             summary += f", and {job} has stopped making steps."
         elif all_silent:
-            summary += f", and no other node of {job} answers."
+            others = len(observation.sample.nodes) - 1
+            none = {0: "", 1: f", and neither can the other node of {job} be reached"}
+            summary += none.get(others, f", and none of the {others} other nodes of {job} can be reached") + "."
         else:
             summary += "."
         kind = ALERT_KINDS[AlertName.NODE_UNREACHABLE]
+        cause = node.cause or UnreachableCause.SILENT
+        advice = UNREACHABLE_ADVICE.get(cause, kind.advice)
+        if node.status is not HostStatus.UNREACHABLE:
+            advice = UNREADABLE_ADVICE.get(node.status, kind.advice)
         return Finding(
             job=job,
             alert=kind.name,
@@ -125,16 +155,12 @@ class ReachabilityTracker:
             scope=node.node,
             summary=summary,
             evidence=tuple(evidence),
-            advice=f"{kind.advice} "
-            + (
-                "The job is waiting for this node: restart the job without it."
-                if job_stalled
-                else "The job itself may be fine."
-            ),
+            advice=advice.removeprefix(MAY_BE_FINE).strip()
+            + (" The job is waiting for this node: restart the job without it." if job_stalled else f" {MAY_BE_FINE}"),
             since_seconds=since,
             suspects=(Suspect(node.node),),
             gpus_idle=(observation.sample.expected_gpus or 0) if job_stalled else 0,
-            causes=("node up, sshd not",) if node.detail.startswith(REFUSED_DETAIL) else ("node silent",),
+            causes=(UNREACHABLE_CAUSES.get(cause, "node silent"),),
         )
 
     def _unreadable_finding(

@@ -24,7 +24,7 @@ from wattwatch.collectors.clock import Clock
 from wattwatch.collectors.probe.payload import PYTHON_CANDIDATES
 from wattwatch.collectors.samples import HostStatus
 from wattwatch.collectors.ssh.channels import CommandResult, NodeChannels
-from wattwatch.watcher.common.formatting import single_line
+from wattwatch.watcher.common.formatting import format_count, single_line
 from wattwatch.watcher.config.settings import CaptureSettings
 from wattwatch.watcher.detection.model import JobSample, JobSpec, NodeState
 from wattwatch.watcher.diagnosis.capture.files import (
@@ -285,7 +285,11 @@ def _failure_reason(result: CommandResult, reader: AgentFrameReader) -> str | No
     if reader.complete:
         return None
     if result.error is not None:
-        cut = f" (the last file was cut off after {reader.cut_off_bytes:,} bytes)" if reader.cut_off_bytes else ""
+        cut = (
+            f" (the last file was cut off after {format_count(reader.cut_off_bytes, 'byte')})"
+            if reader.cut_off_bytes
+            else ""
+        )
         return f"{result.error}{cut}{stderr}"
     # A forced command in authorized_keys ignores our command line and runs its own program.
     if reader.garbage:

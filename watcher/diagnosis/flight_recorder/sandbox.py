@@ -24,12 +24,15 @@ MEMORY_BYTES: Final = 2**30  # address space of one worker
 CPU_SECONDS: Final = 2  # per file, plus more for a large one; without a limit, 1,000 hostile files could take hours
 WALL_SECONDS: Final = 60.0  # per file: also covers a worker that gets hardly any CPU time on a busy machine
 
+# The watcher blocks these signals in all its threads (daemon/service.py) and a child inherits that: it would ignore
+# them. The child restores them itself: unblocked here even for a moment, a signal to the watcher would kill it.
+UNBLOCK_SIGNALS: Final = "import signal; signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT)); "
 # The directory that contains the package `wattwatch`: the checkout, or site-packages.
 IMPORT_ROOT: Final = Path(__file__).parents[__name__.count(".")]
 # The worker sees no installed packages, so everything on the way to it, `wattwatch/__init__.py` included, may only
 # import the standard library.
 WORKER_PROGRAM: Final = (
-    "import sys; sys.path.append(sys.argv.pop()); "
+    f"{UNBLOCK_SIGNALS}import sys; sys.path.append(sys.argv.pop()); "
     "from wattwatch.watcher.diagnosis.flight_recorder.sandbox_worker import main; main()"
 )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from wattwatch.collectors.clock import Clock
+from wattwatch.watcher.common.formatting import format_count
 
 DEADLINE_SECONDS: Final = 15.0  # RAS takes up to twice its own timeout, which is 5 s by default
 MAX_REPORT_BYTES: Final = 32 * 1024 * 1024  # 1,024 ranks in 20 communicators are about 10 MB of JSON
@@ -176,9 +177,11 @@ class _Session:
             elif raw[:6].upper() == b"ERROR:":
                 problem = f"the server rejected the request: {_decode_line(raw)}"
             elif report_format == "json" and not raw.rstrip().endswith(b"}"):
-                problem = f"the server closed the connection in the middle of its report, after {len(raw):,} bytes"
+                after = format_count(len(raw), "byte")
+                problem = f"the server closed the connection in the middle of its report, after {after}"
         elif raw:
-            problem = f"{problem}; the {len(raw):,} bytes received before that are kept"
+            verb = "is" if len(raw) == 1 else "are"
+            problem = f"{problem}; the {format_count(len(raw), 'byte')} received before that {verb} kept"
         return RasAnswer(raw, report_format, problem)
 
     def command(self, line: str) -> str:
@@ -187,7 +190,8 @@ class _Session:
         while b"\n" not in self.received:
             if len(self.received) > _MAX_LINE_BYTES:
                 raise _SessionFailed(
-                    f"the server answered {line!r} with {len(self.received):,} bytes and no line break: it is probably "
+                    f"the server answered {line!r} with {format_count(len(self.received), 'byte')} and no line "
+                    "break: it is probably "
                     "not NCCL RAS"
                 )
             if not self.receive():
@@ -217,7 +221,7 @@ class _Session:
         left = self.max_bytes - len(self.received)
         self.received += chunk[:left]
         if len(chunk) > left:
-            raise _SessionFailed(f"the server sent more than {self.max_bytes:,} bytes")
+            raise _SessionFailed(f"the server sent more than {format_count(self.max_bytes, 'byte')}")
         return bool(chunk)
 
     def limit_wait(self) -> None:

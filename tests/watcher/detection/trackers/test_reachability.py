@@ -6,8 +6,8 @@ import pytest
 
 from tests.watcher.detection.simulated_seconds import COMPUTE, SPIN, Job
 from wattwatch.collectors.samples import HostStatus
-from wattwatch.collectors.ssh.model import NodeLink
-from wattwatch.watcher.detection.model import AlertName, JobState, Severity
+from wattwatch.collectors.ssh.model import NodeLink, UnreachableCause
+from wattwatch.watcher.detection.model import AlertName, JobState, NodeState, Severity
 
 UNREACHABLE = AlertName.NODE_UNREACHABLE
 BLIND = AlertName.PROBE_BLIND
@@ -167,6 +167,57 @@ def test_a_node_that_answers_without_its_driver_is_no_longer_said_to_be_silent()
     found = job.finding(UNREACHABLE)
     assert found.summary == "node-2 answers again, but its GPUs cannot be read: NVIDIA driver is not loaded."
     assert "last data received 0 s ago" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("cause", "said", "advice"),
+    [
+        (UnreachableCause.SILENT, "does not answer", "BMC"),
+        (UnreachableCause.ROUTE, "cannot be reached: the network reports no route to it", "BMC"),
+        (UnreachableCause.REFUSED, "is up but refuses SSH connections", "sshd"),
+        (UnreachableCause.NAME, "cannot be reached: its host name does not resolve", "DNS"),
+        (UnreachableCause.HANDSHAKE, "answers, but ends each SSH connection before the login", "MaxStartups"),
+        (UnreachableCause.SESSION, "accepts the SSH login, but sends no data", "log in to it"),
+        (UnreachableCause.GATEWAY, "cannot be reached through its SSH gateway", "gateway"),
+        (UnreachableCause.CONFIGURATION, "cannot be reached: its SSH configuration", "ssh_config"),
+    ],
+)
+def test_only_a_node_from_which_nothing_came_back_is_said_not_to_answer(
+    cause: UnreachableCause, said: str, advice: str
+) -> None:
+    job = training()
+    job.links["node-2"] = NodeLink("node-2", HostStatus.UNREACHABLE, "as it was", 5.0, cause=cause)
+    job.play(60, COMPUTE, silent=["node-2"])
+    finding = job.finding(UNREACHABLE)
+    assert finding.summary.startswith(f"node-2 {said}")
+    assert advice in finding.advice
+    state = NodeState("node-2", HostStatus.UNREACHABLE, "as it was", 5.0, fresh=False, cause=cause)
+    assert state.unreadable_reason.startswith(f"node {said}")
+    assert ("answer" in finding.summary) == (cause in (UnreachableCause.SILENT, UnreachableCause.HANDSHAKE))
+
+
+def test_a_rejected_login_after_silence_is_said_with_its_own_next_step() -> None:
+    job = training()
+    cut_off(job)
+    job.play(20, COMPUTE, silent=["node-2"])
+    job.links["node-2"] = NodeLink("node-2", HostStatus.HOST_KEY_CHANGED, "another key", 30.0)
+    job.play(5, COMPUTE, silent=["node-2"])
+    finding = job.finding(UNREACHABLE)
+    assert "SSH host key does not match the known one" in finding.summary
+    assert "host key changed" in finding.advice
+    assert "BMC" not in finding.advice
+
+
+@pytest.mark.parametrize(("nodes", "said"), [(1, ""), (2, "neither can the other node"), (3, "none of the 2")])
+def test_how_many_other_nodes_cannot_be_reached_is_counted(nodes: int, said: str) -> None:
+    job = training(nodes=nodes, progress=None)
+    for node in job.nodes:
+        cut_off(job, node)
+    job.play(80, COMPUTE, silent=list(job.nodes))
+    summary = next(f.summary for f in job.findings if f.alert is UNREACHABLE)
+    assert said in summary
+    assert summary.endswith(".")
+    assert nodes > 1 or summary == "node-1 does not answer."
 
 
 def test_each_way_of_being_unreadable_has_its_own_duration_and_is_a_cause_of_its_own() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import resource
+import signal
 import struct
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -179,6 +181,23 @@ def test_each_damaged_file_gives_one_sentence_and_the_next_file_is_read() -> Non
             if name != "halves in JSON":
                 assert isinstance(table.get("why"), str), name
             assert "columns" in reader.read(good, MAX_ANSWER, 100), name
+
+
+def test_the_worker_can_be_ended_although_the_watcher_blocks_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+
+    def start_and_terminate(*arguments: Any, **settings: Any) -> subprocess.Popen[bytes]:
+        child = start(*arguments, **settings)
+        child.terminate()  # pending until the child unblocks it
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_terminate)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    try:
+        with SandboxedReader() as reader:
+            assert "killed by signal 15" in reader.read(NCCL.read_bytes(), MAX_ANSWER, 100)["why"]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def references(levels: int, width: int) -> bytes:
