@@ -31,7 +31,8 @@ def block_count(size_bytes: int, seq_len: int) -> int:
     blocks, rest = divmod(size_bytes, TOKEN_BYTES * seq_len)
     if rest:
         raise ValueError(
-            f"{format_count(size_bytes, 'byte')} make no whole number of blocks of {seq_len} int32 ids "
+            f"{format_count(size_bytes, 'byte')} {'is' if size_bytes == 1 else 'are'} not a whole number of blocks "
+            f"of {seq_len} int32 ids "
             f"({format_count(rest, 'byte')} left over)"
         )
     return blocks
