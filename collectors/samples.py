@@ -188,9 +188,27 @@ class GpuSample:
         nvml_key="mig", nvml_calls=(("nvmlDeviceGetMigMode",),), nvml_part=0, steady=True,  # [current, pending]
         column="mig", query="mig.mode.current",
     )  # fmt: skip
-    # Errors in its memories that could not be corrected, since the driver was loaded. Only nvidia-smi's and amd-smi's
-    # own outputs have it; the probe does not ask for it, since the kernel log names each error when it happens.
-    uncorrected_ecc_errors: float | None = None
+    # Errors in its memories that could not be corrected, since the driver was loaded. The kernel log names each,
+    # where the account may read it. In NVML: 1 uncorrected; 0 volatile, 1 aggregate. smi/gpu_cells.py reads the cells.
+    uncorrected_ecc_errors: float | None = gpu_reading(
+        live=True, steady=True,
+        nvml_key="ecc_uncorrected", nvml_calls=(("nvmlDeviceGetTotalEccErrors", 1, 0),),
+        query="ecc.errors.uncorrected.volatile.total",
+    )  # fmt: skip
+    lifetime_uncorrected_ecc_errors: float | None = gpu_reading(
+        live=True, steady=True,
+        nvml_key="ecc_uncorrected_lifetime", nvml_calls=(("nvmlDeviceGetTotalEccErrors", 1, 1),),
+    )  # fmt: skip
+    # 1: the driver replaces damaged memory at the next reset of the GPU. Rows since Ampere, whole pages before.
+    memory_repair_pending: float | None = gpu_reading(
+        live=True, steady=True,
+        nvml_key="repair_pending", nvml_part=2, highest=1.0,  # [corrected, uncorrected, pending, failed]
+        nvml_calls=(("nvmlDeviceGetRemappedRows",), ("nvmlDeviceGetRetiredPagesPendingStatus",)),
+    )  # fmt: skip
+    memory_repair_failed: float | None = gpu_reading(  # 1: no spare row is left for one that is damaged
+        live=True, steady=True,
+        nvml_key="repair_failed", nvml_calls=(("nvmlDeviceGetRemappedRows",),), nvml_part=3, highest=1.0,
+    )  # fmt: skip
     reasons: Mapping[str, ReadingStatus] = field(default_factory=lambda: NO_REASONS)  # field name -> why it is None
 
     def reading(self, name: str) -> Reading:

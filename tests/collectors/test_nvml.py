@@ -12,6 +12,7 @@ from wattwatch.collectors.nvml import (
     HANDLE_ERROR,
     LIVE_FIELDS,
     UNNAMED_COLUMNS,
+    NvmlColumns,
     gpu_from_nvml,
     host_status_of,
     missing_from_nvml,
@@ -185,3 +186,15 @@ def test_no_row_raises(values: list[object], errors: dict[str, int], previous: t
     missing_from_nvml(values, errors)
     assert (gpu.power_watts is None) == (gpu.power_source is None)
     assert gpu.utilization_percent is None or 0.0 <= gpu.utilization_percent <= 100.0
+
+
+def test_memory_error_counters_are_read_and_one_that_a_gpu_does_not_have_is_unsupported_and_not_0() -> None:
+    columns = NvmlColumns(("index", "ecc_uncorrected", "ecc_uncorrected_lifetime", "repair_pending", "repair_failed"))
+    gpu = gpu_from_nvml([0, 2, 9, 1, 0], None, None, 100.0, columns)
+    assert (gpu.uncorrected_ecc_errors, gpu.lifetime_uncorrected_ecc_errors) == (2.0, 9.0)
+    assert (gpu.memory_repair_pending, gpu.memory_repair_failed) == (1.0, 0.0)
+    errors = {"ecc_uncorrected": 3, "ecc_uncorrected_lifetime": 3, "repair_pending": 3, "repair_failed": 3}
+    gpu = gpu_from_nvml([0, None, None, None, None], errors, None, 100.0, columns)
+    assert gpu.uncorrected_ecc_errors is None
+    assert gpu.reading("uncorrected_ecc_errors").reason is ReadingStatus.UNSUPPORTED
+    assert gpu.fault is None

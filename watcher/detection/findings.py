@@ -414,6 +414,11 @@ def gpu_fault_finding(observation: Observation, gpu: FaultyGpu) -> Finding:
 
 
 def _describe_gpu_fault(gpu: FaultyGpu) -> str:
+    if not gpu.unusable and gpu.xid is None:
+        repair = " and needs a reset" if "memory repair pending" in gpu.causes else ""
+        if "uncorrected ECC errors" in gpu.causes:
+            return f"{gpu.suspect} has uncorrected memory errors{repair}."
+        return f"{gpu.suspect} has damaged memory{repair}."
     if not gpu.unusable:
         return f"{gpu.suspect} needs a reset soon (Xid {gpu.xid})."
     if gpu.xid is None:

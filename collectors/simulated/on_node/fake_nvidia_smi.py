@@ -119,6 +119,7 @@ def field_text(gpu: Gpu, state: dict[str, Any], field: str) -> str | None:
         "pstate": f"P{gpu['pstate']}",
         "persistence_mode": "Enabled",
         "mig.mode.current": "Disabled",
+        "ecc.errors.uncorrected.volatile.total": str(gpu.get("ecc_errors", 0)),
         "compute_mode": "Default",
     }
     return known.get(field)

@@ -309,6 +309,26 @@ def nvml_mig(_gpu: Gpu, current: Any, pending: Any) -> int:
     return write(current, 0)
 
 
+@gpu_entry("nvmlDeviceGetTotalEccErrors")
+def nvml_ecc_errors(gpu: Gpu, kind: Any, counter: Any, count: Any) -> int:
+    """Uncorrected ones (kind 1) since the driver was loaded (counter 0) or ever (1)."""
+    errors: int | None = gpu.get("ecc_errors", 0)
+    if errors is None:  # a GPU without ECC
+        return NOT_SUPPORTED
+    before = gpu.get("ecc_errors_before", 0) if number_of(counter) == 1 else 0
+    return write(count, errors + before if number_of(kind) == 1 else 0)
+
+
+@gpu_entry("nvmlDeviceGetRemappedRows")
+def nvml_remapped_rows(gpu: Gpu, corrected: Any, uncorrected: Any, pending: Any, failed: Any) -> int:
+    if gpu.get("ecc_errors", 0) is None:
+        return NOT_SUPPORTED
+    write(corrected, 0)
+    write(uncorrected, 0)
+    write(failed, 0)
+    return write(pending, int(gpu.get("repair_pending", 0)))
+
+
 @gpu_entry("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
 def nvml_processes(gpu: Gpu, count: Any, rows: Any) -> int:
     pids: list[int] = gpu["pids"]

@@ -69,7 +69,7 @@ def test_a_field_that_an_old_driver_does_not_know_is_dropped_from_the_query(node
         "nvidia-smi",
         'for field in power.draw.instant clocks_event_reasons.active; do case "$*" in *"$field"*)\n'
         """echo "Field \\"$field\\" is not a valid field to query."; exit 2;; esac; done\n"""
-        f'echo "{answer}, 300, P8, Disabled, 27.00"',
+        f'echo "{answer}, 300, P8, Disabled, [N/A], 27.00"',
     )
     with running_probe(node, REQUEST) as probe:
         sample = probe.sample(lambda s: s.gpus is not None)

@@ -15,6 +15,10 @@ import pytest
 
 from tests.tools import DEADLINE_SECONDS
 from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.nvml import NvmlColumns, gpu_from_nvml
+from wattwatch.collectors.probe.node_probe import NvmlReader
+from wattwatch.collectors.probe.payload import NVML_READINGS
+from wattwatch.collectors.samples import GpuSample, ReadingStatus
 from wattwatch.collectors.simulated.driver import set_up_scenarios, write_job_state
 from wattwatch.collectors.simulated.on_node import fake_nvml
 from wattwatch.collectors.simulated.scenario import get_scenario
@@ -79,6 +83,27 @@ def test_handles_are_found_by_uuid_and_by_bus_id(pynvml: ModuleType) -> None:
     assert pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByPciBusId("00000001:69:00.0")) == 5
     with pytest.raises(pynvml.NVMLError_NotFound):
         pynvml.nvmlDeviceGetHandleByUUID("GPU-none")
+
+
+def test_the_probe_reads_memory_errors_every_few_seconds_and_not_each_time(pynvml: ModuleType, node: Path) -> None:
+    keys = ("ecc_uncorrected", "ecc_uncorrected_lifetime", "repair_pending", "repair_failed")
+    reader = NvmlReader(pynvml, [reading for reading in NVML_READINGS if reading[0] in keys])
+
+    def read(now: float) -> GpuSample:
+        values, *errors = reader.row(3, now)
+        return gpu_from_nvml(values, errors[0] if errors else None, None, now, NvmlColumns(reader.columns))
+
+    assert (read(0.0).uncorrected_ecc_errors, read(0.0).memory_repair_pending) == (0.0, 0.0)
+    counters = {"ecc_errors": 2, "ecc_errors_before": 7, "repair_pending": 1}
+    change(node, lambda state: state["gpus"][3].update(counters))
+    assert read(1.0).uncorrected_ecc_errors == 0.0, "read once in DISCOVERY_SECONDS"
+    gpu = read(20.0)
+    assert (gpu.uncorrected_ecc_errors, gpu.lifetime_uncorrected_ecc_errors) == (2.0, 9.0)
+    assert (gpu.memory_repair_pending, gpu.memory_repair_failed) == (1.0, 0.0)
+    change(node, lambda state: state["gpus"][3].update(ecc_errors=None))
+    gpu = read(40.0)
+    assert (gpu.uncorrected_ecc_errors, gpu.memory_repair_failed, gpu.fault) == (None, None, None)
+    assert gpu.reasons["uncorrected_ecc_errors"] is ReadingStatus.UNSUPPORTED
 
 
 def test_the_process_list_is_asked_twice_first_for_its_size(pynvml: ModuleType) -> None:

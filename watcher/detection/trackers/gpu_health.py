@@ -9,8 +9,8 @@ from functools import cache
 from importlib import resources
 from typing import Final
 
-from wattwatch.collectors.samples import KernelEvent, ReadingStatus
-from wattwatch.watcher.common.formatting import format_duration
+from wattwatch.collectors.samples import GpuSample, KernelEvent, ReadingStatus
+from wattwatch.watcher.common.formatting import format_count, format_duration
 from wattwatch.watcher.detection.model import PCI_ID, NodeState, Suspect, normalized_pci_id
 from wattwatch.watcher.detection.trackers.observation import Observation, Streak
 
@@ -57,11 +57,20 @@ class FaultyGpu:
     key: str  # PCI id, UUID or index: scope of the alert
     evidence: tuple[str, ...]
     since_seconds: float  # when the fault was first seen
-    unusable: bool = True  # False: only the kernel log reports it, and the GPU works on
+    unusable: bool = True  # False: only the kernel log or a counter reports it, and the GPU works on
     answers: bool = False  # only the kernel log reports it, and the GPU's readings are those of a working one
     xid: int | None = None  # the Xid that decided; None where the driver itself reports the GPU as lost or broken
     causes: tuple[str, ...] = ()  # kinds of fault in the evidence: "lost", "Xid 79"
     read_seconds: float = 0.0  # when it was last found so: its node may be unreadable since then
+
+
+@dataclass(slots=True)
+class EccCount:
+    """A GPU's counter of uncorrected memory errors: its last value, and what was added while it was followed."""
+
+    last: float
+    new: float = 0.0
+    seen_seconds: float | None = None  # when it last rose
 
 
 def _with_age(gpu: FaultyGpu, now: float) -> FaultyGpu:
@@ -78,6 +87,7 @@ class GpuHealthTracker:
         # By node and PCI id as the kernel writes it, then by code: the first line of a fault is not the last of it.
         self._xids: dict[GpuPlace, dict[int, tuple[float, KernelEvent]]] = {}
         self._known_lines: dict[tuple[str, str], float] = {}  # (node, text) -> time of the line, on our clock
+        self._ecc_errors: dict[GpuPlace, EccCount] = {}
         self._since: dict[GpuPlace, float] = {}
         self._last: dict[GpuPlace, FaultyGpu] = {}
         self._places: dict[GpuPlace, Suspect] = {}  # (node, PCI id) -> index and rank when the GPU last answered
@@ -109,6 +119,9 @@ class GpuHealthTracker:
                 xids[place] = code
             else:
                 xids.setdefault(place, code)
+        for suspect, key, text, cause in self._reported_by_counters(observation):
+            _add_evidence(found, suspect, key, text)
+            causes.setdefault((suspect.node, key), set()).add(cause)
         answers = self._add_answers(observation, {place: found[place] for place in xids if place not in reported})
         # A node whose GPUs cannot be read withdraws nothing: a lost GPU is lost until the node shows it again.
         readable = {node.node for node in observation.sample.nodes if node.fresh}
@@ -130,6 +143,49 @@ class GpuHealthTracker:
             for place, (suspect, evidence) in found.items()
         }
         return tuple(self._last.values())
+
+    def _reported_by_counters(self, observation: Observation) -> Iterator[tuple[Suspect, str, str, str]]:
+        """(suspect, key, evidence, cause) of GPUs whose memory had an error while they were followed, or needs repair.
+
+        Errors from before belong to the past: the driver has replaced that memory, or says that it will.
+        """
+        for ranked in observation.sample.gpus:
+            gpu = ranked.gpu
+            total = gpu.uncorrected_ecc_errors
+            if not total and not gpu.memory_repair_pending and not gpu.memory_repair_failed:
+                known = self._ecc_errors.get((ranked.node, gpu.key))
+                if total is not None and (known is None or known.last):
+                    self._ecc_errors[ranked.node, gpu.key] = EccCount(0.0)
+                continue
+            suspect = Suspect(ranked.node, gpu.index, ranked.rank)
+            key = self._canonical(ranked.node, self._key(ranked.node, gpu.index, gpu.pci_bus_id))
+            if total is not None:
+                text = self._new_errors((ranked.node, gpu.key), gpu, total, observation.now)
+                if text:
+                    yield suspect, key, text, "uncorrected ECC errors"
+            if gpu.memory_repair_pending:
+                text = f"GPU {gpu.index}: the driver replaces damaged memory at the next reset of the GPU"
+                yield suspect, key, text, "memory repair pending"
+            if gpu.memory_repair_failed:
+                text = f"GPU {gpu.index}: the driver could not replace damaged memory, no spare row is left for it"
+                yield suspect, key, text, "memory repair failed"
+
+    def _new_errors(self, place: GpuPlace, gpu: GpuSample, total: float, now: float) -> str:
+        """The errors that were counted while the GPU was followed, with their age; "" for none in the last minutes."""
+        known = self._ecc_errors.get(place)
+        if known is None or total < known.last:  # not seen before, or the driver was reloaded
+            known = self._ecc_errors[place] = EccCount(total)
+        if total > known.last:
+            known.new, known.seen_seconds = known.new + total - known.last, now
+            known.last = total
+        if known.seen_seconds is None or now - known.seen_seconds > XID_SECONDS:
+            known.new = 0.0
+            return ""
+        new = format_count(int(known.new), "new uncorrected memory (ECC) error")
+        lifetime = gpu.lifetime_uncorrected_ecc_errors
+        ever = "" if lifetime is None else f", {lifetime:,.0f} in its lifetime"
+        age = format_duration(now - known.seen_seconds)
+        return f"GPU {gpu.index}: {new}, the last seen {age} ago; {total:,.0f} since the driver was loaded{ever}"
 
     def _add_answers(
         self, observation: Observation, found: dict[GpuPlace, tuple[Suspect, list[str]]]

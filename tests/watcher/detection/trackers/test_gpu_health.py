@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.watcher.detection.simulated_seconds import COMPUTE, KILLED, LOST, SPIN, Activity, Job, xid
 from wattwatch.collectors.samples import HostStatus, MissingGpu, NodeSample, ReadingStatus
-from wattwatch.watcher.detection.model import AlertName
+from wattwatch.watcher.detection.model import AlertName, JobState, Severity
 
 FAULT = AlertName.GPU_FAULT
 UNREADABLE = Activity(
@@ -54,6 +54,57 @@ def unopened(index: int) -> Callable[[NodeSample], NodeSample]:
         return replace(line, gpus=others, missing_gpus=(lost,)) if line.node == "node-2" else line
 
     return change
+
+
+def with_counters(index: int, **counters: float) -> Callable[[NodeSample], NodeSample]:
+    def change(line: NodeSample) -> NodeSample:
+        gpus = tuple(replace(gpu, **counters) if gpu.index == index else gpu for gpu in line.gpus or ())  # type: ignore[arg-type]  # fields by name
+        return replace(line, gpus=gpus)
+
+    return change
+
+
+def test_an_uncorrected_memory_error_while_the_job_runs_is_a_fault_of_that_gpu_with_its_age() -> None:
+    job = training()
+    job.change_line = with_counters(5, uncorrected_ecc_errors=2.0)
+    job.play(20, COMPUTE)
+    assert job.findings == (), "those were counted before the job was followed"
+    job.change_line = with_counters(5, uncorrected_ecc_errors=3.0, lifetime_uncorrected_ecc_errors=12.0)
+    job.play(30, COMPUTE)
+    fault = job.finding(FAULT)
+    assert (fault.severity, [(s.node, s.gpu, s.rank) for s in fault.suspects]) == (
+        Severity.WARNING,
+        [("node-1", 5, 5)],
+    )
+    assert fault.summary.endswith("GPU 5 has uncorrected memory errors.")
+    assert fault.evidence == (
+        "GPU 5: 1 new uncorrected memory (ECC) error, the last seen 29 s ago; 3 since the driver was loaded, "
+        "12 in its lifetime",
+    )
+    assert (fault.gpus_idle, job.state) == (0, JobState.COMPUTING)
+    job.play(900, COMPUTE)
+    assert job.findings == ()
+
+
+def test_damaged_memory_that_waits_for_a_reset_is_said_for_as_long_as_the_driver_says_so() -> None:
+    job = training()
+    job.change_line = with_counters(2, memory_repair_pending=1.0)
+    job.play(1000, COMPUTE)
+    assert job.finding(FAULT).summary.endswith("GPU 2 has damaged memory and needs a reset.")
+    job.change_line = with_counters(2, memory_repair_pending=0.0, memory_repair_failed=1.0)
+    job.play(5, COMPUTE)
+    assert "no spare row is left" in job.finding(FAULT).evidence[0]
+    job.change_line = with_counters(2, memory_repair_pending=0.0)
+    job.play(5, COMPUTE)
+    assert job.findings == ()
+
+
+def test_a_counter_that_starts_again_with_the_driver_is_no_error() -> None:
+    job = training()
+    for total in (4.0, 0.0, 0.0, 2.0):
+        job.change_line = with_counters(1, uncorrected_ecc_errors=total)
+        job.play(3, COMPUTE)
+    assert job.finding(FAULT).evidence[0].startswith("GPU 1: 2 new uncorrected memory (ECC) errors")
 
 
 def test_a_lost_gpu_keeps_its_rank_from_the_first_sample_to_the_hang_that_follows() -> None:
