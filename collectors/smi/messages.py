@@ -24,11 +24,12 @@ _INVALID_FIELD: Final = re.compile(r"Field [\"'`]?([\w.\-]*)[\"'`]? is not a val
 
 @dataclass(frozen=True, slots=True)
 class KnownMessage:
-    """One known message. `status` is None for a harmless one."""
+    """One known message. `status` is None for one that prevents no reading."""
 
     pattern: re.Pattern[str]
     status: HostStatus | None
     text: str
+    about_a_gpu: bool = False  # it says something about a GPU that the rows do not show
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ def _messages() -> tuple[KnownMessage, ...]:
             re.compile(entry["pattern"], re.IGNORECASE),
             HostStatus(entry["status"]) if "status" in entry else None,
             entry.get("text", ""),
+            entry.get("about_a_gpu", False),
         )
         for entry in entries
     )
@@ -132,6 +134,11 @@ class MessageLog:
         gpu = MissingGpu(index, handle["bus"], reason, text[:300])
         if gpu not in self.missing:
             self.missing.append(gpu)
+
+
+def is_about_a_gpu(warning: str) -> bool:
+    """Whether this warning of a report is the tool's own word on a GPU, such as a corrupted infoROM."""
+    return any(message.about_a_gpu and message.pattern.search(warning) for message in MESSAGES)
 
 
 def other_output(lines: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ from wattwatch.collectors.samples import GpuSample, HostStatus, MissingGpu, Node
 from wattwatch.collectors.smi import GpuSnapshot, SmiReport, read_gpu_output
 from wattwatch.collectors.smi.columns import read_column, read_header
 from wattwatch.collectors.smi.csv_format import NO_HEADER, split_cells
+from wattwatch.collectors.smi.messages import is_about_a_gpu
 from wattwatch.collectors.ssh.model import NodeLink
 from wattwatch.watcher.common.formatting import describe_invalid_value
 from wattwatch.watcher.detection.model import JobSpec, normalized_pci_id
@@ -391,7 +392,7 @@ def _from_report(name: str, report: SmiReport) -> GpuLog:
         report.detail,
         {},
         report.warnings,
-        remarks=(*remarks, *_no_header(report)),
+        remarks=(*remarks, *_no_header(report), *_tool_messages(report)),
         parts=tuple(parts) if len(parts) > 1 else (),
         assumptions=tuple(assumptions),
     )
@@ -423,6 +424,26 @@ def _still_missing(missing: Sequence[MissingGpu], gpus: Sequence[GpuSample]) -> 
         for each in missing
         if (each.index not in indexes if each.pci_bus_id is None else normalized_pci_id(each.pci_bus_id) not in buses)
     )
+
+
+PCI_ID_IN_TEXT: Final = re.compile(r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]")
+
+
+def _tool_messages(report: SmiReport) -> Iterator[str]:
+    """What the tool itself said about a GPU beside its rows, which may show nothing of it."""
+    gpus = report.snapshots[-1].gpus if report.snapshots else ()
+    still_missing = _still_missing(report.missing_gpus, gpus)
+    listed = [missing.text for missing in report.missing_gpus if missing not in still_missing]
+    for text in (*(text for text in report.warnings if is_about_a_gpu(text)), *listed):
+        named = next((found for found in PCI_ID_IN_TEXT.findall(text)), None)
+        where = [gpu.index for gpu in gpus if named and gpu.pci_bus_id and _same_slot(named, gpu.pci_bus_id)]
+        place = f" (this is GPU {where[0]})" if where and where[0] is not None else ""
+        also = ", although it lists that GPU" if text in listed and where else ""
+        yield f'The tool itself warns: "{text.strip().rstrip(".")}"{place}{also}.'
+
+
+def _same_slot(named: str, pci_bus_id: str) -> bool:
+    return normalized_pci_id(named) == normalized_pci_id(pci_bus_id)
 
 
 def _no_header(report: SmiReport) -> Iterator[str]:

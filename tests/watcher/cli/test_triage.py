@@ -377,3 +377,41 @@ def test_progress_reads_a_pipe_and_does_not_block_on_an_empty_one(
     answer = shell.run("progress", tmp_path / "pipe")
     assert (answer.exit_code, answer.out) == (3, "")
     assert "nothing was written to this pipe" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (
+            "WARNING: infoROM is corrupted at gpu 0000:9B:00.0",
+            '"WARNING: infoROM is corrupted at gpu 0000:9B:00.0" (this is GPU 0).',
+        ),
+        ("Reboot the system to recover this GPU", '"Reboot the system to recover this GPU".'),
+        (
+            "Unable to determine the device handle for GPU0000:9B:00.0: Unknown Error",
+            '"Unable to determine the device handle for GPU0000:9B:00.0: Unknown Error" (this is GPU 0), although it '
+            "lists that GPU.",
+        ),
+    ],
+)
+def test_what_the_tool_itself_says_of_a_gpu_beside_its_table_is_said(shell: Shell, message: str, said: str) -> None:
+    for text in (f"{PLAIN_TABLE}{message}\n", f"{message}\n{PLAIN_TABLE}"):
+        assert f"The tool itself warns: {said}" in " ".join(shell.run("triage", "-", stdin=text.encode()).out.split())
+        (found,) = shell.run("triage", "--json", "-", stdin=text.encode()).json
+        assert f"The tool itself warns: {said}" in found["why"]
+    lost = "Unable to determine the device handle for GPU 0000:1A:00.0: GPU is lost.  Reboot the system to recover\n"
+    answer = shell.run("triage", "-", stdin=(PLAIN_TABLE + lost).encode())
+    assert answer.exit_code == 2
+    assert answer.out.count("GPU is lost") == 1
+    assert "warns" not in shell.run("triage", "-", stdin=PLAIN_TABLE.encode()).out
+
+
+PLAIN_TABLE = """\
++-----------------------------------------+------------------------+----------------------+
+| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
+| Fan  Temp   Perf          Pwr:Usage/Cap |           Memory-Usage | GPU-Util  Compute M. |
+|=========================================+========================+======================|
+|   0  NVIDIA H100 80GB HBM3          On  |   00000000:9B:00.0 Off |                    0 |
+| N/A   61C    P0            640W /  700W |  70123MiB /  81559MiB |    100%      Default |
++-----------------------------------------+------------------------+----------------------+
+"""
