@@ -111,6 +111,7 @@ class HangDetector:
         self._since_work_seconds = math.inf
         self._was_working = False
         self._worked_since_save = True
+        self._read_seconds: float | None = None  # when power and utilization of any GPU were last read
         self._starting = False  # at the previous observation: the first step of a run has not been seen yet
 
     def clear(self) -> None:
@@ -148,6 +149,8 @@ class HangDetector:
         and nothing is reported here; `few_processes_compute`: few of the job's processes use a CPU core; `lost_gpus`:
         those that cannot be used now."""
         verdict = observation.verdict
+        if observation.sample.gpus:
+            self._read_seconds = observation.now
         working = verdict.state in WORKING_STATES and not verdict.at_floor
         self._working_rounds += working
         self._follow_pauses(observation, step_rate, saves, working)
@@ -325,8 +328,10 @@ class HangDetector:
         evidence = [
             f"no step for {stalled:.0f} s (last step {observation.sample.progress.step:,}); "
             f"the limit is {exceeded:.0f} s{rate}",
-            self._signature_text if has_signature else observation.verdict.why,
+            self._signature_text if has_signature and observation.sample.gpus else observation.verdict.why,
         ]
+        if not observation.sample.gpus:
+            evidence += self._unread_evidence(observation, has_signature=has_signature)
         if not confirmed:
             evidence.append(
                 "a checkpoint save by all ranks or an evaluation can look like a hang; the hang is confirmed after "
@@ -343,6 +348,20 @@ class HangDetector:
         ]
         suspects = tuple(gpu.suspect for gpu in culprits) or self._suspects or outlier_suspects(observation)
         return self._finding(observation, since, tuple(evidence), suspects, confirmed=confirmed)
+
+    def _signature_evidence(self, observation: Observation) -> list[str]:
+        if observation.sample.gpus:
+            return [self._signature_text]
+        return self._unread_evidence(observation, has_signature=True)
+
+    def _unread_evidence(self, observation: Observation, *, has_signature: bool) -> list[str]:
+        """What is not known while no GPU can be read, and what was seen before."""
+        gpus = "its GPUs" if not observation.sample.gpu_count else format_count(observation.sample.gpu_count, "GPU")
+        since = "have not been read yet"
+        if self._read_seconds is not None:
+            since = f"have not been read for {observation.now - self._read_seconds:.0f} s"
+        unread = f"power and utilization of {gpus} {since}: whether the GPUs work now is unknown"
+        return [unread, f"when they were last read: {self._signature_text}"] if has_signature else [unread]
 
     def _is_first_step(self, observation: Observation, step_rate: StepRateTracker) -> bool:
         """No step was observed yet: the first one may compile, or the log is of a run that has ended. A watcher that
@@ -371,7 +390,7 @@ class HangDetector:
             if signature.seconds < NO_COUNTER_SUSPECT_SECONDS:
                 return None
             evidence = (
-                self._signature_text,
+                *self._signature_evidence(observation),
                 f"this has lasted for {signature.seconds:.0f} s; the job's progress cannot be read",
             )
             limit = NO_COUNTER_CONFIRM_SECONDS
@@ -385,7 +404,7 @@ class HangDetector:
         if self._is_first_step(observation, step_rate):
             limit = max(limit, FIRST_STEP_SECONDS)
         evidence = (
-            self._signature_text,
+            *self._signature_evidence(observation),
             f"seen in {format_count(signature.rounds, 'round')} of samples; not confirmed yet: there has been no "
             "step for "
             f"{step_rate.stalled_seconds:.0f} s, and the limit is {limit:.0f} s",

@@ -20,6 +20,7 @@ from tests.watcher.detection.simulated_seconds import (
     Activity,
     Job,
 )
+from wattwatch.collectors.samples import HostStatus
 from wattwatch.watcher.detection.model import AlertName, JobState, Severity
 
 HUNG = AlertName.JOB_HUNG
@@ -141,6 +142,42 @@ def test_a_long_evaluation_at_full_power_may_pause_for_a_moment() -> None:
         job.play(2, PAUSE)
     job.play(60, COMPUTE)
     assert job.alerts == set()
+
+
+@pytest.mark.parametrize("progress", ["log", "heartbeat"])
+def test_stalled_steps_of_gpus_that_cannot_be_read_are_a_suspicion_that_says_since_when(progress: str) -> None:
+    job = warmed_up(nodes=2, progress=progress)
+    for node in job.nodes:
+        job.status[node] = (HostStatus.SAMPLER_TIMEOUT, "nvidia-smi has not answered")
+    job.play(60, SPIN)
+    said = job.finding(HUNG)
+    assert (said.confirmed, said.suspects) == (False, ())
+    assert "power and utilization of 16 GPUs have not been read for 60 s: whether the GPUs work now is unknown" in (
+        said.evidence
+    )
+    assert "no GPU can be read, so no rank can be named" in said.summary
+
+
+def test_a_signature_that_was_seen_before_the_gpus_became_unreadable_is_not_said_to_be_there_now() -> None:
+    job = warmed_up(nodes=2)
+    job.play(10, SPIN, {3: IN_BARRIER})
+    seen = job.finding(HUNG).evidence[0]
+    for node in job.nodes:
+        job.status[node] = (HostStatus.SAMPLER_TIMEOUT, "nvidia-smi has not answered")
+    job.play(50, SPIN, {3: IN_BARRIER})
+    evidence = job.finding(HUNG).evidence
+    assert seen not in evidence
+    assert f"when they were last read: {seen}" in evidence
+    assert any("have not been read for 50 s" in fact for fact in evidence)
+
+
+def test_gpus_that_cannot_be_read_and_steps_that_are_unknown_leave_the_job_unknown() -> None:
+    job = warmed_up(nodes=2, progress=None)
+    for node in job.nodes:
+        job.status[node] = (HostStatus.SAMPLER_TIMEOUT, "nvidia-smi has not answered")
+    job.play(60, SPIN)
+    assert job.state is JobState.UNKNOWN
+    assert "JobHung" not in job.alerts
 
 
 def test_a_confirmed_hang_is_not_closed_by_a_sample_that_flickers() -> None:
