@@ -406,6 +406,26 @@ def test_what_the_tool_itself_says_of_a_gpu_beside_its_table_is_said(shell: Shel
     assert "warns" not in shell.run("triage", "-", stdin=PLAIN_TABLE.encode()).out
 
 
+def test_gpus_on_which_kernels_ran_are_not_said_to_be_without_work(shell: Shell) -> None:
+    """As in a public report of training that is starved: https://github.com/wenet-e2e/wenet/issues/1709"""
+    at_rest = PLAIN_TABLE.replace("640W", " 71W")
+    for percent, words in (("   4%", "Kernels ran for 4 % of the last sample period"), ("   0%", "No kernel ran on")):
+        table = at_rest.replace("   100%", f"  {percent}").encode()
+        (said,) = shell.run("triage", "--json", "-", stdin=table).json
+        assert said["why"].startswith(words)
+        assert said["confidence"] < 0.6
+        assert "not working now" not in said["advice"]
+
+
+def test_steps_that_advance_at_the_power_of_waiting_may_be_slow_and_not_in_need_of_nothing(shell: Shell) -> None:
+    """As of a GB10 that computes in a stuck low-power state."""
+    table = PLAIN_TABLE.replace("640W", " 90W").encode()
+    (said,) = shell.run("triage", "--json", "--progress", "advancing", "-", stdin=table).json
+    assert said["state"] == "compute"
+    assert "held at a low clock" in said["why"]
+    assert "Compare the step time" in said["advice"]
+
+
 PLAIN_TABLE = """\
 +-----------------------------------------+------------------------+----------------------+
 | GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |

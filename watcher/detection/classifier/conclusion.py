@@ -36,8 +36,8 @@ ADVICE: Final[dict[PowerState, str]] = {
     PowerState.HANG: "Check whether the job's step counter is moving. If it is not, collect flight recorder dumps and "
     "stacks before anyone or the NCCL watchdog ends the job. (`wattwatch serve` collects them by itself unless "
     "`capture = false`.) Then restart the job from the last checkpoint.",
-    PowerState.IDLE: "The GPUs are not working now. If a job should be running here, check whether it has ended "
-    "or has stopped making progress.",
+    PowerState.IDLE: "The GPUs were idle or nearly idle in this sample. If a job should be running here, check "
+    "whether it has ended or has stopped making progress.",
     PowerState.GPU_FAULT: ALERT_KINDS[AlertName.GPU_FAULT].advice,
     PowerState.STRAGGLER: ALERT_KINDS[AlertName.STRAGGLER].advice,
     PowerState.THROTTLE: ALERT_KINDS[AlertName.GPU_THROTTLED].advice,

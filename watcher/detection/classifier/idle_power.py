@@ -13,6 +13,7 @@ step counter decides those.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from wattwatch.watcher.detection.baselines.profiles import generic_profile
@@ -44,6 +45,10 @@ COPYING_PERCENT: Final = 3.0
 # A save writes no more than the GPUs hold, at 0.5 GB/s at least (62 GB took two minutes on a contended file system,
 # arXiv 2608.05944): what takes less than about 15 s is hardly what a single sample shows.
 QUICK_SAVE_BYTES: Final = 8e9
+LOW_POWER_ADVICE: Final = (
+    "Compare the step time with that of earlier runs. If it is longer, check the network, and the GPU's clocks and "
+    "power state with nvidia-smi -q -d CLOCK,PERFORMANCE: a GPU that is held at a low clock computes slowly at this power."
+)
 # A spinning kernel never ends, so it fills the whole sampling window on at least one rank.
 SPINNING_PERCENT: Final = 100.0
 # Short kernels draw their power on top of spinning: at least this share of the floor.
@@ -143,10 +148,13 @@ def classify_idle_power(features: PowerFeatures) -> Verdict | None:
         return _all_spinning(features)
     if pattern is UtilizationPattern.ALL_LOW:
         memory = "memory is in use" if features.has_contexts else "memory use is unknown"
-        why = (
-            f"No GPU is working and {memory}: the job may be starting up, pausing between phases, or no longer "
-            "launching work"
-        )
+        busiest = max(g.gpu.utilization_percent or 0.0 for g in features.gpus)
+        idle = f"No kernel ran on {_any_of(features)} in the last sample period"
+        if busiest > 0:  # some kernels did run
+            share = f"for {busiest:.0f} % of the last sample period"
+            one = len(features.gpus) == 1
+            idle = f"Kernels ran {share}" if one else f"Kernels ran {share} at most on {_any_of(features)}"
+        why = f"{idle} and {memory}: the job may be starting up, pausing between phases, or no longer launching work"
         return make_verdict(features, PowerState.IDLE, IDLE_WITH_MEMORY_CONFIDENCE, why, (PowerState.HANG, 0.35))
     # Patterns other than rank 0 alone idle never lasted 10 s in 13.9 h of public logs of healthy jobs.
     if pattern is UtilizationPattern.ONE_BUSY_REST_LOW:
@@ -306,11 +314,12 @@ def advancing_verdict(features: PowerFeatures) -> Verdict | None:
         confidence = 0.97 * features.floor_confidence if sure else 0.7
         return make_verdict(features, PowerState.CHECKPOINT, confidence, why, starving, features.single_outlier)
     why = (
-        "Steps advance although the GPUs draw about the power of GPUs that only wait: this may be light work or a slow "
-        "network link"
+        "Steps advance although the GPUs draw about the power of GPUs that only wait: this may be light work, a slow "
+        "network link, or GPUs that are held at a low clock"
     )
     if len(gpus) == 1:
-        return make_verdict(features, PowerState.COMPUTE, 0.5, why, (PowerState.COMMUNICATION, 0.4))
+        verdict = make_verdict(features, PowerState.COMPUTE, 0.5, why, (PowerState.COMMUNICATION, 0.4))
+        return replace(verdict, advice=LOW_POWER_ADVICE)
     return make_verdict(features, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.3))
 
 
