@@ -47,7 +47,8 @@ COPYING_PERCENT: Final = 3.0
 QUICK_SAVE_BYTES: Final = 8e9
 LOW_POWER_ADVICE: Final = (
     "Compare the step time with that of earlier runs. If it is longer, check the network, and the GPU's clocks and "
-    "power state with nvidia-smi -q -d CLOCK,PERFORMANCE: a GPU that is held at a low clock computes slowly at this power."
+    "power state with nvidia-smi -q -d CLOCK,PERFORMANCE: a GPU that is held at a low clock computes slowly at this "
+    "power."
 )
 # A spinning kernel never ends, so it fills the whole sampling window on at least one rank.
 SPINNING_PERCENT: Final = 100.0
