@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -55,55 +54,53 @@ class Record:
 
 def test_two_faults_at_once_are_both_reported_and_nothing_else_is() -> None:
     screen = Record()
-    scenarios = [shortened("deadlock", 20.0, 60.0), shortened("crash", 30.0, 60.0)]
+    scenarios = [shortened("deadlock", 20.0, 90.0), shortened("crash", 30.0, 90.0)]
     outcome = run_demo(scenarios, speed=5.0, listen="127.0.0.1:0", screen=screen)
     assert outcome.score.problems == ()
     assert outcome.left_behind == ()
     assert outcome.good
-    assert screen.events == [
-        "watching 4 nodes",
-        "injected deadlock",
-        "told deadlock JobHung warning",
-        "injected crash",
-        "told crash JobCrashed critical",
-        "told deadlock JobHung critical",
-    ]
+    assert screen.events[0] == "watching 4 nodes"
+    # In this order for each job; how the two interleave depends on the speed of the machine.
+    of_job = {name: [event for event in screen.events[1:] if name in event.split()] for name in ("deadlock", "crash")}
+    assert of_job == {
+        "deadlock": ["injected deadlock", "told deadlock JobHung warning", "told deadlock JobHung critical"],
+        "crash": ["injected crash", "told crash JobCrashed critical"],
+    }
+    assert len(screen.events) == 6
     assert outcome.slack_messages == len(outcome.notices)
     (crashed,) = [notice for notice in outcome.notices if notice.job == "crash"]
     assert crashed.annotations["suspects"] == "rank 5 on crash-2 GPU 1"
 
 
 def test_the_deadlock_is_reported_before_the_fourth_round_after_it() -> None:
-    """Of the first round after the injection, a part of each board's mean power lies before it; the next two show
-    the deadlock alone. The message must be there before another one is judged."""
+    """Of the first round after the injection, a part of each GPU's mean power lies before it; the next two show
+    the deadlock alone. The alert must be there before another one is judged, however long that takes."""
     scenario = shortened("deadlock", 12.0, 60.0)
-    judged: dict[int, float] = {}  # sequence of a round of the first node -> when it was judged
-    done = threading.Event()
+    judged: list[Snapshot] = []  # every one until the alert
     with SimulatedCluster([scenario], speed=2.0) as cluster:
         receiver = DemoReceiver(cluster.clock)
         service = Service(load_config(write_configuration(cluster, receiver.address, "127.0.0.1:0")), cluster.clock)
         service.start()
+        tick = service._engine.tick
 
-        def follow() -> None:
-            while not done.wait(0.002):
-                note_round(service.snapshot, judged)
+        def tick_and_keep() -> Snapshot:
+            snapshot = tick()
+            if not (judged and judged[-1].episodes):
+                judged.append(snapshot)
+            return snapshot
 
-        follower = threading.Thread(target=follow)
         try:
             assert eventually(lambda: all_seen(service.snapshot, scenario))
-            follower.start()
+            service._engine.tick = tick_and_keep  # type: ignore[method-assign]  # its seam
             cluster.begin()
             injected = cluster.wait_for_phase("deadlock", 1, DEADLINE_SECONDS).wall_seconds
             assert eventually(lambda: receiver.notices() != ())
         finally:
-            done.set()
-            if follower.is_alive():
-                follower.join()
             service.stop()
             receiver.stop()
     (notice,) = receiver.notices()[:1]
     assert (notice.alert, notice.annotations["suspects"]) == ("JobHung", "rank 3 on deadlock-1 GPU 3")
-    rounds = [wall for wall in judged.values() if injected < wall < notice.received_seconds]
+    rounds = {number for snapshot in judged if (number := round_after(snapshot, injected)) is not None}
     assert 2 <= len(rounds) <= 3
 
 
@@ -138,10 +135,13 @@ def stage_of(snapshot: Snapshot) -> DiagnosisStage | None:
     return None if view is None else view.stage
 
 
-def note_round(snapshot: Snapshot, judged: dict[int, float]) -> None:
-    view = snapshot.jobs.get("deadlock")
-    if view is not None and view.sample.nodes[0].sequence is not None:
-        judged.setdefault(view.sample.nodes[0].sequence, snapshot.wall_seconds)
+def round_after(snapshot: Snapshot, injected_wall_seconds: float) -> tuple[int, ...] | None:
+    """Which round was judged, if every node took its sample after the injection."""
+    view = snapshot.jobs["deadlock"]
+    samples = [snapshot.nodes[state.node].sample for state in view.sample.nodes]
+    if any(sample is None or sample.wall_seconds <= injected_wall_seconds for sample in samples):
+        return None
+    return tuple(state.sequence or 0 for state in view.sample.nodes) if view.sample.complete else None
 
 
 def all_seen(snapshot: Snapshot, scenario: Scenario) -> bool:

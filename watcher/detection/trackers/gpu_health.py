@@ -1,4 +1,4 @@
-"""Faulty GPUs: lost, in need of a reset, missing from the list, or named by a fatal Xid in the kernel log."""
+"""Faulty GPUs: lost, in need of a reset, missing from the list, with new memory errors, or named by a fatal Xid."""
 
 from __future__ import annotations
 
