@@ -272,7 +272,7 @@ def _why_another_log(
     now = {gpu.key: gpu for gpu in after.gpus if gpu.key != "?"}
     listed = {gpu.key: gpu for gpu in before.gpus if gpu.key != "?"}
     if counted and len(after.gpus) != len(before.gpus):
-        return because(f"each round has {_rows(len(after.gpus))}, after {len(before.gpus)} in the rounds before")
+        return because(f"each round has {_rows(len(after.gpus))}, after {_rows(len(before.gpus))} in the rounds before")
     if other := next(_other_gpus(known, after.gpus), ""):
         return because(other)
     missing = [gpu for key, gpu in listed.items() if key not in now]

@@ -287,7 +287,7 @@ def _recorders(found: dict[str, tuple[str, str]]) -> str:
     number = found.get(f"{CAPTURE_PREFIX}recorders", ("", ""))[1]
     if number in ("", "0"):
         return (
-            "no process with a flight recorder was found: set TORCH_FR_BUFFER_SIZE when starting the job "
+            "wattwatch found no process with a flight recorder: set TORCH_FR_BUFFER_SIZE when starting the job "
             "(before torch 2.8: TORCH_NCCL_TRACE_BUFFER_SIZE)"
         )
     return f"the flight recorder is enabled in {number} process{'' if number == '1' else 'es'}"

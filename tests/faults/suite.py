@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from tests.faults.plan import HERE, Phase, Setting, as_tuples
 from tests.faults.watched_job import RANK, RecordedEpisode, WatchedJob
+from tests.message_templates import rendered_problems
 from wattwatch.watcher.detection.model import AlertName, Severity, Suspect
 
 SHAPES: Final = ((2, 8), (1, 8), (4, 8))
@@ -164,6 +165,15 @@ def judge(row: Row, watch: WatchedJob, limit: float) -> Outcome:
         for said in watch.said
         if id(said) not in explained and not _allowed(row, said)
     ]
+    outcome.problems += sorted(
+        {
+            f"{problem}: {text}"
+            for said in watch.said
+            for each in (said.first, said.newest)
+            for text in (each.summary, *each.evidence)
+            for problem in rendered_problems(text)
+        }
+    )
     if row.state and row.state not in [state.value for state in watch.states]:
         outcome.problems.append(f"was never {row.state}, but {', '.join(watch.states)}")
     return outcome

@@ -27,7 +27,7 @@ def checked(path: Path, truth: Path, *jobs: str) -> Comparison:
 @pytest.mark.parametrize(
     ("name", "job", "said"),
     [
-        ("two_hangs", "job-1", {"4 all ranks": "no single rank stands out", "5 rank-3": "rank 3 on node-1 GPU 3"}),
+        ("two_hangs", "job-1", {"4 all ranks": "ranks differs from the others", "5 rank-3": "rank 3 on node-1 GPU 3"}),
         (
             "lost_gpu_and_hidden_crash",
             "job-2",

@@ -288,7 +288,7 @@ def check_ownership_and_version(connection: sqlite3.Connection, path: Path, advi
     if version > len(MIGRATIONS):
         raise StateStoreError(
             f"{path}: a newer wattwatch wrote this file (schema {version}; this version supports up to "
-            f"{len(MIGRATIONS)}): install the newer version again; or, {advice}"
+            f"schema {len(MIGRATIONS)}): install the newer version again; or, {advice}"
         )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.detection.findings import (
     PERSISTENT_RULES,
     Hysteresis,
@@ -363,7 +364,8 @@ class JobDetector:
         if not sample.gpus and not sample.progress.readable:
             return JobState.UNKNOWN, verdict.why
         if observation.alive is False and not sample.progress.readable:
-            return JobState.IDLE, "no process of the job is running on the nodes that answer"
+            answering = format_count(sum(node.fresh for node in sample.nodes), "node")
+            return JobState.IDLE, f"no process of the job is running on the {answering} that can be read"
         not_yet_working = self._step_rate.advances == 0 and verdict.state in NOT_YET_WORKING
         if self._spec.has_progress_source and not_yet_working and not _is_stepping(sample.progress):
             return JobState.STARTING, _describe_start(sample.progress)

@@ -334,7 +334,7 @@ class HangDetector:
             evidence += self._unread_evidence(observation, has_signature=has_signature)
         if not confirmed:
             evidence.append(
-                "a checkpoint save by all ranks or an evaluation can look like a hang; the hang is confirmed after "
+                "a checkpoint save or an evaluation can look like a hang; the hang is confirmed after "
                 f"{timeout.confirm_seconds:.0f} s without a step"
             )
         since = observation.now - stalled + (usual or 0.0)
@@ -456,7 +456,10 @@ class HangDetector:
         where = "" if step is None else f" at step {step:,}" + ("" if total is None else f" of {total:,}")
         if step is not None and total is not None and step >= total:
             where = f" after its last step ({step:,})"
-            evidence = (*evidence, "all steps are done: the run may be complete, but its processes do not exit")
+            evidence = (
+                *evidence,
+                f"all {total:,} steps are done: the run may be complete, but its processes do not exit",
+            )
         check = observation.verdict.deciding_check
         if not confirmed and step is None and check is not None:
             evidence = (*evidence, f"to confirm: {check[0].lower()}{check[1:]}")
@@ -467,7 +470,7 @@ class HangDetector:
             severity=kind.severity if confirmed else Severity.WARNING,
             scope="",
             summary=f"{observation.spec.name} {'is hung' if confirmed else 'may be hung'}{where}: "
-            + (f"suspect {who}." if who else _nobody_stands_out(observation)),
+            + (f"suspect {who}." if who else _why_no_suspect(observation)),
             evidence=evidence,
             advice=kind.advice + (f" Investigate {who} first." if who else ""),
             since_seconds=since,
@@ -477,10 +480,10 @@ class HangDetector:
         )
 
 
-def _nobody_stands_out(observation: Observation) -> str:
+def _why_no_suspect(observation: Observation) -> str:
     sample = observation.sample
     if not sample.gpus:
-        return "no GPU can be read, so no rank can be named."
-    if sample.extent:
-        return f"no single rank stands out ({sample.extent})."
-    return "no single rank stands out."
+        return "the GPUs of the job cannot be read, so the rank is unknown."
+    number = len(sample.gpus)
+    differs = "only 1 rank can be seen" if number == 1 else f"none of the {number} ranks differs from the others"
+    return f"{differs} ({sample.extent})." if sample.extent else f"{differs}."

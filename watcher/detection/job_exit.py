@@ -122,7 +122,7 @@ class JobExitTracker:
         if final and (all_exited or observation.phases == DONE_PHASES) and _unfinished_save(observation, saves) is None:
             self._completed_since = now if self._completed_since is None else self._completed_since
         if self._completed_since is not None:
-            return completion_finding(observation, self._completed_since, saves.newest_complete)
+            return completion_finding(observation, self._completed_since, saves.newest_complete, len(exited))
         # After the last step ranks exit one by one, and the final checkpoint's mark may exist without being listed yet.
         grace = 0.0
         if final:
@@ -325,10 +325,14 @@ def _gpus_of_others(observation: Observation) -> int:
     return sum((ranked.gpu.utilization_percent or 0.0) > IDLE_PERCENT for ranked in observation.sample.gpus)
 
 
-def completion_finding(observation: Observation, since: float, newest: CheckpointEntry | None) -> Finding:
-    """The job is done."""
+def completion_finding(
+    observation: Observation, since: float, newest: CheckpointEntry | None, exited: int = 0
+) -> Finding:
+    """The job is done. `exited`: how many of its processes were seen and are gone."""
     step = observation.sample.progress.step
-    evidence = ["all processes have exited"] if step is None else [f"last step {step:,}"]
+    evidence = [] if step is None else [f"last step {step:,}"]
+    if exited:
+        evidence.append("its only process has exited" if exited == 1 else f"all {exited} processes have exited")
     if newest is not None:
         evidence.append(f"checkpoint {newest.name} is complete, {format_bytes(newest.bytes)}")
     kind = ALERT_KINDS[AlertName.JOB_COMPLETED]

@@ -130,7 +130,7 @@ def summarize(
     if no_hang and collectives is None and progress is not None:
         return f"the job is making progress: {progress}"
     if no_hang:
-        return f"no rank waits in a collective: these records show no hang{at_step}"
+        return f"these records show no hang: their ranks wait in no collective{at_step}"
     group = _relevant_group(collectives, culprits)
     if not culprits:
         return _no_culprit_sentence(verdict, group, collectives, combined, signals) + at_step
@@ -145,7 +145,7 @@ def summarize(
     detail = "" if not text else f"; rank {culprits[0].rank} {text}" if several else f": it {text}"
     if verdict is DiagnosisVerdict.NO_DESYNC:
         differ = "differ" if several else "differs"
-        return f"all ranks launched the same collectives, but {who} {differ} from the others{detail}{at_step}"
+        return f"the ranks launched the same collectives, but {who} {differ} from the others{detail}{at_step}"
     if verdict is DiagnosisVerdict.UNKNOWN:
         behave = "behave" if several else "behaves"
         return f"{who} {behave} differently from the other ranks{detail}{at_step}"
@@ -267,18 +267,17 @@ def _no_culprit_sentence(
         if group is not None and common is not None:
             return (
                 f"all {format_count(common[1], 'rank')} wait in the same {common[0]} at "
-                f"{position_text(group.group, group.slot)}: no rank is missing, so the network, a GPU or its driver "
-                "blocks the operation"
+                f"{position_text(group.group, group.slot)}: the network, a GPU or its driver blocks the operation"
             )
-        return "all ranks launched the same collectives: the network, a GPU or its driver blocks them"
+        return "the ranks launched the same collectives: the network, a GPU or its driver blocks them"
     # Gone or stopped processes explain more than anything that the records show.
     processes = next((signal.text for signal in signals if signal.source == PROCESSES and signal.rank_text), "")
     first = next((signal.text for signal, _ in combined.agrees), collectives.why if collectives is not None else "")
     waits = collectives.why if collectives is not None and collectives.waits else ""
     known = processes or waits or first
     if known:
-        return f"no single rank can be identified as the cause: {known}"
-    return "no rank can be identified as the cause: the evidence against each rank is too weak"
+        return f"the cause cannot be narrowed down to one rank: {known}"
+    return "the cause cannot be narrowed down to one rank: the evidence against each is too weak"
 
 
 # The explanation

@@ -108,10 +108,10 @@ def _missing_values(
     """One sentence for each kind of value that is missing for some GPU."""
     no_steps = "the source has no step counter; if you know that steps advanced, add --progress advancing"
     usual = {
-        BaselineKind.IDLE: "no full minute was found with 0 % utilization, no process and no memory in use",
+        BaselineKind.IDLE: "no full minute was found with 0 % utilization, without a process and without memory in use",
         BaselineKind.CONTEXT: "no time was found with memory in use and 0 % utilization, either before the first "
         "kernel of a job that started on an empty GPU, or in pauses between steps",
-        BaselineKind.PLATEAU: "no two minutes were found in which steps advanced and all GPUs were equally busy"
+        BaselineKind.PLATEAU: "no two minutes were found in which steps advanced and the GPUs were equally busy"
         if counted
         else no_steps,
     }

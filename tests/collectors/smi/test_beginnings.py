@@ -94,7 +94,7 @@ def test_the_next_log_of_fewer_gpus_is_another_log_and_none_of_them_is_gone() ->
     report = read(UNNAMED + rows(0, 30, 8, index=False) + UNNAMED + rows(30, 30, 2, index=False))
     assert sizes(report) == [8] * 30 + [2] * 30
     assert reasons(report) == [
-        "another header or other columns follow, and each round has 2 rows, after 8 in the rounds before"
+        "another header or other columns follow, and each round has 2 rows, after 8 rows in the rounds before"
     ]
 
 

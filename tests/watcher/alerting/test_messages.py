@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.watcher.alerting.fakes import WALL, finding
 from wattwatch.watcher.alerting.episode import (
+    Episode,
     EpisodeDiagnosis,
     EpisodeUpdate,
     NoticeKind,
@@ -50,13 +51,16 @@ CAPTURED = Path(__file__).parents[2] / "data" / "tell" / "alertmanager_0_25_webh
 RANK_3 = (Suspect("node-01", gpu=3, rank=3),)
 
 
-def message(found: Finding | None = None, link: str | None = "http://watcher.example:9560") -> AlertMessage:
-    """The opening message of a finding that began 95 s ago."""
+def opened_episode(found: Finding | None = None) -> Episode:
+    """The episode of a finding that began 95 s ago, just opened and notified."""
     found = finding(suspects=RANK_3) if found is None else found
     update = EpisodeUpdate(found, now=95.0, wall=WALL)
-    decision = decide_notification(None, update)
-    episode = advance_episode(open_episode("e1", update, found), update, decision, ("webhook",))
-    return compose_message(episode, NoticeKind.OPENED, decision.reason, 95.0, WALL, link)
+    return advance_episode(open_episode("e1", update, found), update, decide_notification(None, update), ("webhook",))
+
+
+def message(found: Finding | None = None, link: str | None = "http://watcher.example:9560") -> AlertMessage:
+    """The opening message of a finding that began 95 s ago."""
+    return compose_message(opened_episode(found), NoticeKind.OPENED, NotifyReason.OPENED, 95.0, WALL, link)
 
 
 def closing_message() -> AlertMessage:

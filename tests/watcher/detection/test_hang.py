@@ -78,7 +78,7 @@ def test_all_ranks_hang_at_full_utilization_and_nobody_is_named() -> None:
     hang = job.finding(HUNG)
     assert hang.confirmed
     assert hang.suspects == ()
-    assert "no single rank stands out" in hang.summary
+    assert "none of the 16 ranks differs from the others" in hang.summary
 
 
 def test_rank_0_alone_at_zero_for_two_minutes_is_a_checkpoint() -> None:

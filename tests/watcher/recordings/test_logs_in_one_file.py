@@ -172,7 +172,7 @@ def test_guessed_identities_are_said_and_never_declared_gone() -> None:
     assert result.episodes == ()
     assert "The rows name no GPU; they were read as 8 GPUs, numbered in the order of the rows" in result.problem
     assert [each.reason for each in result.beginnings] == [
-        "another header or other columns follow, and each round has 3 rows, after 8 in the rounds before"
+        "another header or other columns follow, and each round has 3 rows, after 8 rows in the rounds before"
     ]
 
 

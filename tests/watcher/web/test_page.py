@@ -75,7 +75,7 @@ def test_an_unknown_value_is_never_shown_as_a_number() -> None:
     assert "step – step age – tokens/s – checkpoint age – GPUs 0" in text
     assert "Last sample: unknown, unknown. There is no reading." in text
     assert "confidence" not in text
-    assert "No GPU of this job can be read now." in text
+    assert "The GPUs of this job cannot be read now." in text
 
 
 def test_a_lost_gpu_shows_why_it_has_no_reading() -> None:
@@ -156,7 +156,7 @@ def test_every_state_has_a_name_a_color_and_a_shape() -> None:
 def test_a_watcher_without_jobs_has_a_page() -> None:
     text = page(samples.empty()).text
     assert "0 jobs · no open alerts · 0 of 0 nodes ok" in text
-    assert "No job has been evaluated yet." in text
+    assert "0 jobs have been evaluated so far." in text
 
 
 def test_a_thousand_gpus_are_one_chart_and_no_table() -> None:

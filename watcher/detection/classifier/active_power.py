@@ -151,8 +151,8 @@ def _classify_unnamed_model(features: PowerFeatures) -> Verdict:
         UtilizationPattern.SCATTER,
     ):
         why = (
-            "All GPUs are busy and draw more power than communication takes on any GPU model with a profile "
-            f"({highest_communication_watts():.0f} W)"
+            f"{_all_gpus(features)} busy and {_draw(features)} more power than communication takes on any GPU model "
+            f"with a profile ({highest_communication_watts():.0f} W)"
         )
         return make_verdict(features, PowerState.COMPUTE, 0.6, why, (PowerState.COMMUNICATION, 0.2))
     if working and pattern is UtilizationPattern.SCATTER and not _is_even(features):
@@ -163,7 +163,7 @@ def _classify_unnamed_model(features: PowerFeatures) -> Verdict:
         return make_verdict(features, PowerState.STARVATION, 0.45, why, (PowerState.COMPUTE, 0.3))
     if working:
         evenly = pattern in (UtilizationPattern.ALL_BUSY, UtilizationPattern.SCATTER)
-        busy = "All GPUs are evenly busy" if evenly else "Some GPUs are idle and the others busy"
+        busy = f"{_all_gpus(features)} evenly busy" if evenly else "Some GPUs are idle and the others busy"
         why = (
             f"{busy}, and each draws more power than any known GPU model needs to wait ({HIGHEST_FLOOR_WATTS:.0f} W); "
             f"{_without_profile(features)} whether they compute or communicate"
@@ -218,30 +218,40 @@ def _evenly_busy(features: PowerFeatures) -> Verdict:
     if watts >= profile.compute_watts:
         return _full_compute(features)
     if own_band is not None and watts in own_band:
-        why = "All GPUs are evenly busy at the power that is typical of communication on this GPU model"
+        why = f"{_all_gpus(features)} evenly busy at the power that is typical of communication on this GPU model"
         return make_verdict(features, PowerState.COMMUNICATION, 0.75, why, (PowerState.COMPUTE, 0.2))
     light = any(watts in band for band in profile.light)
     barely = watts < profile.floor_watts + LIGHT_LOAD_SHARE * (profile.compute_watts - profile.floor_watts)
     if advancing and barely and not light:
-        why = "Steps advance; all GPUs are evenly busy but draw only slightly more power than GPUs that only wait"
+        why = (
+            f"Steps advance; {_all_gpus(features, start=False)} evenly busy but {_draw(features)} only slightly more "
+            "power than GPUs that only wait"
+        )
         return make_verdict(features, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.35))
     if advancing:
-        why = "All GPUs are evenly busy below compute-level power: probably healthy training with a light load"
+        why = (
+            f"{_all_gpus(features)} evenly busy below compute-level power: probably healthy training with a light load"
+        )
         return make_verdict(features, PowerState.COMPUTE, 0.7, why, (PowerState.COMMUNICATION, 0.3))
     if watts <= profile.floor_watts and is_memory_busy(features.gpus):
         why = (
-            "All GPUs are busy and access memory but draw no more power than GPUs that only wait: this may be light "
-            "work or a slow network link"
+            f"{_all_gpus(features)} busy and {'accesses' if len(features.gpus) == 1 else 'access'} memory but "
+            f"{_draw(features)} no more power than GPUs that only wait: this may be light work or a slow network link"
         )
         return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.3))
     if watts <= profile.floor_watts:
         why = "Some GPUs are only waiting (high utilization at low power), and others draw more power"
         return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3))
     if barely and not light:
-        why = "All GPUs are evenly busy but draw only slightly more power than GPUs that only wait"
+        why = (
+            f"{_all_gpus(features)} evenly busy but {_draw(features)} only slightly more power than GPUs that only wait"
+        )
         other = (PowerState.HANG, 0.35 * profile.certain)
         return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, other)
-    why = "All GPUs are evenly busy and draw more power than GPUs that only wait, but less than compute-level power"
+    why = (
+        f"{_all_gpus(features)} evenly busy and {_draw(features)} more power than GPUs that only wait, but less than "
+        "compute-level power"
+    )
     if profile.name == generic_profile().name:
         # GPUs of an unknown model may draw a third of their limit when idle, so spinning is not out of the question.
         return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.3 * profile.certain))
@@ -266,7 +276,7 @@ def _full_compute(features: PowerFeatures) -> Verdict:
         if not features.limit_read:
             doubtful_watts = LIMIT_MARGIN * max(doubtful_watts, profile.compute_watts)
     if watts >= doubtful_watts:
-        why = f"{_all_gpus(features)} busy and {'draws' if len(features.gpus) == 1 else 'draw'} compute-level power"
+        why = f"{_all_gpus(features)} busy and {_draw(features)} compute-level power"
         other = None if features.match.pattern is UtilizationPattern.ALL_BUSY else (PowerState.STARVATION, 0.1)
         return make_verdict(features, PowerState.COMPUTE, confidence, why, other)
     why = f"{_all_gpus(features)} busy at power in the lower part of the compute range"
@@ -276,8 +286,15 @@ def _full_compute(features: PowerFeatures) -> Verdict:
     return make_verdict(features, PowerState.COMPUTE, 0.65 if sure else 0.55, why, other)
 
 
-def _all_gpus(features: PowerFeatures) -> str:
-    return "The GPU is" if len(features.gpus) == 1 else f"All {len(features.gpus)} GPUs are"
+def _all_gpus(features: PowerFeatures, start: bool = True) -> str:
+    """The subject and "is" or "are", at the start of a sentence or not."""
+    count = len(features.gpus)
+    text = {1: "The GPU is", 2: "Both GPUs are"}.get(count, f"All {count} GPUs are")
+    return text if start else text[:1].lower() + text[1:]
+
+
+def _draw(features: PowerFeatures) -> str:
+    return "draws" if len(features.gpus) == 1 else "draw"
 
 
 def _unevenly_busy(features: PowerFeatures) -> Verdict:
@@ -320,9 +337,7 @@ def _unevenly_busy(features: PowerFeatures) -> Verdict:
         why = "The working GPUs draw compute-level power while others are idle: pipeline stages may be taking turns"
         return make_verdict(features, PowerState.COMPUTE, 0.45, why, (PowerState.STARVATION, 0.35))
     if _is_mostly_busy(features):
-        why = "The GPU is busy most of the time, at medium power: light work with pauses"
-        if len(features.gpus) > 1:
-            why = "All GPUs are busy most of the time, at medium power: light work with pauses"
+        why = f"{_all_gpus(features)} busy most of the time, at medium power: light work with pauses"
         return make_verdict(features, PowerState.COMPUTE, 0.45, why, (PowerState.STARVATION, 0.4))
     why = f"{features.scatter_text}, and power is medium: the GPUs are probably waiting for input"
     return make_verdict(features, PowerState.STARVATION, 0.5 if is_known_model else 0.45, why, other)

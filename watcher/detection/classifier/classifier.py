@@ -249,7 +249,7 @@ def _no_readable_gpu(sample: JobSample) -> Verdict:
         state=PowerState.UNKNOWN,
         confidence=UNKNOWN_CONFIDENCE,
         pattern=UtilizationPattern.UNKNOWN,
-        why="No GPU could be read. " + "; ".join(reasons[:4]),
+        why=f"No GPU could be read on {format_count(len(reasons), 'node')}: " + "; ".join(reasons[:4]),
         advice="The job itself may be fine. Run nvidia-smi on the node to see whether its GPUs respond."
         + (" The NVIDIA driver was replaced or has failed." if driver_lost else ""),
     )
@@ -339,12 +339,12 @@ def _readings_missing(
     if len(percents) == len(gpus) and not watts and not mig:
         if pattern is UtilizationPattern.ALL_LOW and contexts is False:
             no_process = no_process_listed(sample.nodes)
-            why = f"No GPU is working and no job has memory allocated: {total} read."
+            why = f"Utilization is near 0 % on {total}, and no job has memory allocated there."
             other = None if no_process else (PowerState.HANG, 0.3)
             confidence = NO_PROCESS_CONFIDENCE if no_process else ONE_WITHOUT_CONTEXT_CONFIDENCE
             return verdict(PowerState.IDLE, confidence, why, other)
         if pattern is UtilizationPattern.ALL_LOW:
-            why = "Utilization is near 0 % on every GPU that was read: the job may be starting up, pausing or hung."
+            why = f"Utilization is near 0 % on {total}: the job may be starting up, pausing or hung."
             return verdict(PowerState.IDLE, 0.4, why, (PowerState.HANG, 0.35))
         uneven = pattern is UtilizationPattern.SCATTER and len(gpus) > 1 and min(percents) < MOSTLY_BUSY_PERCENT
         if uneven and contexts is not False:

@@ -68,6 +68,7 @@ def no_context_verdict(features: PowerFeatures, nodes: Iterable[NodeState]) -> V
     An idle GPU that the query itself wakes up (persistence mode off) reads 100 % with 0 MiB, and so does one after its
     process was killed.
     """
+    nodes = tuple(nodes)
     no_process = no_process_listed(nodes)
     nowhere = f"No job has memory allocated on {_any_of(features)}"
     if features.match.pattern is not UtilizationPattern.ALL_LOW:
@@ -80,7 +81,7 @@ def no_context_verdict(features: PowerFeatures, nodes: Iterable[NodeState]) -> V
             confidence = 0.55
         return make_verdict(features, PowerState.IDLE, confidence, why)
     if no_process:
-        why = f"{nowhere}, and no process of the job is running"
+        why = f"{nowhere}, and no process of the job is running on {_all_nodes(len(nodes))}"
         return make_verdict(features, PowerState.IDLE, NO_PROCESS_CONFIDENCE, why)
     why = f"{nowhere}; a job that hangs before it initializes CUDA looks the same"
     confidence = ONE_WITHOUT_CONTEXT_CONFIDENCE
@@ -93,6 +94,22 @@ def _any_of(features: PowerFeatures) -> str:
     """ "any GPU" with the count that this was read of."""
     count = len(features.gpus)
     return "the GPU" if count == 1 else f"any of {count} GPUs"
+
+
+def _all_nodes(count: int) -> str:
+    return "the node" if count == 1 else f"any of its {count} nodes"
+
+
+def _all_of(features: PowerFeatures) -> str:
+    """ "all GPUs" with their count."""
+    count = len(features.gpus)
+    return {1: "the GPU", 2: "both GPUs"}.get(count, f"all {count} GPUs")
+
+
+def _others(features: PowerFeatures, noun: str) -> str:
+    """All but one, with their count."""
+    count = len(features.gpus) - 1
+    return f"the other {noun} is" if count == 1 else f"the other {count} {noun}s are"
 
 
 def stalled_verdict(features: PowerFeatures) -> Verdict | None:
@@ -114,7 +131,10 @@ def stalled_verdict(features: PowerFeatures) -> Verdict | None:
         return make_verdict(features, PowerState.HANG, 0.75, why, (PowerState.CHECKPOINT, 0.25), suspects)
     confidence = 0.95 if features.at_floor else 0.8
     if features.at_floor:
-        why = "Steps have stopped, and all GPUs draw so little power that they are idle or only waiting"
+        drawing = (
+            "draws so little power that it is" if len(features.gpus) == 1 else "draw so little power that they are"
+        )
+        why = f"Steps have stopped, and {_all_of(features)} {drawing} idle or only waiting"
     elif features.profile_known:
         why = "Steps have stopped, although some GPUs draw more power than GPUs that only wait"
     else:
@@ -141,8 +161,8 @@ def classify_idle_power(features: PowerFeatures) -> Verdict | None:
             confidence, other = 0.6 * certainty, (PowerState.STARVATION, 0.4)
             return make_verdict(features, PowerState.HANG, confidence, why, other, suspects)
         why = (
-            "One rank is idle and all others are only waiting (high utilization at low power): the idle rank is "
-            "missing from the collective that the others wait for"
+            f"One rank is idle and {_others(features, 'rank')} only waiting (high utilization at low power): the idle "
+            "rank is missing from the collective that the others wait for"
         )
         return make_verdict(features, PowerState.HANG, 0.85 * certainty, why, (PowerState.CHECKPOINT, 0.15), suspects)
     if pattern is UtilizationPattern.ALL_BUSY:
@@ -160,8 +180,8 @@ def classify_idle_power(features: PowerFeatures) -> Verdict | None:
     # Patterns other than rank 0 alone idle never lasted 10 s in 13.9 h of public logs of healthy jobs.
     if pattern is UtilizationPattern.ONE_BUSY_REST_LOW:
         why = (
-            "One GPU is only waiting (high utilization at low power) and all others are idle: the waiting GPU is in "
-            "a collective that the idle GPUs did not enter"
+            f"One GPU is only waiting (high utilization at low power) and {_others(features, 'GPU')} idle: the waiting "
+            "GPU is in a collective that the idle GPUs did not enter"
         )
         return make_verdict(features, PowerState.HANG, 0.8 * certainty, why, (PowerState.WAITING, 0.15), suspects)
     if pattern is UtilizationPattern.TWO_GROUPS:
@@ -241,16 +261,16 @@ def _all_spinning(features: PowerFeatures) -> Verdict:
     """Light kernels read 100 % near the floor as well; ranks that wait for each other are the more common cause."""
     if _kernels_are_short(features):
         why = (
-            "All GPUs are busy but stay below 100 % utilization and draw about the power of GPUs that only wait: "
-            "this may be light work or a slow network link"
+            f"The utilization of {_all_of(features)} is high but below 100 %, and power is about that of GPUs that "
+            "only wait: this may be light work or a slow network link"
         )
         return make_verdict(
             features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.35 * features.floor_confidence)
         )
     if len(features.gpus) > 1:
         why = (
-            "All GPUs report high utilization but draw no more power than GPUs that only wait: the ranks are "
-            "probably waiting for each other"
+            f"The utilization of {_all_of(features)} is high, but they draw no more power than GPUs that only wait: "
+            "the ranks are probably waiting for each other"
         )
         confidence = 0.8 * features.floor_confidence
         return make_verdict(features, PowerState.HANG, confidence, why, (PowerState.WAITING, 0.15))

@@ -87,7 +87,7 @@ def find_input_bottleneck(sample: JobSample) -> InputBottleneck:
             if found is not None:
                 kind, text = found
                 return InputBottleneck(kind, f"{node.node}: {text}", next_steps[kind.value])
-    load = "; ".join(_describe_load(node) for node in sample.nodes[:1]) or "there are no nodes"
+    load = "; ".join(_describe_load(node) for node in sample.nodes[:1]) or "0 nodes"
     text = f"unknown ({load})"
     return InputBottleneck(BottleneckKind.UNNAMED, text, next_steps["unnamed"])
 

@@ -12,6 +12,7 @@ from typing import Final
 
 from wattwatch.collectors.samples import HostStatus
 from wattwatch.collectors.ssh.model import UnreachableCause
+from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
 from wattwatch.watcher.detection.model import AlertName, Finding, NodeState, Severity, Suspect
 from wattwatch.watcher.detection.trackers.observation import Observation
@@ -130,7 +131,9 @@ class ReachabilityTracker:
         if readable and stalled is not None:
             evidence.append(f"the job's step counter last changed {stalled:.0f} s ago")
         elif stalled is None:
-            evidence.append("no other node shows the job's progress")
+            count = len(observation.sample.nodes) - 1
+            elsewhere = f" from the {format_count(count, 'other node')} of the job either" if count else ""
+            evidence.append(f"the job's progress cannot be read{elsewhere}")
         summary = f"{node.node} {node.unreachable_text}"
         if node.status is not HostStatus.UNREACHABLE:
             # Not recovered: a rebooting node answers before its driver is loaded.
@@ -170,7 +173,7 @@ class ReachabilityTracker:
         if node.progress_text:
             summary += f" ({node.progress_text})"
         if alert is AlertName.GPU_FAULT:
-            summary = f"No GPU is visible on {node.node}"
+            summary = f"The NVIDIA driver of {node.node} finds no GPU"
         kind = ALERT_KINDS[alert]
         return Finding(
             job=observation.spec.name,

@@ -217,7 +217,9 @@ class NodeAgent:
         if rows:
             self.send({"file": "processes"}, json.dumps(rows).encode("utf-8"))
         else:
-            self.report_missing("no process is known on this node: the watcher knows none, and no heartbeat names one")
+            self.report_missing(
+                "the processes of the job on this node are unknown: neither the watcher nor a heartbeat names one"
+            )
 
     def process_state(self, rank: int) -> str:
         """The state of the rank's process, as the end of a sentence; empty if unknown."""
@@ -262,7 +264,7 @@ class NodeAgent:
             self.ask_record(rank, path, name, owner)
         except (FileNotFoundError, ConnectionRefusedError):
             if rank in self.own_ranks:
-                raise Unavailable("no process listens on its worker socket" + self.process_state(rank)) from None
+                raise Unavailable("nothing listens on its worker socket" + self.process_state(rank)) from None
             unserved.append(rank)
             return
         except socket.timeout:  # noqa: UP041 - Python 3.8
@@ -404,7 +406,7 @@ class NodeAgent:
             except (Unavailable, OSError) as error:
                 no_reader = isinstance(error, OSError) and error.errno == errno.ENXIO
                 self.report_missing(
-                    f"rank {rank}: {name}: {'no process reads it' if no_reader else exception_text(error)}"
+                    f"rank {rank}: {name}: {'nothing reads it' if no_reader else exception_text(error)}"
                 )
         if asked:
             self.fetch_by_prefix(self.request["recorder_files"], began, asked)

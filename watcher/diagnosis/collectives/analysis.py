@@ -249,7 +249,7 @@ def conclude_all_joined(outcome: WaitOutcome, hang: CollectiveHang) -> Collectiv
             "cause is the network, a GPU or its driver, or a mismatch of these sizes"
         )
     else:
-        why += "; all ranks agree, so the cause is the network, a GPU or its driver, not the program"
+        why += f"; {ranks} agree, so the cause is the network, a GPU or its driver, not the program"
     return hang.conclude(
         DiagnosisVerdict.NO_DESYNC,
         False,
@@ -292,7 +292,7 @@ def conclude_undecided(hang: CollectiveHang) -> CollectiveAnalysis:
     if hang.job.ranks_without_record:
         described.append(f"{format_ranks(hang.job.ranks_without_record)} left no flight record")
     return hang.unknown(
-        f"all ranks wait for each other, and the records do not show where the hang began: {'; '.join(described)}"
+        f"the ranks wait for each other, and the records do not show where the hang began: {'; '.join(described)}"
     )
 
 

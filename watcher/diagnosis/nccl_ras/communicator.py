@@ -112,7 +112,7 @@ def _failed(now: RasCommunicator) -> Suspicion | None:
         return Suspicion(RasFinding.UNRESPONSIVE, [rank.rank for rank in lost], why, 0.85)
     report = "reports" if observers == 1 else "report"
     why = (
-        f"{observers} of {now.size} ranks {report} a {describe_result(REMOTE_ERROR)} and no rank reports another "
+        f"{observers} of {now.size} ranks {report} a {describe_result(REMOTE_ERROR)} and reports no other "
         "error, so RAS does not show which rank failed"
     )
     return Suspicion(RasFinding.FAILED, [], why, 0.4)

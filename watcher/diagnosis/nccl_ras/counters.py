@@ -195,12 +195,12 @@ def _matched(view: CommunicatorView, group: EqualLaunches) -> Suspicion:
         why = f"its ranks launched no operation that RAS counts ({NOT_COUNTED_BY_RAS})"
         return Suspicion(RasFinding.CANNOT_TELL, [], why, 0.0)
     if view.moved is None:
-        why = f"all ranks launched the same operations ({launched}); {ONE_REPORT_ONLY}"
+        why = f"all {group.size} ranks launched the same operations ({launched}); {ONE_REPORT_ONLY}"
         return Suspicion(RasFinding.CANNOT_TELL, [], why, 0.0)
     why = (
-        f"{_no_progress(view)}, and all {group.size} ranks launched the same operations ({launched}): no rank stands "
-        "out, so the network, a GPU or a host is at fault, or all ranks are busy outside NCCL. RAS reports OK in this "
-        f"case ({NOT_COUNTED_BY_RAS})"
+        f"{_no_progress(view)}, and all {group.size} ranks launched the same operations ({launched}): none of "
+        "them differs, so the network, a GPU or a host is at fault, or they are busy outside NCCL. RAS reports OK in "
+        f"this case ({NOT_COUNTED_BY_RAS})"
     )
     return Suspicion(RasFinding.MATCHED, [], why, 0.6)
 

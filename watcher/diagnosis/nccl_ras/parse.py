@@ -61,7 +61,9 @@ def parse_json(text: str, source: str) -> RasReport:
     communicators = tuple(_communicators(listed, remarks))
     announced = _count(document.get("communicators_count"))
     if announced is not None and announced != len(listed):
-        remarks.append(f"the report announces {format_count(announced, 'communicator')} but lists {len(listed)}")
+        remarks.append(
+            f"the report announces {format_count(announced, 'communicator')} but lists {len(listed)} of them"
+        )
         problem = problem or remarks[-1]
     ras = _mapping(document.get("ras"))
     version = document.get("nccl_version")

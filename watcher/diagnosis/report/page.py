@@ -71,7 +71,7 @@ VERDICT_TEXT: Final = {
     DiagnosisVerdict.DESYNC: "ranks are in different collectives",
     DiagnosisVerdict.MISMATCH: "the sizes or types of a collective differ",
     DiagnosisVerdict.NEVER_ARRIVED: "ranks are missing from a collective",
-    DiagnosisVerdict.NO_DESYNC: "all ranks are in the same collective",
+    DiagnosisVerdict.NO_DESYNC: "the ranks are in the same collective",
     DiagnosisVerdict.UNKNOWN: "verdict unknown",
 }
 CAUSE_TEXT: Final = {

@@ -111,7 +111,8 @@ def _compare_blocks_left(live: LiveEvidence, named: frozenset[int]) -> tuple[Han
         return None, ""
     return (
         HangCause.DATA,
-        f"; blocks of data left: at most {max(odd):,} on these ranks, at least {min(rest):,} on the others",
+        f"; these ranks have at most {format_count(max(odd), 'block')} of data left, the others at least "
+        f"{format_count(min(rest), 'block')}",
     )
 
 

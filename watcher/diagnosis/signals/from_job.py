@@ -365,5 +365,6 @@ def foreign_ras_reason(polls: RasPolls, evidence: Evidence) -> str | None:
     nodes = set(nodes_by_rank_if_complete(evidence).values())
     hosts = {rank.host for each in communicators for rank in each.ranks if rank.host}
     if nodes and len(hosts) > len(nodes):
-        return f"its ranks are on {format_count(len(hosts), 'host')}, but this job runs on {len(nodes):,}"
+        runs_on = format_count(len(nodes), "node")
+        return f"its ranks are on {format_count(len(hosts), 'host')}, but this job runs on {runs_on}"
     return None

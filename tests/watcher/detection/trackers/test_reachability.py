@@ -78,7 +78,7 @@ def test_a_node_without_nvidia_smi_says_what_is_still_readable_there() -> None:
         assert said.summary == f"GPUs of node-1 cannot be read: nvidia-smi is not installed or not in PATH{still}."
         assert missing in said.evidence[0]
         assert job.detector.reason.count("nvidia-smi") == 1
-        assert job.observed[-1].verdict.why == f"No GPU could be read. node-1: {missing}"
+        assert job.observed[-1].verdict.why == f"No GPU could be read on 1 node: node-1: {missing}"
 
 
 def test_the_log_of_one_node_is_not_reported_as_readable_on_another() -> None:

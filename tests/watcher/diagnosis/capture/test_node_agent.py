@@ -84,8 +84,8 @@ def test_anything_but_a_socket_in_place_of_a_socket_is_not_opened(run: Path, tmp
     assert answer.files == {}
     assert "is not a socket" in answer.why(0)
     assert "is not a socket" in answer.why(1)
-    assert "no process listens on its worker socket" in answer.why(2)
-    assert "no process listens on its worker socket" in answer.why(3)
+    assert "nothing listens on its worker socket" in answer.why(2)
+    assert "nothing listens on its worker socket" in answer.why(3)
     assert "no worker socket in" in answer.why(4)
 
 
@@ -222,7 +222,7 @@ def test_a_dump_is_requested_through_a_fifo_if_the_configuration_allows_it(run: 
     thread.join(DEADLINE_SECONDS)
     assert received == [b"1"]
     assert answer.ranks("recorder") == {0}
-    assert "no process reads it" in answer.why(1)
+    assert "nothing reads it" in answer.why(1)
     assert "is not a FIFO" in answer.why(2)
     assert (tmp_path / "pipe_2.pipe").read_text() == "no FIFO"
 

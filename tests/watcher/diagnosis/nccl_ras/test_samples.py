@@ -55,14 +55,14 @@ ONE_REPORT: list[tuple[str, RasFinding, list[int], float, str]] = [
         RasFinding.CANNOT_TELL,
         [],
         0.0,
-        "all ranks launched the same operations (11,550 AllGather,",
+        "all 16 ranks launched the same operations (11,550 AllGather,",
     ),
     (
         "healthy_poll2.json",
         RasFinding.CANNOT_TELL,
         [],
         0.0,
-        "all ranks launched the same operations (11,574 AllGather,",
+        "all 16 ranks launched the same operations (11,574 AllGather,",
     ),
     ("init_in_progress.json", RasFinding.INITIALIZING, [], 0.6, "its 16 ranks are still initializing the communicator"),
     (
