@@ -71,8 +71,8 @@ _NOUN_AFTER: Final = re.compile(
 )
 # "rank 3", "step 40", "(port 22)": the number is a name.
 _NAME_BEFORE: Final = re.compile(
-    r"\b(?:ranks?|steps?|GPU|index|pid|process|lines?|port|status|code|version|byte|number|slot|signal|part|operation|HTTP"
-    r"|driver|protocol|factor|Xid|confidence|attempt|task|group|error|position|level|schema|of|expected|got)[ :#\"'(]*$",
+    r"\b(?:ranks?|steps?|GPU|index|pid|process|lines?|port|status|code|version|byte|number|slot|signal|part|operation"
+    r"|HTTP|driver|protocol|factor|Xid|confidence|attempt|task|group|error|position|level|schema|of|expected|got)[ :#\"'(]*$",
     re.I,
 )
 

@@ -183,7 +183,7 @@ class GpuHealthTracker:
             return ""
         new = format_count(int(known.new), "new uncorrected memory (ECC) error")
         lifetime = gpu.lifetime_uncorrected_ecc_errors
-        ever = "" if lifetime is None else f", {lifetime:,.0f} in its lifetime"
+        ever = "" if lifetime is None else f", {format_count(int(lifetime), 'error')} in its lifetime"
         age = format_duration(now - known.seen_seconds)
         return f"GPU {gpu.index}: {new}, the last seen {age} ago; {total:,.0f} since the driver was loaded{ever}"
 
