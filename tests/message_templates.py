@@ -72,7 +72,8 @@ _NOUN_AFTER: Final = re.compile(
 # "rank 3", "step 40", "(port 22)": the number is a name.
 _NAME_BEFORE: Final = re.compile(
     r"\b(?:ranks?|steps?|GPU|index|pid|process|lines?|port|status|code|version|byte|number|slot|signal|part|operation"
-    r"|HTTP|driver|protocol|factor|Xid|confidence|attempt|task|group|error|position|level|schema|of|expected|got)[ :#\"'(]*$",
+    r"|HTTP|driver|protocol|factor|Xid|confidence|attempt|task|group|error|ip|sp|position|level|schema|of"
+    r"|expected|got)[ :#\"'(]*$",
     re.I,
 )
 
@@ -227,7 +228,7 @@ def _bare_numbers(template: Template) -> Iterator[str]:
 
 
 # A number of its own: not a part of a name, path, version, time or address.
-_RENDERED_NUMBER: Final = re.compile(r"(?<![\w.:/\-])\d[\d,]*(?:\.\d+)?(?![\w.:/\-]*\w[:/.]|\d)(?=[^\w]|$|[a-zA-Z%])")
+_RENDERED_NUMBER: Final = re.compile(r"(?<![\w.:/\-\[])\d[\d,]*(?:\.\d+)?(?![\w.:/\-]*\w[:/.]|\d)(?=[^\w]|$|[a-zA-Z%])")
 
 
 def rendered_problems(text: str) -> Iterator[str]:

@@ -155,7 +155,7 @@ def test_stalled_steps_of_gpus_that_cannot_be_read_are_a_suspicion_that_says_sin
     assert "power and utilization of 16 GPUs have not been read for 60 s: whether the GPUs work now is unknown" in (
         said.evidence
     )
-    assert "no GPU can be read, so no rank can be named" in said.summary
+    assert "the GPUs of the job cannot be read, so the rank is unknown" in said.summary
 
 
 def test_a_signature_that_was_seen_before_the_gpus_became_unreadable_is_not_said_to_be_there_now() -> None:

@@ -62,7 +62,7 @@ def parse_json(text: str, source: str) -> RasReport:
     announced = _count(document.get("communicators_count"))
     if announced is not None and announced != len(listed):
         remarks.append(
-            f"the report announces {format_count(announced, 'communicator')} but lists {len(listed)} of them"
+            f"the report lists {len(listed)} of the {format_count(announced, 'communicator')} that it announces"
         )
         problem = problem or remarks[-1]
     ras = _mapping(document.get("ras"))
