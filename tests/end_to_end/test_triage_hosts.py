@@ -47,7 +47,7 @@ def test_an_unreachable_host_of_the_job_is_named_and_lowers_the_confidence(
     )
     assert part["state"] == whole["state"] == "hang"
     assert part["confidence"] < whole["confidence"]
-    assert "Not seen: deadlock-3: no answer" in part["why"]
+    assert "Not seen: deadlock-3: node is up but refuses SSH connections" in part["why"]
 
 
 def test_nothing_stays_behind_on_the_hosts(cluster: SimulatedCluster, shell: Shell) -> None:

@@ -140,7 +140,7 @@ def high_id(data: Path) -> None:
         (empty_shard, (),
          ("rank 1: its shard has no rows; pack more records", "rank 1 has 0 blocks, but one step needs 8")),
         (ragged, (),
-         ("rank-00001.i32: the file is truncated: its 1,027 bytes are not a whole number of blocks of 16",)),
+         ("rank-00001.i32: the file is truncated: it has 1,027 bytes, not a whole number of blocks of 16",)),
         (high_id, (),
          ("token id 100 is outside the vocabulary of 100", "at offset 0 differ from those that were packed")),
         (lambda data: None, ("--vocab-size", "50"), ("rank 1: ", "token id 99 is outside the vocabulary of 50")),
