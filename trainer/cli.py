@@ -206,7 +206,7 @@ def read_job_defaults(ctx: click.Context, _: click.Parameter, path: str | None) 
     help="Maximum number of seconds that a path or nvidia-smi may take to respond.",
 )
 @click.option("--strict", is_flag=True, help="Refuse the job on warnings too, not only on failures.")
-@click.option("--json", "as_json", is_flag=True, help="Print the content of gate.json, in every process.")
+@click.option("--json", "as_json", is_flag=True, help="Print the content of gate.json (each process prints it).")
 def gate_command(
     job: JobFile | None,
     run: str,

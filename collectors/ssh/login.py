@@ -33,7 +33,7 @@ POLL_SECONDS: Final = 5.0
 """The thread of an idle SSH connection wakes up at this interval. With paramiko's default of 0.1 s, waking up took two
 thirds of the CPU time of watching a node."""
 LOOKING_UP: Final = "looking up"
-"""Begins the name of the stage in which nothing has been sent to the node yet."""
+"""The name of a stage begins with this while the host name is looked up: nothing has been sent to the node yet."""
 REKEY_WAIT_SECONDS: Final = 5.0
 """A message may wait for this long while SSH exchanges new keys. Chosen, not measured: far longer than a round trip."""
 

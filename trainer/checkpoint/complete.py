@@ -31,7 +31,7 @@ CONFIG_FILE: Final = "config.json"
 DIRECTORY_NAME: Final = re.compile(r"step-(\d+)")  # see RunDirectory.checkpoint
 STAGED_NAME: Final = re.compile(r"step-\d+\.tmp-.*", re.DOTALL)
 # The advice where a run cannot resume. In the same run directory the launcher would find the checkpoint again.
-START_FROM_WEIGHTS: Final = "to start with its weights, set `model` to the checkpoint directory and `run` to a new one"
+START_FROM_WEIGHTS: Final = "to start with its weights, set `model` to the checkpoint and `run` to a new directory"
 MAX_HEADER_BYTES: Final = 100_000_000  # the safetensors library's own limit
 
 

@@ -503,7 +503,8 @@ def _resume_mismatches(
         )
     elif resume.blocks_sha256 and len(by_rank) == settings.world and resume.blocks_sha256 != blocks_sha256(by_rank):
         yield (
-            "the checkpoint was trained on different blocks, so training cannot continue from its step; "
+            "the checkpoint was trained on other data blocks than this job uses, so training cannot continue from its "
+            "step; "
             f"{START_FROM_WEIGHTS}"
         )
     elif manifests and resume.step and resume.tokens is not None and resume.tokens != resume.step * step_tokens:

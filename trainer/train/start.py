@@ -196,7 +196,8 @@ def read_resume_checkpoint(
     completion = read_completion(resume)
     if completion.blocks_sha256 != gate.blocks_sha256:
         raise UserError(
-            f"{resume} was trained on different blocks, so training cannot continue from its step {completion.step:,}; "
+            f"checkpoint {resume} was trained on other data blocks than this job uses, so training cannot continue "
+            f"from its step {completion.step:,}; "
             f"{START_FROM_WEIGHTS}"
         )
     if completion.tokens != completion.step * tokens_per_step:

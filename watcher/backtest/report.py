@@ -203,7 +203,7 @@ def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:
     yield ""
     yield from _matrix_lines(plain)
     yield ""
-    yield "  confidence   mean   right   difference     without GPU model: mean   right   difference"
+    yield "  confidence   mean   right   difference     without GPU model*: mean  right   difference"
     left_out = {each.low: each for each in model.reliability}
     for low in sorted({each.low for each in plain.reliability} | set(left_out)):
         ours = next((each for each in plain.reliability if each.low == low), None)

@@ -218,7 +218,7 @@ def scaling_text(profile: PowerProfile, usual_watts: float) -> str:
             f"rests on them with {profile.bands_certain:.1f} of its usual confidence."
         )
     share = profile.compute_watts / profile.limit_watts
-    compute = f"Compute counts from {profile.compute_watts:,.0f} W, {share * 100:.0f} % of the limit."
+    compute = f"A GPU counts as computing from {profile.compute_watts:,.0f} W, {share * 100:.0f} % of the power limit."
     work = [
         each.watts.low_watts
         for each in published_measurements()

@@ -96,8 +96,8 @@ class WatcherSection(Section):
     )
     allow_unauthenticated: bool = Field(
         False,
-        description="allow other addresses than loopback in listen without a token; anyone who reaches the port can "
-        "then read everything",
+        description="let `listen` be an address other than loopback although no token is set; anyone who can reach the "
+        "port can then read everything",
     )
     external_url: str | None = Field(None, description="URL at which people open the web page; alerts link to it")
     reminder: Duration | None = Field(

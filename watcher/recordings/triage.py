@@ -246,12 +246,14 @@ def triage_job(
         if name in (known for known, _ in logs):
             raise InputError(f"{name}: given twice. Name each file once")
         if isinstance(source, Recording):
-            raise InputError(f"{name}: a recording names its jobs itself. Give it alone, without --job")
+            raise InputError(f"{name}: a recording already names its jobs. Make it the only input, without --job")
         if source.parts:
             logs.append((name, _nodes_in_one_file(name, source)))
             continue
         if len(source.specs) > 1 and source.host_order is None:
-            raise InputError(f"{name}: the file names {len(source.specs)} jobs itself. Give it alone, without --job")
+            raise InputError(
+                f"{name}: this file already names {len(source.specs)} jobs. Make it the only input, without --job"
+            )
         logs.append((name, source))
     samples: dict[str, list[NodeSample]] = {}
     ranks: dict[tuple[str, int], int] = {}
@@ -310,7 +312,7 @@ def _remarks_on_job(logs: Sequence[tuple[str, GpuLog]], ranks: Mapping[tuple[str
     if not ranks:
         by_name = any(log.host_order is HostOrder.ARRIVAL for _, log in logs)
         order = "in the order of the host names" if by_name else "in the order in which the nodes were given"
-        remarks.append(f"Ranks are counted {order}.")
+        remarks.append(f"Ranks are numbered {order}.")
     return tuple(remarks)
 
 
@@ -471,5 +473,5 @@ def _host_triages(
             replace(each, ranks_known=several)
             for each in last_rounds_of_nodes(spec, {node: samples[node] for node in spec.nodes}, links, now)
         ]
-        remarks = ("Ranks are counted in the order in which the nodes were given.",) if several else ()
+        remarks = ("Ranks are numbered in the order in which the nodes were given.",) if several else ()
         yield _result(spec.name, rounds, remarks, progress, profile)

@@ -237,7 +237,7 @@ def resuming(settings: dict[str, Any], **changes: Any) -> list[NodeReport]:
         ({}, {"world": 8, "optimizer": False, "blocks_sha256": "9" * 64}, "FAIL", OTHER_WORLD),
         ({"optimizer": True}, {"world": 8, "blocks_sha256": "9" * 64}, "FAIL", OTHER_WORLD),
         ({"optimizer": True}, {"optimizer": False}, "WARN", "has no optimizer state"),
-        ({}, {"blocks_sha256": "9" * 64}, "FAIL", "the checkpoint was trained on different blocks"),
+        ({}, {"blocks_sha256": "9" * 64}, "FAIL", "the checkpoint was trained on other data blocks than this job uses"),
         ({}, {"tokens": 7}, "FAIL", "used 7 tokens in 500 steps, but this job would have used 131,072,000"),
         ({}, {"step": 3_854, "tokens": None}, "WARN", "all 3,854 steps are already done"),
         ({}, {"step": 3_855, "tokens": None}, "FAIL",

@@ -190,7 +190,7 @@ def test_the_first_gpu_of_the_second_node_is_rank_8_and_does_not_save(shell: She
     (said,) = answer.json
     assert (said["source"], said["state"], answer.exit_code) == ("job", "hang", 2)
     assert said["suspects"] == [{"node": "gpu-10", "gpu": 0, "rank": 8}]
-    assert "Ranks are counted in the order of the host names." in said["why"]
+    assert "Ranks are numbered in the order of the host names." in said["why"]
 
 
 def test_files_of_one_job_are_joined_in_the_order_given(shell: Shell, tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_file_that_names_its_jobs_is_refused(shell: Shell, tmp_path: Path) -> 
     (tmp_path / "jobs.json").write_text(f'{{"samples": [{{"samples": [{gpus}]}}, {{"samples": [{gpus}]}}]}}')
     answer = shell.run("triage", "--job", tmp_path / "jobs.json")
     assert (answer.exit_code, answer.out) == (3, "")
-    assert "names 2 jobs itself" in answer.err
+    assert "already names 2 jobs" in answer.err
 
 
 def test_samples_of_two_moments_are_not_one_picture(shell: Shell, tmp_path: Path) -> None:
