@@ -219,8 +219,8 @@ RESUME = ResumeReport(
 
 OTHER_WORLD = (
     "cannot resume: /nfs/step-00000500: the checkpoint was saved by 8 ranks, and a resume needs the same number, "
-    "but the job has 16; use 8, or, to start with its weights, set `model` to the checkpoint directory "
-    "and `run` to a new one"
+    "but the job has 16; use 8, or, to start with its weights, set `model` to the checkpoint "
+    "and `run` to a new directory"
 )
 
 
