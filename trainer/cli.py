@@ -42,7 +42,7 @@ class PipelineGroup(click.Group):
 @click.group(cls=PipelineGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="wattwatch", prog_name="wattwatch-train", message="%(prog)s %(version)s")
 def wattwatch_train() -> None:
-    """Full fine-tuning in which all ranks always issue the same collectives: data is packed and checked beforehand."""
+    """Full fine-tuning. Data is packed and checked first, so that all ranks always issue the same collectives."""
 
 
 @wattwatch_train.command("pack", short_help="Tokenize a dataset into blocks of fixed length for each rank.")
@@ -69,7 +69,7 @@ def wattwatch_train() -> None:
 @click.option("--split", default="train", show_default=True, help="Split of the dataset to read.")
 @click.option(
     "--column",
-    help="Column that holds the text or the lists of messages. [default: text, or messages if there is no text]",
+    help="Column that holds the text or the lists of messages. [default: text, or messages if there is no column text]",
 )
 @click.option(
     "--contiguous/--strided",
@@ -78,12 +78,16 @@ def wattwatch_train() -> None:
     help="Contiguous: each rank gets one range of consecutive rows. Strided: each rank gets every Nth row.",
 )
 @click.option(
-    "--document-mask", is_flag=True, help="Also write the positions where records begin, for train.document_mask."
+    "--document-mask",
+    is_flag=True,
+    help="Also write where each record begins, as train.document_mask in JOB.toml needs it.",
 )
 @click.option(
     "--workers", type=click.IntRange(1), help="Number of processes that tokenize. [default: one per CPU core]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the manifests as a JSON list.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print a JSON list with the manifest of each packed rank, instead of text."
+)
 def pack_command(
     source: str,
     output: Path,
@@ -101,8 +105,8 @@ def pack_command(
     """Tokenize each record of SOURCE once and pack the ids into blocks of fixed length.
 
     SOURCE is JSONL (a path or a glob), a directory written by save_to_disk of datasets, or the name of a dataset. Each
-    rank gets an .i32 file and a manifest. The same input always gives the same bytes. Exit code 2 means an error: for
-    the rank that the message names, nothing was written.
+    rank gets an .i32 file and a manifest. The same input always gives the same bytes. Exit code 2 means an error; if
+    the message gives a rank, nothing was written for that rank.
     """
     ranks = select_ranks(world, ranks)
     from rich.console import Console
@@ -171,7 +175,9 @@ def read_job_defaults(ctx: click.Context, _: click.Parameter, path: str | None) 
 @click.option(
     "--rendezvous", help="HOST:PORT where rank 0's gate process listens. [default: MASTER_ADDR and MASTER_PORT]"
 )
-@click.option("--micro-batch", type=click.IntRange(1), default=1, show_default=True, help="Blocks per micro-step.")
+@click.option(
+    "--micro-batch", type=click.IntRange(1), default=1, show_default=True, help="Blocks per micro-step, on each rank."
+)
 @click.option(
     "--accumulation", type=click.IntRange(1), default=8, show_default=True, help="Micro-steps per optimizer step."
 )
@@ -203,10 +209,15 @@ def read_job_defaults(ctx: click.Context, _: click.Parameter, path: str | None) 
     type=click.FloatRange(0.1),
     default=10.0,
     show_default=True,
-    help="Maximum number of seconds that a path or nvidia-smi may take to respond.",
+    help="Seconds to wait for an answer from a file system or from nvidia-smi.",
 )
 @click.option("--strict", is_flag=True, help="Refuse the job on warnings too, not only on failures.")
-@click.option("--json", "as_json", is_flag=True, help="Print the content of gate.json (each process prints it).")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the result as JSON with the keys of gate.json, instead of text. Every gate process prints it.",
+)
 def gate_command(
     job: JobFile | None,
     run: str,
@@ -328,9 +339,9 @@ def _node_index(placement: Placement, node: str, path: str) -> int:
 
 
 def gate_summary_line(level: str, code: int, gate_id: str, seconds: float | None) -> str:
-    """`gate open: WARN in 0.41 s, id 3f2a`, `gate refused: FAIL in 0.38 s, id 77c0`."""
+    """`gate passed: WARN in 0.41 s, id 3f2a`, `gate refused: FAIL in 0.38 s, id 77c0`."""
     took = "" if seconds is None else f" in {seconds:.2f} s"
-    state = "refused" if code == 2 else "open"
+    state = "refused" if code == 2 else "passed"
     return f"gate {state}: {level}{took}{', id ' + gate_id if gate_id else ''}"
 
 
@@ -407,8 +418,8 @@ def with_absolute_path(job: JobFile) -> JobFile:
 def run_command(job: str, resume: str | None, smoke: str | None) -> None:
     """Run one rank of the job in the file JOB. The launcher starts this command through torchrun, once per GPU.
 
-    Exit code: 0 all steps are done and saved, 2 refused, 3 a bug, 4 stopped on request before the last step, 5 failed:
-    a new attempt from the last complete checkpoint may succeed.
+    Exit code: 0 all steps are done and saved, 2 refused, 3 internal error, 4 stopped on request before the last step, 5
+    failed: a new attempt from the last complete checkpoint may succeed.
     """
     from wattwatch.trainer.train.rank import run_rank_process
 

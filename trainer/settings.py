@@ -68,8 +68,8 @@ class TrainSettings:
     final_learning_rate_share: float = setting(0.1, "fraction of learning_rate at which the cosine schedule ends")
     warmup_steps: int = setting(
         100,
-        "number of steps in which the learning rate rises from 0 to learning_rate; a resume without optimizer state "
-        "repeats these steps of warm-up",
+        "number of warm-up steps, during which the learning rate rises from 0 to learning_rate; a resume without "
+        "optimizer state repeats the warm-up",
     )
     weight_decay: float = setting(0.1, "weight decay of matrices; norms and biases have none")
     beta1: float = setting(0.9, "AdamW")

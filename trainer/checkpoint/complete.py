@@ -179,12 +179,12 @@ def _check_names(directory: Path, completion: Completion) -> None:
     if completion.optimizer:
         needed += [optimizer_file(rank) for rank in range(completion.world)]
     if missing := [name for name in needed if name not in completion.files]:
-        raise _IncompleteError(f"{marker} does not list {missing[0]}")
+        raise _IncompleteError(f"{marker} does not list {missing[0]}, which the checkpoint needs")
     # transformers loads whatever it finds, so a stray model.safetensors would be loaded instead of the listed files.
     for name in sorted(os.listdir(directory)):
         if name.endswith((".safetensors", ".index.json")) and name not in completion.files:
             raise _IncompleteError(
-                f"{directory / name} is not part of the checkpoint ({MARKER} does not list it), but would be loaded"
+                f"{directory / name} is not listed in {MARKER}, but would be loaded as part of the checkpoint"
             )
 
 
@@ -275,10 +275,12 @@ def read_tensor_names(path: Path, size_bytes: int) -> frozenset[str]:
     reached = 0
     for begin, end in spans:
         if begin != reached or end < begin:
-            raise InvalidHeaderError(f"the tensors listed in its header leave a gap or overlap at byte {reached:,}")
+            raise InvalidHeaderError(
+                f"the file's header describes tensors with a gap or an overlap at byte {reached:,} of the data"
+            )
         reached = end
     if (stated := 8 + header_bytes + reached) != size_bytes:
         raise InvalidHeaderError(
-            f"according to its header the file should have {format_count(stated, 'byte')}, but it has {size_bytes:,}"
+            f"according to its header, the file should have {format_count(stated, 'byte')}, but it has {size_bytes:,}"
         )
     return frozenset(header)

@@ -67,7 +67,7 @@ def clean_up_after_save(run: RunDirectory, published: Path, keep: int) -> tuple[
         atomic_write_text(str(run.latest), published.name + "\n")
     except OSError as error:
         warnings.append(
-            f"{run.latest} was not updated: {error.strerror or error}; it may still name an older checkpoint"
+            f"{run.latest} was not updated: {error.strerror or error}; it may still refer to an older checkpoint"
         )
     try:
         warnings += _prune(run, _step_number(published), keep)
@@ -84,8 +84,8 @@ def _prune(run: RunDirectory, step: int, keep: int) -> list[str]:
     names = [name for name in os.listdir(run.checkpoints) if DIRECTORY_NAME.fullmatch(name)]
     listed = sorted(((_step_number(run.checkpoints / name), run.checkpoints / name) for name in names), reverse=True)
     warnings = [
-        f"{path} is from a later step than this save, so the next attempt would resume from it; move that checkpoint "
-        "away"
+        f"{path} is from a later step than the checkpoint just saved, so the next attempt would resume from it; move "
+        f"{path.name} to another directory"
         for number, path in listed
         if number > step and why_incomplete(path) is None
     ]

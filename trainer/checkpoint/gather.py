@@ -50,8 +50,8 @@ def describe_tensors(tensors: dict[str, torch.Tensor]) -> list[TensorSpec]:
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and tuple(tensor.placements) != (Shard(0),):
             raise UserError(
-                f"{name} cannot be saved: only tensors that are sharded along their first dimension can be saved, "
-                f"but this one is sharded as {tensor.placements}"
+                f"tensor {name} cannot be saved: it is sharded as {tensor.placements}, but a sharded tensor can be "
+                "saved only if it is sharded along its first dimension"
             )
     return [TensorSpec(name, tuple(tensor.shape), _saved_dtype(tensor)) for name, tensor in tensors.items()]
 

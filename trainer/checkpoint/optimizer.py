@@ -94,17 +94,19 @@ def _mismatch(file: Any, shards: dict[str, torch.Tensor]) -> str:
     """The first difference between file and model, from the header alone; "" if they fit."""
     keys = set(file.keys())
     if missing := [name for name in shards if f"{MASTER}.{name}" not in keys]:
-        return f"the file has no {missing[0]}"
+        return f"the file has no tensor {missing[0]}"
     for key in sorted(keys):
         kind, _, name = key.partition(".")
         if name not in shards:
-            return f"the file has {name}, which the model does not have"
+            return f"the file has tensor {name}, which the model does not have"
         saved, shard = file.get_slice(key), shards[name]
         shape = tuple(saved.get_shape())
         if shape != tuple(shard.shape) and (shape or kind == MASTER):  # AdamW's step count has no shape
-            return f"the file has {name} with shape {shape}, but this rank's shard has shape {tuple(shard.shape)}"
+            return f"tensor {name} has shape {shape} in the file, but {tuple(shard.shape)} in this rank's shard"
         if kind == MASTER and saved.get_dtype() != DTYPE_NAMES[shard.dtype]:
-            return f"the file has {name} as {saved.get_dtype()}, but the model has it as {DTYPE_NAMES[shard.dtype]}"
+            return (
+                f"tensor {name} has type {saved.get_dtype()} in the file, but {DTYPE_NAMES[shard.dtype]} in the model"
+            )
     return ""
 
 

@@ -49,7 +49,7 @@ NETWORK_FILESYSTEMS: Final = frozenset(
     | {"9p", "virtiofs", "wekafs", "afs", "fuse.sshfs", "fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"}
 )
 SPREAD_CONSEQUENCES: Final = {
-    "min": "all ranks must stop at the smallest count",
+    "min": "all ranks will stop after the smallest number of blocks",
     "pad": "ranks with fewer blocks will repeat their first blocks",
     "off": 'train.evenness is "off", so the job will hang when the rank with the fewest blocks runs out of blocks',
 }
@@ -199,7 +199,8 @@ def block_file_problems(settings: GateSettings, shard: ShardReport) -> list[str]
         )
     if manifest.document_starts is not None and shard.starts_bytes != manifest.document_starts * START_BYTES:
         problems.append(
-            f"the file that says where documents start is missing or has the wrong size; {REPACK} with --document-mask"
+            f"the file with the positions where records begin is missing or has the wrong size; {REPACK} with "
+            "--document-mask"
         )
     return problems
 
@@ -250,8 +251,8 @@ def _row_problems(world: int, manifest: PackManifest) -> list[str]:
     count, first, last = shard_row_range(manifest.corpus_rows, world, manifest.rank, manifest.contiguous)
     if (manifest.rows, manifest.first_row, manifest.last_row) != (count, first, last):
         return [
-            f"its shard has {format_count(manifest.rows, 'row')} ({manifest.first_row} to {manifest.last_row}), but "
-            f"should have {count:,} ({first} to {last}); {REPACK}"
+            f"its shard has {format_count(manifest.rows, 'row')} (first row {manifest.first_row}, last row "
+            f"{manifest.last_row}), but should have {count:,} (first row {first}, last row {last}); {REPACK}"
         ]
     return []
 
@@ -311,7 +312,7 @@ def check_evenness(
         problems.append(
             fail(
                 f"rank {counts.shortest_rank} has {format_count(counts.global_min_blocks, 'block')}, but one step "
-                f"needs {settings.blocks_per_step:,}; pack more data, or lower the accumulation setting"
+                f"needs {settings.blocks_per_step:,}; pack more data, or lower train.accumulation"
             )
         )
     elif counts.spread:
@@ -374,8 +375,8 @@ def check_checkpoint(reports: Sequence[NodeReport], counts: BlockCounts | None) 
         needed += "" if too_small else " plus the one being written"
         text = (
             f"{directories[0].directory} has {format_bytes_short(free)} of free space, which is too little for "
-            f"{needed}; free another {format_bytes_short((settings.keep + 1) * checkpoint_bytes - free)}, or keep "
-            "fewer checkpoints"
+            f"{needed}; free another {format_bytes_short((settings.keep + 1) * checkpoint_bytes - free)}, or lower "
+            "checkpoint.keep"
         )
         problems.append(fail(text) if too_small else warn(text))
     seconds = _estimate_save_seconds(reports, checkpoint_bytes)
@@ -498,14 +499,13 @@ def _resume_mismatches(
     if resume.world is not None and resume.world != settings.world:
         # Steps are counted over the blocks of all ranks, so another number of ranks also means other blocks.
         yield (
-            f"the checkpoint was saved by {format_count(resume.world, 'rank')}, and a resume needs the same number, "
-            f"but the job has {settings.world}; use {resume.world}, or, {START_FROM_WEIGHTS}"
+            f"the checkpoint was saved by {format_count(resume.world, 'rank')}, but the job has {settings.world}, "
+            f"and a resume needs the same number; use {format_count(resume.world, 'rank')}, or, {START_FROM_WEIGHTS}"
         )
     elif resume.blocks_sha256 and len(by_rank) == settings.world and resume.blocks_sha256 != blocks_sha256(by_rank):
         yield (
-            "the checkpoint was trained on other data blocks than this job uses, so training cannot continue from its "
-            "step; "
-            f"{START_FROM_WEIGHTS}"
+            "the run that saved the checkpoint used other data blocks than this job, so training cannot continue at "
+            f"the checkpoint's step; {START_FROM_WEIGHTS}"
         )
     elif manifests and resume.step and resume.tokens is not None and resume.tokens != resume.step * step_tokens:
         yield (

@@ -222,7 +222,7 @@ class GatherMember:
         except TimeoutError:
             raise GatherError(f"{self._rendezvous} stopped responding") from None
         except OSError as error:
-            raise GatherError(f"{self._rendezvous} broke the connection: {error.strerror or error}") from None
+            raise GatherError(f"the connection to {self._rendezvous} failed: {error.strerror or error}") from None
 
     def _read_message(self) -> dict[str, Any]:
         # Rank 0 answers all members at once, when the last report has arrived or its own deadline has passed.

@@ -136,7 +136,7 @@ def run_gate(
         reports = [report]
         if listener and rendezvous:
             reports = gather_reports(listener, rendezvous, welcome, report, until)
-            note = f"waited {time.monotonic() - timer.begun:.0f} s"
+            note = f"rank 0's process waited {time.monotonic() - timer.begun:.0f} s"
         elif member:
             try:
                 reports = member.exchange(report)

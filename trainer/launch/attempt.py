@@ -142,14 +142,16 @@ def run_gate_on_nodes(
         return GateOutcome(None, f"{refused}; nothing was started", may_pass_later=True)
     if lost:
         node = nodes[lost[0].index]
-        return GateOutcome(None, f"{node} cannot be reached: {lost[0].why}; nothing was started", may_pass_later=True)
+        return GateOutcome(
+            None, f"the gate did not complete on {node}: {lost[0].why}; no rank was started", may_pass_later=True
+        )
     gate_refused = RankExitCode.REFUSED  # the gate uses the same code: 0 passed, 1 warnings, 2 refused
     broken = [nodes[index] for index, code in sorted(codes.items()) if code not in (0, 1, gate_refused)]
     if broken or (gate_refused in codes.values() and codes.get(0) != gate_refused):
         for line in other_lines:
             context.print_line(line)
     if broken:
-        return GateOutcome(None, f"the gate itself failed on {', '.join(broken)}; nothing was started")
+        return GateOutcome(None, f"the gate process failed on {', '.join(broken)}; no rank was started")
     if gate_refused in codes.values():
         return GateOutcome(None, "the gate refused the job; nothing was started")
     gate_id = read_gate_json(context.run).get("gate_id")

@@ -88,7 +88,7 @@ def resolve_placement(launch: LaunchSettings, environment: Mapping[str, str]) ->
             raise UserError(f"launch.nodes has nodes outside this Slurm allocation ({allocated}): {', '.join(outside)}")
     if via is LaunchMethod.LOCAL and len(nodes) > 1:
         raise UserError(
-            f'launch.nodes names {len(nodes)} nodes, but launch.via is "local": set launch.via to "ssh" or "srun"'
+            f'launch.nodes lists {len(nodes)} nodes, but launch.via is "local": set launch.via to "ssh" or "srun"'
         )
     # A single host must work without name resolution, and without its name leading to another interface.
     address = launch.address or (LOOPBACK if via is LaunchMethod.LOCAL else nodes[0])

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from wattwatch.trainer.errors import UserError
+from wattwatch.trainer.formatting import format_count
 from wattwatch.trainer.settings import Evenness
 
 
@@ -66,6 +67,7 @@ def agree_on_blocks(
         blocks = int(counts.item())
     if blocks < blocks_per_step:
         raise UserError(
-            f"too few blocks of packed data on a rank ({blocks:,}): one step needs {blocks_per_step:,}; pack more data"
+            f"a rank has only {format_count(blocks, 'block')} of packed data, but one step needs {blocks_per_step:,}; "
+            "pack more data"
         )
     return StepPlan(local_blocks, blocks, blocks_per_step, epochs, evenness)

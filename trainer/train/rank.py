@@ -87,7 +87,10 @@ def train_rank(
 
     def exit_from_collective() -> None:
         # Called in a thread: the main thread is inside a collective and cannot be interrupted from Python.
-        why = "this rank was asked to exit, but it still waits in a collective, because another rank does not respond"
+        why = (
+            "this rank was asked to exit, but it is still waiting in a collective, because another rank does not "
+            "respond"
+        )
         write_exit_file(
             directory.exit_file(options.number, info.rank), RankExit(RankExitCode.FAILED, why, heartbeat.step)
         )

@@ -196,9 +196,8 @@ def read_resume_checkpoint(
     completion = read_completion(resume)
     if completion.blocks_sha256 != gate.blocks_sha256:
         raise UserError(
-            f"checkpoint {resume} was trained on other data blocks than this job uses, so training cannot continue "
-            f"from its step {completion.step:,}; "
-            f"{START_FROM_WEIGHTS}"
+            f"the run that saved {resume} used other data blocks than this job, so training cannot continue at the "
+            f"checkpoint's step {completion.step:,}; {START_FROM_WEIGHTS}"
         )
     if completion.tokens != completion.step * tokens_per_step:
         raise UserError(
@@ -208,7 +207,8 @@ def read_resume_checkpoint(
         )
     if completion.step > plan.steps:
         raise UserError(
-            f"{resume} was saved at step {completion.step:,}, but this job has only {format_count(plan.steps, 'step')}"
+            f"{resume} was saved at step {completion.step:,}, but this job has only "
+            f"{format_count(plan.steps, 'step')}; increase train.epochs"
         )
     return completion
 

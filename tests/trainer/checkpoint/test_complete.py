@@ -94,14 +94,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: remark(d, files={"../config.json": {"bytes": 1, "sha256": ""}}),
         "which is not a valid name of a file in this directory",
     ),
-    "marker lists no configuration": (lambda d: relist_without(d, "config.json"), "does not list config.json"),
+    "marker lists no configuration": (
+        lambda d: relist_without(d, "config.json"),
+        "does not list config.json, which the checkpoint needs",
+    ),
     "marker lists one rank's optimizer": (
         lambda d: relist_without(d, "optimizer/rank-00001.safetensors"),
         "does not list optimizer/rank-00001.safetensors",
     ),
     "marker does not list a shard": (
         lambda d: relist_without(d, SHARD),
-        f"{SHARD} is not part of the checkpoint (COMPLETE.json does not list it), but would be loaded",
+        f"{SHARD} is not listed in COMPLETE.json, but would be loaded as part of the checkpoint",
     ),
     "shard missing": (lambda d: (d / SHARD).unlink(), f"{SHARD}: missing"),
     "shard cut": (lambda d: cut(d / SHARD, 20), f"{SHARD} is truncated: it has 20 bytes, "),
@@ -114,11 +117,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "optimizer directory gone": (lambda d: shutil.rmtree(d / "optimizer"), "optimizer/rank-00000.safetensors: missing"),
     "header tells of more": (
         lambda d: relist(d, SHARD, tensors_file({"c": b"678"}, offset=1)),
-        f"{SHARD}: according to its header the file should have",
+        f"{SHARD}: according to its header, the file should have",
     ),
     "header tells of less": (
         lambda d: relist(d, SHARD, tensors_file({"c": b"678"}) + b"\0"),
-        f"{SHARD}: according to its header the file should have",
+        f"{SHARD}: according to its header, the file should have",
     ),
     "header of another format": (
         lambda d: relist(d, SHARD, (2).to_bytes(8, "little") + b"[]"),
@@ -142,7 +145,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "weights beside that would be loaded first": (
         lambda d: (d / "model.safetensors").write_bytes(tensors_file({"a": b"0"})),
-        "model.safetensors is not part of the checkpoint (COMPLETE.json does not list it), but would be loaded",
+        "model.safetensors is not listed in COMPLETE.json, but would be loaded as part of the checkpoint",
     ),
 }
 

@@ -105,7 +105,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced_and_one_of_a_later_step_gets_
     report = saved(2, tmp_path, model, keep=1)
     assert_loads_as(report.directory, tied=False)
     (warning,) = report.warnings
-    assert "step-00000900 is from a later step than this save" in warning
+    assert "step-00000900 is from a later step than the checkpoint just saved" in warning
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000500", "step-00000900"]
 
 

@@ -56,8 +56,8 @@ def test_the_papers_job_gets_a_warning_about_its_spread_and_the_minimum_is_recor
     assert even.lost_share == pytest.approx(1 - 3_854 * 8 * 16 / sum(PAPER_BLOCKS))
     assert level_and_problems(verdict, "evenness") == (
         CheckLevel.WARN,
-        "block counts differ by 53: rank 3 has 30,835 blocks, and rank 11 has 30,888; all ranks must stop at the "
-        "smallest count",
+        "block counts differ by 53: rank 3 has 30,835 blocks, and rank 11 has 30,888; all ranks will stop after "
+        "the smallest number of blocks",
     )
     assert (verdict.exit_code(strict=False), verdict.exit_code(strict=True)) == (1, 2)
 
@@ -108,7 +108,7 @@ def test_a_rank_with_less_data_than_one_step_refuses_the_job() -> None:
     level, text = level_and_problems(run_checks(job((40, 40, 7, 40))), "evenness")
     assert (level, text) == (
         CheckLevel.FAIL,
-        "rank 2 has 7 blocks, but one step needs 8; pack more data, or lower the accumulation setting",
+        "rank 2 has 7 blocks, but one step needs 8; pack more data, or lower train.accumulation",
     )
 
 
@@ -218,8 +218,8 @@ RESUME = ResumeReport(
 
 
 OTHER_WORLD = (
-    "cannot resume: /nfs/step-00000500: the checkpoint was saved by 8 ranks, and a resume needs the same number, "
-    "but the job has 16; use 8, or, to start with its weights, set `model` to the checkpoint "
+    "cannot resume: /nfs/step-00000500: the checkpoint was saved by 8 ranks, but the job has 16, and a resume "
+    "needs the same number; use 8 ranks, or, to start with its weights, set `model` to the checkpoint "
     "and `run` to a new directory"
 )
 
@@ -237,7 +237,7 @@ def resuming(settings: dict[str, Any], **changes: Any) -> list[NodeReport]:
         ({}, {"world": 8, "optimizer": False, "blocks_sha256": "9" * 64}, "FAIL", OTHER_WORLD),
         ({"optimizer": True}, {"world": 8, "blocks_sha256": "9" * 64}, "FAIL", OTHER_WORLD),
         ({"optimizer": True}, {"optimizer": False}, "WARN", "has no optimizer state"),
-        ({}, {"blocks_sha256": "9" * 64}, "FAIL", "the checkpoint was trained on other data blocks than this job uses"),
+        ({}, {"blocks_sha256": "9" * 64}, "FAIL", "the run that saved the checkpoint used other data blocks than"),
         ({}, {"tokens": 7}, "FAIL", "used 7 tokens in 500 steps, but this job would have used 131,072,000"),
         ({}, {"step": 3_854, "tokens": None}, "WARN", "all 3,854 steps are already done"),
         ({}, {"step": 3_855, "tokens": None}, "FAIL",

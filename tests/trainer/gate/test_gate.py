@@ -34,7 +34,7 @@ def test_two_nodes_exchange_reports_and_gate_json_contains_them(gates: Gates, tm
     assert (first.exit_code, other.exit_code) == (1, 1), first.out + first.err + other.err
     assert first.problems[0] == (
         "WARN  block counts differ by 3: rank 0 has 30 blocks, and rank 1 has 33; "
-        "all ranks must stop at the smallest count"
+        "all ranks will stop after the smallest number of blocks"
     )
     assert other.out == "gate WARN: see the output of rank 0's process on node-0-1\n"
     record = gates.record
@@ -75,7 +75,7 @@ def test_a_rank_that_does_not_report_is_named_by_all_that_did(gates: Gates, tmp_
     second = gates.member(data, "1", 4, "--wait", "3")
     first = finish(gates.member(data, "0", 4, "--wait", "3"))
     assert (first.exit_code, finish(second).exit_code) == (2, 2)
-    assert first.problems[0] == "FAIL  ranks 2-3 did not report: waited 3 s"
+    assert first.problems[0] == "FAIL  ranks 2-3 did not report: rank 0's process waited 3 s"
     assert gates.record["level"] == "FAIL"
 
 

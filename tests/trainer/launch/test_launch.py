@@ -35,7 +35,7 @@ def test_a_job_runs_to_its_last_checkpoint(tmp_path: Path) -> None:
     job = MadeJob(tmp_path)
     job.write()
     assert job.start() == 0
-    assert job.printed("gate open: PASS")
+    assert job.printed("gate passed: PASS")
     assert job.printed("step 4/4 loss 1.0"), "rank 0's log is shown to its end"
     assert job.output[-1] == "launch: done: all 4 steps are done and saved"
     assert newest_step(job) == 4
@@ -265,7 +265,7 @@ def test_invalid_settings_are_refused_with_the_key(tmp_path: Path, capsys: pytes
     job = MadeJob(tmp_path, launch={"nodes": "a,b"})
     answer = run_wattwatch_train(capsys, "launch", job.write())
     assert answer.exit_code == 2
-    assert answer.err == 'launch.nodes names 2 nodes, but launch.via is "local": set launch.via to "ssh" or "srun"\n'
+    assert answer.err == 'launch.nodes lists 2 nodes, but launch.via is "local": set launch.via to "ssh" or "srun"\n'
 
 
 def test_attempts_of_an_earlier_launch_keep_their_logs(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_a_stop_file_created_during_the_gate_is_meant_for_this_launch(tmp_path: 
     os.utime(job.run.stop_file, (1, 1))
 
     def stop_at_the_gate(line: str, interrupts: InterruptCount) -> None:
-        if line.startswith("gate open"):
+        if line.startswith("gate passed"):
             job.run.stop_file.touch()
 
     assert job.start(on_line=stop_at_the_gate) == 4
@@ -371,4 +371,4 @@ def test_a_job_that_is_done_is_not_started_again(tmp_path: Path) -> None:
     assert job.output == ["launch: nothing to do: step 4 of 4 is saved"]
     job.file.write_text(job.file.read_text() + "# it may want more steps now\n")
     job.start()
-    assert job.printed("gate open"), "with a changed job file the gate decides whether there is something to do"
+    assert job.printed("gate passed"), "with a changed job file the gate decides whether there is something to do"
