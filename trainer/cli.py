@@ -69,7 +69,8 @@ def wattwatch_train() -> None:
 @click.option("--split", default="train", show_default=True, help="Split of the dataset to read.")
 @click.option(
     "--column",
-    help="Column that holds the text or the lists of messages. [default: text, or messages if there is no column text]",
+    help="Column that holds the text or the lists of messages. [default: the column text or, if there is none, the "
+    "column messages]",
 )
 @click.option(
     "--contiguous/--strided",
@@ -80,7 +81,7 @@ def wattwatch_train() -> None:
 @click.option(
     "--document-mask",
     is_flag=True,
-    help="Also write where each record begins, as train.document_mask in JOB.toml needs it.",
+    help="Also write the positions where records begin. A job with train.document_mask needs them.",
 )
 @click.option(
     "--workers", type=click.IntRange(1), help="Number of processes that tokenize. [default: one per CPU core]"
@@ -240,7 +241,7 @@ def gate_command(
     strict: bool,
     as_json: bool,
 ) -> None:
-    """Six checks over all ranks before a job may start: world, blocks, shards, evenness, checkpoint, devices.
+    """Run six checks over all ranks before a job starts: world, blocks, shards, evenness, checkpoint, devices.
 
     Start it on all nodes at the same time, one process per node or one per rank. The process with rank 0 prints the
     verdict and writes RUN/gate.json. Exit code: 0 passed, 1 warnings, 2 refused, 3 internal error.
@@ -383,13 +384,18 @@ def print_keys(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.option("--fresh", is_flag=True, help="Move existing checkpoints aside and start from the beginning.")
 @click.option("--print", "only_print", is_flag=True, help="Print the commands and their environment, but run nothing.")
 @click.option(
-    "--keys", is_flag=True, is_eager=True, expose_value=False, callback=print_keys, help="Print all keys of JOB.toml."
+    "--keys",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=print_keys,
+    help="Print all keys of JOB.toml with their defaults.",
 )
 def launch_command(job: str, smoke: str | None, fresh: bool, only_print: bool) -> None:
     """Run a job on all its nodes: first the gate, then the ranks. After a failure, resume from the last checkpoint.
 
     SIGTERM or Ctrl-C once: the ranks save and stop. Twice: they are terminated without saving. Exit code: 0 all steps
-    are done and saved, 2 refused, 4 stopped on request, 5 failed after all attempts, 130 interrupted.
+    are done and saved, 2 refused, 4 stopped on request, 5 failed, 130 interrupted.
     """
     from wattwatch.trainer.launch.attempt import count_interrupts
     from wattwatch.trainer.launch.launcher import JobLauncher, LaunchOptions, plan_lines

@@ -139,7 +139,7 @@ def run_gate_on_nodes(
     if context.interrupts.count:
         return GateOutcome(None, "the launch was interrupted during the gate; no rank was started", interrupted=True)
     if refused:
-        return GateOutcome(None, f"{refused}; nothing was started", may_pass_later=True)
+        return GateOutcome(None, f"{refused}; no rank was started", may_pass_later=True)
     if lost:
         node = nodes[lost[0].index]
         return GateOutcome(
@@ -153,7 +153,7 @@ def run_gate_on_nodes(
     if broken:
         return GateOutcome(None, f"the gate process failed on {', '.join(broken)}; no rank was started")
     if gate_refused in codes.values():
-        return GateOutcome(None, "the gate refused the job; nothing was started")
+        return GateOutcome(None, "the gate refused the job; no rank was started")
     gate_id = read_gate_json(context.run).get("gate_id")
     # The launcher reads checkpoints and exit files here: if it cannot see gate.json, it will not see those either.
     if not gate_id or gate_id == id_before:

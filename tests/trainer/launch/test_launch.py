@@ -93,7 +93,7 @@ def test_an_empty_shard_starts_nothing(tmp_path: Path) -> None:
     write_shard(tmp_path / "data", 1, 2, 0)
     assert job.start() == 2
     assert job.printed("FAIL", "rank 1")
-    assert job.output[-1] == "launch: refused: the gate refused the job; nothing was started"
+    assert job.output[-1] == "launch: refused: the gate refused the job; no rank was started"
     assert not list((job.run.path / "logs").iterdir()), "no attempt has logs, since no torchrun was started"
 
 
@@ -286,7 +286,7 @@ def test_a_port_that_is_in_use_is_refused_before_anything_is_started(tmp_path: P
         assert job.start() == 2
     assert (
         job.output[-1]
-        == f"launch: refused: port {port} on localhost is in use; set launch.port to a free port; nothing was started"
+        == f"launch: refused: port {port} on localhost is in use; set launch.port to a free port; no rank was started"
     )
     assert not list((job.run.path / "logs").iterdir())
     assert job.start() == 0, "it is free again"

@@ -35,7 +35,7 @@ def test_one_local_node_uses_the_loopback_address() -> None:
 
 
 def test_two_nodes_cannot_be_local() -> None:
-    with pytest.raises(UserError, match="names 2 nodes, but"):
+    with pytest.raises(UserError, match="lists 2 nodes, but"):
         resolve_placement(LaunchSettings(nodes="a,b"), {})
 
 

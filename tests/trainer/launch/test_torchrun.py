@@ -94,7 +94,7 @@ def test_a_node_that_cannot_be_reached_is_named_and_nothing_is_started(tmp_path:
     began = job.start(QUICK)
     assert began == 2
     assert "the gate did not complete on node-b: ssh exited with code 255: " in job.output[-1]
-    assert "nothing was started" in job.output[-1]
+    assert "no rank was started" in job.output[-1]
     assert not list((job.run.path / "logs").iterdir())
 
 
