@@ -250,8 +250,8 @@ def judge_folder(
         quiet = "" if age_seconds is None else f", and has not changed for {age_seconds:.0f} s"
         listed = "" if folder.lists_all else f" ({len(folder.sizes)} of them were listed)"
         return None, (
-            f"it has {folder.files:,} file{'s'[: folder.files != 1]}{listed}{quiet}; nothing shows that the save is "
-            "unfinished, and nothing that it is complete"
+            f"it has {folder.files:,} file{'s'[: folder.files != 1]}{listed}{quiet}; they do not show whether the "
+            "save is complete"
         )
     for path in layout.needs:
         if path not in folder.sizes:
@@ -364,7 +364,7 @@ def check_pointer(
             return True, f"{pointer} points to it"
         later = re.search(r"(\d+)\D*$", target)
         if later is not None and step is not None and int(later.group(1)) > step:
-            return True, f"{pointer} points to a later one, {target}"  # so it referred to this one before
+            return True, f"{pointer} points to a later checkpoint, {target}"  # so it referred to this one before
         return False, f"{pointer} points to {target or 'nothing'}"
     return False, f"the pointer file {' or '.join(layout.pointers)} does not exist yet"
 
@@ -427,6 +427,6 @@ NUMBERED: Final = re.compile(
 SHARED_FILE: Final = re.compile(r"shard-\d+-")
 DAMAGE: Final = {
     NO_HEADER: "it does not begin with a safetensors header",
-    NO_END: "it begins as a zip archive, as torch.save writes, but has no end of one",
+    NO_END: "it begins as a zip archive, as torch.save writes, but the end of the archive is missing",
 }
 LAYOUTS: Final = _load_layouts()

@@ -153,7 +153,7 @@ class ProbeReader:
             sequence, now, wall = _to_int(message["seq"]), _to_float(message["t"]), _to_float(message["w"])
         except WRONG_VALUE_ERRORS:
             return self._unreadable(
-                "the field seq, t or w of the line is missing or not a number", 0, 0.0, 0.0, received_seconds
+                'the field "seq", "t" or "w" of the line is missing or not a number', 0, 0.0, 0.0, received_seconds
             )
         try:
             return self._sample(message, sequence, now, wall, received_seconds)

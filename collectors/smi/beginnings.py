@@ -86,7 +86,7 @@ def split_into_sections(rows: Sequence[GpuRow]) -> tuple[LogSection, ...]:
             and row.block != current[-1].block
             and not (single_round[row.block] and single_round[current[-1].block])
         ):
-            found = "another header or other columns follow", False
+            found = "a different header or different columns follow", False
         if found is not None:
             sections.append(LogSection(current, restart, back))
             current, latest = [], None
@@ -239,7 +239,7 @@ def _new_paces(stamps: Sequence[float | None]) -> dict[int, str]:
 
 
 def _pace_text(now: float, before: float) -> str:
-    return f"samples come every {duration(now)}, and came every {duration(before)} before"
+    return f"samples are {duration(now)} apart; before, they were {duration(before)} apart"
 
 
 def _is_other_pace(step: float, usual: float) -> bool:

@@ -145,7 +145,10 @@ def other_output(lines: Sequence[str]) -> str:
     """What this output is if it is known to have no reading of a GPU, with what to give instead; "" if unknown."""
     for pattern, text in OTHER_OUTPUTS:
         if any(pattern.search(line[:400]) for line in lines):
-            return f"{text}; give nvidia-smi, nvidia-smi -q, or --query-gpu={REQUIRED_COLUMNS.replace(' ', '')} instead"
+            return (
+                f"{text}; give the output of nvidia-smi, nvidia-smi -q, or nvidia-smi "
+                f"--query-gpu={REQUIRED_COLUMNS.replace(' ', '')} instead"
+            )
     return ""
 
 

@@ -135,7 +135,7 @@ def _reads_more_than_one_value(rows: ParsedRows) -> bool:
 def _what_json(text: str) -> str:
     if text.lstrip()[:1] not in ("{", "[") or not any(True for _ in json_documents(text)):
         return ""
-    return "this is JSON without a reading of a GPU that is known here (rocm-smi, amd-smi metric, gpustat)"
+    return "this JSON contains no GPU readings in a known format (rocm-smi, amd-smi metric, gpustat)"
 
 
 def _build_report(source: str, rows: ParsedRows, messages: MessageLog, exit_code: int | None, empty: bool) -> SmiReport:

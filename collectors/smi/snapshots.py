@@ -305,8 +305,8 @@ def _rows_in_a_round(bursts: Sequence[list[GpuRow]]) -> tuple[int, str]:
         return size, "" if size == 1 else f"{size} GPUs, numbered in the order of the rows of each round"
     size = _period([row.gpu for burst in bursts for row in burst])
     if size > 1:
-        return size, f"{size} GPUs, numbered in the order of the rows, because every {size}th row is alike"
-    return 1, "1 GPU, because the rows name none and come at no other regular distance"
+        return size, f"{size} GPUs, numbered in the order of the rows, because the values repeat every {size} rows"
+    return 1, "1 GPU, because the rows do not show which GPU they are from and do not repeat at a regular distance"
 
 
 def _size_by_readings(bursts: Sequence[list[GpuRow]], size: int) -> int:

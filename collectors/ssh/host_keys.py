@@ -137,7 +137,8 @@ def verify_host_key(route: HostRoute, key: paramiko.PKey, known: Sequence[KnownK
         raise _host_key_failure(f"host certificate not accepted: {problem}; {shown}")
     if not plain and authorities:
         raise _host_key_failure(
-            f"host key is not certified: {shown} without a certificate, but {authorities[0].place} requires one",
+            f"host key is not certified: the host sent {shown} without a certificate, but {authorities[0].place} "
+            "requires one",
             "renew the host certificate on the node (HostCertificate in its sshd_config)",
         )
     if not plain:

@@ -183,7 +183,7 @@ def test_an_alert_from_before_the_deadlock_is_not_its_detection_but_a_problem(mo
     run = played_with(received)
     run._before_deadlock, run._before_end = 1, 3
     run._wait_for_suspect()
-    assert run._false_alerts() == ["JobHung came when it was not true: JobHung firing"]
+    assert run._false_alerts() == ["JobHung was sent although nothing was wrong: JobHung firing"]
 
     monkeypatch.setattr(real_runner, "ALERT_TIMEOUT_SECONDS", 0.0)
     nothing_since = played_with(early[:1])

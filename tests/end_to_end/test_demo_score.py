@@ -62,7 +62,7 @@ def test_another_suspect_is_as_bad_as_none() -> None:
 
 def test_an_alert_before_its_fault_is_a_false_one() -> None:
     early = replace(HUNG, received_seconds=INJECTED - 2.0)
-    before = "deadlock: JobHung came before its fault was injected"
+    before = "deadlock: JobHung was sent before its fault was injected"
     assert score(early).problems == (before, "deadlock: JobHung did not come")
     assert score(early, HUNG).problems == (before,)
 
@@ -83,7 +83,7 @@ def test_any_other_alert_is_a_problem(job: str) -> None:
     extra = replace(HUNG, alert="Straggler", job=job)
     result = score(HUNG, extra)
     assert len(result.problems) == 1
-    assert "Straggler came, but no such fault was injected" in result.problems[0]
+    assert "Straggler was sent, but no such fault was injected" in result.problems[0]
 
 
 def test_a_checkpoint_must_be_seen_as_one_and_raise_nothing() -> None:

@@ -131,7 +131,7 @@ def gather_reports(
 
 
 def _receive(peer: _Peer, rendezvous: Rendezvous, welcome: dict[str, Any]) -> bool:
-    """Reads what a peer has sent. False if it closed the connection, or is not a gate process of this job."""
+    """Reads what a peer has sent. False if it closed the connection, or is not a wattwatch gate process of this job."""
     try:
         data = peer.connection.recv(1 << 20)
     except OSError:
@@ -199,7 +199,7 @@ class GatherMember:
         self._send({"wattwatch_gate": GATHER_PROTOCOL_VERSION, "key": self._rendezvous.key})
         welcome = self._read_message().get("welcome")
         if not isinstance(welcome, dict):
-            raise GatherError(f"the program that listens at {self._rendezvous} is not a gate")
+            raise GatherError(f"the program that listens at {self._rendezvous} is not a wattwatch gate")
         return welcome
 
     def exchange(self, report: NodeReport) -> list[NodeReport]:
@@ -242,7 +242,7 @@ class GatherMember:
         except ValueError:
             message = None
         if not isinstance(message, dict):
-            raise GatherError(f"the program that listens at {self._rendezvous} is not a gate")
+            raise GatherError(f"the program that listens at {self._rendezvous} is not a wattwatch gate")
         if "refused" in message:
             raise GatherError(f"{self._rendezvous} refused this process: {message['refused']}")
         return message

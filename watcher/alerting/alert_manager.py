@@ -170,7 +170,7 @@ class AlertManager:
     def _date_again(self, step_seconds: float, now: float, wall: float) -> None:
         """The wall clock was set. Episodes of this process keep their distance from now, which the monotonic clock has
         measured. Those of an earlier process keep their dates: only that process knew the distance."""
-        log.warning("the wall clock was set by %+.0f s: alerts are dated by the new time", step_seconds)
+        log.warning("the wall clock was changed by %+.0f s: alerts now use the new time", step_seconds)
         for key, episode in self._open.items():
             loaded = self._loaded.get(episode.id)
             opened, began = episode.opened_wall_seconds + step_seconds, episode.began_seconds

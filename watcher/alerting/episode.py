@@ -56,7 +56,7 @@ class NotifyReason(Enum):
     UNCHANGED = "This alert was already reported, and nothing has changed since."
     INHIBITED = "The root cause of this alert is reported instead."
     CAUSE_JUST_CLEARED = "The root cause of this alert has just cleared, so this alert may clear too."
-    CLEAR_PENDING = "The problem is no longer detected, but not yet for long enough to count as resolved."
+    CLEAR_PENDING = "The problem is no longer detected, but has not been gone for long enough to count as resolved."
     UNVERIFIED_AFTER_RESTART = "Since its restart, the watcher has not yet seen any sign of recovery."
     CLEARED_UNREPORTED = "The problem cleared before it was reported."
     NEVER_FIRED = "There is no problem and no open alert."

@@ -165,6 +165,6 @@ def timing_sentence(episode: Episode, reason: NotifyReason, is_closed: bool, now
         end = min(episode.last_seen_seconds, now)
         lasted, ended = format_duration(end - episode.began_seconds), format_utc_time(wall - (now - end))
         if reason in (NotifyReason.STATE_UNKNOWN, NotifyReason.JOB_REMOVED):
-            return f"Lasted at least {lasted}; not followed after {ended}."
+            return f"Lasted at least {lasted}; not monitored after {ended}."
         return f"Lasted {lasted}, until {ended}."
     return f"Started {format_duration(now - episode.began_seconds)} ago, as of {format_utc_time(wall)}."

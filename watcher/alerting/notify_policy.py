@@ -68,7 +68,10 @@ def kept_open_reason(episode: Episode, now: float, wall: float) -> str:
         return f"not seen since the watcher restarted ({since}); kept open because there is no sign of recovery yet"
     seconds = clear_seconds(episode)
     because = "because this problem comes and goes, " if seconds > CLEAR_SECONDS else ""
-    return f"back to normal since {since}; kept open {because}until it has been absent for {format_duration(seconds)}"
+    return (
+        f"back to normal since {since}; kept open {because}until the problem has been absent for "
+        f"{format_duration(seconds)}"
+    )
 
 
 def has_recovered(episode: Episode, update: EpisodeUpdate, absent_seconds: float) -> bool:

@@ -19,8 +19,8 @@ from wattwatch.watcher.detection.model import PowerState
 
 MAX_FILES_LISTED: Final = 5
 HEADINGS: Final = {
-    ProgressKnowledge.NONE: "Judged from the samples alone",
-    ProgressKnowledge.WORD: "Judged from the samples and what the reporter knew about the steps",
+    ProgressKnowledge.NONE: "Verdicts from the samples only",
+    ProgressKnowledge.WORD: "Verdicts from the samples and from what the reporter said about the steps",
 }
 
 
@@ -154,9 +154,12 @@ def _lines(test: BacktestResult) -> Iterator[str]:
         yield from _picture_lines(HEADINGS[knowledge], result)
     if test.cases:
         yield ""
-        yield "* Without GPU model: each case is judged without the profile of its GPU model, only by fractions of the"
-        yield "  power limit. Without source: so is each case whose source is one of those that the profile rests on."
-        yield "  Only profiles are fitted to GPU models. All other rules and confidences stay the same."
+        yield "* Without GPU model: no case is judged with the profile of its own GPU model. Instead, power is compared"
+        yield (
+            "  with the power limit. Without source: the same, but only for cases whose source "
+            "contributed to the profile."
+        )
+        yield "  All other rules and confidences are unchanged."
     if test.series:
         yield ""
         yield from _series_lines(test)
@@ -187,8 +190,9 @@ def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:
             f"largest ({by_source.largest}): {_percent(by_source.without_largest)}"
         )
     yield (
-        f"  claims           {_percent(plain.claims)} correct with a confidence of {CLAIM_CONFIDENCE} or more; they "
-        f"cover {_percent(Ratio(plain.claims.of, plain.exact.of))} cases"
+        f"  confident        {_percent(plain.claims)} correct, of the verdicts with a confidence of "
+        f"{CLAIM_CONFIDENCE} or "
+        f"more; these are {_percent(Ratio(plain.claims.of, plain.exact.of))} of all verdicts"
     )
     found = f"{plain.hangs.found.right} of {plain.hangs.found.of}"
     yield (
@@ -199,18 +203,21 @@ def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:
         f"  false hangs      {plain.hangs.false}    without GPU model: {model.hangs.false}    "
         f"without source: {source.hangs.false}"
     )
-    yield f"  missed hangs judged too confidently, or without hang as the alternative: {len(result.overconfident)}"
+    yield (
+        "  missed hangs whose verdict was too confident or did not give hang as the alternative: "
+        f"{len(result.overconfident)}"
+    )
     yield ""
     yield from _matrix_lines(plain)
     yield ""
-    yield "  confidence   mean   right   difference     without GPU model*: mean  right   difference"
+    yield "  confidence   mean   correct   mean - correct     without GPU model*: mean   correct   mean - correct"
     left_out = {each.low: each for each in model.reliability}
     for low in sorted({each.low for each in plain.reliability} | set(left_out)):
         ours = next((each for each in plain.reliability if each.low == low), None)
         without = _bin_words(left_out.get(low))
-        yield f"  {low:.1f} - {low + 0.1:.1f}   {_bin_words(ours)}                               {without}"
+        yield f"  {low:.1f} - {low + 0.1:.1f}    {_bin_words(ours)}                                 {without}"
     yield ""
-    yield "  GPU model                          right"
+    yield "  GPU model                          correct"
     for name, share in plain.models.items():
         yield f"  {name[:32]:<32}  {share.right:3} of {share.of}"
     if plain.missed:
@@ -231,20 +238,20 @@ def _percent(share: Ratio) -> str:
 
 def _bin_words(each: ConfidenceBin | None) -> str:
     if each is None:
-        return "   -                "
-    return f"{each.confidence:.2f}   {each.right.right:2}/{each.right.of:<2}   {each.off:.2f}"
+        return "   -                  "
+    return f"{each.confidence:.2f}   {each.right.right:2}/{each.right.of:<2}     {each.off:.2f}"
 
 
 def _matrix_lines(plain: CaseScore) -> Iterator[str]:
     """One row per label, one column per verdict; then how often the state was found, and how often it was wrong."""
     verdicts: Sequence[PowerState] = [s for s in PowerState if any(row.get(s) for row in plain.matrix.values())]
-    yield "  label \\ verdict" + " ".join(f"{s.value[:9]:>9}" for s in verdicts) + "    found     wrongly"
+    yield "  label \\ verdict" + " ".join(f"{s.value[:9]:>9}" for s in verdicts) + "    found  false"
     for label in (*plain.matrix, *(s for s in verdicts if s not in plain.matrix)):
         row = plain.matrix.get(label, {})
         cells = " ".join(f"{row.get(s) or '.':>9}" for s in verdicts)
         kind = plain.kinds[label]
         found = f"{kind.found.right}/{kind.found.of}" if kind.found.of else "-"
-        yield f"  {label.value:<14} {cells}   {found:>6}   {kind.false:>9}"
+        yield f"  {label.value:<14} {cells}   {found:>6}   {kind.false:>4}"
 
 
 def _series_lines(test: BacktestResult) -> Iterator[str]:

@@ -84,7 +84,8 @@ def run_series(series: LabeledSeries) -> SeriesResult:
     for interval in series.intervals:
         if interval.from_seconds > result.seconds:
             raise LabelError(
-                f"{series.path}: the log is {result.seconds:.0f} s long, but in its label {interval.state} begins at "
+                f"{series.path}: the log is {result.seconds:.0f} s long, but according to its label file "
+                f"{interval.state} begins at "
                 f"{interval.from_seconds:.0f} s. Count from_seconds from the first sample"
             )
     reported = [e for e in result.episodes if e.suppressed_by is None]

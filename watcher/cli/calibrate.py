@@ -47,7 +47,7 @@ MIN_SAMPLES: Final = 10  # fewer cannot show whether the power is steady
 @click.option("--samples", type=click.IntRange(MIN_SAMPLES, 3600), default=30, show_default=True,
               help="Number of samples to take from each host, one per second.")  # fmt: skip
 @click.option("--progress", type=click.Choice([StepProgress.ADVANCING.value]),
-              help="Use this for a log without a step counter, if steps advanced all the time.")  # fmt: skip
+              help="For a log without a step counter: state that steps advanced all the time.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
               help="Write the [[profiles]] tables to this file, which must not exist yet.")  # fmt: skip
 @ssh_config_option()

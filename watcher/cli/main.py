@@ -28,7 +28,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "profiles": (
         "wattwatch.watcher.cli.profiles",
         "profiles_command",
-        "Print which power of a GPU model counts as which state, and why.",
+        "Print the power range of each job state for a GPU model, and its source.",
     ),
     "calibrate": (
         "wattwatch.watcher.cli.calibrate",
@@ -60,7 +60,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "backtest": (
         "wattwatch.watcher.cli.backtest",
         "backtest_command",
-        "Measure on labeled data how often the verdicts are right.",
+        "Score the verdicts against labeled data.",
     ),
     "progress": (
         "wattwatch.watcher.cli.inspect",

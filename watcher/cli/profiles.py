@@ -164,12 +164,13 @@ def print_overview(profiles: Sequence[PowerProfile]) -> None:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     measured = next(profile for profile in profiles if not profile.bands_from)
     click.echo(
-        f"\n* Not measured on this model: the range of {measured.name}, at the same fraction of the way from waiting "
-        "power to the limit. Verdicts rest on it with less confidence.\n"
-        "The ranges are where the watcher starts. What your own GPUs draw is learned while it runs, or measured by "
-        "`wattwatch calibrate`.\n"
-        "GPUs of other models are judged by the profile generic, scaled to their power limit.\n"
-        "`wattwatch profiles MODEL` lists what was measured, by whom, and why a range is wider."
+        f"\n* Not measured on this model, but scaled from the range of {measured.name}. Verdicts that use this range "
+        "have less confidence.\n"
+        "The watcher starts with these ranges. While it runs, it learns what your own GPUs draw; `wattwatch calibrate` "
+        "measures it in advance.\n"
+        'For GPUs of other models, the profile "generic" is scaled to their power limit.\n'
+        "`wattwatch profiles MODEL` lists the published measurements with their sources, and why a range is wider than "
+        "they are."
     )
 
 
@@ -188,7 +189,10 @@ def print_profile(profile: PowerProfile, usual_watts: float) -> None:
         if (reason := reasons_for_wider_ranges(profile.name).get(state)) is not None:
             console.print(f"    wider because: {escape(reason)}")
     console.print(f"\n  {escape(scaling_text(profile, usual_watts))}")
-    console.print(f"  certainty {profile.certain:.1f}: how far a verdict may rest on these figures alone, from 0 to 1")
+    console.print(
+        f"  certainty {profile.certain:.1f}, from 0 to 1: how much confidence a verdict may have that uses only "
+        "these figures"
+    )
     console.print(f"  also from: {escape(profile.source)}")
 
 
@@ -206,16 +210,16 @@ def scaling_text(profile: PowerProfile, usual_watts: float) -> str:
     parts = []
     if profile.limit_watts != usual_watts:
         parts.append(
-            f"Scaled from a limit of {usual_watts:,.0f} W: idle and waiting power do not depend on the limit and stay; "
-            "the other ranges keep their fraction of the way from waiting power to the limit."
+            f"Scaled from a power limit of {usual_watts:,.0f} W: idle and waiting power do not depend on the limit and "
+            "are unchanged; the other ranges are scaled in proportion to the difference between waiting power and "
+            "limit."
             if profile.name != generic_profile().name
-            else f"Scaled as a whole from a limit of {usual_watts:,.0f} W."
+            else f"All ranges are scaled from a power limit of {usual_watts:,.0f} W."
         )
     if profile.bands_from:
         parts.append(
-            f"Starvation and communication were not measured on this model: they are the ranges of "
-            f"{profile.bands_from}, at the same fraction of the way from waiting power to the limit. A verdict "
-            f"rests on them with {profile.bands_certain:.1f} of its usual confidence."
+            f"Starvation and communication were not measured on this model: their ranges are scaled from those of "
+            f"{profile.bands_from}. Verdicts that use them have {profile.bands_certain:.1f} times the usual confidence."
         )
     share = profile.compute_watts / profile.limit_watts
     compute = f"A GPU counts as computing from {profile.compute_watts:,.0f} W, {share * 100:.0f} % of the power limit."
@@ -226,7 +230,7 @@ def scaling_text(profile: PowerProfile, usual_watts: float) -> str:
     ]
     if work and min(work) < profile.compute_watts and profile.limit_watts == usual_watts:
         compute += (
-            f" Light work that made progress was published down to {min(work):,.0f} W: below the compute range, "
-            "verdicts are less sure, or unknown."
+            f" Healthy jobs with light work have been published at {min(work):,.0f} W and more, so below the compute "
+            "range a verdict is less certain, or unknown."
         )
     return " ".join([*parts, compute])

@@ -95,8 +95,8 @@ def _anonymous_copy(files: tuple[Path, ...], target: Path) -> Path:
     if verdicts_without_names(before) != verdicts_without_names(after):
         target.unlink(missing_ok=True)
         exit_unknown(
-            f"{files[0]}: no copy was made, because the copy would not give the same verdicts. They depend on a name "
-            "that is replaced in the copy"
+            f"{files[0]}: no copy was made, because its verdicts would differ: they depend on a name that the copy "
+            "would replace"
         )
     print_error(f"{target}: the anonymous copy of {files[0]} was written. Look through it before you share it")
     return target
@@ -170,7 +170,7 @@ def print_replay(result: ReplayResult) -> None:
     # Logs that follow each other in one file are told apart by the lines that begin them.
     several = len({change.job for change in result.changes}) > 1 + len(result.beginnings)
     lines = [
-        (each.at_seconds, f"[bold]{'new log':<14}[/] of another host, job or logger: {escape(each.reason)}")
+        (each.at_seconds, f"[bold]{'new log':<14}[/] (another host, job or logger): {escape(each.reason)}")
         for each in result.beginnings
     ]
     lines += [

@@ -22,8 +22,8 @@ from wattwatch.watcher.recordings.format import unused_recording_path
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write all data from the nodes to this file (gzip), for `wattwatch replay` and bug reports. A file that "
-    "exists is kept: the recording then goes to NAME-2, NAME-3 and so on.",
+    help="Write all data from the nodes to this file (gzip), for `wattwatch replay` and bug reports. An existing "
+    "file is never overwritten: the recording is then written to NAME-2, NAME-3 and so on.",
 )
 def serve_command(path: Path, record: Path | None) -> int:
     """Watch the configured jobs: send alerts, and serve the web page, the API and /metrics.

@@ -62,7 +62,9 @@ def status_command(job: str | None, url: str, token_file: Path | None, as_json: 
         else:
             _print(jobs, open_alerts, undelivered)
     except (KeyError, TypeError, ValueError, AttributeError):
-        exit_unknown(f"{url}: the answer cannot be read. This is not a wattwatch API, or it has another version")
+        exit_unknown(
+            f"{url}: the answer cannot be read. This is not a wattwatch API, or it is a different version of it"
+        )
     if warning:
         print_error(warning)
     sys.exit(UNKNOWN if warning else worst)
@@ -87,7 +89,7 @@ def _staleness_warning(client: httpx.Client) -> str | None:
         response = client.get("/-/ready")
         return None if response.is_success else str(response.json()["detail"])
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        return f"{client.base_url}: it is not known whether the watcher still updates its data"
+        return f"{client.base_url}: it is unknown whether the watcher still updates its data"
 
 
 def _print(jobs: list[dict[str, Any]], alerts: list[dict[str, Any]], undelivered: list[str]) -> None:
@@ -130,6 +132,6 @@ def _table_row(job: dict[str, Any]) -> tuple[str, ...]:
     # The job's last report is not shown where it no longer holds: a hung job has no throughput.
     rate = "-" if progress["tokens_per_second"] is None else f"{progress['tokens_per_second']:,.0f}"
     if job["stale"]:
-        why = f"not evaluated for {format_duration(job['age_seconds'])}; it was {state} then: {why}"
+        why = f"not evaluated for {format_duration(job['age_seconds'])}; its last known state is {state}: {why}"
         state = JobState.UNKNOWN.value
     return (job["name"], state, step, rate, why)

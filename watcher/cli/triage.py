@@ -77,7 +77,7 @@ HOST_PATTERN: Final = re.compile(r"([^@\s]+@)?[\w.:\[\]%-]{1,253}")
 @click.option(
     "--progress",
     type=click.Choice([progress.value for progress in StepProgress]),
-    help="Whether the job's steps advance, if you know it.",
+    help="Whether the job's steps are advancing, if you know.",
 )
 @click.option(
     "--profile",
@@ -115,7 +115,7 @@ def triage_command(
     if not sources:
         if sys.stdin.isatty():
             raise click.UsageError(
-                "no SOURCE was given: name a host or a file, or run `nvidia-smi | wattwatch triage -`"
+                "no SOURCE was given: give a host or a file, or run `nvidia-smi | wattwatch triage -`"
             )
         sources = ("-",)
     step_progress = None if progress is None else StepProgress(progress)
@@ -123,7 +123,7 @@ def triage_command(
     inputs, hosts, failed = read_sources(sources, as_one_job=as_one_job)
     if as_one_job and inputs and hosts:
         raise click.UsageError(
-            f"with --job, give either hosts or files: {hosts[0]!r} is taken for a host, {inputs[0][0]!r} for a file"
+            f"with --job, give either hosts or files: {hosts[0]!r} was read as a host, and {inputs[0][0]!r} as a file"
         )
     results: list[TriageResult] = []
     try:
@@ -186,8 +186,8 @@ def print_one_job_note(inputs: Sequence[tuple[str, GpuLog | Recording]]) -> None
     if several:
         verb = "contains" if len(several) == 1 else "contain"
         click.echo(
-            f"{', '.join(several)} {verb} the output of several hosts, and each host was judged by itself. If they run "
-            "one job, add --job."
+            f"{', '.join(several)} {verb} the output of several hosts, and each host was judged separately. If the "
+            "hosts run one job, add --job."
         )
 
 
@@ -220,7 +220,7 @@ def is_file_source(source: str) -> bool:
             raise InputError(f"{source!r}: there is no such file, and this is not a valid host name") from None
         return False
     if stat.S_ISDIR(mode):
-        raise InputError(f"{source}: this is a directory. Name the files in it instead")
+        raise InputError(f"{source}: this is a directory. Give the files in it instead")
     return True
 
 

@@ -96,8 +96,8 @@ class WatcherSection(Section):
     )
     allow_unauthenticated: bool = Field(
         False,
-        description="let `listen` be an address other than loopback although no token is set; anyone who can reach the "
-        "port can then read everything",
+        description="allow `listen` to be a non-loopback address without a token; anyone who can reach the port can "
+        "then read everything",
     )
     external_url: str | None = Field(None, description="URL at which people open the web page; alerts link to it")
     reminder: Duration | None = Field(
@@ -166,7 +166,7 @@ class SshSection(Section):
     )
     renew_after: Duration = Field(
         8 * 3600.0,
-        description="age at which a connection is replaced; the new connection is open before the old one is closed",
+        description="age at which a connection is replaced; the new connection is opened before the old one is closed",
     )
 
 

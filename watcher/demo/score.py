@@ -84,11 +84,11 @@ def score_expected(
     firing = [notice for notice in mine if notice.status == "firing"]
     late: float | None = None
     after: float | None = None
-    problems = [f"{expected.alert} came before its fault was injected"] if early else []
+    problems = [f"{expected.alert} was sent before its fault was injected"] if early else []
     if injected is None:
         problems.append(f"{expected.alert}: its fault was never injected")
     elif not firing:
-        problems.append(f"{expected.alert} did not come")
+        problems.append(f"{expected.alert} was not sent")
     else:
         late = firing[0].received_seconds - injected
         after = 1000 * (firing[0].received_seconds - second_clear_sample(injected, interval_seconds)) / speed
@@ -149,6 +149,6 @@ def describe_unexpected(scenarios: Sequence[Scenario], notice: ReceivedAlert) ->
     wanted = {(scenario.name, expected.alert) for scenario in scenarios for expected in scenario.expected}
     if (notice.job, notice.alert) in wanted:
         return None
-    return f"{notice.job or 'the watcher'}: {notice.alert} came, but no such fault was injected: " + (
+    return f"{notice.job or 'the watcher'}: {notice.alert} was sent, but no such fault was injected: " + (
         notice.annotations.get("summary", "")
     )

@@ -378,7 +378,7 @@ class JobDetector:
         advancing = usual is not None and stalled is not None and not self._step_rate.is_late
         if advancing and state not in (JobState.COMPUTING, JobState.COMMUNICATING, JobState.STARVING):
             # Light work near the power floor, or GPUs that cannot be read: the step counter is the better source.
-            last = f"the last step was counted {stalled:.0f} s ago, and one usually takes at most {usual:.1f} s"
+            last = f"the last step was counted {stalled:.0f} s ago; a step usually takes at most {usual:.1f} s"
             return JobState.COMPUTING, f"{last}; {verdict.why}"
         if verdict.state is PowerState.IDLE and not observation.alive:
             return JobState.IDLE, verdict.why

@@ -202,7 +202,7 @@ def _describe_remaining(observation: Observation, processes: ProcessTracker) -> 
         return f"{text}; the processes of {_some(hidden)} cannot be listed"
     if newly_missing:
         return text
-    return ", and none of those known is left" if unlisted else ", and none is left"
+    return ", and none of the known processes is left" if unlisted else ", and none is left"
 
 
 def _some(names: Sequence[str]) -> str:

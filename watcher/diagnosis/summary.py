@@ -130,7 +130,7 @@ def summarize(
     if no_hang and collectives is None and progress is not None:
         return f"the job is making progress: {progress}"
     if no_hang:
-        return f"these records show no hang: their ranks wait in no collective{at_step}"
+        return f"these records show no hang: the ranks are not waiting in a collective{at_step}"
     group = _relevant_group(collectives, culprits)
     if not culprits:
         return _no_culprit_sentence(verdict, group, collectives, combined, signals) + at_step

@@ -172,7 +172,7 @@ class CaptureScheduler:
                 directory=str(directory),
             )
         )
-        log.info("%s of %s: saving evidence to %s", episode.alert, job, directory)
+        log.info("%s of job %s: saving evidence to %s", episode.alert, job, directory)
         self._start_thread(
             lambda: self._results.put((episode.id, self._investigator.run(episode, view, live, directory))),
             f"diagnosis of {job}",
@@ -197,7 +197,7 @@ class CaptureScheduler:
                 log.info("%s of %s: %s", episode.alert, episode.job, result.diagnosis.summary)
                 self._on_diagnosis(episode_id, result.diagnosis)
             else:
-                log.warning("%s of %s: no diagnosis: %s", episode.alert, episode.job, result.trouble)
+                log.warning("%s of job %s: no diagnosis: %s", episode.alert, episode.job, result.trouble)
 
     def _publish_result(self, investigation: EpisodeInvestigation, result: InvestigationResult) -> None:
         view = self._views[investigation.episode.job]

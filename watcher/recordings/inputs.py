@@ -51,7 +51,7 @@ GZIP_MAGIC: Final = b"\x1f\x8b"
 UNNAMED_INPUTS: Final[Mapping[str, str]] = {"-": "host", "text": "host"}
 ASSUMED_INTERVAL_SECONDS: Final = 1.0
 ASSUMED_INTERVAL_TEXT: Final = (
-    f"{ASSUMED_INTERVAL_SECONDS:g} s between two samples, because the input has no time stamps that show it"
+    f"{ASSUMED_INTERVAL_SECONDS:g} s between two samples, because the input has no time stamps"
 )
 MAX_SILENT_TICKS: Final = 7200  # during one silence: whatever it means has been detected long before
 
@@ -262,7 +262,7 @@ def read_input_file(path: Path, *, only_the_end: bool = False, several_hosts: bo
 
 MAX_PIPE_SECONDS: Final = 60.0  # chosen: nvidia-smi without persistence mode takes up to 20 s on eight GPUs
 PIPE_POLL_SECONDS: Final = 0.2
-NOT_ENDED: Final = f"The input was still open after {MAX_PIPE_SECONDS:.0f} s; only what had come by then was read."
+NOT_ENDED: Final = f"The input was still open after {MAX_PIPE_SECONDS:.0f} s; only the data received by then was read."
 DESCRIPTOR_PATH: Final = re.compile(r"/dev/fd/(\d+)|/proc/self/fd/(\d+)|/dev/std(in)")
 
 
@@ -359,7 +359,9 @@ def _from_report(name: str, report: SmiReport) -> GpuLog:
             before = now
             begins_seconds = begins_seconds if i else seconds
             if snapshot.counted_by:
-                remarks[f"The rows name no GPU; they were read as {snapshot.counted_by}."] = None
+                remarks[f"The rows do not show which GPU they are from; they were read as {snapshot.counted_by}."] = (
+                    None
+                )
             is_end = last and i == len(snapshots) - 1
             sample = NodeSample(
                 node=part,

@@ -336,7 +336,7 @@ def find_mixed_hosts(report: SmiReport) -> str | None:
                     one, other = (f"{text} with UUID {uuid}" for text, uuid in ((one, known[2]), (other, gpu.uuid)))
                 return (
                     f"this is the output of several hosts: GPU {gpu.index} is {one}, but also {other}. Give the output "
-                    "of each host separately, or name the hosts: `wattwatch triage HOST ...`"
+                    "of each host separately, or give the host names: `wattwatch triage HOST ...`"
                 )
     return None
 

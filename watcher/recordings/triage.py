@@ -76,7 +76,8 @@ MAX_APART_SECONDS: Final = 60.0
 DRIVER_GONE_PATTERN: Final = re.compile("cannot reach the NVIDIA driver|driver is not loaded")
 RANK_WORD: Final = re.compile(r"\b[Rr]ank(s?)\b")
 NOT_THE_FIRST_NODE: Final = (
-    "If this host is not the first node of its job, its GPU 0 is not rank 0 and does not save: then the job hangs. For "
+    "If this host is not the first node of its job, its GPU 0 is not rank 0 and does not save; in that case the job "
+    "hangs. For "
     "a verdict on the job, give the output of each of its nodes with --job."
 )
 
@@ -244,15 +245,15 @@ def triage_job(
     logs: list[tuple[str, GpuLog]] = []
     for name, source in sources:
         if name in (known for known, _ in logs):
-            raise InputError(f"{name}: given twice. Name each file once")
+            raise InputError(f"{name}: given twice. Give each file once")
         if isinstance(source, Recording):
-            raise InputError(f"{name}: a recording already names its jobs. Make it the only input, without --job")
+            raise InputError(f"{name}: a recording already contains its jobs. Give it as the only input, without --job")
         if source.parts:
             logs.append((name, _nodes_in_one_file(name, source)))
             continue
         if len(source.specs) > 1 and source.host_order is None:
             raise InputError(
-                f"{name}: this file already names {len(source.specs)} jobs. Make it the only input, without --job"
+                f"{name}: this file already contains {len(source.specs)} jobs. Give it as the only input, without --job"
             )
         logs.append((name, source))
     samples: dict[str, list[NodeSample]] = {}
@@ -283,7 +284,7 @@ def _nodes_in_one_file(name: str, source: GpuLog) -> GpuLog:
             f"{name}: contains {len(source.parts)} logs one after the other, and their times do not show which is the "
             "newest. Give each log as a file of its own"
         )
-    remark = f"The {len(current)} logs in {name} that end at the same time were read as one node each."
+    remark = f"The {len(current)} logs in {name} that end at the same time were each read as a separate node."
     return replace(current_parts(source), parts=(), remarks=(*source.remarks, remark))
 
 
@@ -305,7 +306,7 @@ def _remarks_on_job(logs: Sequence[tuple[str, GpuLog]], ranks: Mapping[tuple[str
     remarks = []
     for name, log in logs:
         if log.undated_outputs and log.host_order is not None:
-            remarks.append(f"The {log.undated_outputs} outputs in {name} were read as one node each.")
+            remarks.append(f"The {log.undated_outputs} outputs in {name} were each read as a separate node.")
         elif log.undated_outputs:
             remarks.append(f"The {log.undated_outputs} outputs in {name} were read as samples of one node.")
         remarks += log.remarks

@@ -131,7 +131,7 @@ def find_job(latest: LatestSnapshot, job: str) -> JobView:
     view = latest.snapshot.jobs.get(job)
     if view is None:
         known = ", ".join(sorted(latest.snapshot.jobs)) or "none yet"
-        raise HTTPException(404, f"no job is named {job!r}; known jobs: {known}")
+        raise HTTPException(404, f"there is no job {job!r}; known jobs: {known}")
     return view
 
 

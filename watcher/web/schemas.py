@@ -82,7 +82,7 @@ class ProgressAnswer(BaseModel):
     )
     reported_tokens_per_second: float | None = Field(description="throughput as the job last reported it")
     reported_tokens_per_second_age_seconds: float | None = Field(
-        description="time since the step that it was reported with; null if it was never reported"
+        description="time since the step at which it was reported; null if it was never reported"
     )
     loss: float | None = Field(description="last loss; null if unknown, NaN or Inf (see loss_finite)")
     loss_finite: bool | None = Field(description="false if the job reported NaN or Inf")
@@ -142,7 +142,9 @@ class JobAnswer(BaseModel):
 
     name: str
     state: JobState
-    since: datetime = Field(description="when the job entered this state, or when the watcher first saw it in it")
+    since: datetime = Field(
+        description="when the job entered this state, or when the watcher first saw the job in this state"
+    )
     began_unseen: bool = Field(
         description="true if the job may have been in this state before `since`: the watcher only saw it from then on"
     )
@@ -150,7 +152,7 @@ class JobAnswer(BaseModel):
     judged: datetime = Field(description="when the job was last evaluated")
     age_seconds: float = Field(description="time since the job was last evaluated")
     stale: bool = Field(
-        description="true if that is too long ago: state and readings are those of that time, not of now"
+        description="true if the last evaluation is too old: state and readings are from that time, not current"
     )
     verdict: VerdictAnswer
     progress: ProgressAnswer
@@ -251,12 +253,15 @@ class AlertAnswer(BaseModel):
     opened: datetime
     closed: datetime | None = Field(description="null while the alert is open")
     last_seen: datetime | None = Field(
-        description="when the problem was last seen: summary and evidence are of that time; null for a closed alert"
+        description="when the problem was last seen: summary and evidence are from that time; null for a closed alert"
     )
     absent_since: datetime | None = Field(
-        description="since when the problem is no longer seen although the alert is open; null while it is seen"
+        description="time from which the problem has not been seen, although the alert is still open; null while it "
+        "is seen"
     )
-    kept_open: str | None = Field(description="since when it is no longer seen and why the alert is open all the same")
+    kept_open: str | None = Field(
+        description="why the alert is still open, and since when the problem has not been seen"
+    )
     gpu_hours_lost: float
     kilowatt_hours_lost: float = Field(
         description="energy drawn without useful work; counts only GPUs whose power was read"
@@ -475,11 +480,12 @@ class DeliveriesAnswer(BaseModel):
     """The messages to receivers, now. Counters begin with the start of the watcher."""
 
     waiting: int = Field(description="messages that are not delivered yet")
-    oldest_waiting_seconds: float = Field(description="age of the oldest of them; 0 if there is none")
+    oldest_waiting_seconds: float = Field(description="age of the oldest undelivered message; 0 if there is none")
     sent: dict[str, int] = Field(description="delivered messages, by receiver")
     failed: dict[str, dict[str, int]] = Field(description="failed attempts, by receiver and reason")
     given_up: dict[str, str] = Field(
-        description="receivers whose last message was given up, with the reason; empty after the next delivered one"
+        description="receivers whose last message will not be retried, with the reason; cleared by the next "
+        "delivered message"
     )
 
 

@@ -94,7 +94,7 @@ def test_the_next_log_of_fewer_gpus_is_another_log_and_none_of_them_is_gone() ->
     report = read(UNNAMED + rows(0, 30, 8, index=False) + UNNAMED + rows(30, 30, 2, index=False))
     assert sizes(report) == [8] * 30 + [2] * 30
     assert reasons(report) == [
-        "another header or other columns follow, and each round has 2 rows, after 8 rows in the rounds before"
+        "a different header or different columns follow, and each round has 2 rows, after 8 rows in the rounds before"
     ]
 
 
@@ -146,7 +146,7 @@ def test_tables_of_two_hosts_in_a_row_are_not_one_round() -> None:
 def test_fewer_gpus_after_a_restart_of_the_logger_are_not_gone() -> None:
     report = read(HEADER + rows(0, 20, 8) + HEADER + rows(30, 20, 5))
     assert sizes(report) == [8] * 20 + [5] * 20
-    assert reasons(report) == ["another header or other columns follow, and GPUs 5 to 7 are no longer listed"]
+    assert reasons(report) == ["a different header or different columns follow, and GPUs 5 to 7 are no longer listed"]
 
 
 def test_fewer_gpus_after_a_long_pause_are_not_gone() -> None:

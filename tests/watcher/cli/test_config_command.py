@@ -36,7 +36,7 @@ def test_the_reference_lists_defaults_as_they_are_written_in_the_file(shell: She
     assert rows["jobs[].nccl_ras_port"]["default"] == "28028"
     assert rows["ssh.renew_after"] == {
         "key": "ssh.renew_after", "type": "duration", "required": False, "default": '"8h"',
-        "meaning": "age at which a connection is replaced; the new connection is open before the old one is closed",
+        "meaning": "age at which a connection is replaced; the new connection is opened before the old one is closed",
     }  # fmt: skip
 
 

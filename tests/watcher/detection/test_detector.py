@@ -265,7 +265,7 @@ def test_a_job_whose_gpus_cannot_be_read_says_how_old_its_last_step_is() -> None
     job.play(10, COMPUTE)
     assert job.state is JobState.COMPUTING
     assert re.match(
-        r"the last step was counted \d s ago, and one usually takes at most \d+\.\d s; ", job.detector.reason
+        r"the last step was counted \d s ago; a step usually takes at most \d+\.\d s; ", job.detector.reason
     )
 
 

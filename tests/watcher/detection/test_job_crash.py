@@ -160,7 +160,7 @@ def test_processes_that_proc_has_no_more_have_exited_though_the_gpus_cannot_be_r
     assert "JobCrashed" not in job.alerts
     job.play(1, SPIN)
     crash = job.finding(CRASHED)
-    assert crash.evidence[0] == "8 processes of the job exited, and none of those known is left"
+    assert crash.evidence[0] == "8 processes of the job exited, and none of the known processes is left"
     assert job.sample is not None
     assert not any(node.processes == () for node in job.sample.nodes)
 

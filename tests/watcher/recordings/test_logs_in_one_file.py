@@ -133,7 +133,7 @@ def test_logs_of_nodes_in_one_file_are_joined_into_one_job(shell: Shell) -> None
     (said,) = shell.run("triage", "--json", "--job", "-", stdin=text.encode()).json
     assert len(said["gpus"]) == 12
     assert said["state"] == "compute"
-    assert "The 2 logs in - that end at the same time were read as one node each." in said["why"]
+    assert "The 2 logs in - that end at the same time were each read as a separate node." in said["why"]
 
 
 def test_a_node_of_a_job_is_what_its_file_holds_last(shell: Shell, tmp_path: Path) -> None:
@@ -170,9 +170,12 @@ def test_guessed_identities_are_said_and_never_declared_gone() -> None:
     unnamed = Format(index=False)
     result = played(csv_text(job(60, 8)[:50], unnamed) + csv_text(job(60, 3, start=60.0)[:50], unnamed))
     assert result.episodes == ()
-    assert "The rows name no GPU; they were read as 8 GPUs, numbered in the order of the rows" in result.problem
+    assert (
+        "The rows do not show which GPU they are from; they were read as 8 GPUs, numbered in the order of the rows"
+        in result.problem
+    )
     assert [each.reason for each in result.beginnings] == [
-        "another header or other columns follow, and each round has 3 rows, after 8 rows in the rounds before"
+        "a different header or different columns follow, and each round has 3 rows, after 8 rows in the rounds before"
     ]
 
 
@@ -186,7 +189,7 @@ def test_an_assumed_pace_is_said_and_no_hang_is_claimed_on_it(shell: Shell, tmp_
     )
     path.write_text(csv_text(hangs, Format(stamp=False, name=True, limit=True)))
     (said,) = shell.run("replay", "--json", path).json
-    assert said["assumptions"] == ["1 s between two samples, because the input has no time stamps that show it"]
+    assert said["assumptions"] == ["1 s between two samples, because the input has no time stamps"]
     assert {alert["alert"] for alert in said["alerts"]} & NEVER == set()
     assert "assumed: 1 s between two samples" in shell.run("replay", path).out
     path.write_text(csv_text(hangs, NAMED))

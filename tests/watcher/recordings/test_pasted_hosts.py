@@ -168,7 +168,7 @@ def test_a_verdict_on_outputs_that_may_be_of_several_hosts_says_so(shell: Shell)
     (said,) = shell.run("triage", "--json", "-", stdin=text).json
     assert "2 outputs without dates or UUIDs, which were read as 2 samples of one host" in said["why"]
     (said,) = shell.run("triage", "--json", "--job", "-", stdin=text).json
-    assert "The 2 outputs in - were read as one node each." in said["why"]
+    assert "The 2 outputs in - were each read as a separate node." in said["why"]
     assert [(gpu["node"], gpu["index"], gpu["rank"]) for gpu in said["gpus"]] == [
         ("host 1", 0, 0), ("host 1", 1, 1), ("host 2", 0, 2), ("host 2", 1, 3),
     ]  # fmt: skip

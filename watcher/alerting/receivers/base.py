@@ -119,7 +119,8 @@ def classify_status(status: int, headers: Mapping[str, str], wall_seconds: float
     if 300 <= status < 400:
         # Following one would send the secret in the URL to a host that nobody configured.
         return GiveUp(
-            DeliveryFailure.REDIRECTED, f"HTTP {status}: redirects are not followed; put the final URL in url_file"
+            DeliveryFailure.REDIRECTED,
+            f"HTTP {status}: redirects are not followed; write the final URL to the file that `url_file` points to",
         )
     if status in (401, 403):
         return GiveUp(DeliveryFailure.UNAUTHORIZED, f"HTTP {status}: the receiver rejects the secret in the URL")

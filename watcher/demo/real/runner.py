@@ -388,7 +388,7 @@ class RealDemoRun:
         true_from = {"JobHung": self._before_deadlock, "JobCrashed": self._before_end}
         true_until = {"JobHung": self._before_remedy}
         return [
-            f"{notice.alert} came when it was not true: {notice.annotations.get('summary', '')}"
+            f"{notice.alert} was sent although nothing was wrong: {notice.annotations.get('summary', '')}"
             for number, notice in enumerate(notices)
             if notice.status == "firing" and notice.alert in true_from
             if not or_all(true_from[notice.alert], count) <= number < or_all(true_until.get(notice.alert), count)

@@ -80,8 +80,8 @@ def classify_active_power(features: PowerFeatures) -> Verdict:
         return make_verdict(features, PowerState.COMPUTE, 0.45, why, (PowerState.HANG, 0.3))
     if _busy_ones_do_more_than_wait(features):
         why = (
-            "Some GPUs are idle, and the busy ones draw clearly more power than these, but less than compute-level "
-            "power: they do light work or move data while the others have nothing to do"
+            "Some GPUs are idle, and the busy GPUs draw clearly more power than the idle ones, but less "
+            "than compute-level power: the busy GPUs are doing light work or moving data"
         )
         return make_verdict(features, PowerState.COMMUNICATION, 0.4, why, (PowerState.HANG, 0.35))
     why = "Some GPUs are idle while others work, and their power matches no known activity"
@@ -165,7 +165,8 @@ def _classify_unnamed_model(features: PowerFeatures) -> Verdict:
         evenly = pattern in (UtilizationPattern.ALL_BUSY, UtilizationPattern.SCATTER)
         busy = f"{_all_gpus(features)} evenly busy" if evenly else "Some GPUs are idle and the others busy"
         why = (
-            f"{busy}, and each draws more power than any known GPU model needs to wait ({HIGHEST_FLOOR_WATTS:.0f} W); "
+            f"{busy}, and each draws more power than any known GPU model draws while it waits "
+            f"({HIGHEST_FLOOR_WATTS:.0f} W); "
             f"{_without_profile(features)} whether they compute or communicate"
         )
         return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.COMPUTE, 0.3))
@@ -305,9 +306,9 @@ def _unevenly_busy(features: PowerFeatures) -> Verdict:
     waiting = _ranks_that_only_wait(features)
     if waiting and features.progress is not StepProgress.ADVANCING:
         why = (
-            f"{len(waiting)} of {format_count(len(features.gpus), 'GPU')} ran kernels part of the time that draw no "
-            "more power than waiting does, while one GPU ran none: they may wait in a collective that it did not "
-            "enter, or until it gets its input"
+            f"{len(waiting)} of {format_count(len(features.gpus), 'GPU')} ran kernels part of the time "
+            "but drew no more power than waiting GPUs, and one GPU ran no kernel: the others may be "
+            "waiting in a collective that this GPU did not enter, or for this GPU to get its input"
         )
         idle = [g for g in features.gpus if (g.gpu.utilization_percent or 0.0) <= IDLE_PERCENT]
         return make_verdict(features, PowerState.HANG, 0.4, why, (PowerState.STARVATION, 0.4), idle)

@@ -76,8 +76,9 @@ MAX_LISTED: Final = 6  # nodes or GPUs named in one sentence
 # ends the process that read it, and its row is remapped at the next reset.
 NOT_GIVEN: Final = " (not given in the input)"
 MEMORY_ERROR_ADVICE: Final = (
-    "Look for Xid 48, 63, 64, 94 and 95 in the kernel log: they say when the memory errors occurred and which process "
-    "they hit. Results that were computed from then on may be wrong. Reset the GPU as soon as the job can be stopped."
+    "Look for Xid 48, 63, 64, 94 and 95 in the kernel log: they show when the memory errors occurred and "
+    "which process was affected. Results that were computed from then on may be wrong. Reset the GPU as "
+    "soon as the job can be stopped."
 )
 
 

@@ -13,7 +13,7 @@ from wattwatch.watcher.detection.model import AlertName, Alternative, PowerState
 # Live, the step counter can be read. `wattwatch triage` replaces this by its own option.
 PROVIDE_PROGRESS: Final = "Provide the job's progress (a log or a run directory)"
 
-GIVE_BOTH: Final = "Give an output with power and utilization, such as that of `nvidia-smi` without options"
+GIVE_BOTH: Final = "Give output that contains power and utilization, such as that of `nvidia-smi` without options"
 
 # What makes the power of unnamed GPUs mean something.
 NAME_THE_MODEL: Final = (

@@ -138,7 +138,7 @@ def stalled_verdict(features: PowerFeatures) -> Verdict | None:
     elif features.profile_known:
         why = "Steps have stopped, although some GPUs draw more power than GPUs that only wait"
     else:
-        why = "Steps have stopped; whether the GPUs work or wait cannot be told from their power"
+        why = "Steps have stopped; power does not show whether the GPUs work or wait"
     return make_verdict(features, PowerState.HANG, confidence, why, (PowerState.WAITING, 0.1), suspects)
 
 
@@ -230,8 +230,8 @@ def _rank_0_idle(features: PowerFeatures) -> Verdict:
         return make_verdict(features, PowerState.HANG, 0.6 * certainty, why, (PowerState.WAITING, 0.35), suspects)
     if _saves_quickly(features.gpus) and not _is_copying(features):
         why = (
-            "Rank 0 is idle and the other ranks are only waiting (high utilization at low power); a checkpoint of what "
-            "these GPUs hold is saved within seconds, so a save is unlikely"
+            "Rank 0 is idle and the other ranks are only waiting (high utilization at low power); a "
+            "checkpoint of the data on these GPUs would take only seconds, so a save is unlikely"
         )
         suspects = features.single_outlier
         return make_verdict(features, PowerState.HANG, 0.6 * certainty, why, (PowerState.WAITING, 0.35), suspects)

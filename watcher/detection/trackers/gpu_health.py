@@ -27,8 +27,8 @@ KEPT_LINES: Final = 1000
 LAST_SEEN: Final = "the GPUs of its node cannot be read now; this was last seen "
 MAX_FIELDS_NAMED: Final = 4
 FAULT_TEXT: Final = {
-    ReadingStatus.LOST: "is lost, the driver says",
-    ReadingStatus.RESET_REQUIRED: "needs a reset, the driver says",
+    ReadingStatus.LOST: "is lost according to the driver",
+    ReadingStatus.RESET_REQUIRED: "needs a reset according to the driver",
     ReadingStatus.UNREADABLE: "cannot be read",
 }
 
@@ -167,7 +167,7 @@ class GpuHealthTracker:
                 text = f"GPU {gpu.index}: the driver replaces damaged memory at the next reset of the GPU"
                 yield suspect, key, text, "memory repair pending"
             if gpu.memory_repair_failed:
-                text = f"GPU {gpu.index}: the driver could not replace damaged memory, no spare row is left for it"
+                text = f"GPU {gpu.index}: the driver could not replace damaged memory: no spare row is left"
                 yield suspect, key, text, "memory repair failed"
 
     def _new_errors(self, place: GpuPlace, gpu: GpuSample, total: float, now: float) -> str:

@@ -45,7 +45,7 @@ UNREACHABLE_ADVICE: Final = {
 }
 # Told anew within an episode when it changes. A dead host is silent and without a route in turn: one cause.
 UNREACHABLE_CAUSES: Final = {
-    UnreachableCause.REFUSED: "node up, sshd not",
+    UnreachableCause.REFUSED: "node up, sshd down",
     UnreachableCause.NAME: "host name does not resolve",
     UnreachableCause.HANDSHAKE: "SSH handshake fails",
     UnreachableCause.SESSION: "no data after the SSH login",
@@ -142,7 +142,7 @@ class ReachabilityTracker:
             summary += f", and {job} has stopped making steps."
         elif all_silent:
             others = len(observation.sample.nodes) - 1
-            none = {0: "", 1: f", and neither can the other node of {job} be reached"}
+            none = {0: "", 1: f", and the other node of {job} cannot be reached either"}
             summary += none.get(others, f", and none of the {others} other nodes of {job} can be reached") + "."
         else:
             summary += "."

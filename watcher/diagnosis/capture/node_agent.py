@@ -218,7 +218,8 @@ class NodeAgent:
             self.send({"file": "processes"}, json.dumps(rows).encode("utf-8"))
         else:
             self.report_missing(
-                "the processes of the job on this node are unknown: neither the watcher nor a heartbeat names one"
+                "the processes of the job on this node are unknown: neither the watcher nor a heartbeat gives a "
+                "process ID"
             )
 
     def process_state(self, rank: int) -> str:
@@ -290,7 +291,8 @@ class NodeAgent:
         nccl = self.ask(path, "dump_nccl_trace_json", RECORD_SECONDS)
         if not general and not nccl:
             self.report_missing(
-                f"rank {rank}: its torch cannot return flight records through the worker socket; newer versions can"
+                f"rank {rank}: its torch version cannot return flight records through the worker socket; newer "
+                "versions can"
             )
         elif b'"entries"' in nccl:
             self.send_file("recorder.json", rank, nccl, source=name, owner_uid=owner)

@@ -108,7 +108,7 @@ class _PlainDataUnpickler(pickle.Unpickler):
     """Second line of defense, should `check_instructions` ever miss an instruction: there is no class to find."""
 
     def find_class(self, module: str, name: str, /) -> NoReturn:
-        raise RejectedRecord("the file names a class or function, which no valid flight record does")
+        raise RejectedRecord("the file refers to a class or function, which no valid flight record does")
 
     def persistent_load(self, pid: Any, /) -> NoReturn:
         raise RejectedRecord("the file refers to an external object, which no valid flight record does")
@@ -153,7 +153,8 @@ def parse_record_bytes(data: bytes, max_launches: int) -> dict[str, Any]:
         return {"why": str(error), "incomplete": False}
     except MemoryError:
         return {
-            "why": "parsing needs more memory than any flight record does: the file is damaged or hostile",
+            "why": "parsing the file takes more memory than any valid flight record needs: the file is damaged or "
+            "hostile",
             "incomplete": False,
         }
 

@@ -162,7 +162,7 @@ def _crossed(view: CommunicatorView, groups: Sequence[EqualLaunches]) -> Suspici
         f"majority of {most.size} ranks"
         for group in odd[:MAX_SIDES_DESCRIBED]
     )
-    why = f"{prefix}{described}, which means a different collective ({caution})"
+    why = f"{prefix}{described}, so it is a different collective ({caution})"
     return Suspicion(RasFinding.CROSSED, ranks, why, 0.75 if view.moved is False else 0.5)
 
 

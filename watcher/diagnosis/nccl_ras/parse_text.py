@@ -185,7 +185,7 @@ def _read_line(line: str, draft: _ReportDraft) -> None:
         if draft.totals_follow:
             draft.job_gpus = int(line.split()[-1])
     elif draft.section in ("INCOMPLETE", "DEAD", "TIMEOUT") and _read_job_line(line, draft):
-        draft.remarks.append(f"RAS reports as {draft.section}: {line}")
+        draft.remarks.append(f"RAS lists under {draft.section}: {line}")
     else:
         _read_table(line, draft)
 

@@ -186,7 +186,10 @@ def logs_signal(evidence: Evidence) -> Signal | None:
         return None
     own = {rank: error for rank, error in errors.items() if not error.is_consequence}
     if not own:
-        text = f"{format_ranks(errors)} lost another rank or timed out waiting for it; no log shows the first error"
+        text = (
+            f"{format_ranks(errors)} lost contact with another rank or timed out waiting for it; no log "
+            "shows the first error"
+        )
         return Signal(LOGS, text)
     if sizes := {rank: error for rank, error in own.items() if error.kind == SIZE_MISMATCH}:
         return _size_mismatch_signal(sizes, evidence.records)
@@ -230,7 +233,7 @@ def _size_mismatch_signal(aborted: Mapping[int, LogError], records: Sequence[Ran
     odd = [rank for rank, what in last.items() if len(counts) == 2 and what == counts[1][0]]
     rank_text = {rank: describe_log_error(error) for rank, error in aborted.items()}
     named, weight = frozenset(aborted), RECEIVER_WEIGHT
-    more = f"either rank {first} or the rank that sent the data used a wrong size"
+    more = f"the wrong size is that of rank {first} or of the rank that sent the data"
     if len(counts) == 1 and len(last) > 1 and len(aborted) == 1:
         weight, more = FAILED_WEIGHT, f"{format_ranks(last)} all launched {counts[0][0]}"
     elif len(odd) == 1 and len(last) > 2:
