@@ -138,4 +138,4 @@ def test_a_diagnosis_says_what_its_numbers_are_of() -> None:
 @pytest.mark.parametrize(("notice", "reason"), list(itertools.product(NoticeKind, NotifyReason)))
 def test_a_message_says_when_it_was_true(notice: NoticeKind, reason: NotifyReason) -> None:
     text = compose_message(opened_episode(), notice, reason, 95.0, 1_786_000_000.0, None).timing
-    assert re.search(r"(?:ago, as of|until|followed after) \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC\.$", text), text
+    assert re.search(r"(?:ago, as of|until|monitored after) \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC\.$", text), text

@@ -207,8 +207,8 @@ def test_a_name_that_many_trainers_use_says_nothing_about_the_trainer(name: str,
     (entry,) = entries(tmp_path)
     assert (entry.step, entry.complete) == (500, None)
     assert entry.why == (
-        "layout not recognized: it has 4 files, and has not changed for 600 s; nothing shows that the save is "
-        "unfinished, and nothing that it is complete"
+        "layout not recognized: it has 4 files, and has not changed for 600 s; they do not show whether the save is "
+        "complete"
     )
 
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_is_one_file_is_read_to_its_end_too(tmp_path: Path) ->
     assert [entry.complete for entry in entries(tmp_path)] == [True]
     path.write_bytes(path.read_bytes()[:300])
     (entry,) = entries(tmp_path)
-    assert (entry.complete, "has no end of one" in entry.why) == (False, True)
+    assert (entry.complete, "the end of the archive is missing" in entry.why) == (False, True)
 
 
 def test_files_are_counted_and_an_index_is_mentioned_only_if_there_is_one(tmp_path: Path) -> None:

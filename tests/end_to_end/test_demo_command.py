@@ -47,6 +47,6 @@ def test_the_demo_fails_if_an_expected_alert_does_not_come(monkeypatch: pytest.M
     assert answer.return_value == 1
     result = json.loads(answer.output)
     assert result["ok"] is False
-    assert result["problems"] == ["healthy: JobHung did not come"]
+    assert result["problems"] == ["healthy: JobHung was not sent"]
     assert result["alerts"][0]["late_seconds"] is None
     assert result["cost"]["nodes"] == 1

@@ -45,7 +45,7 @@ def test_the_right_alert_for_the_right_job_and_suspect_passes() -> None:
 
 
 def test_no_alert_is_a_missing_alert() -> None:
-    assert score().problems == ("deadlock: JobHung did not come",)
+    assert score().problems == ("deadlock: JobHung was not sent",)
 
 
 def test_another_suspect_is_as_bad_as_none() -> None:
@@ -63,7 +63,7 @@ def test_another_suspect_is_as_bad_as_none() -> None:
 def test_an_alert_before_its_fault_is_a_false_one() -> None:
     early = replace(HUNG, received_seconds=INJECTED - 2.0)
     before = "deadlock: JobHung was sent before its fault was injected"
-    assert score(early).problems == (before, "deadlock: JobHung did not come")
+    assert score(early).problems == (before, "deadlock: JobHung was not sent")
     assert score(early, HUNG).problems == (before,)
 
 

@@ -109,7 +109,7 @@ def test_without_time_stamps_either_every_row_that_is_alike_is_the_same_gpu() ->
     lines = [f"{300 + gpu}.00 W, 97 %, {1000 + 100 * gpu} MiB\n" for _ in range(40) for gpu in range(4)]
     report = read("power.draw [W], utilization.gpu [%], memory.used [MiB]\n" + "".join(lines))
     assert sizes(report) == [4] * 40
-    assert "every 4th row is alike" in report.snapshots[0].counted_by
+    assert "the values repeat every 4 rows" in report.snapshots[0].counted_by
 
 
 # Another log begins
@@ -171,7 +171,7 @@ def test_more_gpus_than_ever_begin_another_log() -> None:
 
 def test_another_pace_for_good_begins_another_log_and_a_pause_does_not() -> None:
     report = read(HEADER + rows(0, 20, 1, every=60) + rows(1200, 100, 1, every=0.5))
-    assert reasons(report) == ["samples come every 0.5 s, and came every 60 s before"]
+    assert reasons(report) == ["samples are 0.5 s apart; before, they were 60 s apart"]
     assert reasons(read(HEADER + rows(0, 20, 1, every=0.5) + rows(30, 20, 1, every=0.5))) == []
 
 

@@ -129,7 +129,7 @@ def test_absent_values_are_absent_and_no_fault() -> None:
 def test_other_json_is_said_to_be_that() -> None:
     report = read('{"jobs": [{"name": "a", "state": "RUNNING"}]}')
     assert report.status is HostStatus.PARSE_ERROR
-    assert "JSON without a reading of a GPU" in report.detail
+    assert "this JSON contains no GPU readings" in report.detail
 
 
 def gpustat(gpus: Sequence[Gpu]) -> Any:

@@ -690,7 +690,7 @@ def test_an_alert_that_is_kept_open_says_that_the_problem_is_gone_and_since_when
     assert view.absent_since_wall_seconds == pytest.approx(watch.clock.wall() - 49.0)
     assert view.kept_open == (
         f"back to normal since {format_utc_time(watch.clock.wall() - 49.0)}; kept open because this problem comes and "
-        "goes, until it has been absent for 1 min"
+        "goes, until the problem has been absent for 1 min"
     )
     assert view.last_seen_wall_seconds == view.absent_since_wall_seconds
 

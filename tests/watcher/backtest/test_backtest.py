@@ -175,7 +175,7 @@ def test_a_label_beyond_the_end_of_its_log_is_an_error(shell: Shell, tmp_path: P
     sidecar(tmp_path / "run.csv", {"intervals": [{"state": "hang", "from_seconds": 90000}]})
     answer = shell.run("backtest", tmp_path)
     assert (answer.exit_code, answer.out) == (3, "")
-    assert "in its label hang begins at 90000 s" in answer.err
+    assert "according to its label file hang begins at 90000 s" in answer.err
 
 
 def test_cases_that_cannot_be_scored_are_listed_by_reason(shell: Shell, tmp_path: Path) -> None:

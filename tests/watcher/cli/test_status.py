@@ -259,7 +259,7 @@ def test_a_job_that_is_no_longer_evaluated_is_unknown(shell: Shell) -> None:
     assert answer.exit_code == 3
     row = next(line for line in answer.out.splitlines() if line.startswith("old"))
     assert row.split()[1:4] == ["unknown", "1,923/3,854", "-"]
-    assert "not evaluated for 5 min; it was computing then:" in " ".join(answer.out.split())
+    assert "not evaluated for 5 min; its last known state is computing:" in " ".join(answer.out.split())
     assert (job["stale"], job["progress"]["tokens_per_second"]) == (True, None)
     assert job["progress"]["age_seconds"] == pytest.approx(302.5)
 

@@ -230,7 +230,7 @@ def test_samples_after_a_pause_of_a_log_count() -> None:
     assert [(c.at_seconds, c.state.value) for c in result.changes] == [
         (0.0, "idle"), (240.0, "computing"), (pytest.approx(481.0), "idle"),
     ]  # fmt: skip
-    assert [each.reason for each in result.beginnings] == ["samples come every 1 s, and came every 60 s before"]
+    assert [each.reason for each in result.beginnings] == ["samples are 1 s apart; before, they were 60 s apart"]
 
 
 def test_a_long_pause_of_a_log_is_an_unknown_state() -> None:

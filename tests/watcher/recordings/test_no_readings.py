@@ -89,7 +89,7 @@ def test_two_hosts_in_one_paste_are_kept_apart_by_what_their_gpus_are(text: str,
     assert [said["source"] for said in answer.json] == ["-: host 1", "-: host 2"]
     assert all("previous sample" not in said["why"] for said in answer.json)
     assert (
-        "and each host was judged by itself. If they run one job, add --job."
+        "and each host was judged separately. If the hosts run one job, add --job."
         in shell.run("triage", "-", stdin=text.encode()).out
     )
 

@@ -252,7 +252,7 @@ def test_a_file_that_names_its_jobs_is_refused(shell: Shell, tmp_path: Path) -> 
     (tmp_path / "jobs.json").write_text(f'{{"samples": [{{"samples": [{gpus}]}}, {{"samples": [{gpus}]}}]}}')
     answer = shell.run("triage", "--job", tmp_path / "jobs.json")
     assert (answer.exit_code, answer.out) == (3, "")
-    assert "already names 2 jobs" in answer.err
+    assert "already contains 2 jobs" in answer.err
 
 
 def test_samples_of_two_moments_are_not_one_picture(shell: Shell, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_ready_means_that_the_engine_has_ticked() -> None:
     [
         ("GET", "/nowhere", 404, "/docs"),
         ("GET", "/api/v1/jobs/none", 404, "known jobs: "),
-        ("GET", "/api/v1/jobs/none/gpus", 404, "no job is named 'none'"),
+        ("GET", "/api/v1/jobs/none/gpus", 404, "there is no job 'none'"),
         ("POST", "/api/v1/jobs", 405, "POST"),
         ("DELETE", "/", 405, "DELETE"),
         ("GET", "/api/v1/jobs/pretrain-32b/timeline?since=yesterday", 422, "since"),

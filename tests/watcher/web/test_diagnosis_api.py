@@ -89,7 +89,7 @@ def test_without_a_diagnosis_the_api_says_why(path: str, view: DiagnosisView | N
 
 
 def test_an_unknown_job_is_not_reported_as_a_job_without_a_hang() -> None:
-    assert "no job is named 'nobody'" in problem(ask("/api/v1/jobs/nobody/diagnosis"))
+    assert "there is no job 'nobody'" in problem(ask("/api/v1/jobs/nobody/diagnosis"))
 
 
 def test_an_earlier_diagnosis_is_returned_while_the_next_capture_runs(done: DiagnosisView) -> None:
