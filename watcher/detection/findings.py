@@ -376,8 +376,8 @@ def slowdown_finding(observation: Observation, slowdown: SlowdownTracker, step_r
     ]
     if not stepping and slowdown.measured is not None:
         stalled = step_rate.stalled_seconds
-        since = "no step can be read now" if stalled is None else f"no step for {stalled:.0f} s"
-        evidence.append(f"that was measured {observation.now - slowdown.measured:.0f} s ago; {since}")
+        since = "the step counter cannot be read now" if stalled is None else f"no step for {stalled:.0f} s"
+        evidence.append(f"the step time was measured {observation.now - slowdown.measured:.0f} s ago; {since}")
     if who:
         evidence.append(f"the clock or power of {who} differed from that of the other GPUs in most samples")
     return Finding(

@@ -188,8 +188,12 @@ class HangDetector:
 
     def _with_age(self, kept: Finding, observation: Observation, step_rate: StepRateTracker) -> Finding:
         """A finding that is kept describes the observation that confirmed it: say how long ago that was."""
-        since = "no step was counted" if step_rate.stalled_seconds is not None else "the job's progress cannot be read"
-        age = f"that was {observation.now - self._confirmed_seconds:.0f} s ago; since then {since}"
+        now = (
+            "no step has been counted since"
+            if step_rate.stalled_seconds is not None
+            else "the job's progress cannot be read now"
+        )
+        age = f"the hang was last confirmed {observation.now - self._confirmed_seconds:.0f} s ago; {now}"
         return replace(kept, evidence=(*(self._confirmed or kept).evidence, age))
 
     def _follow_pauses(
@@ -391,7 +395,7 @@ class HangDetector:
                 return None
             evidence = (
                 *self._signature_evidence(observation),
-                f"this has lasted for {signature.seconds:.0f} s; the job's progress cannot be read",
+                f"this power pattern has lasted for {signature.seconds:.0f} s; the job's progress cannot be read",
             )
             limit = NO_COUNTER_CONFIRM_SECONDS
             if 2 * self._doubtful_rounds > signature.rounds:
@@ -405,8 +409,8 @@ class HangDetector:
             limit = max(limit, FIRST_STEP_SECONDS)
         evidence = (
             *self._signature_evidence(observation),
-            f"seen in {format_count(signature.rounds, 'round')} of samples; not confirmed yet: there has been no "
-            "step for "
+            f"this power pattern was seen in {format_count(signature.rounds, 'sample')}; not confirmed yet: "
+            "there has been no step for "
             f"{step_rate.stalled_seconds:.0f} s, and the limit is {limit:.0f} s",
         )
         return self._finding(observation, signature.since, evidence, self._suspects, confirmed=False)
@@ -423,8 +427,8 @@ class HangDetector:
             return None
         evidence = (
             observation.verdict.why,
-            f"this has lasted for {save.seconds:.0f} s, longer than the limit of {limit:.0f} s for a checkpoint "
-            "save; the job's progress and its checkpoints cannot be read",
+            f"this power pattern has lasted for {save.seconds:.0f} s, longer than the limit of {limit:.0f} s for a "
+            "checkpoint save; the job's progress and its checkpoints cannot be read",
         )
         confirmed = save.seconds > NO_COUNTER_CONFIRM_FACTOR * limit
         since = observation.now - save.seconds
@@ -437,7 +441,7 @@ class HangDetector:
             return None
         evidence = (
             observation.verdict.why,
-            f"this has lasted for {streak.seconds:.0f} s; the job's progress cannot be read",
+            f"this power pattern has lasted for {streak.seconds:.0f} s; the job's progress cannot be read",
         )
         return self._finding(observation, streak.since, evidence, outlier_suspects(observation), confirmed=False)
 

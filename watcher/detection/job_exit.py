@@ -195,7 +195,7 @@ def _describe_remaining(observation: Observation, processes: ProcessTracker) -> 
     newly_missing, living = processes.newly_missing(), processes.living()
     unlisted = [node for node in observation.sample.nodes if node.processes is None]
     hidden = [node.node for node in unlisted if not node.exited_processes]
-    text = f", and {newly_missing} more were not in the newest sample" if newly_missing else ""
+    text = f", and {newly_missing} more are missing from the newest sample" if newly_missing else ""
     if living:
         return f"{text}; {living} still {'exists' if living == 1 else 'exist'}"
     if hidden:
@@ -293,7 +293,7 @@ def crash_finding(
         who = f"the memory of all {gpus} was released, so its processes have exited"
         advice = SIMULTANEOUS_EXIT_ADVICE
         evidence = [
-            f"{gpus} hold {format_bytes(_bytes_in_use(sample))} in total; they held up to "
+            f"memory in use on {gpus}: {format_bytes(_bytes_in_use(sample))} in total, before that up to "
             f"{format_bytes(most_in_use_bytes)}"
         ]
         if hidden:

@@ -126,7 +126,7 @@ def test_an_empty_list_beside_memory_in_use_is_unknown_and_the_released_memory_t
     assert crash.confirmed
     assert crash.summary == ("pretrain crashed: the memory of all 16 GPUs was released, so its processes have exited.")
     assert crash.evidence[:2] == (
-        "16 GPUs hold 128 MB in total; they held up to 1.3 TB",
+        "memory in use on 16 GPUs: 128 MB in total, before that up to 1.3 TB",
         "the processes of node-1, node-2 cannot be listed",
     )
     assert not any("no process of the job is running" in second.verdict.why for second in job.observed)
@@ -185,7 +185,7 @@ def test_what_is_known_of_the_other_processes_is_said_and_no_more() -> None:
     job.play(1, SPIN, dict.fromkeys(range(4), KILLED))
     job.play(1, KILLED)
     assert job.finding(CRASHED).evidence[0] == (
-        "4 processes of the job exited, and 4 more were not in the newest sample"
+        "4 processes of the job exited, and 4 more are missing from the newest sample"
     )
 
 

@@ -105,8 +105,8 @@ def _no_gap(features: PowerFeatures) -> Verdict:
     if _looks_starved(features):
         return _starved_by_pattern(features, 0.4)
     why = (
-        "GPUs are busy, but waiting and working draw nearly the same power on this GPU model, so power does not show "
-        "whether they work or wait"
+        "GPUs are busy, but waiting GPUs of this model draw nearly the same power as working ones, so power does not "
+        "show whether these GPUs work or wait"
     )
     return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3), features.single_outlier)
 
@@ -117,7 +117,7 @@ def _looks_starved(features: PowerFeatures) -> bool:
 
 
 def _starved_by_pattern(features: PowerFeatures, confidence: float) -> Verdict:
-    why = f"{features.scatter_text}, as in jobs that wait for input; power does not show more"
+    why = f"{features.scatter_text}, as in jobs that wait for input; power gives no further evidence"
     return make_verdict(features, PowerState.STARVATION, confidence, why, (PowerState.COMPUTE, 0.3))
 
 

@@ -110,7 +110,8 @@ def _current_reading(source: str, sample: JobSample) -> str | None:
     known = [len(processes) for processes in listed if processes is not None]
     if not known:
         return None
-    return f"{sum(known)} found; processes can be listed on {len(known)} of {format_count(len(listed), 'node')}"
+    found = f"{sum(known)} process{'' if sum(known) == 1 else 'es'} found"
+    return f"{found}; processes can be listed on {len(known)} of {format_count(len(listed), 'node')}"
 
 
 def _checkpoint_reading(sample: JobSample) -> str | None:

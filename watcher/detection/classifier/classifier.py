@@ -122,7 +122,9 @@ def with_extent(verdict: Verdict, sample: JobSample, most_confidence: float) -> 
         return verdict
     extent = sample.extent
     if judged < seen:
-        extent = f"{judged} of {format_count(max(seen, round(seen / sample.seen_share)), 'GPU')} can be judged"
+        verb = "has" if judged == 1 else "have"
+        total = format_count(max(seen, round(seen / sample.seen_share)), "GPU")
+        extent = f"{judged} of {total} {verb} valid power and utilization"
     factor = (1.0 + share) / 2.0
     other = verdict.alternative
     return replace(

@@ -73,9 +73,9 @@ def no_context_verdict(features: PowerFeatures, nodes: Iterable[NodeState]) -> V
     nowhere = f"No job has memory allocated on {_any_of(features)}"
     if features.match.pattern is not UtilizationPattern.ALL_LOW:
         if features.median_watts > FLOOR_TOLERANCE * features.profile.floor_watts and features.floor_known:
-            why = f"{nowhere}, but power is above that of an idle GPU: either utilization or memory is a false reading"
+            why = f"{nowhere}, but power is above that of an idle GPU: the utilization or the memory reading is wrong"
             return make_verdict(features, PowerState.IDLE, 0.5, why, (PowerState.COMPUTE, 0.3))
-        why = f"{nowhere}, so the reported utilization is a known false reading"
+        why = f"{nowhere}, so the reported utilization is wrong: an idle GPU can report up to 100 %"
         confidence = 0.8 if no_process else 0.75
         if features.profile.name == generic_profile().name:  # whose floor is a guess
             confidence = 0.55
@@ -172,9 +172,9 @@ def classify_idle_power(features: PowerFeatures) -> Verdict | None:
         busiest = max(g.gpu.utilization_percent or 0.0 for g in features.gpus)
         idle = f"No kernel ran on {_any_of(features)} in the last sample period"
         if busiest > 0:  # some kernels did run
-            share = f"for {busiest:.0f} % of the last sample period"
+            share = f"{busiest:.0f} % of the last sample period"
             one = len(features.gpus) == 1
-            idle = f"Kernels ran {share}" if one else f"Kernels ran {share} at most on {_any_of(features)}"
+            idle = f"Kernels ran for {share}" if one else f"Kernels ran for at most {share} on {_any_of(features)}"
         why = f"{idle} and {memory}: the job may be starting up, pausing between phases, or no longer launching work"
         return make_verdict(features, PowerState.IDLE, IDLE_WITH_MEMORY_CONFIDENCE, why, (PowerState.HANG, 0.35))
     # Patterns other than rank 0 alone idle never lasted 10 s in 13.9 h of public logs of healthy jobs.
@@ -335,8 +335,8 @@ def advancing_verdict(features: PowerFeatures) -> Verdict | None:
         confidence = 0.97 * features.floor_confidence if sure else 0.7
         return make_verdict(features, PowerState.CHECKPOINT, confidence, why, starving, features.single_outlier)
     why = (
-        "Steps advance although the GPUs draw about the power of GPUs that only wait: this may be light work, a slow "
-        "network link, or GPUs that are held at a low clock"
+        "Steps advance although the GPUs draw about as much power as GPUs that only wait: this may be light work, a "
+        "slow network link, or GPUs that are held at a low clock"
     )
     if len(gpus) == 1:
         verdict = make_verdict(features, PowerState.COMPUTE, 0.5, why, (PowerState.COMMUNICATION, 0.4))
@@ -352,7 +352,7 @@ def _advancing_above_floor(features: PowerFeatures) -> Verdict | None:
         return None
     if not features.floor_known:
         why = (
-            "Steps advance; waiting and working draw nearly the same power on this GPU model"
+            "Steps advance; waiting GPUs of this model draw nearly the same power as working ones"
             if features.profile_known
             else "Steps advance; the power that this GPU draws while it only waits is unknown"
         )

@@ -185,7 +185,7 @@ class GpuHealthTracker:
         lifetime = gpu.lifetime_uncorrected_ecc_errors
         ever = "" if lifetime is None else f", {format_count(int(lifetime), 'error')} in its lifetime"
         age = format_duration(now - known.seen_seconds)
-        return f"GPU {gpu.index}: {new}, the last seen {age} ago; {total:,.0f} since the driver was loaded{ever}"
+        return f"GPU {gpu.index}: {new}, the last one seen {age} ago; {total:,.0f} since the driver was loaded{ever}"
 
     def _add_answers(
         self, observation: Observation, found: dict[GpuPlace, tuple[Suspect, list[str]]]

@@ -30,12 +30,12 @@ ALL_SILENT_SECONDS: Final = 60.0
 
 MAY_BE_FINE: Final = "The job itself may be fine."
 UNREACHABLE_ADVICE: Final = {
-    UnreachableCause.REFUSED: "The node is up: check sshd and the port on it from its console or BMC, or wait if it is "
-    "booting.",
+    UnreachableCause.REFUSED: "The node is up: from its console or BMC, check that sshd is running and which port it "
+    "uses, or wait if the node is booting.",
     UnreachableCause.NAME: "Check the node's name in the configuration, HostName in ssh_config, and DNS on the "
     "watcher's host. Nothing was sent to the node.",
     UnreachableCause.HANDSHAKE: "The node is up: check the log of its sshd (MaxStartups, banned addresses, a full "
-    "process table) and that the port is that of sshd.",
+    "process table) and that the configured port belongs to sshd.",
     UnreachableCause.SESSION: "The node is up: log in to it and check its load, its file systems and Python 3.8 or "
     "later, or run `wattwatch check`.",
     UnreachableCause.GATEWAY: "Check the SSH gateway: its log, AllowTcpForwarding, and whether it reaches the node.",

@@ -61,7 +61,7 @@ def test_all_gpus_at_zero_with_memory_held_is_never_a_hang_by_itself() -> None:
 def test_full_utilization_without_memory_or_process_is_a_false_reading() -> None:
     verdict = classify(job_sample([139] * 8, [100] * 8, held_bytes=0))
     assert verdict.state is PowerState.IDLE
-    assert "known false reading" in verdict.why
+    assert "the reported utilization is wrong" in verdict.why
 
 
 def test_zero_power_beside_high_utilization_is_not_readable() -> None:
@@ -145,7 +145,7 @@ def test_a_verdict_on_a_part_of_the_job_says_so_and_is_less_sure(watts: list[flo
 
 def test_gpus_that_cannot_be_judged_are_counted() -> None:
     verdict = classify(job_sample([985] * 8, [99] * 6 + [None] * 2))
-    assert verdict.why.startswith("Only 6 of 8 GPUs can be judged. ")
+    assert verdict.why.startswith("Only 6 of 8 GPUs have valid power and utilization. ")
     assert verdict.confidence < classify(job_sample([985] * 8, [99] * 8)).confidence
 
 

@@ -78,7 +78,7 @@ def test_an_uncorrected_memory_error_while_the_job_runs_is_a_fault_of_that_gpu_w
     )
     assert fault.summary.endswith("GPU 5 has uncorrected memory errors.")
     assert fault.evidence == (
-        "GPU 5: 1 new uncorrected memory (ECC) error, the last seen 29 s ago; 3 since the driver was loaded, "
+        "GPU 5: 1 new uncorrected memory (ECC) error, the last one seen 29 s ago; 3 since the driver was loaded, "
         "12 errors in its lifetime",
     )
     assert (fault.gpus_idle, job.state) == (0, JobState.COMPUTING)

@@ -107,4 +107,7 @@ def test_a_slow_job_that_cannot_be_read_any_more_is_slow_as_of_then_and_costs_no
     job.play(300, COMMUNICATE, silent=job.nodes)
     slow = job.finding(SLOW)
     assert slow.gpus_idle == 0
-    assert any(re.fullmatch(r"that was measured 3\d\d s ago; no step can be read now", line) for line in slow.evidence)
+    assert any(
+        re.fullmatch(r"the step time was measured 3\d\d s ago; the step counter cannot be read now", line)
+        for line in slow.evidence
+    )
