@@ -284,7 +284,7 @@ class IncidentRecorder:
             return
         self.error = None
         self.newest[spec.name] = str(path)
-        log.info("recording the incident of job %s, starting %.0f s before it, in %s", spec.name, BEFORE_SECONDS, path)
+        log.info("recording the incident of job %s and the %.0f s before it in %s", spec.name, BEFORE_SECONDS, path)
         self._open[spec.name] = OpenRecording(spec, writer, now, last_finding=now)
         # Only references are copied here, under the lock: the writer thread unpacks, sorts and writes them.
         buffered = {

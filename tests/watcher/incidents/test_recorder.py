@@ -84,7 +84,7 @@ def test_the_path_is_logged_and_published_and_only_the_owner_may_read_the_file(
     path = hung(tmp_path / "here", before_seconds=10)
     assert path.stat().st_mode & 0o777 == 0o600
     assert [record.message for record in caplog.records if str(path) in record.message] == [
-        f"recording the incident of job pretrain, starting 300 s before it, in {path}"
+        f"recording the incident of job pretrain and the 300 s before it in {path}"
     ]
     assert IncidentRecorder(tmp_path / "here", [SPEC, OTHER]).newest == {"pretrain": str(path)}  # after a restart
 

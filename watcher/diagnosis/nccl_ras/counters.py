@@ -162,7 +162,7 @@ def _crossed(view: CommunicatorView, groups: Sequence[EqualLaunches]) -> Suspici
         f"majority of {most.size} ranks"
         for group in odd[:MAX_SIDES_DESCRIBED]
     )
-    why = f"{prefix}{described}, so it is a different collective ({caution})"
+    why = f"{prefix}{described}, so the ranks launched different collectives ({caution})"
     return Suspicion(RasFinding.CROSSED, ranks, why, 0.75 if view.moved is False else 0.5)
 
 
@@ -198,8 +198,8 @@ def _matched(view: CommunicatorView, group: EqualLaunches) -> Suspicion:
         why = f"all {group.size} ranks launched the same operations ({launched}); {ONE_REPORT_ONLY}"
         return Suspicion(RasFinding.CANNOT_TELL, [], why, 0.0)
     why = (
-        f"{_no_progress(view)}, and all {group.size} ranks launched the same operations ({launched}): none of "
-        "them differs, so the network, a GPU or a host is at fault, or they are busy outside NCCL. RAS reports OK in "
+        f"{_no_progress(view)}, and all {group.size} ranks launched the same operations ({launched}), so "
+        "the network, a GPU or a host is at fault, or the ranks are busy outside NCCL. RAS reports OK in "
         f"this case ({NOT_COUNTED_BY_RAS})"
     )
     return Suspicion(RasFinding.MATCHED, [], why, 0.6)
