@@ -293,7 +293,9 @@ def explain(combined: CombinedSignals, signals: Sequence[Signal], collectives: C
     if not parts:
         parts = [_with_source(signal) for signal in signals if signal.text]
     if combined.tie_broken:
-        parts.append("the flight records do not show which side is wrong, so this result is based on the other evidence")
+        parts.append(
+            "the flight records do not show which side is wrong, so this result is based on the other evidence"
+        )
     return ". ".join(part[:1].upper() + part[1:] for part in parts) or "There is no evidence"
 
 
