@@ -1,29 +1,36 @@
 """A job's progress and how it was stopped, as far as its log or heartbeat says: text -> `ProgressSample`.
 
-The formats are data: progress_formats.toml, and stop_lines.toml for logs of jobs stopped from outside. A log may be cut
-at both ends, contain colors and progress bars that overwrite themselves, and lines of other programs in between. What
-the text does not say is None, and `why` says what was found. A number at the very end of an unfinished line may be cut
-off and is ignored. NaN and infinite losses are kept: they are what the job printed.
+The formats are data: progress_formats.toml, and stop_lines.toml for logs of jobs stopped from outside. Progress bars of
+evaluation and preparation are removed first (progress_bars.py), then the formats are tried, and at last the log of an
+unknown trainer is read for a counter that grows steadily (progress_generic.py), which is a guess and marked as one. A
+log may be cut at both ends, contain colors and progress bars that overwrite themselves, and lines of other programs in
+between. What the text does not say is None, and `why` says what was found. A number at the very end of an unfinished
+line may be cut off and is ignored. NaN and infinite losses are kept: they are what the job printed.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 from statistics import median
 from typing import Final
 
 import orjson
 
+from wattwatch.collectors.log_values import LOSS, find_rates, line_timestamp, parse_count, parse_duration, parse_number
+from wattwatch.collectors.progress_bars import Bar, BarRole, bar_rate, find_bars
+from wattwatch.collectors.progress_generic import CounterSeries, guess_counter
 from wattwatch.collectors.samples import ProgressSample
 
-MAX_LINE_CHARS: Final = 2000
+MAX_LINE_CHARS: Final = 8000
+"""verl prints a step and all its metrics on one line of several thousand characters."""
 MAX_USER_PATTERN_LINE_CHARS: Final = 300
 MAX_WILDCARDS: Final = 3
 """A regex with k wildcards such as `.*` may take time proportional to the k-th power of the line's length. A user's
@@ -40,11 +47,7 @@ SLOW_PATTERNS: Final[set[str]] = set()  # not used again in this process
 ANSI: Final = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 NESTED_REPEAT: Final = re.compile(r"\((?:[^()\\]|\\.)*[+*](?:[^()\\]|\\.)*\)(?:[+*]|\{\d*,\d*\})")
 WILDCARD: Final = re.compile(r"(?<!\\)\.(?:[*+]|\{\d*,\d*\})")
-TIMESTAMP: Final = re.compile(
-    r"(?<!\d)(?P<year>(?:20)?\d\d)-(?P<month>\d\d)-(?P<day>\d\d)[ T]"
-    r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)(?:[.,](?P<fraction>\d{1,9}))?"
-)
-SUFFIX: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
+LINE_END: Final = re.compile(r"[\r\n\b]+")  # Keras overwrites its bar with backspaces
 USER_PATTERN_GROUPS: Final = ("step", "total", "loss", "tokens_per_second", "tokens_per_second_per_gpu", "rank")
 
 
@@ -53,10 +56,12 @@ class ProgressFormat:
     """How one trainer prints its progress. progress_formats.toml explains the fields."""
 
     name: str
-    step: re.Pattern[str]
+    step: re.Pattern[str] | None  # None for a progress bar
     values: tuple[re.Pattern[str], ...] = ()
     hints: tuple[str, ...] = ()
-    bar: bool = False
+    bar: re.Pattern[str] | None = None
+    shape: str | None = None
+    epoch_base: int | None = None
     largest: bool = False
     note: str = ""
     phases: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +76,7 @@ class ProgressLine:
     step: int
     groups: dict[str, str]
     stamp: float | None
-    loss_follows: bool = False
+    text: str = ""
 
 
 def read_progress(
@@ -81,45 +86,141 @@ def read_progress(
     world: int | None = None,
     cut: bool = False,
     age_seconds: float | None = None,
+    formats: Sequence[ProgressFormat] | None = None,
 ) -> ProgressSample:
     """The last progress reported in `text`. Never raises.
 
     `pattern`: a regex with named groups (at least `step`) to use instead of the known formats. `world`: number of GPUs
-    if known, because some logs give throughput per GPU only. `cut`: the text begins in the middle of a line.
+    if known, because some logs give throughput per GPU only. `cut`: the text begins in the middle of a line. `formats`:
+    tried instead of all known ones; without any, only the guess is left.
     """
-    if pattern is None:
-        formats: Sequence[ProgressFormat] = FORMATS
-    else:
+    if pattern is not None:
         chosen = compile_user_pattern(pattern)
         if isinstance(chosen, str):
             return ProgressSample(source, "regex", None, age_seconds=age_seconds, why=chosen)
         formats = (chosen,)
+    elif formats is None:
+        formats = FORMATS
     clean = ANSI.sub("", text) if "\x1b" in text else text
-    lines = re.split(r"[\r\n]+", clean)
+    lines = LINE_END.split(clean)
     torn = lines.pop() if lines and lines[-1] else None  # no line end: it may be incomplete
     if cut and lines:
         lines = lines[1:]  # its beginning is missing: "step 12" may have been "step 312"
+    bars: list[Bar] = []
+    if pattern is None:
+        bars = find_bars(lines, torn)
+        lines, torn = without_bars(lines, torn, bars, keep=BarRole.TRAINING)
+        clean = "\n".join(lines if torn is None else [*lines, torn])
     for one in formats:
         # Literal hints first: a substring search is far cheaper than 20 regexes on every line.
-        if one.hints and not any(hint in clean for hint in one.hints):
+        if one.hints and not all(hint in clean for hint in one.hints):
             continue
-        events, slow = find_progress_lines(one, lines, torn)
+        slow = False
+        if one.bar is not None:
+            events = find_bar_lines(one, bars, lines)
+        else:
+            events, slow = find_progress_lines(one, lines, torn)
         if slow:
-            SLOW_PATTERNS.add(one.step.pattern)
+            SLOW_PATTERNS.add(pattern or one.name)
             return ProgressSample(source, one.name, None, age_seconds=age_seconds, why=TOO_SLOW)
         if events:
             return summarize_progress(one, events, source, world, age_seconds)
-    if not clean.strip():
-        return ProgressSample(source, "", None, age_seconds=age_seconds, why="the file is empty")
+    if pattern is None:
+        guess = guess_counter(*without_bars(lines, torn, bars, keep=None))
+        if guess is not None:
+            return summarize_progress(*guessed_lines(guess, lines, torn), source, world, age_seconds, guessed=True)
+        events = find_bar_lines(ANY_BAR, bars, lines)
+        if events:
+            return summarize_progress(ANY_BAR, events, source, world, age_seconds, guessed=True)
+        epochs = [bar for bar in bars if bar.role is BarRole.EPOCHS]
+        if epochs:
+            return summarize_progress(COUNTS_EPOCHS, [_bar_line(bar, "") for bar in epochs], source, world, age_seconds)
+    return ProgressSample(source, "", None, age_seconds=age_seconds, why=_why_nothing(text, pattern, lines, torn, bars))
+
+
+def _why_nothing(text: str, pattern: str | None, lines: Sequence[str], torn: str | None, bars: Sequence[Bar]) -> str:
+    if not text.strip():
+        return "the file is empty"
     known = "the pattern matches no line" if pattern is not None else "no line has a known format"
     count = len(lines) + (torn is not None)
     why = f"{known} ({count} line{'' if count == 1 else 's'} read)"
-    return ProgressSample(source, "", None, age_seconds=age_seconds, why=why)
+    other = next((bar for bar in reversed(bars) if bar.role in (BarRole.EVALUATION, BarRole.PREPARATION)), None)
+    if other is None:
+        return why
+    label = f" {other.label.rstrip(': ')[-60:]!r}" if other.label.rstrip(": ") else ""
+    return f"{why}; the last progress bar{label} belongs to {other.role}, not to training"
+
+
+def without_bars(
+    lines: Sequence[str], torn: str | None, bars: Sequence[Bar], keep: BarRole | None
+) -> tuple[list[str], str | None]:
+    """The lines without progress bars, except for those of one role."""
+    kept = [*lines, *([] if torn is None else [torn])]
+    for bar in bars:
+        if bar.role is not keep:
+            kept[bar.line] = ""
+    return (kept, None) if torn is None else (kept[:-1], kept[-1])
+
+
+def find_bar_lines(one: ProgressFormat, bars: Sequence[Bar], lines: Sequence[str]) -> list[ProgressLine]:
+    """Drawings of the training's progress bar, with the values that follow them."""
+    assert one.bar is not None
+    events: list[ProgressLine] = []
+    position = 0
+    for bar in bars:
+        found = one.bar.search(bar.label) if bar.role is BarRole.TRAINING and bar.step >= 0 else None
+        if found is None or (one.shape is not None and bar.shape != one.shape):
+            continue
+        if events:
+            _add_values(one, events[-1], lines[position : bar.line])
+        groups = {name: text for name, text in found.groupdict().items() if text is not None}
+        events.append(_bar_line(bar, lines[bar.line] if bar.line < len(lines) else "", groups))
+        position = bar.line
+    if events:
+        _add_values(one, events[-1], lines[position:])
+    return events
+
+
+def _bar_line(bar: Bar, line: str, labeled: Mapping[str, str] | None = None) -> ProgressLine:
+    groups = {**bar.groups, **(labeled or {})}
+    seconds = bar_rate(bar.groups)
+    if seconds is not None:
+        groups["seconds_per_step"] = str(seconds)
+    return ProgressLine(parse_count(groups.get("step")) or 0, groups, line_timestamp(line, groups), line)
+
+
+def _add_values(one: ProgressFormat, event: ProgressLine, lines: Sequence[str]) -> None:
+    for line in lines:
+        if not line:
+            continue
+        for value in one.values:
+            found = value.search(line[: one.longest_line])
+            if found is not None:
+                event.groups.update({name: text for name, text in found.groupdict().items() if text is not None})
+
+
+def guessed_lines(
+    guess: CounterSeries, lines: Sequence[str], torn: str | None
+) -> tuple[ProgressFormat, list[ProgressLine]]:
+    """The guessed counter as a format and its lines."""
+    events = []
+    for value in guess.values:
+        line = lines[value.line] if value.line < len(lines) else torn or ""
+        events.append(ProgressLine(value.step, dict(value.groups), value.stamp, line[:MAX_LINE_CHARS]))
+    epochs = [parse_count(event.groups.get("epoch")) for event in events]
+    totals = {parse_count(event.groups.get("epochs")) for event in events} - {None}
+    base = None
+    if guess.restarts_each_epoch:
+        base = 1 if (totals and 0 not in epochs) or (epochs and epochs[-1] in totals) else 0
+    note = "counts epochs" if guess.key == "epoch" else f"a guess: the number after {guess.label!r} grows steadily"
+    return ProgressFormat("generic", None, epoch_base=base, note=note), events
 
 
 def find_progress_lines(one: ProgressFormat, lines: Sequence[str], torn: str | None) -> tuple[list[ProgressLine], bool]:
     """Lines with a step, in order; True if a user's pattern exceeded its time limit."""
+    assert one.step is not None
     events: list[ProgressLine] = []
+    before = ProgressLine(0, {}, None)  # values on lines before the first step
     deadline = None if one.seconds is None else time.monotonic() + one.seconds
     pieces: Iterable[tuple[str, bool]] = [(line, False) for line in lines]
     if torn is not None:
@@ -133,17 +234,17 @@ def find_progress_lines(one: ProgressFormat, lines: Sequence[str], torn: str | N
             groups = untorn_groups(found, len(line) if is_torn else None)
             step = parse_count(groups.get("step"))
             if step is not None:
-                events.append(ProgressLine(step, groups, line_timestamp(line, groups)))
-        if not events:
-            continue
+                events.append(ProgressLine(step, groups, line_timestamp(line, groups), line))
         for value in one.values:
             extra = value.search(line)
             if extra is not None:
                 more = untorn_groups(extra, len(line) if is_torn else None)
-                events[-1].groups.update(more)
-                events[-1].loss_follows |= "loss" in more
-                if found is not None and events[-1].stamp is None:
-                    events[-1].stamp = line_timestamp(line, more)
+                event = events[-1] if events else before
+                event.groups.update(more)
+                if found is not None and event.stamp is None:
+                    event.stamp = line_timestamp(line, more)
+    if events:
+        events[0].groups = {**before.groups, **events[0].groups}
     return events, False
 
 
@@ -157,30 +258,56 @@ def untorn_groups(found: re.Match[str], end: int | None) -> dict[str, str]:
 
 
 def summarize_progress(
-    one: ProgressFormat, events: list[ProgressLine], source: str, world: int | None, age_seconds: float | None
+    one: ProgressFormat,
+    events: list[ProgressLine],
+    source: str,
+    world: int | None,
+    age_seconds: float | None,
+    guessed: bool = False,
 ) -> ProgressSample:
-    if one.bar:
-        events = select_training_bar(events)
     last = max(events, key=lambda event: event.step) if one.largest else events[-1]
 
     def latest(name: str) -> str | None:
         return next((event.groups[name] for event in reversed(events) if name in event.groups), None)
 
-    total = parse_count(latest("total"))
+    step, total = last.step, parse_count(latest("total"))
+    epoch, epochs = parse_count(latest("epoch")), parse_count(latest("epochs"))
+    last_epoch = parse_count(latest("last_epoch"))
+    if last_epoch is not None:
+        epochs = last_epoch + 1
+    epoch_step = epoch_steps = None
+    if one.epoch_base is not None and epoch is not None and total is not None:
+        # The counter starts again in each epoch: one count over all epochs, as far as the log says how many there are.
+        epoch_step, epoch_steps = step, total
+        step += max(0, epoch - one.epoch_base) * total
+        total = None if epochs is None else epochs * epoch_steps
     loss = parse_number(latest("loss"))
-    whole = parse_number(latest("tokens_per_second"))
-    per_gpu = parse_number(latest("tokens_per_second_per_gpu"))
+    stated = find_rates(last.text)
+    whole = _first(parse_number(latest("tokens_per_second")), stated.tokens_per_second if guessed else None)
+    per_gpu = _first(
+        parse_number(latest("tokens_per_second_per_gpu")), stated.tokens_per_second_per_gpu if guessed else None
+    )
     # Never report a per-GPU figure as the job's: it would be wrong by a factor of the world size.
     if whole is None and per_gpu is not None and world:
         whole = per_gpu * world
     phase = latest("phase")
     if phase is not None and one.phases.get(phase) == "done" and "phase" not in events[-1].groups:
         phase = None  # a step after the end belongs to another run
-    found = [f"{one.name}: step {last.step}" + (f" of {total}" if total else "")]
+    if epoch_step is not None:
+        of_epochs = f" of {epochs}" if epochs else ""
+        found = [f"{one.name}: epoch {epoch}{of_epochs}, step {epoch_step} of {epoch_steps}; step {step} of the run"]
+        found[0] += f", which has {total}" if total else ""
+    else:
+        found = [f"{one.name}: step {step}" + (f" of {total}" if total else "")]
+        found[0] += f" (epoch {epoch})" if epoch is not None else ""
     if per_gpu is not None:
         found.append(
             f"{per_gpu:.0f} tokens/s per GPU"
             + ("" if whole is not None else "; the total is unknown, because the number of GPUs is unknown")
+        )
+    if guessed and stated.tokens_per_second_of_unknown_extent is not None and whole is None:
+        found.append(
+            f"{stated.tokens_per_second_of_unknown_extent:.0f} tokens/s, of one GPU or of the whole job: the log does not say"
         )
     if phase is not None:
         found.append(f"in {phase}")
@@ -189,9 +316,9 @@ def summarize_progress(
     return ProgressSample(
         source=source,
         format=one.name,
-        step=last.step,
+        step=step,
         total_steps=total or None,
-        loss=loss,
+        loss=loss if loss is not None or not guessed else guessed_loss(last.text),
         tokens_per_second=whole,
         line_interval_seconds=line_interval(events),
         age_seconds=age_seconds,
@@ -200,20 +327,45 @@ def summarize_progress(
         pid=parse_count(latest("pid")),
         phase=None if phase is None else one.phases.get(phase, "train"),
         why="; ".join(found),
+        epoch=epoch,
+        epochs=epochs,
+        epoch_step=epoch_step,
+        epoch_steps=epoch_steps,
+        samples_per_second=_first(parse_number(latest("samples_per_second")), stated.samples_per_second),
+        seconds_per_step=seconds_per_step(events, latest, stated.seconds_per_step),
+        eta_seconds=_first(parse_duration(latest("eta") or ""), stated.eta_seconds),
+        guessed=guessed,
     )
 
 
-def select_training_bar(events: list[ProgressLine]) -> list[ProgressLine]:
-    """Lines of the training's progress bar only: evaluation and data loading draw bars too.
+def _first(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
 
-    Bars are told apart by their totals. The training bar is the one followed by a loss, else the one with the largest
-    total.
-    """
-    followed = [event for event in events if event.loss_follows]
-    totals = [parse_number(event.groups.get("total")) or 0.0 for event in (followed or events)]
-    total = totals[-1] if followed else max(totals)
-    kept = [event for event in events if (parse_number(event.groups.get("total")) or 0.0) == total]
-    return kept or events
+
+def guessed_loss(line: str) -> float | None:
+    """The first loss in a line of an unknown trainer."""
+    found = LOSS.search(line)
+    return None if found is None else parse_number(found["loss"])
+
+
+def seconds_per_step(
+    events: Sequence[ProgressLine], latest: Callable[[str], str | None], stated: float | None
+) -> float | None:
+    """Seconds for one step: as the format states it, else measured between the lines' timestamps, else as in the line."""
+    named = parse_number(latest("seconds_per_step"))
+    milliseconds, rate = parse_number(latest("milliseconds_per_step")), parse_number(latest("steps_per_second"))
+    if named is None and milliseconds is not None:
+        named = milliseconds / 1e3
+    if named is None and rate:
+        named = 1.0 / rate
+    measured = [
+        (after.stamp - before.stamp) / (after.step - before.step)
+        for before, after in pairwise(events)
+        if before.stamp is not None and after.stamp is not None
+        if after.step > before.step and after.stamp > before.stamp
+    ]
+    value = named if named is not None else median(measured) if measured else stated
+    return None if value is None or not math.isfinite(value) or value <= 0 else round(value, 6)
 
 
 def line_interval(events: list[ProgressLine]) -> float | None:
@@ -228,47 +380,6 @@ def line_interval(events: list[ProgressLine]) -> float | None:
             gaps.append(event.stamp - before.stamp)
         before = event
     return round(median(gaps), 3) if gaps else None
-
-
-def line_timestamp(line: str, groups: Mapping[str, str]) -> float | None:
-    """Seconds on the clock that the line shows: a date and time, or a progress bar's elapsed time."""
-    if "microseconds" in groups:
-        return int(groups["microseconds"]) / 1e6
-    elapsed = groups.get("elapsed")
-    if elapsed is not None:
-        seconds = 0.0
-        for part in re.split(r"[:\s]+", elapsed.replace("days,", ":").replace("day,", ":")):
-            if not part.isdigit():
-                return None
-            seconds = seconds * 60 + int(part)
-        return seconds
-    found = TIMESTAMP.search(line)
-    if found is None:
-        return None
-    year, month, day, hour, minute, second = (int(found[i]) for i in range(1, 7))
-    try:
-        moment = datetime(year + (2000 if year < 100 else 0), month, day, hour, minute, second, tzinfo=UTC)
-    except ValueError:
-        return None
-    return moment.timestamp() + float("0." + (found["fraction"] or "0"))
-
-
-def parse_number(text: str | None) -> float | None:
-    """ "3,311" "53K" "'1.569'" "8.37E-01" "nan" "-inf" -> float; None if it is not a number."""
-    if text is None:
-        return None
-    text = text.strip("'\" ").replace(",", "").replace("_", "")
-    scale = SUFFIX.get(text[-1:], 1.0)
-    try:
-        return float(text[:-1] if scale != 1.0 else text) * scale
-    except ValueError:
-        return None
-
-
-def parse_count(text: str | None) -> int | None:
-    """A count, or None: also for nan, inf and absurdly large values."""
-    value = parse_number(text)
-    return int(value) if value is not None and abs(value) < 1e15 else None
 
 
 def compile_user_pattern(pattern: str) -> ProgressFormat | str:
@@ -350,10 +461,12 @@ def _load_formats() -> tuple[ProgressFormat, ...]:
     return tuple(
         ProgressFormat(
             entry["name"],
-            re.compile(entry["step"]),
+            re.compile(entry["step"]) if "step" in entry else None,
             tuple(re.compile(value) for value in entry.get("values", [])),
             tuple(entry[key] for key in ("hint", "also_hint") if key in entry),
-            entry.get("bar", False),
+            re.compile(entry["bar"]) if "bar" in entry else None,
+            entry.get("shape"),
+            entry.get("epoch_base"),
             entry.get("newest") == "largest",
             entry.get("note", ""),
             entry.get("phases", {}),
@@ -362,6 +475,8 @@ def _load_formats() -> tuple[ProgressFormat, ...]:
     )
 
 
+ANY_BAR: Final = ProgressFormat("generic", None, bar=re.compile(""), note="step of the progress bar")
+COUNTS_EPOCHS: Final = ProgressFormat("tqdm", None, note="the progress bar counts epochs")
 FORMATS: Final = _load_formats()
 
 

@@ -304,6 +304,14 @@ class ProgressSample:
     data_wait_ms: float | None = None
     why: str = ""  # what was found, or why step is None
     stopped: str | None = None  # how the job was stopped from outside, if its log says so after the last step
+    epoch: int | None = None  # as printed: the first one is 0 or 1
+    epochs: int | None = None
+    epoch_step: int | None = None  # as printed, where the counter starts again in each epoch; `step` counts over all
+    epoch_steps: int | None = None
+    samples_per_second: float | None = None  # as printed: of the whole job or of one rank
+    seconds_per_step: float | None = None
+    eta_seconds: float | None = None  # as printed: until the end of the run or of the epoch
+    guessed: bool = False  # the trainer is unknown; the step is a number that grows steadily
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,354 @@
+"""Progress bars in a log: which of them counts training steps.
+
+A training log holds bars of many kinds: downloads, tokenization, loading of weights, evaluation, sampling. Only the
+training's own bar counts steps. A bar is recognized by its description (bar_labels in progress_formats.toml), by the unit
+it counts ("examples/s" are no steps), or, without a description, by what surrounds it: a bar that starts while another
+one is unfinished is nested in it, as an evaluation is in training.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import Final
+
+from wattwatch.collectors.log_values import NUMBER, parse_count, parse_number
+
+BAR_HINTS: Final = ("%|", "it/s", "s/it", "━", "/step", "[=", "[>", "[.", "rate:", "it [")
+_COUNT: Final = r"\d+(?:\.\d+)?[kMG]?"
+_TIME: Final = r"(?:\d+ days?, )?[\d:]+s?|\?"
+_RATE: Final = rf"(?P<rate>\?|{NUMBER}[kMG]?)\s*(?P<unit>[^\d,\]\s][^,\]]*?)"
+SHAPES: Final = {
+    # tqdm: "Train:  13%|█▎        | 500/3854 [41:14<4:36:38,  4.95s/it, loss=1.57]"; the end may be cut off
+    "tqdm": re.compile(
+        rf"(?P<label>.*?)(?P<percent>\d{{1,3}})%\|[^|]*\|\s*(?P<step>{_COUNT})/(?P<total>{_COUNT})\s"
+        rf"(?:\s*\[(?P<elapsed>{_TIME})<(?P<remaining>{_TIME})(?:,\s*{_RATE})?(?P<postfix>,[^\]]*)?(?P<end>\]))?"
+    ),
+    # tqdm without a total: "Generating train split: 1000 examples [00:01, 820.1 examples/s]"
+    "tqdm_endless": re.compile(
+        rf"(?P<label>.*?)(?P<step>{_COUNT})\s?(?P<counted>[a-zA-Z]+) \[(?P<elapsed>{_TIME}),\s*{_RATE}(?P<postfix>,[^\]]*)?(?P<end>\])"
+    ),
+    # ultralytics: "3/100 4.21G 1.12 ... 640: 10% ━╸────── 12/120 5.1it/s 2.4s<21.2s"
+    "ultralytics": re.compile(
+        rf"(?P<label>.*?)(?P<percent>\d{{1,3}})% [━─╸╺]+ (?P<step>{_COUNT})/(?P<total>{_COUNT}) "
+        rf"(?:(?P<rate>{NUMBER})(?P<unit>it/s|s/it) (?P<elapsed>[\d:.]+s?)(?:<(?P<remaining>[\d:.]+s?))?(?P<end>))?"
+    ),
+    # rich: "Epoch 0/2 ━━━━╸━━━ 4000/30832 0:41:14 • 4:36:38 1.62it/s v_num: 0 train_loss: 1.5"
+    "rich": re.compile(
+        rf"(?P<label>.*?)\s*[━╸╺]+\s+(?P<step>\d+)/(?P<total>\d+)\s+"
+        rf"(?P<elapsed>{_TIME}|-:--:--) • (?P<remaining>{_TIME}|-:--:--)(?:\s+(?P<rate>{NUMBER})(?P<unit>it/s|s/it))?(?P<end>)"
+    ),
+    # Keras: "500/1875 [=====>.....] - ETA: 5s - loss: 0.27" and "500/1875 ━━━━━━━━━━ 5s 4ms/step - loss: 0.27"
+    "keras": re.compile(
+        rf"(?P<label>\s*)(?P<step>\d+)/(?P<total>\d+|Unknown)\s+(?:\[[=>.]+\]|[━─╸╺]+|(?=- \d+m?s))"
+        rf"(?P<postfix>.*?(?:(?P<rate>{NUMBER})(?P<unit>m?s/step))?)(?P<end>$|(?= - ))"
+    ),
+    # tqdm_loggable: "Progress on:train 1.50kit/10.0kit rate:1.6it/s remaining:1:28:32 elapsed:15:36 postfix:loss=2.31"
+    "tqdm_loggable": re.compile(
+        rf"Progress on:(?P<label>.*?)\s+(?P<step>{_COUNT}|-)(?P<counted>[a-zA-Z]*)/(?P<total>{_COUNT}|-)[a-zA-Z]*\s+"
+        rf"rate:(?P<rate>{NUMBER}|-)\s*(?P<unit>[^\s]*)\s+remaining:(?P<remaining>\S+)\s+elapsed:(?P<elapsed>[\d:]+)(?P<end>)"
+    ),
+}
+STEP_UNITS: Final = re.compile(r"^(?:s/|ms/)?(?:it|iter\w*|steps?|ba|batch(?:es)?|updates?|itr)(?:/s)?$")
+SAMPLE_UNITS: Final = re.compile(r"^(?:s/)?(?:img|imgs|images?|samples?|seqs?|clips?)(?:/s)?$")
+WORD: Final = re.compile(r"[A-Za-z]+")
+EVALUATION: Final = frozenset(
+    [
+        "eval",
+        "evals",
+        "evaluate",
+        "evaluating",
+        "evaluation",
+        "evaluator",
+        "val",
+        "vals",
+        "valid",
+        "validate",
+        "validating",
+        "validation",
+        "test",
+        "tests",
+        "testing",
+        "tested",
+        "predict",
+        "predicting",
+        "prediction",
+        "predictions",
+        "inference",
+        "sanity",
+        "benchmark",
+        "scoring",
+    ]
+)
+PREPARATION: Final = frozenset(
+    [
+        "adding",
+        "applying",
+        "building",
+        "cache",
+        "cached",
+        "caching",
+        "calculating",
+        "capturing",
+        "casting",
+        "checking",
+        "chunking",
+        "collecting",
+        "compiling",
+        "computing",
+        "concatenating",
+        "converting",
+        "copying",
+        "creating",
+        "deduplicating",
+        "downloading",
+        "embedding",
+        "encoding",
+        "extracting",
+        "fetching",
+        "filter",
+        "filtering",
+        "flattening",
+        "formatting",
+        "generate",
+        "generating",
+        "grouping",
+        "indexing",
+        "initializing",
+        "loading",
+        "load",
+        "map",
+        "mapping",
+        "merging",
+        "moving",
+        "packing",
+        "parsing",
+        "prefetching",
+        "preparing",
+        "preprocess",
+        "preprocessing",
+        "processing",
+        "quantizing",
+        "reading",
+        "resolving",
+        "sampling",
+        "saving",
+        "scanning",
+        "serializing",
+        "sharding",
+        "shards",
+        "sorting",
+        "tokenize",
+        "tokenizing",
+        "tokenization",
+        "transforming",
+        "truncating",
+        "unpacking",
+        "uploading",
+        "verifying",
+        "warming",
+        "warmup",
+        "writing",
+        "decoding",
+        "rollout",
+        "generation",
+        "experience",
+    ]
+)
+TRAINING: Final = frozenset(
+    [
+        "train",
+        "training",
+        "trains",
+        "epoch",
+        "epochs",
+        "step",
+        "steps",
+        "iter",
+        "iters",
+        "iteration",
+        "iterations",
+        "batch",
+        "batches",
+        "update",
+        "updates",
+        "optimization",
+        "finetune",
+        "finetuning",
+        "pretrain",
+        "pretraining",
+        "fit",
+    ]
+)
+EPOCH_LABEL: Final = re.compile(r"\bepoch\w*\W{0,3}(?P<epoch>\d+)(?:\s*(?:/|of)\s*(?P<epochs>\d+))?", re.I)
+COUNTS_EPOCHS: Final = re.compile(r"\bepochs?\s*(?:\[[^\]]*\])?\s*:?\s*$", re.I)
+# Of these keys, only a training prints a loss; "eval_loss" is another.
+TRAINING_LOSS: Final = re.compile(r"(?<![\w/])['\"]?(?:train[_/ ])?(?:\w+/)?loss(?:/train/total)?['\"]?\s*[:=]")
+EVALUATION_RESULT: Final = re.compile(r"['\"]?(?:eval|val|valid|test)[_/](?:loss|runtime|acc\w*|\w+_per_second)\b")
+
+
+class BarRole(StrEnum):
+    """What a progress bar counts."""
+
+    TRAINING = "training"
+    EPOCHS = "epochs"
+    EVALUATION = "evaluation"
+    PREPARATION = "preparation"
+    UNKNOWN = "unknown"
+
+
+@dataclass(slots=True)
+class Bar:
+    """One drawing of a progress bar; `line`: its index in the lines of the text."""
+
+    line: int
+    shape: str
+    label: str
+    step: int
+    total: int | None
+    groups: dict[str, str]
+    role: BarRole
+    loss_follows: bool = False
+    result_follows: bool = False
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """The same for all drawings of one bar: its label without numbers, and its total."""
+        return re.sub(r"[\d.]+", "", self.label), self.total
+
+
+def find_bar(line: str, index: int, is_torn: bool) -> Bar | None:
+    """The progress bar in a line, or None. A number that touches the end of an unfinished line may be cut off."""
+    if not any(hint in line for hint in BAR_HINTS):
+        return None
+    for shape, pattern in SHAPES.items():
+        found = pattern.search(line)
+        if found is None:
+            continue
+        end = len(line) if is_torn else None
+        groups = {
+            name: text
+            for name, text in found.groupdict().items()
+            if text is not None and (end is None or found.end(name) < end or name == "end")
+        }
+        step, total = parse_count(groups.get("step")), parse_count(groups.get("total"))
+        if step is None or found["end"] is None or (total is None and "total" in found.groupdict() and is_torn):
+            return Bar(index, shape, found["label"], -1, None, {}, BarRole.UNKNOWN)  # a bar that is cut off: no step
+        groups.pop("end", None)
+        return Bar(index, shape, found["label"].strip(), step, total, groups, bar_role(found["label"], groups))
+    return None
+
+
+def bar_role(label: str, groups: dict[str, str]) -> BarRole:
+    """What the bar counts, by its description and unit."""
+    words = {word.lower() for word in WORD.findall(re.sub(r"[\w./-]+\.py\S*", "", label))}
+    unit = groups.get("unit", groups.get("counted", ""))
+    counts_steps = not unit or STEP_UNITS.match(unit.strip()) is not None
+    if words & EVALUATION or re.search(r"\bClass\s+Images\s+Instances\b", label):
+        return BarRole.EVALUATION
+    if words & PREPARATION:
+        return BarRole.PREPARATION
+    if not counts_steps and not (SAMPLE_UNITS.match(unit.strip()) and words & TRAINING):
+        return BarRole.PREPARATION
+    if COUNTS_EPOCHS.search(label):
+        return BarRole.EPOCHS
+    if words & TRAINING or "loss" in words or re.search(r"^\s*\d+/\d+\s+[\d.]+G?B?\s", label):
+        return BarRole.TRAINING
+    return BarRole.TRAINING if TRAINING_LOSS.search(groups.get("postfix", "")) else BarRole.UNKNOWN
+
+
+def find_bars(lines: Sequence[str], torn: str | None) -> list[Bar]:
+    """All bars, in order; each knows its role as far as the text shows it."""
+    bars: list[Bar] = []
+    pieces = [*lines, *([] if torn is None else [torn])]
+    epoch: dict[str, str] = {}
+    for index, line in enumerate(pieces):
+        is_torn = torn is not None and index == len(lines)
+        bar = find_bar(line, index, is_torn)
+        if bar is not None:
+            named = EPOCH_LABEL.search(bar.label)
+            if named is not None:
+                bar.groups.update({k: v for k, v in named.groupdict().items() if v is not None})
+            elif not bar.label:
+                bar.groups.update(epoch)
+            bars.append(bar)
+            continue
+        alone = re.fullmatch(r"\W*epoch:?\s*(?P<epoch>\d+)\s*(?:/|of)\s*(?P<epochs>\d+)\W*", line, re.I)
+        if alone is not None:  # Keras prints it above the bar
+            epoch = dict(alone.groupdict())
+        if bars and not is_torn:
+            last = next((each for each in reversed(bars) if each.step >= 0), None)
+            if last is not None and last.line >= index - 3:
+                last.result_follows |= EVALUATION_RESULT.search(line) is not None
+                last.loss_follows |= not last.result_follows and TRAINING_LOSS.search(line) is not None
+    resolve_unknown(bars)
+    return bars
+
+
+def resolve_unknown(bars: list[Bar]) -> None:
+    """Tell training from evaluation among bars without a telling description, by what surrounds them.
+
+    What follows a bar comes first: a training loss or the results of an evaluation. Then nesting: a bar that starts
+    while another one is unfinished is an evaluation within it. Of bars that follow each other, the last one counts,
+    because preparation comes before training.
+    """
+    unknown = [bar for bar in bars if bar.role is BarRole.UNKNOWN and bar.step >= 0]
+    if not unknown:
+        return
+    if any(bar.role is BarRole.TRAINING for bar in bars):
+        nested = {bar.key for bar in unknown}
+        _set_role(unknown, nested, BarRole.EVALUATION)
+        return
+    with_loss = Counter(bar.key for bar in unknown if bar.loss_follows)
+    with_result = Counter(bar.key for bar in unknown if bar.result_follows)
+    evaluation = {key for key in with_result if with_result[key] > with_loss[key]}
+    training = {key for key in with_loss if key not in evaluation}
+    keys = list(dict.fromkeys(bar.key for bar in unknown))
+    for key in keys:
+        if key not in training and key not in evaluation and _is_nested(key, unknown):
+            evaluation.add(key)
+    rest = [key for key in keys if key not in evaluation]
+    if training:
+        evaluation |= {key for key in rest if key not in training}
+        # Two bars with losses: an earlier run in the same log, or each epoch's own length. The last one counts.
+    elif rest:
+        evaluation |= set(rest[:-1])
+    _set_role(unknown, evaluation, BarRole.EVALUATION)
+    _set_role(unknown, set(keys) - evaluation, BarRole.TRAINING)
+
+
+def _is_nested(key: tuple[str, int | None], bars: Sequence[Bar]) -> bool:
+    """Whether this bar starts while another bar is unfinished: that one drew before, and has not reached its total."""
+    before: Bar | None = None
+    for bar in bars:
+        if bar.key == key:
+            if before is not None and before.total is not None and before.step < before.total:
+                return True
+        else:
+            before = bar
+    # Seen from its middle only (the tail of a long evaluation): the other one goes on after it.
+    first, others = next(bar for bar in bars if bar.key == key), [bar for bar in bars if bar.key != key]
+    restarts = sum(a.key == b.key == key and b.step < a.step for a, b in pairwise(bars))
+    return bool(others) and restarts > 0 and first.line < others[0].line
+
+
+def _set_role(bars: Sequence[Bar], keys: set[tuple[str, int | None]], role: BarRole) -> None:
+    for bar in bars:
+        if bar.key in keys:
+            bar.role = role
+
+
+def bar_rate(groups: dict[str, str]) -> float | None:
+    """Seconds per step as the bar states it."""
+    rate, unit = parse_number(groups.get("rate")), groups.get("unit", "")
+    if not rate:
+        return None
+    if unit.startswith("ms/"):
+        return rate / 1e3
+    if unit.startswith("s/"):
+        return rate
+    return 1.0 / rate if STEP_UNITS.match(unit.strip()) else None
