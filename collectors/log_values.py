@@ -18,7 +18,7 @@ TIMESTAMPS: Final = (
 )
 YEAR_NOT_PRINTED: Final = 2000  # a leap year; only differences of such times are used
 
-NUMBER: Final = r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
+NUMBER: Final = r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 LOSS: Final = re.compile(
     r"(?<![\w/])(?:train(?:ing)?[ _/]?|total[ _]?|lm[ _]|nll[ _]|avg_?|avr_|running |step_|reduced_llm_|gpt_)?loss"
     r"(?:/train/total|\(train\))?[\"']?\s*[:=,]?\s*[\"'(\[]*"
@@ -34,25 +34,29 @@ TOKENS_PER_SECOND: Final = re.compile(
     re.I,
 )
 TOKENS_PER_SECOND_UNIT: Final = re.compile(
-    rf"(?P<value>{NUMBER}[KMB]?)\s*(?P<name>(?:tokens?|toks?){_SECOND}{_GPU}?)", re.I
+    rf"(?<![\w.,])(?P<value>{NUMBER}[KMB]?)\s*(?P<name>(?:tokens?|toks?){_SECOND}{_GPU}?)(?!\s*[:=])", re.I
 )
 _SAMPLES: Final = r"(?:samples?|img|imgs|images?|seqs?|sequences?|sentences|clips|frames)"
 SAMPLES_PER_SECOND: Final = re.compile(
     rf"\b(?P<name>(?:interval_)?{_SAMPLES}{_SECOND}{_GPU}?)[\"']?\s*[:=]\s*[\"']?(?P<value>{NUMBER}[KMB]?)", re.I
 )
-SAMPLES_PER_SECOND_UNIT: Final = re.compile(rf"(?P<value>{NUMBER}[KMB]?)\s*(?P<name>{_SAMPLES}{_SECOND}{_GPU}?)", re.I)
+SAMPLES_PER_SECOND_UNIT: Final = re.compile(
+    rf"(?<![\w.,])(?P<value>{NUMBER}[KMB]?)\s*(?P<name>{_SAMPLES}{_SECOND}{_GPU}?)(?!\s*[:=])", re.I
+)
 _STEP: Final = r"(?:step|it|itr|iter(?:ation)?|batch|ba|update)"
 SECONDS_PER_STEP: Final = re.compile(
-    rf"(?P<value>{NUMBER})\s*(?P<unit>ms|s|secs?|seconds?)\s*(?:/|per)\s*{_STEP}\b", re.I
+    rf"(?<![\w.,])(?P<value>{NUMBER})\s*(?P<unit>ms|s|secs?|seconds?)\s*(?:/|per)\s*{_STEP}\b", re.I
 )
-STEPS_PER_SECOND: Final = re.compile(rf"(?P<value>{NUMBER})\s*{_STEP}s?/s(?:ec)?\b", re.I)
+STEPS_PER_SECOND: Final = re.compile(rf"(?<![\w.,])(?P<value>{NUMBER})\s*{_STEP}s?/s(?:ec)?\b", re.I)
 STEP_RATE_KEY: Final = re.compile(
     rf"\b(?:train_speed\({_STEP}/s\)|(?:interval_)?steps_per_sec(?:ond)?|ups)[\"']?\s*[:=]\s*[\"']?(?P<value>{NUMBER})",
     re.I,
 )
+# "time: 0.412" between other values is the time of an iteration; "Data time", "Epoch time" and "total time" are others.
 STEP_SECONDS_KEY: Final = re.compile(
-    rf"\b(?:train_speed\(s/{_STEP}\)|step_avg|iter[_ ]time|time_per_iteration_ms|elapsed time per iteration \(ms\)"
-    rf"|seconds|(?<!data_)(?<!last_)(?<!\w)time)[\"']?\s*[:=]?\s*[\"']?(?P<value>{NUMBER})\s*(?P<unit>ms|s)?\b",
+    rf"(?:\b(?:train_speed\(s/{_STEP}\)|step_avg|iter[_ ]time|step[_ ]time|time_per_iteration_ms"
+    r"|elapsed time per iteration \(ms\))|(?:^|[,;|\]\t(]|\s\s|\bbatch[ _])\s*time)"
+    rf"[\"']?\s*[:=]?\s*[\"']?(?P<value>{NUMBER}[KMB]?)\s*(?P<unit>ms|s)?\b",
     re.I,
 )
 ETA: Final = re.compile(
@@ -68,7 +72,7 @@ class Rates:
 
     tokens_per_second: float | None = None  # whole job
     tokens_per_second_per_gpu: float | None = None
-    tokens_per_second_of_unknown_extent: float | None = None  # "tps 3311": of one GPU or of the job
+    tokens_per_second_of_unknown_extent: float | None = None  # "tps 3311": of one GPU or of the whole job
     samples_per_second: float | None = None
     seconds_per_step: float | None = None
     eta_seconds: float | None = None
@@ -84,7 +88,7 @@ def find_rates(line: str) -> Rates:
                 continue  # an amount of tokens
             if name == "tgs" or re.search(_GPU, name, re.I) or "device" in name:
                 per_gpu = value
-            elif name == "tps":
+            elif name in ("tps", "wps"):
                 unknown = value
             else:
                 whole = value

@@ -276,10 +276,13 @@ def summarize_progress(
     if last_epoch is not None:
         epochs = last_epoch + 1
     epoch_step = epoch_steps = None
-    if one.epoch_base is not None and epoch is not None and total is not None:
+    base = one.epoch_base
+    if base is None and one.bar is not None and epochs is not None:
+        base = 1  # "Epoch 3/10", then a bar without a description
+    if base is not None and epoch is not None and total is not None:
         # The counter starts again in each epoch: one count over all epochs, as far as the log says how many there are.
         epoch_step, epoch_steps = step, total
-        step += max(0, epoch - one.epoch_base) * total
+        step += max(0, epoch - base) * total
         total = None if epochs is None else epochs * epoch_steps
     loss = parse_number(latest("loss"))
     stated = find_rates(last.text)
@@ -306,9 +309,8 @@ def summarize_progress(
             + ("" if whole is not None else "; the total is unknown, because the number of GPUs is unknown")
         )
     if guessed and stated.tokens_per_second_of_unknown_extent is not None and whole is None:
-        found.append(
-            f"{stated.tokens_per_second_of_unknown_extent:.0f} tokens/s, of one GPU or of the whole job: the log does not say"
-        )
+        rate = stated.tokens_per_second_of_unknown_extent
+        found.append(f"{rate:.0f} tokens/s, of one GPU or of the whole job: the log does not say")
     if phase is not None:
         found.append(f"in {phase}")
     if one.note:
@@ -351,7 +353,7 @@ def guessed_loss(line: str) -> float | None:
 def seconds_per_step(
     events: Sequence[ProgressLine], latest: Callable[[str], str | None], stated: float | None
 ) -> float | None:
-    """Seconds for one step: as the format states it, else measured between the lines' timestamps, else as in the line."""
+    """Seconds for one step: as the format states it, else between the lines' timestamps, else as the line states it."""
     named = parse_number(latest("seconds_per_step"))
     milliseconds, rate = parse_number(latest("milliseconds_per_step")), parse_number(latest("steps_per_second"))
     if named is None and milliseconds is not None:

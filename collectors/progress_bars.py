@@ -1,7 +1,7 @@
 """Progress bars in a log: which of them counts training steps.
 
 A training log holds bars of many kinds: downloads, tokenization, loading of weights, evaluation, sampling. Only the
-training's own bar counts steps. A bar is recognized by its description (bar_labels in progress_formats.toml), by the unit
+training's own bar counts steps. A bar is recognized by its description, by the unit
 it counts ("examples/s" are no steps), or, without a description, by what surrounds it: a bar that starts while another
 one is unfinished is nested in it, as an evaluation is in training.
 """
@@ -9,10 +9,12 @@ one is unfinished is nested in it, as an evaluation is in training.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import resources
 from itertools import pairwise
 from typing import Final
 
@@ -30,7 +32,8 @@ SHAPES: Final = {
     ),
     # tqdm without a total: "Generating train split: 1000 examples [00:01, 820.1 examples/s]"
     "tqdm_endless": re.compile(
-        rf"(?P<label>.*?)(?P<step>{_COUNT})\s?(?P<counted>[a-zA-Z]+) \[(?P<elapsed>{_TIME}),\s*{_RATE}(?P<postfix>,[^\]]*)?(?P<end>\])"
+        rf"(?P<label>.*?)(?P<step>{_COUNT})\s?(?P<counted>[a-zA-Z]+) "
+        rf"\[(?P<elapsed>{_TIME}),\s*{_RATE}(?P<postfix>,[^\]]*)?(?P<end>\])"
     ),
     # ultralytics: "3/100 4.21G 1.12 ... 640: 10% ━╸────── 12/120 5.1it/s 2.4s<21.2s"
     "ultralytics": re.compile(
@@ -40,7 +43,8 @@ SHAPES: Final = {
     # rich: "Epoch 0/2 ━━━━╸━━━ 4000/30832 0:41:14 • 4:36:38 1.62it/s v_num: 0 train_loss: 1.5"
     "rich": re.compile(
         rf"(?P<label>.*?)\s*[━╸╺]+\s+(?P<step>\d+)/(?P<total>\d+)\s+"
-        rf"(?P<elapsed>{_TIME}|-:--:--) • (?P<remaining>{_TIME}|-:--:--)(?:\s+(?P<rate>{NUMBER})(?P<unit>it/s|s/it))?(?P<end>)"
+        rf"(?P<elapsed>{_TIME}|-:--:--) • (?P<remaining>{_TIME}|-:--:--)"
+        rf"(?:\s+(?P<rate>{NUMBER})(?P<unit>it/s|s/it))?(?P<end>)"
     ),
     # Keras: "500/1875 [=====>.....] - ETA: 5s - loss: 0.27" and "500/1875 ━━━━━━━━━━ 5s 4ms/step - loss: 0.27"
     "keras": re.compile(
@@ -56,135 +60,15 @@ SHAPES: Final = {
 STEP_UNITS: Final = re.compile(r"^(?:s/|ms/)?(?:it|iter\w*|steps?|ba|batch(?:es)?|updates?|itr)(?:/s)?$")
 SAMPLE_UNITS: Final = re.compile(r"^(?:s/)?(?:img|imgs|images?|samples?|seqs?|clips?)(?:/s)?$")
 WORD: Final = re.compile(r"[A-Za-z]+")
-EVALUATION: Final = frozenset(
-    [
-        "eval",
-        "evals",
-        "evaluate",
-        "evaluating",
-        "evaluation",
-        "evaluator",
-        "val",
-        "vals",
-        "valid",
-        "validate",
-        "validating",
-        "validation",
-        "test",
-        "tests",
-        "testing",
-        "tested",
-        "predict",
-        "predicting",
-        "prediction",
-        "predictions",
-        "inference",
-        "sanity",
-        "benchmark",
-        "scoring",
-    ]
-)
-PREPARATION: Final = frozenset(
-    [
-        "adding",
-        "applying",
-        "building",
-        "cache",
-        "cached",
-        "caching",
-        "calculating",
-        "capturing",
-        "casting",
-        "checking",
-        "chunking",
-        "collecting",
-        "compiling",
-        "computing",
-        "concatenating",
-        "converting",
-        "copying",
-        "creating",
-        "deduplicating",
-        "downloading",
-        "embedding",
-        "encoding",
-        "extracting",
-        "fetching",
-        "filter",
-        "filtering",
-        "flattening",
-        "formatting",
-        "generate",
-        "generating",
-        "grouping",
-        "indexing",
-        "initializing",
-        "loading",
-        "load",
-        "map",
-        "mapping",
-        "merging",
-        "moving",
-        "packing",
-        "parsing",
-        "prefetching",
-        "preparing",
-        "preprocess",
-        "preprocessing",
-        "processing",
-        "quantizing",
-        "reading",
-        "resolving",
-        "sampling",
-        "saving",
-        "scanning",
-        "serializing",
-        "sharding",
-        "shards",
-        "sorting",
-        "tokenize",
-        "tokenizing",
-        "tokenization",
-        "transforming",
-        "truncating",
-        "unpacking",
-        "uploading",
-        "verifying",
-        "warming",
-        "warmup",
-        "writing",
-        "decoding",
-        "rollout",
-        "generation",
-        "experience",
-    ]
-)
-TRAINING: Final = frozenset(
-    [
-        "train",
-        "training",
-        "trains",
-        "epoch",
-        "epochs",
-        "step",
-        "steps",
-        "iter",
-        "iters",
-        "iteration",
-        "iterations",
-        "batch",
-        "batches",
-        "update",
-        "updates",
-        "optimization",
-        "finetune",
-        "finetuning",
-        "pretrain",
-        "pretraining",
-        "fit",
-    ]
-)
+_WORDS: Final = tomllib.loads((resources.files(__package__) / "progress_formats.toml").read_text("utf-8"))["bar_words"]
+EVALUATION: Final = frozenset(_WORDS["evaluation"])
+PREPARATION: Final = frozenset(_WORDS["preparation"])
+TRAINING: Final = frozenset(_WORDS["training"])
 EPOCH_LABEL: Final = re.compile(r"\bepoch\w*\W{0,3}(?P<epoch>\d+)(?:\s*(?:/|of)\s*(?P<epochs>\d+))?", re.I)
+EPOCH_HEADER: Final = re.compile(r"\W*epoch:?\s*(?P<epoch>\d+)\s*(?:/|of)\s*(?P<epochs>\d+)\W*", re.I)
+# A model is loaded when a run starts (and when the best one is loaded again at its end).
+LOADS_MODEL: Final = re.compile(r"\bload(?:ing)?\b.*\b(?:weights|shards|checkpoint|model|pipeline)\b", re.I)
+FOLLOWING_LINES: Final = 3  # HF's dictionary comes after empty lines that erase the bar
 COUNTS_EPOCHS: Final = re.compile(r"\bepochs?\s*(?:\[[^\]]*\])?\s*:?\s*$", re.I)
 # Of these keys, only a training prints a loss; "eval_loss" is another.
 TRAINING_LOSS: Final = re.compile(r"(?<![\w/])['\"]?(?:train[_/ ])?(?:\w+/)?loss(?:/train/total)?['\"]?\s*[:=]")
@@ -265,7 +149,8 @@ def find_bars(lines: Sequence[str], torn: str | None) -> list[Bar]:
     """All bars, in order; each knows its role as far as the text shows it."""
     bars: list[Bar] = []
     pieces = [*lines, *([] if torn is None else [torn])]
-    epoch: dict[str, str] = {}
+    header: dict[str, str] = {}
+    header_is_new = False
     for index, line in enumerate(pieces):
         is_torn = torn is not None and index == len(lines)
         bar = find_bar(line, index, is_torn)
@@ -273,52 +158,72 @@ def find_bars(lines: Sequence[str], torn: str | None) -> list[Bar]:
             named = EPOCH_LABEL.search(bar.label)
             if named is not None:
                 bar.groups.update({k: v for k, v in named.groupdict().items() if v is not None})
-            elif not bar.label:
-                bar.groups.update(epoch)
+            elif not bar.label and header:
+                bar.groups.update(header)
+            if bar.shape == "keras":
+                _set_keras_role(bar, bars, header_is_new, bool(header))
+            header_is_new = False
             bars.append(bar)
             continue
-        alone = re.fullmatch(r"\W*epoch:?\s*(?P<epoch>\d+)\s*(?:/|of)\s*(?P<epochs>\d+)\W*", line, re.I)
-        if alone is not None:  # Keras prints it above the bar
-            epoch = dict(alone.groupdict())
+        alone = EPOCH_HEADER.fullmatch(line)
+        if alone is not None:
+            header, header_is_new = dict(alone.groupdict()), True
         if bars and not is_torn:
             last = next((each for each in reversed(bars) if each.step >= 0), None)
-            if last is not None and last.line >= index - 3:
+            if last is not None and last.line >= index - FOLLOWING_LINES:
                 last.result_follows |= EVALUATION_RESULT.search(line) is not None
                 last.loss_follows |= not last.result_follows and TRAINING_LOSS.search(line) is not None
-    resolve_unknown(bars)
+    run: list[Bar] = []
+    runs = [run]
+    for bar in bars:
+        if bar.role is BarRole.PREPARATION and LOADS_MODEL.search(bar.label) and run:
+            run = []  # another run in the same log
+            runs.append(run)
+        run.append(bar)
+    evaluation: set[tuple[str, int | None]] = set()
+    for run in runs:
+        evaluation |= resolve_unknown(run, evaluation)
     return bars
 
 
-def resolve_unknown(bars: list[Bar]) -> None:
-    """Tell training from evaluation among bars without a telling description, by what surrounds them.
+def _set_keras_role(bar: Bar, before: Sequence[Bar], header_is_new: bool, any_header: bool) -> None:
+    """Keras prints "Epoch 3/10" above each bar of fit(), and nothing above the bar of evaluate() and predict()."""
+    last = next((each for each in reversed(before) if each.shape == "keras"), None)
+    if last is not None and (last.key, bar.step >= last.step) == (bar.key, True):
+        bar.role = last.role
+    elif header_is_new:
+        bar.role = BarRole.TRAINING
+    elif any_header:
+        bar.role = BarRole.EVALUATION
+
+
+def resolve_unknown(bars: Sequence[Bar], known_evaluation: Set[tuple[str, int | None]]) -> set[tuple[str, int | None]]:
+    """Tell training from evaluation among the bars of one run that have no telling description.
 
     What follows a bar comes first: a training loss or the results of an evaluation. Then nesting: a bar that starts
     while another one is unfinished is an evaluation within it. Of bars that follow each other, the last one counts,
-    because preparation comes before training.
+    because preparation comes before training. Returns what is an evaluation.
     """
     unknown = [bar for bar in bars if bar.role is BarRole.UNKNOWN and bar.step >= 0]
-    if not unknown:
-        return
+    keys = list(dict.fromkeys(bar.key for bar in unknown))
     if any(bar.role is BarRole.TRAINING for bar in bars):
-        nested = {bar.key for bar in unknown}
-        _set_role(unknown, nested, BarRole.EVALUATION)
-        return
+        _set_role(unknown, set(keys), BarRole.EVALUATION)
+        return set(keys)
     with_loss = Counter(bar.key for bar in unknown if bar.loss_follows)
     with_result = Counter(bar.key for bar in unknown if bar.result_follows)
-    evaluation = {key for key in with_result if with_result[key] > with_loss[key]}
+    evaluation = {key for key in keys if with_result[key] > with_loss[key]}
     training = {key for key in with_loss if key not in evaluation}
-    keys = list(dict.fromkeys(bar.key for bar in unknown))
     for key in keys:
-        if key not in training and key not in evaluation and _is_nested(key, unknown):
+        if key not in training and (key in known_evaluation or _is_nested(key, unknown)):
             evaluation.add(key)
     rest = [key for key in keys if key not in evaluation]
     if training:
         evaluation |= {key for key in rest if key not in training}
-        # Two bars with losses: an earlier run in the same log, or each epoch's own length. The last one counts.
     elif rest:
         evaluation |= set(rest[:-1])
     _set_role(unknown, evaluation, BarRole.EVALUATION)
     _set_role(unknown, set(keys) - evaluation, BarRole.TRAINING)
+    return evaluation
 
 
 def _is_nested(key: tuple[str, int | None], bars: Sequence[Bar]) -> bool:

@@ -1,4 +1,4 @@
-"""The step in a log of an unknown trainer: one integer that grows by a steady amount. Always a guess, and marked as one.
+"""The step in a log of an unknown trainer: one integer that grows by a steady amount. A guess, and marked as one.
 
 A counter is a number after a word such as step or iteration, or the first number of "[n/N]" and "n/N". Of all counters
 in the log the one that grows most steadily counts; a global counter beats one that starts again in each epoch. Lines of
@@ -19,12 +19,17 @@ from wattwatch.collectors.progress_bars import EVALUATION
 
 MAX_GUESS_CHARS: Final = 1000
 _INTEGER: Final = r"\d{1,3}(?:,\d{3})+|\d+"
-# A count, not a part of a date, time, size, address, version or decimal number ("81.000" is a count with a fraction of 0).
-_N: Final = rf"(?P<n>{_INTEGER})(?:\.0+)?(?!\.?\d)(?![:\-]\d)(?!\s*(?:%|[KMG]?i?B\b|m?s\b|secs?\b|seconds?\b|min\b|h\b|it/s|s/))"
+# A count: not a part of a date, time, size, address, version or decimal number. "81.000" is the count 81.
+_NO_UNIT: Final = r"(?!\s*(?:%|[KMG]?i?B\b|m?s\b|secs?\b|seconds?\b|min\b|h\b|it/s|s/))"
+_N: Final = rf"(?P<n>{_INTEGER})(?:\.0+)?(?!\.?\d)(?![:\-]\d){_NO_UNIT}"
+_QUALIFIER: Final = (
+    r"(?:train(?:ing|er)?[/_ ]|optim(?:izer)?[_ ]|completed[_ ]|current[_ ]|num[_ ]|acc[_ ]|global[_ -]?)?"
+)
+_COUNTER: Final = (
+    r"(?:steps?|iter(?:ation)?s?|itr|updates?|mini-?batch(?:es)?|batch(?:es|_idx|_id)?|global_?steps?)"
+)
 KEYED: Final = re.compile(
-    r"(?<![\w.-])(?P<key>(?:training/|train/|train[_ ]|training[_ ]|optimizer[_ ]|optim[_ ]|trainer/|completed[_ ]|current[_ ]|num[_ ]|acc[_ ]"
-    r"|global[_ -]?)?(?:steps?|iter(?:ation)?s?|itr|updates?|mini-?batch(?:es)?|batch(?:_idx|_id)?|batches|global_?steps?))"
-    r"(?:/(?:max|total|num)_steps)?(?:\s+(?:no\.?|number|#|id|idx))?['\"]?"
+    rf"(?<![\w.-])(?P<key>{_QUALIFIER}{_COUNTER})(?:/(?:max|total|num)_steps)?(?:\s+(?:no\.?|number|#|id|idx))?['\"]?"
     rf"(?:\s*[:=#]\s*|\s*\[\s*|\s*\(\s*|\s+|)['\"]?[\[(]?\s*{_N}"
     rf"(?:\s*(?:/|of|out of)\s*(?P<total>{_INTEGER})(?![\d.]))?",
     re.I,
@@ -100,8 +105,7 @@ def guess_counter(lines: Sequence[str], torn: str | None) -> CounterSeries | Non
             candidates.append((score, each))
     if not candidates:
         return None
-    best = max(candidates, key=lambda scored: (scored[0], len(scored[1].values)))[1]
-    return best
+    return max(candidates, key=lambda scored: (scored[0], len(scored[1].values)))[1]
 
 
 def _counters(line: str, index: int, is_torn: bool) -> Iterator[tuple[str, int, CounterValue]]:
@@ -117,45 +121,34 @@ def _counters(line: str, index: int, is_torn: bool) -> Iterator[tuple[str, int, 
     seen: Counter[str] = Counter()
     for pattern in (KEYED, SLASHED):
         for found in pattern.finditer(line):
-            if any(found.start("n") < b and a < found.end("n") for a, b in used) or _is_evaluation(
-                line[: found.start("n")]
-            ):
+            step, prefix = parse_count(found["n"]), line[: found.start("n")]
+            if step is None or _is_evaluation(prefix) or (end is not None and found.end() >= end):
                 continue
-            if end is not None and found.end() >= end:
-                continue
-            step = parse_count(found["n"])
-            if step is None:
+            if any(found.start("n") < b and a < found.end("n") for a, b in used):
                 continue
             used.append(found.span())
             groups = dict(epoch_groups)
             if found["total"] is not None:
                 groups["total"] = found["total"]
             if pattern is KEYED:
-                name = re.sub(r"[\s_/-]+", "_", found["key"].lower())
-                kind = (
-                    "global"
-                    if re.search(r"global|num_up|acc_|optim|training_", name)
-                    else "batch"
-                    if "batch" in name
-                    else "step"
-                )
-                key = f"{name}"
+                key = re.sub(r"[\s_/-]+", "_", found["key"].lower())
+                is_global = re.search(r"global|num_up|acc_|optim|training_", key) is not None
+                kind = "global" if is_global else "batch" if "batch" in key else "step"
             else:
                 if step > (parse_count(found["total"]) or 0):
                     continue
                 kind = "slashed"
-                before = BEFORE_BRACKET.search(line[: found.start("n")])
+                before = BEFORE_BRACKET.search(prefix)
                 if before is not None and not epoch_groups:
                     groups["epoch"] = before["a"] or before["b"]
                     if before["epochs"]:
                         groups["epochs"] = before["epochs"]
-                label = re.sub(r"[\d.,:]+", "", line[: found.start("n")])[-24:].strip()
-                key = f"n/N {label}"
+                key = "n/N " + re.sub(r"[\d.,:]+", "", prefix)[-24:].strip()
             seen[key] += 1
             if seen[key] > 1:
                 key = f"{key} #{seen[key]}"
             yield key, PRIORITY[kind], CounterValue(index, step, groups, stamp, has_loss)
-    if epoch_groups and not _is_evaluation(line[: epoch.start()] if epoch else ""):
+    if epoch is not None and epoch_groups and not _is_evaluation(line[: epoch.start()]):
         number = parse_count(epoch_groups["epoch"])
         if number is not None:
             groups = {"total": epoch_groups["epochs"]} if "epochs" in epoch_groups else {}
@@ -174,9 +167,8 @@ def _score(series: CounterSeries) -> float:
     has_loss = any(value.has_loss for value in values)
     if len(set(steps)) < 2:
         # One line: a word that names a step and a loss beside it, or a long-running global counter.
-        named = series.priority >= PRIORITY["batch"] or (
-            series.priority == PRIORITY["slashed"] and "total" in values[-1].groups
-        )
+        named = series.priority >= PRIORITY["batch"]
+        named |= series.priority == PRIORITY["slashed"] and "total" in values[-1].groups
         return series.priority + 0.5 if named and has_loss else 0.0
     grown: list[int] = []
     backward = 0
