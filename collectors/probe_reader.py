@@ -32,7 +32,7 @@ from wattwatch.collectors.nvml import (
 )
 from wattwatch.collectors.probe.node_probe import TAIL_BYTES
 from wattwatch.collectors.probe.request import ProbeRequest
-from wattwatch.collectors.progress import find_external_stop, read_heartbeat, read_progress
+from wattwatch.collectors.progress import continue_progress, find_external_stop, read_heartbeat, read_progress
 from wattwatch.collectors.samples import (
     CheckpointSample,
     FilesystemSample,
@@ -385,10 +385,8 @@ class ProbeReader:
             tail, cut = tail[-TAIL_BYTES:], True
         pattern = self._request.logs[place].pattern if 0 <= place < len(self._request.logs) else None
         world = next((each.sample.world for each in self._heartbeats.values() if each.sample.world), None)
-        sample = read_progress(tail, str(path), pattern, world, cut)
-        if sample.step is None and known is not None and known.sample.step is not None and known.end == start:
-            # Other output has pushed the last step line out of the tail: it is still the last step.
-            sample = known.sample
+        previous = known.sample if known is not None and known.end == start else None
+        sample = continue_progress(read_progress(tail, str(path), pattern, world, cut, previous=previous), previous)
         sample = _with_stop(sample, tail, pattern)
         since = _change_time(known, _to_float(changed), now, wall)
         self._progress[str(path)] = ProgressSource(sample, since, "", tail, _to_int(end), cut)
@@ -488,6 +486,14 @@ def _with_age(sample: ProgressSample, age_seconds: float) -> ProgressSample:
         sample.data_wait_ms,
         sample.why,
         sample.stopped,
+        sample.epoch,
+        sample.epochs,
+        sample.epoch_step,
+        sample.epoch_steps,
+        sample.samples_per_second,
+        sample.seconds_per_step,
+        sample.eta_seconds,
+        sample.guessed,
     )
 
 

@@ -15,7 +15,7 @@ import re
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from itertools import pairwise
@@ -87,12 +87,14 @@ def read_progress(
     cut: bool = False,
     age_seconds: float | None = None,
     formats: Sequence[ProgressFormat] | None = None,
+    previous: ProgressSample | None = None,
 ) -> ProgressSample:
     """The last progress reported in `text`. Never raises.
 
     `pattern`: a regex with named groups (at least `step`) to use instead of the known formats. `world`: number of GPUs
     if known, because some logs give throughput per GPU only. `cut`: the text begins in the middle of a line. `formats`:
-    tried instead of all known ones; without any, only the guess is left.
+    tried instead of all known ones; without any, only the guess is left. `previous`: what was read from the same file
+    before, of which `text` is the end: it tells the training's bar from that of a long evaluation.
     """
     if pattern is not None:
         chosen = compile_user_pattern(pattern)
@@ -108,7 +110,7 @@ def read_progress(
         lines = lines[1:]  # its beginning is missing: "step 12" may have been "step 312"
     bars: list[Bar] = []
     if pattern is None:
-        bars = find_bars(lines, torn)
+        bars = find_bars(lines, torn, _unfinished_total(previous))
         lines, torn = without_bars(lines, torn, bars, keep=BarRole.TRAINING)
         clean = "\n".join(lines if torn is None else [*lines, torn])
     for one in formats:
@@ -136,6 +138,43 @@ def read_progress(
         if epochs:
             return summarize_progress(COUNTS_EPOCHS, [_bar_line(bar, "") for bar in epochs], source, world, age_seconds)
     return ProgressSample(source, "", None, age_seconds=age_seconds, why=_why_nothing(text, pattern, lines, torn, bars))
+
+
+def _unfinished_total(previous: ProgressSample | None) -> int | None:
+    """The total of the training's bar, if the run goes on."""
+    if previous is None or previous.step is None or previous.phase == "done":
+        return None
+    step, total = previous.step, previous.total_steps
+    if previous.epoch_step is not None:
+        step, total = previous.epoch_step, previous.epoch_steps
+    return total if total is not None and step < total else None
+
+
+def continue_progress(sample: ProgressSample, previous: ProgressSample | None) -> ProgressSample:
+    """The sample in the light of the one read from the same file before.
+
+    Other output may have pushed the last step out of the text: it is still the last step. A counter that starts again
+    in each epoch, whose length the log does not print, goes on from where it was.
+    """
+    if previous is None or previous.step is None:
+        return sample
+    if sample.step is None:
+        return previous
+    if sample.format != previous.format or sample.epoch_steps is not None:
+        return sample
+    step, before = sample.step, previous.step if previous.epoch_step is None else previous.epoch_step
+    counted = previous.step - before  # in earlier epochs
+    if step < before:
+        next_epoch = sample.epoch is not None and previous.epoch is not None and sample.epoch > previous.epoch
+        total = sample.total_steps
+        next_bar = sample.epoch is None and total is not None and total == previous.total_steps and before >= total - 1
+        if not (next_epoch or next_bar):
+            return sample  # another run
+        counted = previous.step
+    if not counted:
+        return sample
+    why = f"{sample.why}; step {step + counted} since the log was first read, over all epochs"
+    return replace(sample, step=step + counted, total_steps=None, epoch_step=step, why=why)
 
 
 def _why_nothing(text: str, pattern: str | None, lines: Sequence[str], torn: str | None, bars: Sequence[Bar]) -> str:
@@ -178,7 +217,8 @@ def find_bar_lines(one: ProgressFormat, bars: Sequence[Bar], lines: Sequence[str
         position = bar.line
     if events:
         _add_values(one, events[-1], lines[position:])
-    return events
+    # Another total is another run, or a bar of another length in an earlier epoch.
+    return [event for event in events if event.groups.get("total") == events[-1].groups.get("total")]
 
 
 def _bar_line(bar: Bar, line: str, labeled: Mapping[str, str] | None = None) -> ProgressLine:

@@ -145,8 +145,11 @@ def bar_role(label: str, groups: dict[str, str]) -> BarRole:
     return BarRole.TRAINING if TRAINING_LOSS.search(groups.get("postfix", "")) else BarRole.UNKNOWN
 
 
-def find_bars(lines: Sequence[str], torn: str | None) -> list[Bar]:
-    """All bars, in order; each knows its role as far as the text shows it."""
+def find_bars(lines: Sequence[str], torn: str | None, training_total: int | None = None) -> list[Bar]:
+    """All bars, in order; each knows its role as far as the text shows it.
+
+    `training_total`: the total of the training's bar, if the text before this one showed it unfinished.
+    """
     bars: list[Bar] = []
     pieces = [*lines, *([] if torn is None else [torn])]
     header: dict[str, str] = {}
@@ -182,7 +185,7 @@ def find_bars(lines: Sequence[str], torn: str | None) -> list[Bar]:
         run.append(bar)
     evaluation: set[tuple[str, int | None]] = set()
     for run in runs:
-        evaluation |= resolve_unknown(run, evaluation)
+        evaluation |= resolve_unknown(run, evaluation, training_total if run is runs[0] else None)
     return bars
 
 
@@ -197,7 +200,9 @@ def _set_keras_role(bar: Bar, before: Sequence[Bar], header_is_new: bool, any_he
         bar.role = BarRole.EVALUATION
 
 
-def resolve_unknown(bars: Sequence[Bar], known_evaluation: Set[tuple[str, int | None]]) -> set[tuple[str, int | None]]:
+def resolve_unknown(
+    bars: Sequence[Bar], known_evaluation: Set[tuple[str, int | None]], training_total: int | None
+) -> set[tuple[str, int | None]]:
     """Tell training from evaluation among the bars of one run that have no telling description.
 
     What follows a bar comes first: a training loss or the results of an evaluation. Then nesting: a bar that starts
@@ -214,7 +219,8 @@ def resolve_unknown(bars: Sequence[Bar], known_evaluation: Set[tuple[str, int | 
     evaluation = {key for key in keys if with_result[key] > with_loss[key]}
     training = {key for key in with_loss if key not in evaluation}
     for key in keys:
-        if key not in training and (key in known_evaluation or _is_nested(key, unknown)):
+        nested = training_total is not None and key[1] != training_total
+        if key not in training and (nested or key in known_evaluation or _is_nested(key, unknown)):
             evaluation.add(key)
     rest = [key for key in keys if key not in evaluation]
     if training:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Final
 
 from wattwatch.collectors.log_values import LOSS, line_timestamp, parse_count
-from wattwatch.collectors.progress_bars import EVALUATION
+from wattwatch.collectors.progress_bars import EVALUATION, PREPARATION, TRAINING
 
 MAX_GUESS_CHARS: Final = 1000
 _INTEGER: Final = r"\d{1,3}(?:,\d{3})+|\d+"
@@ -25,18 +25,18 @@ _N: Final = rf"(?P<n>{_INTEGER})(?:\.0+)?(?!\.?\d)(?![:\-]\d){_NO_UNIT}"
 _QUALIFIER: Final = (
     r"(?:train(?:ing|er)?[/_ ]|optim(?:izer)?[_ ]|completed[_ ]|current[_ ]|num[_ ]|acc[_ ]|global[_ -]?)?"
 )
-_COUNTER: Final = (
-    r"(?:steps?|iter(?:ation)?s?|itr|updates?|mini-?batch(?:es)?|batch(?:es|_idx|_id)?|global_?steps?)"
-)
+_COUNTER: Final = r"(?:it|steps?|iter(?:ation)?s?|itr|updates?|mini-?batch(?:es)?|batch(?:es|_idx|_id)?|global_?steps?)"
 KEYED: Final = re.compile(
     rf"(?<![\w.-])(?P<key>{_QUALIFIER}{_COUNTER})(?:/(?:max|total|num)_steps)?(?:\s+(?:no\.?|number|#|id|idx))?['\"]?"
-    rf"(?:\s*[:=#]\s*|\s*\[\s*|\s*\(\s*|\s+|)['\"]?[\[(]?\s*{_N}"
+    rf"(?:\s*[:=#|]\s*|\s*\[\s*|\s*\(\s*|\s+|)['\"]?[\[(]?\s*{_N}"
     rf"(?:\s*(?:/|of|out of)\s*(?P<total>{_INTEGER})(?![\d.]))?",
     re.I,
 )
 SLASHED: Final = re.compile(
     rf"(?<![\d./:,-])(?P<n>{_INTEGER})\s*/\s*(?P<total>{_INTEGER})(?![\d/.:]|\s*(?:[KMG]i?B|GB|MB|%)\b)"
 )
+# "[1,  2000] loss: 2.2": epoch and batch
+BRACKETED: Final = re.compile(r"\[\s*(?P<epoch>\d+),\s*(?P<n>\d+)\](?P<total>(?!))?")
 EPOCH: Final = re.compile(
     r"(?<![A-Za-z])epochs?\b(?:\(train\)|\s*(?:no\.?|number))?['\"]?\s*[:=#]?\s*['\"]?[\[(]?\s*(?P<epoch>\d+)(?!\.[1-9])(?:\.0+)?\]?"
     r"(?:\s*(?:/|of|out of)\s*(?P<epochs>\d+)(?![\d.]))?",
@@ -119,12 +119,16 @@ def _counters(line: str, index: int, is_torn: bool) -> Iterator[tuple[str, int, 
         epoch_groups = {name: text for name, text in epoch.groupdict().items() if text is not None}
     used: list[tuple[int, int]] = [] if epoch is None else [epoch.span()]
     seen: Counter[str] = Counter()
-    for pattern in (KEYED, SLASHED):
+    for pattern in (KEYED, SLASHED, BRACKETED):
         for found in pattern.finditer(line):
             step, prefix = parse_count(found["n"]), line[: found.start("n")]
             if step is None or _is_evaluation(prefix) or (end is not None and found.end() >= end):
                 continue
             if any(found.start("n") < b and a < found.end("n") for a, b in used):
+                continue
+            if pattern is KEYED and found["key"].lower() == "it" and prefix[: found.start("key")].strip(" |,;]:-")[-1:]:
+                continue  # the pronoun
+            if not has_loss and not _names_training(line, prefix, pattern is KEYED):
                 continue
             used.append(found.span())
             groups = dict(epoch_groups)
@@ -134,6 +138,10 @@ def _counters(line: str, index: int, is_torn: bool) -> Iterator[tuple[str, int, 
                 key = re.sub(r"[\s_/-]+", "_", found["key"].lower())
                 is_global = re.search(r"global|num_up|acc_|optim|training_", key) is not None
                 kind = "global" if is_global else "batch" if "batch" in key else "step"
+            elif pattern is BRACKETED:
+                if not has_loss:
+                    continue
+                kind, key, groups["epoch"] = "slashed", "[epoch, n]", found["epoch"]
             else:
                 if step > (parse_count(found["total"]) or 0):
                     continue
@@ -158,6 +166,17 @@ def _counters(line: str, index: int, is_torn: bool) -> Iterator[tuple[str, int, 
 def _is_evaluation(prefix: str) -> bool:
     """Whether the text before a counter says that it counts an evaluation: "Test: [3/97]", "Validation step: 9/40"."""
     return any(word.lower() in EVALUATION for word in WORDS.findall(prefix))
+
+
+def _names_training(line: str, prefix: str, keyed: bool) -> bool:
+    """Whether a counter on a line without a loss may count training: "Loading layer 3/80" and "attempt 2/5" do not."""
+    words = {word.lower() for word in WORDS.findall(line)}
+    if words & PREPARATION:
+        return False
+    if keyed:
+        return True
+    before = [word.lower() for word in WORDS.findall(prefix)]
+    return not before or bool(set(before[-4:]) & (TRAINING | {"progress"}))
 
 
 def _score(series: CounterSeries) -> float:

@@ -122,6 +122,15 @@ def progress_object(sample: ProgressSample) -> dict[str, object]:
         "line_interval_seconds": sample.line_interval_seconds,
         "age_seconds": None if sample.age_seconds is None else round(sample.age_seconds, 1),
         "why": sample.why,
+        "epoch": sample.epoch,
+        "epochs": sample.epochs,
+        "epoch_step": sample.epoch_step,
+        "epoch_steps": sample.epoch_steps,
+        "samples_per_second": sample.samples_per_second,
+        "seconds_per_step": sample.seconds_per_step,
+        "eta_seconds": sample.eta_seconds,
+        "phase": sample.phase,
+        "guessed": sample.guessed,
     }
 
 

@@ -211,6 +211,12 @@ class JobSection(Section):
     floor_tokens_per_second: float | None = Field(
         None, strict=False, description="JobSlow is raised when throughput is below this value", gt=0
     )
+    tokens_per_step: int | None = Field(
+        None,
+        description="tokens in one optimizer step of the whole job; with it, throughput is calculated from the step "
+        "rate for logs that do not print it",
+        ge=1,
+    )
     checkpoint_every: Duration | None = Field(
         None,
         description="time between checkpoints; CheckpointOverdue is raised when no checkpoint has been completed for "
@@ -315,6 +321,7 @@ class JobSection(Section):
             processes=self.processes,
             gpus_per_node=self.gpus_per_node,
             floor_tokens_per_second=self.floor_tokens_per_second,
+            tokens_per_step=self.tokens_per_step,
             checkpoint_every_seconds=self.checkpoint_every,
             stall_limit_seconds=self.stall_limit,
             interval_seconds=interval_seconds,

@@ -316,6 +316,14 @@ class JobAssembler:
             line_interval_seconds=front.line_interval_seconds,
             restart=restart,
             sources=sources,
+            epoch=front.epoch,
+            epochs=front.epochs,
+            epoch_step=front.epoch_step,
+            epoch_steps=front.epoch_steps,
+            samples_per_second=front.samples_per_second,
+            seconds_per_step=front.seconds_per_step,
+            eta_seconds=front.eta_seconds,
+            guessed=front.guessed,
         )
 
     def _follow_step(self, step: int, restart: int | None, front: ProgressSample, now: float) -> None:

@@ -191,6 +191,14 @@ class JobProgress:
     line_interval_seconds: float | None = None
     restart: int | None = None
     sources: tuple[ProgressSample, ...] = ()
+    epoch: int | None = None  # of the source that is furthest, as are the next values
+    epochs: int | None = None
+    epoch_step: int | None = None
+    epoch_steps: int | None = None
+    samples_per_second: float | None = None
+    seconds_per_step: float | None = None
+    eta_seconds: float | None = None
+    guessed: bool = False  # the trainer is unknown: the step is a number in the log that grows steadily
 
     @property
     def readable(self) -> bool:
@@ -204,6 +212,9 @@ class JobThroughput:
     tokens_per_second: float | None = None  # now: 0 while the next step is late, None where it is unknown
     reported: float | None = None  # as the job last reported it; None: never, or its progress cannot be read
     reported_age_seconds: float | None = None  # since the step it belongs to
+    calculated: bool = False  # from the step rate and the configured tokens_per_step, not reported by the job
+    seconds_per_step: float | None = None  # measured, else as the log prints it
+    eta_seconds: float | None = None  # until the last planned step; None if unknown or while the next step is late
 
     @property
     def is_current(self) -> bool:
@@ -299,6 +310,7 @@ class JobSpec:
     stall_limit_seconds: float | None = None
     interval_seconds: float = 1.0
     interval_assumed: bool = False  # of a log without time stamps: no duration in it is known
+    tokens_per_step: int | None = None
 
     @property
     def has_progress_source(self) -> bool:

@@ -88,6 +88,23 @@ class ProgressAnswer(BaseModel):
     loss_finite: bool | None = Field(description="false if the job reported NaN or Inf")
     age_seconds: float | None = Field(description="time since the step last changed")
     restart: int | None = Field(description="number of times that the launcher has restarted the job")
+    epoch: int | None = Field(description="as the log prints it; the first epoch may be 0 or 1")
+    epochs: int | None
+    epoch_step: int | None = Field(
+        description="step within the epoch, if the job's counter starts again in each epoch; step counts over all"
+    )
+    epoch_steps: int | None
+    seconds_per_step: float | None = Field(description="measured by the watcher, or else as the log prints it")
+    eta_seconds: float | None = Field(
+        description="time until the last planned step; null if unknown or while the next step is late"
+    )
+    samples_per_second: float | None = Field(description="as the log prints it: of the whole job or of one rank")
+    tokens_per_second_calculated: bool = Field(
+        description="true if throughput is calculated from the step rate and tokens_per_step, not reported by the job"
+    )
+    guessed: bool = Field(
+        description="true if the format of the log is unknown and the step is the number in it that grows steadily"
+    )
 
 
 class CheckpointAnswer(BaseModel):
@@ -357,6 +374,15 @@ def progress_answer(progress: JobProgress, throughput: JobThroughput, late_secon
         loss_finite=finite,
         age_seconds=add_age(progress.age_seconds, late_seconds),
         restart=progress.restart,
+        epoch=progress.epoch,
+        epochs=progress.epochs,
+        epoch_step=progress.epoch_step,
+        epoch_steps=progress.epoch_steps,
+        seconds_per_step=throughput.seconds_per_step,
+        eta_seconds=None if throughput.eta_seconds is None else max(0.0, throughput.eta_seconds - late_seconds),
+        samples_per_second=progress.samples_per_second,
+        tokens_per_second_calculated=throughput.calculated,
+        guessed=progress.guessed,
     )
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from wattwatch.watcher.detection.model import JobThroughput
+from wattwatch.watcher.detection.model import JobProgress, JobThroughput
 from wattwatch.watcher.detection.trackers.observation import Observation, StepRateHistory
 
 STALL_FACTOR: Final = 6.0
@@ -52,6 +52,7 @@ class StepRateTracker:
         self._unchanged_seconds = 0.0
         self._sources: dict[tuple[str, int | None], tuple[int | None, int | None]] = {}
         self._intervals: deque[float] = deque(maxlen=KEPT_INTERVALS)  # seconds between changes of the counter
+        self._seconds_per_step: deque[float] = deque(maxlen=KEPT_INTERVALS)
         self._stalls: deque[float] = deque(maxlen=KEPT_INTERVALS)  # intervals longer than the stall limit of their time
         self._stalls_in_a_row = 0
         self._measured_seconds, self._measured_steps = 0.0, 0
@@ -123,6 +124,7 @@ class StepRateTracker:
         if self._disturbed or self.pausing or observation.gap or self.advances == 1 or interval <= 0:
             return
         self.new_interval = (interval, steps)
+        self._seconds_per_step.append(interval / steps)
         self._learn_interval(interval, observation)
         self._measured_seconds += interval
         self._measured_steps += steps
@@ -156,6 +158,7 @@ class StepRateTracker:
     def _reset(self) -> None:
         self._step, self._best_seconds_per_step, self._last_seconds_per_step = None, None, None
         self._intervals.clear()
+        self._seconds_per_step.clear()
         self._stalls.clear()
         self._stalls_in_a_row = 0
         self._measured_seconds, self._measured_steps = 0.0, 0
@@ -211,15 +214,28 @@ class StepRateTracker:
 
         Late by the median interval, not by the slowest one: a pause that ended makes no later pause productive.
         """
-        progress = observation.sample.progress
+        progress, tokens = observation.sample.progress, observation.spec.tokens_per_step
         reported, age = progress.tokens_per_second, progress.age_seconds
-        if reported is None or age is None:
+        if age is None:
             return JobThroughput()
+        per_step = statistics.median(self._seconds_per_step) if self._seconds_per_step else progress.seconds_per_step
+        calculated = reported is None and tokens is not None and per_step is not None
+        if reported is None and tokens is not None and per_step is not None:
+            reported = tokens / per_step
         interval = statistics.median(self._intervals) if self._intervals else progress.line_interval_seconds
         if interval is None:
-            return JobThroughput(reported if age <= UNKNOWN_INTERVAL_SECONDS else None, reported, age)
-        limit = LATE_FACTOR * interval + LATE_OBSERVATIONS * observation.spec.interval_seconds
-        return JobThroughput(reported if age <= limit else 0.0, reported, age)
+            late = None if age > UNKNOWN_INTERVAL_SECONDS else False
+        else:
+            late = age > LATE_FACTOR * interval + LATE_OBSERVATIONS * observation.spec.interval_seconds
+        current = None if reported is None or late is None else 0.0 if late else reported
+        eta = None if late is not False else self._eta_seconds(progress, per_step, age)
+        return JobThroughput(current, reported, None if reported is None else age, calculated, per_step, eta)
+
+    def _eta_seconds(self, progress: JobProgress, seconds_per_step: float | None, age_seconds: float) -> float | None:
+        """Until the last planned step; as the log prints it where it does not print the number of steps."""
+        if progress.total_steps is not None and progress.step is not None and seconds_per_step is not None:
+            return max(0.0, (progress.total_steps - progress.step) * seconds_per_step - age_seconds)
+        return None if progress.eta_seconds is None else max(0.0, progress.eta_seconds - age_seconds)
 
     @property
     def lost_share(self) -> float:
