@@ -109,6 +109,13 @@ def read_progress(
     if cut and lines:
         lines = lines[1:]  # its beginning is missing: "step 12" may have been "step 312"
     bars: list[Bar] = []
+    if previous is not None and pattern is None:
+        # The format that this file had before; most logs need no more than that.
+        for one in formats:
+            if one.name == previous.format and one.step is not None:
+                events, _ = find_progress_lines(one, lines, torn)
+                if events:
+                    return summarize_progress(one, events, source, world, age_seconds)
     if pattern is None:
         bars = find_bars(lines, torn, _unfinished_total(previous))
         lines, torn = without_bars(lines, torn, bars, keep=BarRole.TRAINING)
@@ -128,9 +135,9 @@ def read_progress(
         if events:
             return summarize_progress(one, events, source, world, age_seconds)
     if pattern is None:
-        guess = guess_counter(*without_bars(lines, torn, bars, keep=None))
+        guess = guess_counter(without_bars(lines, torn, bars, keep=None)[0])
         if guess is not None:
-            return summarize_progress(*guessed_lines(guess, lines, torn), source, world, age_seconds, guessed=True)
+            return summarize_progress(*guessed_lines(guess, lines), source, world, age_seconds, guessed=True)
         events = find_bar_lines(ANY_BAR, bars, lines)
         if events:
             return summarize_progress(ANY_BAR, events, source, world, age_seconds, guessed=True)
@@ -239,14 +246,12 @@ def _add_values(one: ProgressFormat, event: ProgressLine, lines: Sequence[str]) 
                 event.groups.update({name: text for name, text in found.groupdict().items() if text is not None})
 
 
-def guessed_lines(
-    guess: CounterSeries, lines: Sequence[str], torn: str | None
-) -> tuple[ProgressFormat, list[ProgressLine]]:
+def guessed_lines(guess: CounterSeries, lines: Sequence[str]) -> tuple[ProgressFormat, list[ProgressLine]]:
     """The guessed counter as a format and its lines."""
-    events = []
-    for value in guess.values:
-        line = lines[value.line] if value.line < len(lines) else torn or ""
-        events.append(ProgressLine(value.step, dict(value.groups), value.stamp, line[:MAX_LINE_CHARS]))
+    events = [
+        ProgressLine(value.step, dict(value.groups), value.stamp, lines[value.line][:MAX_LINE_CHARS])
+        for value in guess.values
+    ]
     epochs = [parse_count(event.groups.get("epoch")) for event in events]
     totals = {parse_count(event.groups.get("epochs")) for event in events} - {None}
     base = None

@@ -20,7 +20,10 @@ from typing import Final
 
 from wattwatch.collectors.log_values import NUMBER, parse_count, parse_number
 
-BAR_HINTS: Final = ("%|", "it/s", "s/it", "━", "/step", "[=", "[>", "[.", "rate:", "it [")
+# Literal text of each shape: a substring search is far cheaper than a regex that may begin at every character.
+SHAPE_HINTS: Final = {
+    "tqdm": "%|", "tqdm_endless": "/s", "ultralytics": "% ━", "rich": " • ", "keras": "/", "tqdm_loggable": "Progress on:",
+}  # fmt: skip
 _COUNT: Final = r"\d+(?:\.\d+)?[kMG]?"
 _TIME: Final = r"(?:\d+ days?, )?[\d:]+s?|\?"
 _RATE: Final = rf"(?P<rate>\?|{NUMBER}[kMG]?)\s*(?P<unit>[^\d,\]\s][^,\]]*?)"
@@ -48,12 +51,12 @@ SHAPES: Final = {
     ),
     # Keras: "500/1875 [=====>.....] - ETA: 5s - loss: 0.27" and "500/1875 ━━━━━━━━━━ 5s 4ms/step - loss: 0.27"
     "keras": re.compile(
-        rf"(?P<label>\s*)(?P<step>\d+)/(?P<total>\d+|Unknown)\s+(?:\[[=>.]+\]|[━─╸╺]+|(?=- \d+m?s))"
+        rf"^(?P<label>\s*)(?P<step>\d+)/(?P<total>\d+|Unknown)\s+(?:\[[=>.]+\]|[━─╸╺]+|(?=- \d+m?s))"
         rf"(?P<postfix>.*?(?:(?P<rate>{NUMBER})(?P<unit>m?s/step))?)(?P<end>$|(?= - ))"
     ),
     # tqdm_loggable: "Progress on:train 1.50kit/10.0kit rate:1.6it/s remaining:1:28:32 elapsed:15:36 postfix:loss=2.31"
     "tqdm_loggable": re.compile(
-        rf"Progress on:(?P<label>.*?)\s+(?P<step>{_COUNT}|-)(?P<counted>[a-zA-Z]*)/(?P<total>{_COUNT}|-)[a-zA-Z]*\s+"
+        rf".*?Progress on:(?P<label>.*?)\s+(?P<step>{_COUNT}|-)(?P<counted>[a-zA-Z]*)/(?P<total>{_COUNT}|-)[a-zA-Z]*\s+"
         rf"rate:(?P<rate>{NUMBER}|-)\s*(?P<unit>[^\s]*)\s+remaining:(?P<remaining>\S+)\s+elapsed:(?P<elapsed>[\d:]+)(?P<end>)"
     ),
 }
@@ -107,10 +110,10 @@ class Bar:
 
 def find_bar(line: str, index: int, is_torn: bool) -> Bar | None:
     """The progress bar in a line, or None. A number that touches the end of an unfinished line may be cut off."""
-    if not any(hint in line for hint in BAR_HINTS):
-        return None
     for shape, pattern in SHAPES.items():
-        found = pattern.search(line)
+        if SHAPE_HINTS[shape] not in line or (shape == "tqdm_endless" and " [" not in line):
+            continue
+        found = pattern.match(line)
         if found is None:
             continue
         end = len(line) if is_torn else None

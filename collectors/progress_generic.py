@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
-from wattwatch.collectors.log_values import LOSS, line_timestamp, parse_count
+from wattwatch.collectors.log_values import line_timestamp, parse_count
 from wattwatch.collectors.progress_bars import EVALUATION, PREPARATION, TRAINING
 
 MAX_GUESS_CHARS: Final = 1000
+LABEL_WORDS: Final = 3
 _INTEGER: Final = r"\d{1,3}(?:,\d{3})+|\d+"
 # A count: not a part of a date, time, size, address, version or decimal number. "81.000" is the count 81.
 _NO_UNIT: Final = r"(?!\s*(?:%|[KMG]?i?B\b|m?s\b|secs?\b|seconds?\b|min\b|h\b|it/s|s/))"
@@ -37,6 +38,9 @@ SLASHED: Final = re.compile(
 )
 # "[1,  2000] loss: 2.2": epoch and batch
 BRACKETED: Final = re.compile(r"\[\s*(?P<epoch>\d+),\s*(?P<n>\d+)\](?P<total>(?!))?")
+ANY_LOSS: Final = re.compile(
+    r"(?<!eval[_/ ])(?<!val[_/ ])(?<!test[_/ ])(?<!valid[_/ ])loss(?!_scale| scale|less)", re.I
+)
 EPOCH: Final = re.compile(
     r"(?<![A-Za-z])epochs?\b(?:\(train\)|\s*(?:no\.?|number))?['\"]?\s*[:=#]?\s*['\"]?[\[(]?\s*(?P<epoch>\d+)(?!\.[1-9])(?:\.0+)?\]?"
     r"(?:\s*(?:/|of|out of)\s*(?P<epochs>\d+)(?![\d.]))?",
@@ -85,15 +89,14 @@ class CounterSeries:
         return not any(a[0] != b[0] and b[1] > a[1] for a, b in pairwise(by_epoch))
 
 
-def guess_counter(lines: Sequence[str], torn: str | None) -> CounterSeries | None:
-    """The counter that is most likely the training step; None if none grows steadily."""
+def guess_counter(lines: Sequence[str]) -> CounterSeries | None:
+    """The counter that is most likely the training step; None if none grows steadily. `lines`: complete ones only."""
     series: dict[str, CounterSeries] = {}
-    pieces = [(line, False) for line in lines] + ([] if torn is None else [(torn, True)])
-    for index, (line, is_torn) in enumerate(pieces):
+    for index, line in enumerate(lines):
         if not any(letter.isdigit() for letter in line):
             continue
         line = line[:MAX_GUESS_CHARS]
-        for key, priority, value in _counters(line, index, is_torn):
+        for key, priority, value in _counters(line, index):
             series.setdefault(key, CounterSeries(key, priority)).values.append(value)
     candidates = []
     for each in series.values():
@@ -108,21 +111,20 @@ def guess_counter(lines: Sequence[str], torn: str | None) -> CounterSeries | Non
     return max(candidates, key=lambda scored: (scored[0], len(scored[1].values)))[1]
 
 
-def _counters(line: str, index: int, is_torn: bool) -> Iterator[tuple[str, int, CounterValue]]:
+def _counters(line: str, index: int) -> Iterator[tuple[str, int, CounterValue]]:
     """(key, priority, value) of every counter in a line."""
-    end = len(line) if is_torn else None
     stamp = line_timestamp(line, {})
-    has_loss = LOSS.search(line) is not None
+    has_loss = ANY_LOSS.search(line) is not None
     epoch = EPOCH.search(line)
     epoch_groups = {}
-    if epoch is not None and (end is None or epoch.end() < end):
+    if epoch is not None:
         epoch_groups = {name: text for name, text in epoch.groupdict().items() if text is not None}
     used: list[tuple[int, int]] = [] if epoch is None else [epoch.span()]
     seen: Counter[str] = Counter()
     for pattern in (KEYED, SLASHED, BRACKETED):
         for found in pattern.finditer(line):
             step, prefix = parse_count(found["n"]), line[: found.start("n")]
-            if step is None or _is_evaluation(prefix) or (end is not None and found.end() >= end):
+            if step is None or _is_evaluation(prefix):
                 continue
             if any(found.start("n") < b and a < found.end("n") for a, b in used):
                 continue
@@ -151,7 +153,7 @@ def _counters(line: str, index: int, is_torn: bool) -> Iterator[tuple[str, int, 
                     groups["epoch"] = before["a"] or before["b"]
                     if before["epochs"]:
                         groups["epochs"] = before["epochs"]
-                key = "n/N " + re.sub(r"[\d.,:]+", "", prefix)[-24:].strip()
+                key = "n/N " + " ".join(re.sub(r"[\d.,:]+", "", prefix).split()[-LABEL_WORDS:])
             seen[key] += 1
             if seen[key] > 1:
                 key = f"{key} #{seen[key]}"

@@ -132,6 +132,8 @@ def job(
             progress.tokens_per_second,
             progress.tokens_per_second if reported is None else reported,
             None if progress.tokens_per_second is None else progress.age_seconds,
+            seconds_per_step=progress.seconds_per_step,
+            eta_seconds=progress.eta_seconds,
         ),
         findings=findings,
         wasted_gpu_seconds=wasted or {},
@@ -154,7 +156,14 @@ def healthy() -> JobView:
             PowerState.COMPUTE, 0.97, UtilizationPattern.ALL_BUSY, "Median 985 W is 0.90 of the limit.", "", (), 0.9
         ),
         JobProgress(
-            step=1923, slowest_step=1923, total_steps=3854, loss=1.73, tokens_per_second=52_980.0, age_seconds=2.1
+            step=1923,
+            slowest_step=1923,
+            total_steps=3854,
+            loss=1.73,
+            tokens_per_second=52_980.0,
+            age_seconds=2.1,
+            seconds_per_step=4.95,
+            eta_seconds=9_556.0,
         ),
         121.0,
     )
