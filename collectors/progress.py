@@ -26,7 +26,7 @@ import orjson
 
 from wattwatch.collectors.log_values import LOSS, find_rates, line_timestamp, parse_count, parse_duration, parse_number
 from wattwatch.collectors.progress_bars import Bar, BarRole, bar_rate, find_bars
-from wattwatch.collectors.progress_generic import CounterSeries, guess_counter
+from wattwatch.collectors.progress_generic import CounterSeries, guess_counter, suggest_pattern
 from wattwatch.collectors.samples import ProgressSample
 
 MAX_LINE_CHARS: Final = 8000
@@ -190,6 +190,11 @@ def _why_nothing(text: str, pattern: str | None, lines: Sequence[str], torn: str
     known = "the pattern matches no line" if pattern is not None else "no line has a known format"
     count = len(lines) + (torn is not None)
     why = f"{known} ({count} line{'' if count == 1 else 's'} read)"
+    suggested = suggest_pattern(lines)
+    if suggested is not None and suggested != pattern:
+        tried = read_progress("\n".join([*lines, ""]), pattern=suggested)
+        if tried.step is not None:
+            why = f"{why}; log_pattern = '{suggested}' would read step {tried.step}"
     other = next((bar for bar in reversed(bars) if bar.role in (BarRole.EVALUATION, BarRole.PREPARATION)), None)
     if other is None:
         return why

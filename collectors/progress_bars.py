@@ -22,8 +22,13 @@ from wattwatch.collectors.log_values import NUMBER, parse_count, parse_number
 
 # Literal text of each shape: a substring search is far cheaper than a regex that may begin at every character.
 SHAPE_HINTS: Final = {
-    "tqdm": "%|", "tqdm_endless": "/s", "ultralytics": "% ━", "rich": " • ", "keras": "/", "tqdm_loggable": "Progress on:",
-}  # fmt: skip
+    "tqdm": "%|",
+    "tqdm_endless": "/s",
+    "ultralytics": "% ━",
+    "rich": " • ",
+    "keras": "/",
+    "tqdm_loggable": "Progress on:",
+}
 _COUNT: Final = r"\d+(?:\.\d+)?[kMG]?"
 _TIME: Final = r"(?:\d+ days?, )?[\d:]+s?|\?"
 _RATE: Final = rf"(?P<rate>\?|{NUMBER}[kMG]?)\s*(?P<unit>[^\d,\]\s][^,\]]*?)"

@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
-from wattwatch.collectors.log_values import line_timestamp, parse_count
+from wattwatch.collectors.log_values import TIMESTAMPS, line_timestamp, parse_count
 from wattwatch.collectors.progress_bars import EVALUATION, PREPARATION, TRAINING
 
 MAX_GUESS_CHARS: Final = 1000
 LABEL_WORDS: Final = 3
+MIN_SUGGESTED_LINES: Final = 3
+MAX_PLACES: Final = 6  # numbers of one line that may be the counter
+MAX_CONTEXT_CHARS: Final = 24
 _INTEGER: Final = r"\d{1,3}(?:,\d{3})+|\d+"
 # A count: not a part of a date, time, size, address, version or decimal number. "81.000" is the count 81.
 _NO_UNIT: Final = r"(?!\s*(?:%|[KMG]?i?B\b|m?s\b|secs?\b|seconds?\b|min\b|h\b|it/s|s/))"
@@ -109,6 +112,43 @@ def guess_counter(lines: Sequence[str]) -> CounterSeries | None:
     if not candidates:
         return None
     return max(candidates, key=lambda scored: (scored[0], len(scored[1].values)))[1]
+
+
+def suggest_pattern(lines: Sequence[str]) -> str | None:
+    """A regular expression for log_pattern that reads a growing integer in these lines; None if there is none.
+
+    For a log whose counter has no name that is known here. The pattern is the text before the number and the number.
+    """
+    series: dict[tuple[str, int], list[tuple[int, str]]] = {}
+    for line in lines:
+        line = line[:MAX_GUESS_CHARS]
+        if _is_evaluation(line):
+            continue
+        clean = _without_time(line)
+        shape = re.sub(r"\d+", "0", clean)
+        for place, found in enumerate(re.finditer(rf"(?<![\w./:,-]){_N}", clean)):
+            if place >= MAX_PLACES:
+                break
+            number = parse_count(found["n"])
+            if number is not None:
+                series.setdefault((shape, place), []).append((number, clean[: found.start("n")]))
+    best: tuple[int, str] | None = None
+    for values in series.values():
+        numbers = [number for number, _ in values]
+        grown = [after - before for before, after in pairwise(numbers)]
+        if len(numbers) < MIN_SUGGESTED_LINES or min(grown) < 0 or max(grown) == 0:
+            continue
+        before = re.split(r"\d", values[-1][1])[-1][-MAX_CONTEXT_CHARS:]
+        if not before.strip() or (best is not None and len(numbers) <= best[0]):
+            continue
+        best = (len(numbers), re.sub(r"(?:\\ )+|\\\t", r"\\s+", re.escape(before)) + r"(?P<step>\d+)")
+    return None if best is None else best[1]
+
+
+def _without_time(line: str) -> str:
+    for pattern in TIMESTAMPS:
+        line = pattern.sub("", line)
+    return re.sub(r"\d+:\d\d(?::\d\d)?(?:[.,]\d+)?", "", line)
 
 
 def _counters(line: str, index: int) -> Iterator[tuple[str, int, CounterValue]]:

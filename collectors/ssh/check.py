@@ -6,6 +6,7 @@ flight recorder, and whether sshd forwards to NCCL RAS. These notes are informat
 
 from __future__ import annotations
 
+import base64
 import shlex
 import threading
 import time
@@ -16,8 +17,10 @@ from typing import Final
 import paramiko
 
 from wattwatch.collectors.clock import Clock
+from wattwatch.collectors.probe.node_probe import TAIL_BYTES
 from wattwatch.collectors.probe.payload import PYTHON_CANDIDATES
-from wattwatch.collectors.probe.request import ProbeRequest
+from wattwatch.collectors.probe.request import LogSource, ProbeRequest
+from wattwatch.collectors.progress import read_progress
 from wattwatch.collectors.samples import HostStatus
 from wattwatch.collectors.ssh.channels import NodeChannels
 from wattwatch.collectors.ssh.connections import Connector, SshConnection
@@ -92,7 +95,8 @@ def check_host(
         return HostCheck(node, failure.status, (step,), notes)
     finally:
         guard.cancel()
-    steps = (CheckStep("login", True, describe_login(resolution.route)), *parse_steps(answer))
+    logs = () if request is None else request.logs
+    steps = (CheckStep("login", True, describe_login(resolution.route)), *parse_steps(answer, logs))
     failed = next((step for step in steps if step.ok is False), None)
     status = HostStatus.OK
     if failed is not None:
@@ -127,7 +131,8 @@ def check_script(request: ProbeRequest) -> str:
         name = shlex.quote(source.path)
         lines.append(
             f'set -- {pattern}; if [ ! -e "$1" ]; then say {name} absent \'\'; elif [ -r "$1" ]; '
-            f"then say {name} yes ''; else say {name} no ''; fi"
+            f'then say {name} yes "$(ls -t -- "$@" | head -n 1 | while IFS= read -r newest; do '
+            f'tail -c {TAIL_BYTES} -- "$newest" | base64 2>/dev/null | tr -d "\\n"; done)"; else say {name} no \'\'; fi'
         )
     return "\n".join(lines) + "\n"
 
@@ -140,8 +145,13 @@ def run_script(connection: SshConnection, text: str, attempt: LoginAttempt) -> s
         channel = connection.transport.open_session(timeout=attempt.real_timeout_seconds)
         channel.settimeout(attempt.real_timeout_seconds)
         channel.exec_command("exec /bin/sh -s")
-        channel.sendall(text.encode("utf-8", "surrogateescape"))
-        channel.shutdown_write()
+        try:
+            channel.sendall(text.encode("utf-8", "surrogateescape"))
+            channel.shutdown_write()
+        except TimeoutError:
+            raise
+        except OSError:
+            pass  # the command ended before it read the script, as a forced command does: its output says more
         answer = b""
         while len(answer) < MAX_ANSWER_BYTES:
             channel.settimeout(max(0.05, ends - time.monotonic()))
@@ -164,8 +174,9 @@ def run_script(connection: SshConnection, text: str, attempt: LoginAttempt) -> s
     return answer.decode("utf-8", "replace")
 
 
-def parse_steps(answer: str) -> Iterator[CheckStep]:
-    """The script's output as steps; one failed step if it did not run."""
+def parse_steps(answer: str, logs: Sequence[LogSource] = ()) -> Iterator[CheckStep]:
+    """The script's output as steps; one failed step if it did not run. `logs`: those of the request."""
+    patterns = {source.path: source.pattern for source in logs}
     rows = [row.split("\t") for row in answer.splitlines()]
     found = [(row[0], row[1], row[2]) for row in rows if len(row) == 3 and not row[0].startswith(CAPTURE_PREFIX)]
     if not any(name == "python" for name, _, _ in found):
@@ -181,6 +192,8 @@ def parse_steps(answer: str) -> Iterator[CheckStep]:
             yield _python_step(verdict, text)
         elif name == "smi":
             yield _smi_step(verdict, text)
+        elif verdict == "yes" and name in patterns:
+            yield _log_step(name, text, patterns[name])
         elif verdict == "yes":
             yield CheckStep(f"path {name}", True, f"{name} can be read")
         elif verdict == "absent":
@@ -192,6 +205,25 @@ def parse_steps(answer: str) -> Iterator[CheckStep]:
             )
         else:
             yield CheckStep(f"path {name}", False, f"{name} cannot be read", "give the login user read access")
+
+
+def _log_step(name: str, encoded: str, pattern: str | None) -> CheckStep:
+    """A log that can be read but shows no step is no source of progress."""
+    try:
+        data = base64.b64decode(encoded, validate=True)
+    except ValueError:
+        data = b""
+    if not data:
+        return CheckStep(f"path {name}", True, f"{name} can be read; its content was not checked")
+    sample = read_progress(data.decode("utf-8", "replace"), name, pattern, cut=len(data) == TAIL_BYTES)
+    if sample.step is None:
+        return CheckStep(
+            f"path {name}",
+            None,
+            f"{name} can be read, but its last {len(data):,} bytes show no step: {sample.why}",
+            "set log_pattern for this job, or ignore this if the job has not reached its first step",
+        )
+    return CheckStep(f"path {name}", True, f"{name} can be read: {sample.why}")
 
 
 def _python_step(verdict: str, text: str) -> CheckStep:

@@ -109,6 +109,9 @@ def _print(jobs: list[dict[str, Any]], alerts: list[dict[str, Any]], undelivered
                     f"{job['name']}: {job['gpus']} of {format_count(total, 'GPU')} seen; not seen: {'; '.join(unseen)}"
                 )
             )
+        reason = job["progress"].get("unreadable_reason")
+        if reason:
+            console.print(escape(f"{job['name']}: no step found in {reason}"))
     for alert in alerts:
         cause = f" (not sent, because {alert['suppressed_by']} explains it)" if alert["suppressed_by"] else ""
         subject = alert["job"] or "the watcher"

@@ -178,6 +178,9 @@ HOST_STATUS_TEXT: Final = {
 }
 
 
+MAX_REASONS: Final = 2
+
+
 @dataclass(frozen=True, slots=True)
 class JobProgress:
     """The job's step counter over all its sources. All None: no source can be read."""
@@ -203,6 +206,14 @@ class JobProgress:
     @property
     def readable(self) -> bool:
         return self.step is not None
+
+    @property
+    def unreadable_reason(self) -> str:
+        """Why the files that were read show no step, the newest first; "" if one does, or if there is no file."""
+        if self.readable:
+            return ""
+        newest = sorted(self.sources, key=lambda source: source.age_seconds or 0.0)
+        return "; ".join(f"{source.source}: {source.why}" for source in newest[:MAX_REASONS])
 
 
 @dataclass(frozen=True, slots=True)

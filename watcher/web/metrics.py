@@ -169,6 +169,10 @@ def add_job_series(job: JobView, age_seconds: float, lines: SeriesLines, *, stal
         ("wattwatch_job_checkpoint_step", None if checkpoint is None else checkpoint.step),
         ("wattwatch_job_checkpoint_age_seconds", None if checkpoint_age is None else checkpoint_age + age_seconds),
         ("wattwatch_job_gpus", None if stale else len(job.sample.gpus)),
+        (
+            "wattwatch_job_progress_readable",
+            None if stale or not job.sample.progress.sources else float(job.sample.progress.readable),
+        ),
     ):
         if value is not None:
             lines[name].append(f"{name}{label} {format_metric_value(value)}\n")

@@ -102,6 +102,9 @@ class ProgressAnswer(BaseModel):
     tokens_per_second_calculated: bool = Field(
         description="true if throughput is calculated from the step rate and tokens_per_step, not reported by the job"
     )
+    unreadable_reason: str = Field(
+        description="why the logs that were read show no step; empty if a step is read, or if no log exists"
+    )
     guessed: bool = Field(
         description="true if the format of the log is unknown and the step is the number in it that grows steadily"
     )
@@ -382,6 +385,7 @@ def progress_answer(progress: JobProgress, throughput: JobThroughput, late_secon
         eta_seconds=None if throughput.eta_seconds is None else max(0.0, throughput.eta_seconds - late_seconds),
         samples_per_second=progress.samples_per_second,
         tokens_per_second_calculated=throughput.calculated,
+        unreadable_reason=progress.unreadable_reason,
         guessed=progress.guessed,
     )
 
