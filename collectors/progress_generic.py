@@ -138,8 +138,8 @@ def suggest_pattern(lines: Sequence[str]) -> str | None:
         grown = [after - before for before, after in pairwise(numbers)]
         if len(numbers) < MIN_SUGGESTED_LINES or min(grown) < 0 or max(grown) == 0:
             continue
-        before = re.split(r"\d", values[-1][1])[-1][-MAX_CONTEXT_CHARS:]
-        if not before.strip() or (best is not None and len(numbers) <= best[0]):
+        before = re.split(r"\d", values[-1][1])[-1][-MAX_CONTEXT_CHARS:].lstrip()
+        if not before or (best is not None and len(numbers) <= best[0]):
             continue
         best = (len(numbers), re.sub(r"(?:\\ )+|\\\t", r"\\s+", re.escape(before)) + r"(?P<step>\d+)")
     return None if best is None else best[1]

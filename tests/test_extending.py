@@ -166,7 +166,7 @@ compute_watts = 1500
 certain = 0.8
 source = "a GPU that does not exist"
 """,
-                after='source = "spinning at 0.59 of the limit',  # above the last row, which matches every GPU
+                after='source = "spinning draws 0.59 of the power limit',  # above the last row, which matches every GPU
             ),
         ),
         """

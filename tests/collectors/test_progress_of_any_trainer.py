@@ -241,3 +241,16 @@ def test_a_rate_of_unknown_extent_is_named_and_not_the_jobs() -> None:
 def test_a_log_of_nothing_known_is_read_in_reasonable_time() -> None:
     line = "2026-11-30 10:15:02 some words 12/13 and a=1 b=2 epoch step value [3] (4) 5% of 6\n"
     assert read_progress(line * 200).why
+
+
+def test_a_pattern_is_suggested_for_a_counter_without_a_known_name() -> None:
+    lines = [f"12:00:{second:02} sprocket {second * 4} turned, heat 7\n" for second in range(1, 9)]
+    why = read_progress("".join(lines)).why
+    assert why.endswith(r"log_pattern = 'sprocket\s+(?P<step>\d+)' would read step 32")
+    suggested = why.partition("log_pattern = '")[2].partition("' would")[0]
+    assert read_progress("".join(lines), pattern=suggested).step == 32
+
+
+def test_no_pattern_is_suggested_where_nothing_grows() -> None:
+    for text in ("hello\n" * 9, "port 22 open\n" * 9, NO_STEPS["tokenizing"], "a 3\na 1\na 2\na 9\n"):
+        assert "log_pattern" not in read_progress(text).why

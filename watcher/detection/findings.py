@@ -228,8 +228,9 @@ def _low_throughput_finding(inputs: RuleInputs, hysteresis: Hysteresis) -> Findi
     throughput = step_rate.throughput(observation)
     rate, age = throughput.reported or 0.0, throughput.reported_age_seconds or 0.0
     floor = observation.spec.floor_tokens_per_second
+    source = "calculated from the step rate at the last step," if throughput.calculated else "reported"
     evidence = [
-        f"{rate:,.0f} tokens/s, reported {age:.0f} s ago; the configured minimum is {floor:,.0f} tokens/s",
+        f"{rate:,.0f} tokens/s, {source} {age:.0f} s ago; the configured minimum is {floor:,.0f} tokens/s",
         observation.verdict.why,
     ]
     advice = _add_bottleneck(AlertName.JOB_SLOW, observation, evidence)

@@ -125,3 +125,23 @@ def test_a_shell_that_never_answers_times_out(here: Site) -> None:
             break
     assert f"did not answer within {seconds:.0f} s" in step(found, "login")[1]
     assert "or a slow ~/.bashrc (pyenv, conda); try `ssh node true`" in step(found, "login")[1]
+
+
+def test_a_log_that_shows_no_step_does_not_pass(here: Site) -> None:
+    here.server("node")
+    logs = {
+        "known.log": "step: 10  loss:  1.5  tps: 100\n",
+        "unknown.log": "".join(f"sprocket {number} turned\n" for number in range(9)),
+        "empty.log": "",
+    }
+    for name, text in logs.items():
+        (here.directory / name).write_text(text)
+    sources = tuple(LogSource(str(here.directory / name)) for name in logs)
+    found = check_host("node", here.settings(), ProbeRequest(logs=sources))
+    known, unknown, empty = (step(found, f"path {source.path}") for source in sources)
+    assert known[0] is True
+    assert known[1].startswith(f"{sources[0].path} can be read: torchtitan: step 10; ")
+    assert unknown[0] is None
+    assert "its last 162 bytes show no step: no line has a known format (10 lines read)" in unknown[1]
+    assert r"log_pattern = 'sprocket\s+(?P<step>\d+)' would read step 8" in unknown[1]
+    assert empty == (True, f"{sources[2].path} can be read; its content was not checked")

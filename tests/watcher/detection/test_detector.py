@@ -125,6 +125,28 @@ def test_throughput_below_the_configured_floor_is_slow() -> None:
     assert "30,000 tokens" in slow.summary
 
 
+def test_throughput_of_a_log_without_it_is_calculated_from_the_tokens_of_a_step() -> None:
+    job = training(floor_tokens_per_second=50_000.0, tokens_per_step=200_000)
+    job.tokens_per_second = None
+    job.play(60, COMPUTE)  # a step takes 5 s
+    throughput = job.detector.throughput
+    assert throughput.calculated
+    assert throughput.tokens_per_second == pytest.approx(40_000.0)
+    assert throughput.seconds_per_step == pytest.approx(5.0)
+    job.play(60, COMPUTE)
+    slow = job.finding(AlertName.JOB_SLOW)
+    assert re.match(r"40,000 tokens/s, calculated from the step rate at the last step, \d s ago; ", slow.evidence[0])
+
+
+def test_the_time_left_is_known_until_a_step_is_late() -> None:
+    job = training(total_steps=2000)
+    job.play(50, COMPUTE)
+    eta = job.detector.throughput.eta_seconds
+    assert eta == pytest.approx((2000 - job.step) * job.step_seconds, abs=job.step_seconds)
+    job.play(40, SPIN)
+    assert job.detector.throughput.eta_seconds is None
+
+
 def test_heat_that_persists_is_reported_with_the_gpus() -> None:
     job = training()
     hot = Activity(620, 99, steps=True, throttle=frozenset({"hw_thermal_slowdown"}))

@@ -15,6 +15,7 @@ from wattwatch.collectors.samples import (
     HungCall,
     NodeSample,
     PowerSource,
+    ProgressSample,
     ReadingStatus,
 )
 from wattwatch.collectors.ssh.model import NodeLink
@@ -164,6 +165,7 @@ def healthy() -> JobView:
             age_seconds=2.1,
             seconds_per_step=4.95,
             eta_seconds=9_556.0,
+            sources=(ProgressSample("/runs/a/heartbeat/rank-00000.json", "heartbeat", 1923, 3854),),
         ),
         121.0,
     )

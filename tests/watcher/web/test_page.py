@@ -12,6 +12,7 @@ import pytest
 
 from tests.watcher.web import sample_snapshots as samples
 from tests.watcher.web.served_app import make_app, served
+from wattwatch.collectors.samples import ProgressSample
 from wattwatch.watcher.common import formatting
 from wattwatch.watcher.detection.model import Alternative, JobState, PowerState
 from wattwatch.watcher.engine.snapshot import Snapshot
@@ -287,3 +288,24 @@ def test_the_power_history_ends_and_breaks_where_the_job_was_not_evaluated() -> 
     assert drawn.median.count("M") == 2
     computing = [segment for segment in drawn.segments if segment.state == "computing"]
     assert [(round(s.x), round(s.x + s.width)) for s in computing] == [(0, 99), (280, 420), (480, 539)]
+
+
+def with_progress(**changes: object) -> Words:
+    job = samples.healthy()
+    progress = replace(job.sample.progress, **changes)  # type: ignore[arg-type]  # names are JobProgress's
+    return page(replace(samples.cluster(), jobs={"a": replace(job, sample=replace(job.sample, progress=progress))}))
+
+
+def test_a_guessed_step_and_a_step_within_its_epoch_are_shown_as_such() -> None:
+    words = with_progress(guessed=True, epoch=3, epoch_step=6800, epoch_steps=29_317)
+    assert "epoch 3, 6,800 of 29,317 guessed" in words.text
+    assert "guessed" not in with_progress().text
+
+
+def test_a_log_that_shows_no_step_is_named_with_the_reason() -> None:
+    source = ProgressSample(
+        "/runs/train.log", "", None, age_seconds=3.0, why="no line has a known format (71 lines read)"
+    )
+    text = with_progress(step=None, total_steps=None, sources=(source,)).text
+    assert "No step found in /runs/train.log: no line has a known format (71 lines read)" in text
+    assert "No step found" not in with_progress().text
