@@ -74,6 +74,7 @@ def parse_csv(
     lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple[Column, ...] | None = None
 ) -> ParsedRows:
     """All GPUs of all samples. `cut`: the last line has no line end. `given`: columns for rows without a header."""
+    lines = _with_decimal_points(lines)
     own = MessageLog()
     rows, misfits = _parse_rows(lines, cut, own, given)
     # Of wrapped rows hardly half can be read; of a log, all but a few that are cut or damaged.
@@ -85,6 +86,22 @@ def parse_csv(
             break
     messages.add(own)
     return rows
+
+
+_DECIMAL_COMMA: Final = re.compile(r"(?<=\d),(?=\d)")
+
+
+def _with_decimal_points(lines: Sequence[str]) -> Sequence[str]:
+    """The lines of a table that a spreadsheet saved with decimal commas ("0;120,5 W;100 %"), with decimal points."""
+    filled = [line for line in lines if line.strip()]
+    for mark in ";\t":
+        if (
+            any(_DECIMAL_COMMA.search(line) for line in filled)
+            and all(mark in line for line in filled)
+            and not any("," in _DECIMAL_COMMA.sub("", line) for line in filled)
+        ):
+            return [_DECIMAL_COMMA.sub(".", line) for line in lines]
+    return lines
 
 
 def _count_values(rows: ParsedRows) -> int:

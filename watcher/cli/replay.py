@@ -170,7 +170,10 @@ def print_replay(result: ReplayResult) -> None:
     # Logs that follow each other in one file are told apart by the lines that begin them.
     several = len({change.job for change in result.changes}) > 1 + len(result.beginnings)
     lines = [
-        (each.at_seconds, f"[bold]{'new log':<14}[/] (another host, job or logger): {escape(each.reason)}")
+        (
+            each.at_seconds,
+            f"[bold]{'new log':<14}[/] (another host, job or logger, or a clock that was set): {escape(each.reason)}",
+        )
         for each in result.beginnings
     ]
     lines += [

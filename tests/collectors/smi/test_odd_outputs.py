@@ -94,3 +94,12 @@ def test_no_file_of_the_corpus_raises_or_gives_no_reason() -> None:
     for path in sorted([*CORPUS.glob("smi_odd/*.*"), *CORPUS.glob("timeseries/*.csv")]):
         report = read_gpu_output(path.read_bytes())
         assert report.snapshots or report.detail, path.name
+
+
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_decimal_commas_of_a_spreadsheet_are_read(mark: str) -> None:
+    rows = ["index;power.draw;utilization.gpu;memory.used", "0;120,5 W;100 %;70000 MiB", "1;1043,25 W;0 %;4 MiB"]
+    report = read_gpu_output("\n".join(row.replace(";", mark) for row in rows).encode() + b"\n")
+    (snapshot,) = report.snapshots
+    assert [gpu.power_watts for gpu in snapshot.gpus] == [120.5, 1043.25]
+    assert [gpu.utilization_percent for gpu in snapshot.gpus] == [100.0, 0.0]

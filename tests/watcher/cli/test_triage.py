@@ -117,6 +117,8 @@ def test_what_the_user_knows_about_the_steps_decides(shell: Shell) -> None:
     data = json_sample(checkpoint)
     (said,) = shell.run("triage", "--json", "--progress", "stalled", "-", stdin=data).json
     assert (said["state"], said["alternative"]["state"]) == ("hang", "checkpoint")
+    # The user has just said that the counter does not move.
+    assert said["advice"].startswith("Collect flight recorder dumps and stacks before anyone or the NCCL watchdog")
     (said,) = shell.run("triage", "--json", "--progress", "advancing", "-", stdin=data).json
     assert said["state"] == "checkpoint"
     assert shell.run("triage", "--progress", "fine", "-", stdin=data).exit_code == 2

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from wattwatch.watcher.common.formatting import capitalize_first
 from wattwatch.watcher.detection.alerts import ALERT_KINDS
 from wattwatch.watcher.detection.baselines.profiles import describe_widened_range
-from wattwatch.watcher.detection.classifier.features import PowerFeatures, model_without_profile
-from wattwatch.watcher.detection.model import AlertName, Alternative, PowerState, RankGpu, Suspect, Verdict
+from wattwatch.watcher.detection.classifier.features import PowerFeatures, StepProgress, model_without_profile
+from wattwatch.watcher.detection.model import (
+    AlertName,
+    Alternative,
+    PowerState,
+    RankGpu,
+    Suspect,
+    Verdict,
+)
 
 # Live, the step counter can be read. `wattwatch triage` replaces this by its own option.
 PROVIDE_PROGRESS: Final = "Provide the job's progress (a log or a run directory)"
@@ -26,6 +34,11 @@ NAME_THE_LIMIT: Final = (
 
 MAX_CONFIDENCE: Final = 0.99  # one sample is never proof
 
+COLLECT_EVIDENCE: Final = (
+    "collect flight recorder dumps and stacks before anyone or the NCCL watchdog ends the job. (`wattwatch serve` "
+    "collects them by itself unless `capture = false`.) Then restart the job from the last checkpoint."
+)
+
 # The next step, by state. Its reader was asleep a minute ago.
 ADVICE: Final[dict[PowerState, str]] = {
     PowerState.COMPUTE: "No action needed.",
@@ -33,9 +46,7 @@ ADVICE: Final[dict[PowerState, str]] = {
     PowerState.STARVATION: ALERT_KINDS[AlertName.JOB_STARVING].advice,
     PowerState.CHECKPOINT: "Wait for the save to finish. If no file in the checkpoint directory grows, check its file "
     "system.",
-    PowerState.HANG: "Check whether the job's step counter is moving. If it is not, collect flight recorder dumps and "
-    "stacks before anyone or the NCCL watchdog ends the job. (`wattwatch serve` collects them by itself unless "
-    "`capture = false`.) Then restart the job from the last checkpoint.",
+    PowerState.HANG: "Check whether the job's step counter is moving. If it is not, " + COLLECT_EVIDENCE,
     PowerState.IDLE: "The GPUs were idle or nearly idle in this sample. If a job should be running here, check "
     "whether it has ended or has stopped making progress.",
     PowerState.GPU_FAULT: ALERT_KINDS[AlertName.GPU_FAULT].advice,
@@ -59,6 +70,8 @@ def make_verdict(
     widened = describe_widened_range(features.profile, state.value, features.median_watts)
     numbers = features.description if widened is None else f"{features.description}; {widened}"
     advice = ADVICE[state]
+    if state is PowerState.HANG and features.progress is StepProgress.STALLED:
+        advice = capitalize_first(COLLECT_EVIDENCE)  # it is known that the step counter does not move
     if state is PowerState.UNKNOWN and not features.profile_known:
         model = model_without_profile(features.gpus)
         advice = f"{NAME_THE_MODEL if model is None else NAME_THE_LIMIT}. {advice}"
