@@ -231,7 +231,7 @@ def judge_folder(
 ) -> tuple[bool | None, str]:
     """Whether it is complete, and why. The order of the checks matters for the message only: the most telling first."""
     if folder.error is not None:
-        return None, f"cannot be read: {folder.error}"
+        return None, f"the folder cannot be read: {folder.error}"
     if STAGING.search(name):
         return False, "the save has not finished: the folder still has a temporary name"
     if layout is not None:
@@ -247,25 +247,27 @@ def judge_folder(
     if folder.files == 0:
         return False, "the folder is empty"
     if layout is None:
-        quiet = "" if age_seconds is None else f", and has not changed for {age_seconds:.0f} s"
-        listed = "" if folder.lists_all else f" ({len(folder.sizes)} of them were listed)"
+        quiet = "" if age_seconds is None else f" and has not changed for {age_seconds:.0f} s"
+        listed = "" if folder.lists_all else f" (only {len(folder.sizes)} of them were listed)"
         return None, (
-            f"it has {folder.files:,} file{'s'[: folder.files != 1]}{listed}{quiet}; they do not show whether the "
-            "save is complete"
+            f"the folder has {folder.files:,} file{'s'[: folder.files != 1]}{listed}{quiet}; its files do not show "
+            "whether the save is complete"
         )
     for path in layout.needs:
         if path not in folder.sizes:
             if folder.lists_all_markers:
                 return False, f"{path} does not exist yet"
-            return None, f"{path} is not among the {len(folder.sizes)} files that were listed, of {folder.files:,}"
+            return None, (
+                f"only {len(folder.sizes)} of {folder.files:,} files were listed, and {path} is not one of them"
+            )
     pointed, pointer = check_pointer(layout, name, step, listing) if layout.pointers else (False, "")
     if layout.pointers and not pointed and not layout.quiet_seconds:
         return False, pointer
     if not pointed and layout.quiet_seconds and (age_seconds is None or age_seconds < layout.quiet_seconds):
         quiet_seconds = 0.0 if age_seconds is None else age_seconds
         return None, (
-            f"the folder has not changed for {quiet_seconds:.0f} s, and counts as complete after "
-            f"{layout.quiet_seconds:.0f} s without a change"
+            f"the folder has not changed for {quiet_seconds:.0f} s; a checkpoint of this layout counts as complete "
+            f"after {layout.quiet_seconds:.0f} s without a change"
         )
     return True, describe_completion(layout, folder, pointer if pointed else "", age_seconds)
 
@@ -288,7 +290,7 @@ def describe_completion(
             marks.append(f"{folder.checked_files} safetensors files have the length that their headers say")
     if layout.quiet_seconds and not pointer and age_seconds is not None:
         marks.append(f"unchanged for {age_seconds:.0f} s")
-    return ", ".join(marks) or "it exists"
+    return ", ".join(marks) or "the checkpoint exists"
 
 
 def describe_damage(folder: CheckpointFolder) -> str:
@@ -322,7 +324,8 @@ def describe_missing_files(folder: CheckpointFolder) -> str:
         parent = index.rpartition("/")[0]
         missing = [name for name in names if (f"{parent}/{name}" if parent else name) not in folder.sizes]
         if missing and (index in folder.indexed_files or folder.lists_all):
-            more = f" and {len(missing) - 1} more, which do" if len(missing) > 1 else ", which does"
+            others = len(missing) - 1
+            more = f" and {others} other file{'s'[: others != 1]} that do" if others else ", which does"
             return f"{index} lists {missing[0]}{more} not exist yet"
     if not folder.lists_all:
         return ""
@@ -341,7 +344,7 @@ def describe_missing_files(folder: CheckpointFolder) -> str:
     for (stem, suffix), by_total in numbered.items():
         if not any(len(seen) >= total for total, seen in by_total.items()):
             total, seen = max(by_total.items())
-            return f"{len(seen)} of the {total} files {stem}*{suffix} exist (their names give the total)"
+            return f"{len(seen)} of the {total} files {stem}*{suffix} exist (the total is part of the file names)"
     for parent in sorted(folders_of_shards):
         path = f"{parent}/.metadata" if parent else ".metadata"
         if path not in folder.sizes:
@@ -361,7 +364,7 @@ def check_pointer(
         target = file.text.strip().rstrip("/").rpartition("/")[2]
         # "release" is what Megatron-LM's tracker contains for a converted checkpoint without an iteration.
         if target in (expected, "release"):
-            return True, f"{pointer} points to it"
+            return True, f"{pointer} points to this checkpoint"
         later = re.search(r"(\d+)\D*$", target)
         if later is not None and step is not None and int(later.group(1)) > step:
             return True, f"{pointer} points to a later checkpoint, {target}"  # so it referred to this one before
@@ -427,6 +430,6 @@ NUMBERED: Final = re.compile(
 SHARED_FILE: Final = re.compile(r"shard-\d+-")
 DAMAGE: Final = {
     NO_HEADER: "it does not begin with a safetensors header",
-    NO_END: "it begins as a zip archive, as torch.save writes, but the end of the archive is missing",
+    NO_END: "it begins like a zip archive from torch.save, but the end of the archive is missing",
 }
 LAYOUTS: Final = _load_layouts()

@@ -180,7 +180,7 @@ def continue_progress(sample: ProgressSample, previous: ProgressSample | None) -
         counted = previous.step
     if not counted:
         return sample
-    why = f"{sample.why}; step {step + counted} since the log was first read, over all epochs"
+    why = f"{sample.why}; counted over all epochs since the log was first read, this is step {step + counted}"
     return replace(sample, step=step + counted, total_steps=None, epoch_step=step, why=why)
 
 
@@ -194,7 +194,7 @@ def _why_nothing(text: str, pattern: str | None, lines: Sequence[str], torn: str
     if suggested is not None and suggested != pattern:
         tried = read_progress("\n".join([*lines, ""]), pattern=suggested)
         if tried.step is not None:
-            why = f"{why}; log_pattern = '{suggested}' would read step {tried.step}"
+            why = f"{why}; with log_pattern = '{suggested}', wattwatch would read step {tried.step}"
     other = next((bar for bar in reversed(bars) if bar.role in (BarRole.EVALUATION, BarRole.PREPARATION)), None)
     if other is None:
         return why
@@ -262,7 +262,9 @@ def guessed_lines(guess: CounterSeries, lines: Sequence[str]) -> tuple[ProgressF
     base = None
     if guess.restarts_each_epoch:
         base = 1 if (totals and 0 not in epochs) or (epochs and epochs[-1] in totals) else 0
-    note = "counts epochs" if guess.key == "epoch" else f"a guess: the number after {guess.label!r} grows steadily"
+    note = f"the step is a guess: it is the number after {guess.label!r}, which grows steadily"
+    if guess.key == "epoch":
+        note = "the step counts epochs"
     return ProgressFormat("generic", None, epoch_base=base, note=note), events
 
 
@@ -348,8 +350,8 @@ def summarize_progress(
         phase = None  # a step after the end belongs to another run
     if epoch_step is not None:
         of_epochs = f" of {epochs}" if epochs else ""
-        found = [f"{one.name}: epoch {epoch}{of_epochs}, step {epoch_step} of {epoch_steps}; step {step} of the run"]
-        found[0] += f", which has {total}" if total else ""
+        found = [f"{one.name}: epoch {epoch}{of_epochs}, step {epoch_step} of {epoch_steps} in this epoch"]
+        found.append(f"step {step}" + (f" of {total}" if total else "") + " in the whole run")
     else:
         found = [f"{one.name}: step {step}" + (f" of {total}" if total else "")]
         found[0] += f" (epoch {epoch})" if epoch is not None else ""
@@ -360,7 +362,7 @@ def summarize_progress(
         )
     if guessed and stated.tokens_per_second_of_unknown_extent is not None and whole is None:
         rate = stated.tokens_per_second_of_unknown_extent
-        found.append(f"{rate:.0f} tokens/s, of one GPU or of the whole job: the log does not say")
+        found.append(f"{rate:.0f} tokens/s; the log does not say whether this is for one GPU or for the whole job")
     if phase is not None:
         found.append(f"in {phase}")
     if one.note:
@@ -469,9 +471,11 @@ def read_heartbeat(text: str, source: str, age_seconds: float | None = None) -> 
         try:
             heartbeat = orjson.loads(re.sub(r":\s*(-?(?:NaN|Infinity))\b", r':"\1"', text))
         except orjson.JSONDecodeError:
-            return ProgressSample(source, "heartbeat", None, age_seconds=age_seconds, why="not valid JSON")
+            why = "the heartbeat is not valid JSON"
+            return ProgressSample(source, "heartbeat", None, age_seconds=age_seconds, why=why)
     if not isinstance(heartbeat, dict):
-        return ProgressSample(source, "heartbeat", None, age_seconds=age_seconds, why="not a JSON object")
+        why = "the heartbeat is not a JSON object"
+        return ProgressSample(source, "heartbeat", None, age_seconds=age_seconds, why=why)
 
     def whole(name: str) -> int | None:
         value = heartbeat.get(name)
@@ -486,7 +490,7 @@ def read_heartbeat(text: str, source: str, age_seconds: float | None = None) -> 
     step, phase = whole("step"), heartbeat.get("phase")
     total = whole("steps")
     if step is None:
-        why = "heartbeat without a step"
+        why = "the heartbeat has no step"
     else:
         why = f"heartbeat: step {step}" + (f" of {total}" if total else "") + (f", {phase}" if phase else "")
     return ProgressSample(

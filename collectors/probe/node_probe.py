@@ -1069,7 +1069,7 @@ class KernelLogCollector:
         if code != 0 or not out.strip():
             self.failures.append(f"{self.tools.pop(0)[0]}: {(err.strip() or 'nothing printed')[:200]}")
             if not self.tools:
-                self.outbox.set("kmsg_error", "kernel log unreadable: " + "; ".join(self.failures))
+                self.outbox.set("kmsg_error", "the kernel log cannot be read: " + "; ".join(self.failures))
             return
         now = time.monotonic()
         newest = self.newest

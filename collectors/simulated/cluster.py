@@ -83,7 +83,7 @@ def describe_busy_machine() -> str:
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load <= BUSY_LOAD_PER_CORE * cores:
         return ""
-    return f"load average over the last minute {load:.1f}, on {cores} CPU core{'s'[: cores != 1]}"
+    return f"1-minute load average {load:.1f} on {cores} CPU core{'s'[: cores != 1]}"
 
 
 class SimulatedCluster:
@@ -302,7 +302,7 @@ class SimulatedCluster:
             lines = self._errors.read_text("utf-8", "replace").strip().splitlines()
             if lines:
                 return " / ".join(lines[-3:])
-        return "it printed nothing"
+        return "the simulated cluster printed nothing"
 
 
 def new_live_directory(otherwise: Path) -> Path:

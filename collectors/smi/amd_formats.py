@@ -211,7 +211,7 @@ def parse_amd_table(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
         else:
             messages.recognize(line, number)
     rows = [GpuRow(gpu_from_cells(cells, PowerSource.TABLE), None, of) for cells, of in zip(gpus, blocks, strict=True)]
-    return ParsedRows(group_into_snapshots(rows), (), 0, "a table of amd-smi without GPUs", last)
+    return ParsedRows(group_into_snapshots(rows), (), 0, "the amd-smi table lists no GPU", last)
 
 
 def _amd_first(row: re.Match[str]) -> dict[str, tuple[str, str]]:
@@ -277,7 +277,8 @@ def parse_monitor(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
             last = number
         else:
             messages.recognize(line, number)
-    return ParsedRows(group_into_snapshots(rows), (), unreadable, "a header of amd-smi monitor without rows", last)
+    problem = "there are no rows below the amd-smi monitor header"
+    return ParsedRows(group_into_snapshots(rows), (), unreadable, problem, last)
 
 
 def _monitor_cells(row: Mapping[str, str]) -> dict[str, tuple[str, str]]:

@@ -86,7 +86,7 @@ def split_into_sections(rows: Sequence[GpuRow]) -> tuple[LogSection, ...]:
             and row.block != current[-1].block
             and not (single_round[row.block] and single_round[current[-1].block])
         ):
-            found = "a different header or different columns follow", False
+            found = "a new header or table begins", False
         if found is not None:
             sections.append(LogSection(current, restart, back))
             current, latest = [], None
@@ -239,7 +239,7 @@ def _new_paces(stamps: Sequence[float | None]) -> dict[int, str]:
 
 
 def _pace_text(now: float, before: float) -> str:
-    return f"samples are {duration(now)} apart; before, they were {duration(before)} apart"
+    return f"the time between samples changes from {duration(before)} to {duration(now)}"
 
 
 def _is_other_pace(step: float, usual: float) -> bool:
@@ -272,7 +272,7 @@ def _why_another_log(
     now = {gpu.key: gpu for gpu in after.gpus if gpu.key != "?"}
     listed = {gpu.key: gpu for gpu in before.gpus if gpu.key != "?"}
     if counted and len(after.gpus) != len(before.gpus):
-        return because(f"each round has {_rows(len(after.gpus))}, after {_rows(len(before.gpus))} in the rounds before")
+        return because(f"the size of each round changes from {_rows(len(before.gpus))} to {_rows(len(after.gpus))}")
     if other := next(_other_gpus(known, after.gpus), ""):
         return because(other)
     missing = [gpu for key, gpu in listed.items() if key not in now]
@@ -299,7 +299,7 @@ def _other_gpus(known: Mapping[str, GpuSample], gpus: Sequence[GpuSample]) -> It
             continue
         pairs = ((gpu.uuid, was.uuid), (gpu.pci_bus_id, was.pci_bus_id), (gpu.name, was.name))
         if any(_differ(one, other) for one, other in pairs):
-            yield f"GPU {gpu.index} is {_described(gpu)}; before, it was {_described(was)}"
+            yield f"GPU {gpu.index} changes from {_described(was)} to {_described(gpu)}"
 
 
 def _differ(a: str | None, b: str | None) -> bool:

@@ -256,8 +256,9 @@ def _with_columns(found: _CsvRows, messages: MessageLog) -> list[tuple[int, int,
             torn = rows[0]
         if later is None and any(column.field for column in inferred[width]):
             names = ", ".join(column.field or "?" for column in inferred[width])
+            unknown = "" if all(column.field for column in inferred[width]) else " (? is an unknown column)"
             messages.warn(
-                f"{NO_HEADER}, so the columns were inferred from the values as {names}; "
+                f"{NO_HEADER}, so the columns were inferred from the values: {names}{unknown}; "
                 "add a header so that all columns can be read"
             )
     expected = [len(columns) for _, _, columns, _ in found.rows if columns is not None] or list(inferred)
@@ -267,7 +268,9 @@ def _with_columns(found: _CsvRows, messages: MessageLog) -> list[tuple[int, int,
             found.unreadable += 1
         elif columns is None and (len(cells) not in inferred or not _fits_columns(inferred[len(cells)], cells)):
             found.unreadable += 1
-            wanted = f", expected {expected[0]}" if expected and expected[0] != len(cells) else " that do not fit"
+            wanted = " with values that do not fit the columns"
+            if expected and expected[0] != len(cells):
+                wanted = f", expected {expected[0]}"
             messages.warn(f"line {number + 1}: {len(cells)} cells{wanted}: {', '.join(cells)!r}")
         else:
             result.append((number, block, columns if columns is not None else inferred[len(cells)], cells))

@@ -81,11 +81,12 @@ def parse_xml(text: str, messages: MessageLog) -> ParsedRows:
             rest = _gpu_before_the_cut(document[0], len(elements))
             if rest is not None and any(getattr(rest, name) is not None for name in _LIVE):
                 gpus.append(rest)
-            of_all = f" of {attached[1]}" if attached else ""
+            count = f" ({attached[1]} GPUs are attached)" if attached else ""
             problem = (
-                f"the output of nvidia-smi -q -x is cut off before the first reading of GPU {len(elements)}{of_all}"
+                f"the output of nvidia-smi -q -x is cut off before the first reading of GPU {len(elements)}{count}"
             )
-            warnings.append(f"the XML document is cut off after {len(elements)}{of_all} complete GPUs")
+            of_all = f" of {attached[1]}" if attached else ""
+            warnings.append(f"the XML document is cut off after {len(elements)}{of_all} GPUs")
         timestamp = _XML_TIMESTAMP.search(document[0])
         if gpus:
             snapshots.append(GpuSnapshot(parse_timestamps([timestamp[1] if timestamp else ""])[0], tuple(gpus)))
@@ -242,7 +243,7 @@ def parse_dcgmi(lines: Sequence[str], messages: MessageLog) -> ParsedRows:
             last = number
         else:
             messages.recognize(line, number)
-    return ParsedRows(group_into_snapshots(rows), (), unreadable, "a header of dcgmi dmon without rows", last)
+    return ParsedRows(group_into_snapshots(rows), (), unreadable, "there are no rows below the dcgmi dmon header", last)
 
 
 # `nvidia-smi -L`: names of GPUs. Lost ones remain in it: it says nothing about their health -------------------------

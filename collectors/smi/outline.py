@@ -204,7 +204,7 @@ def _rows(gpus: Sequence[_Gpu], last: int, attached: Mapping[int, int]) -> Parse
         if "index" not in gpu.values and (count > 1 or attached.get(gpu.document, 1) == 1) and _is_numbered(gpu):
             gpu.values["index"] = (0, str(place), "")
         rows.append(GpuRow(gpu_from_cells(gpu.cells()), second, gpu.document))
-    problem = "" if rows else "this output lists no GPU whose readings could be recognized"
+    problem = "" if rows else "no GPU readings were recognized in this output"
     return ParsedRows(group_into_snapshots(rows), (), 0, problem, last)
 
 

@@ -306,7 +306,7 @@ def _rows_in_a_round(bursts: Sequence[list[GpuRow]]) -> tuple[int, str]:
     size = _period([row.gpu for burst in bursts for row in burst])
     if size > 1:
         return size, f"{size} GPUs, numbered in the order of the rows, because the values repeat every {size} rows"
-    return 1, "1 GPU, because the rows do not show which GPU they are from and do not repeat at a regular distance"
+    return 1, "1 GPU, because the values do not repeat after a fixed number of rows"
 
 
 def _size_by_readings(bursts: Sequence[list[GpuRow]], size: int) -> int:

@@ -30,12 +30,12 @@ STATUS_SECONDS: Final = 1.0  # how long the exit status may arrive after the end
 PROHIBITED: Final = 1  # reasons of RFC 4254, section 5.1, for not opening a channel
 CONNECT_FAILED: Final = 2
 ONE_SESSION: Final = (
-    "sshd on the node does not allow a second session besides the probe's: MaxSessions may be 1, or too many processes "
-    "may be running there"
+    "the probe uses one session, and sshd on the node does not allow a second one: MaxSessions may be 1, or too many "
+    "processes may be running on the node"
 )
 NO_FORWARDING: Final = (
-    "sshd on the node does not allow our key to forward to port {port}: the key needs port-forwarding and "
-    'permitopen="127.0.0.1:{port}" in authorized_keys, and sshd_config must set AllowTcpForwarding'
+    "sshd on the node does not allow the login key to forward to port {port}: the key needs port-forwarding and "
+    'permitopen="127.0.0.1:{port}" in authorized_keys, and sshd_config must set AllowTcpForwarding to yes or local'
 )
 
 

@@ -183,7 +183,7 @@ def parse_steps(answer: str, logs: Sequence[LogSource] = ()) -> Iterator[CheckSt
         yield CheckStep(
             "shell",
             False,
-            f"commands do not run on the node, which answered {answer[:80]!r}",
+            f"the node does not run commands; it answered {answer[:80]!r}",
             "check for a forced command in authorized_keys, or a login shell such as nologin",
         )
         return

@@ -137,8 +137,7 @@ def verify_host_key(route: HostRoute, key: paramiko.PKey, known: Sequence[KnownK
         raise _host_key_failure(f"host certificate not accepted: {problem}; {shown}")
     if not plain and authorities:
         raise _host_key_failure(
-            f"host key is not certified: the host sent {shown} without a certificate, but {authorities[0].place} "
-            "requires one",
+            f"host key is not certified: {shown} without a certificate, but {authorities[0].place} requires one",
             "renew the host certificate on the node (HostCertificate in its sshd_config)",
         )
     if not plain:
@@ -149,7 +148,7 @@ def verify_host_key(route: HostRoute, key: paramiko.PKey, known: Sequence[KnownK
         )
     expected = " or ".join(f"{entry.type} {entry.fingerprint} ({entry.place})" for entry in plain)
     raise _host_key_failure(
-        f"host key has CHANGED: {shown}, but expected {expected}",
+        f"host key has CHANGED: {shown}, but the expected key is {expected}",
         f"if the node was reinstalled, compare the keys ({command}), run ssh-keygen -R '{route.host_key_name}' and "
         "add the new key; if it was not reinstalled, somebody may be intercepting the connection",
     )

@@ -178,7 +178,7 @@ def ssh_handshake(
 ) -> paramiko.Transport:
     """Banner, key exchange, host key verification. The transport's thread runs from here until its socket is shut."""
     attempt.hold(sock)
-    attempt.enter(f"SSH handshake with {route.place}", 2 * attempt.timeout_seconds)
+    attempt.enter(f"performing the SSH handshake with {route.place}", 2 * attempt.timeout_seconds)
     began, limit = time.monotonic(), attempt.real_timeout_seconds
     known = known_host_keys(route)
     transport = paramiko.Transport(sock, packetizer_class=QuietPacketizer)
@@ -210,7 +210,11 @@ def _handshake_failure(error: Exception, route: HostRoute, attempt: LoginAttempt
             f"this host and {route.place} have no SSH algorithm in common: {text}", cause=UnreachableCause.HANDSHAKE
         )
     if "Indecipherable protocol version" in text:
-        return unreachable(f"{route.place} answers, but is not an SSH server", "check Port", UnreachableCause.HANDSHAKE)
+        return unreachable(
+            f"{route.place} answers, but is not an SSH server",
+            "check [ssh] port, or Port in ssh_config",
+            UnreachableCause.HANDSHAKE,
+        )
     # paramiko reports a timeout and a closed connection with the same text: the time that passed separates them.
     if "protocol banner" in text and silent:
         return unreachable(
@@ -220,7 +224,8 @@ def _handshake_failure(error: Exception, route: HostRoute, attempt: LoginAttempt
     if "protocol banner" in text or isinstance(error, EOFError):
         return unreachable(
             f"{route.place} closed the connection before the SSH handshake was complete",
-            "possible causes: sshd reached MaxStartups, the process table is full, or our address is banned there",
+            "possible causes: sshd reached MaxStartups, the process table is full, or the node has banned the address "
+            "of this host",
             UnreachableCause.HANDSHAKE,
         )
     cause = UnreachableCause.SILENT if silent else UnreachableCause.HANDSHAKE

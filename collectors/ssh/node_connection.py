@@ -158,7 +158,7 @@ class NodeConnection:
         return None
 
     def _describe_garbage(self, stream: ProbeStream) -> str:
-        begin = f" (the first are {stream.excerpt.decode('utf-8', 'replace')!a})" if stream.excerpt else ""
+        begin = f" (they begin with {stream.excerpt.decode('utf-8', 'replace')!a})" if stream.excerpt else ""
         return (
             f"received {stream.unread_garbage} bytes that are not from the probe{begin}: "
             "check for a forced command, or for a shell start-up file that prints text"
@@ -296,7 +296,7 @@ class NodeConnection:
         if len(self.ghosts) >= MAX_PROBES:
             wait = max(wait, min(self.ghosts.values()) - now)
             return (
-                f"{len(self.ghosts)} probes may still be running on the node, "
-                f"so the next login follows in {max(0.0, wait):.0f} s"
+                f"{len(self.ghosts)} earlier probes may still be running on the node, "
+                f"so the next login is in {max(0.0, wait):.0f} s"
             )
         return f"next login in {wait:.0f} s" if wait > 0 else "the next login is waiting for a free login slot"

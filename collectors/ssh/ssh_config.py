@@ -91,8 +91,11 @@ def _route(
     jump: str | None = None,
 ) -> HostRoute:
     """`user`, `port` and `jump` override ssh_config; `seen`: the names that led here, to detect a loop."""
-    if name in seen or len(seen) > MAX_GATEWAYS:
-        raise _misconfigured(f"ProxyJump forms a loop: {' -> '.join((*seen, name))}")
+    chain = " -> ".join((*seen, name))
+    if name in seen:
+        raise _misconfigured(f"ProxyJump forms a loop: {chain}")
+    if len(seen) > MAX_GATEWAYS:
+        raise _misconfigured(f"ProxyJump uses more than {MAX_GATEWAYS} gateways: {chain}")
     asked = config.lookup(name)
     hostname = asked.get("hostname", name).lower()
     # The [ssh] table and the name itself take precedence over ssh_config, as ssh's own command line does.
@@ -136,7 +139,8 @@ def _gateway(jump: str, settings: SshSettings, config: paramiko.SSHConfig, seen:
     name, port = _host_and_port(place)
     if not name:
         raise _misconfigured(
-            f"ProxyJump {jump!r} of {seen[-1]} contains no host; expected host, user@host:port or a list of these"
+            f"ProxyJump {jump!r} of {seen[-1]} contains no host; expected host or user@host:port, or several of them "
+            "separated by commas"
         )
     return _route(name, user or None, port, settings, config, seen, before or None)
 

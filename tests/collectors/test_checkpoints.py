@@ -207,8 +207,8 @@ def test_a_name_that_many_trainers_use_says_nothing_about_the_trainer(name: str,
     (entry,) = entries(tmp_path)
     assert (entry.step, entry.complete) == (500, None)
     assert entry.why == (
-        "layout not recognized: it has 4 files, and has not changed for 600 s; they do not show whether the save is "
-        "complete"
+        "layout not recognized: the folder has 4 files and has not changed for 600 s; its files do not show "
+        "whether the save is complete"
     )
 
 
@@ -281,7 +281,7 @@ def test_numbered_names_say_how_many_files_there_must_be(suffix: str, tmp_path: 
     (tmp_path / "checkpoint-500" / names[1]).unlink()
     (entry,) = entries(tmp_path)
     assert entry.complete is False
-    assert f"2 of the 3 files model-*.{suffix} exist (their names give the total)" in entry.why
+    assert f"2 of the 3 files model-*.{suffix} exist (the total is part of the file names)" in entry.why
 
 
 def test_more_files_than_are_listed_do_not_make_a_checkpoint_incomplete(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_marker_among_more_files_than_are_scanned_is_not_called_missing(tmp_pa
     write(folder, "optimizer/part")
     (entry,) = entries(tmp_path)
     assert entry.complete is None
-    assert entry.why == "torchtitan layout: .metadata is not among the 96 files that were listed, of 4,200"
+    assert entry.why == "torchtitan layout: only 96 of 4,200 files were listed, and .metadata is not one of them"
 
 
 def test_a_file_that_is_written_again_in_place_is_read_again(tmp_path: Path) -> None:

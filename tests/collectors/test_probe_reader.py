@@ -70,7 +70,7 @@ def test_null_after_processes_that_held_gpus_is_their_exit_in_lines_of_older_pro
 def test_why_the_kernel_log_cannot_be_read_is_handed_on() -> None:
     one = reader()
     assert read(one, line(0)).kernel_log_error == ""
-    read(one, line(1, kmsg_error="kernel log unreadable: dmesg: Operation not permitted"))
+    read(one, line(1, kmsg_error="the kernel log cannot be read: dmesg: Operation not permitted"))
     assert "Operation not permitted" in read(one, line(2)).kernel_log_error
 
 
@@ -262,12 +262,13 @@ def test_a_deleted_checkpoint_disappears() -> None:
 def test_kernel_faults_and_an_unreadable_kernel_log() -> None:
     one = reader()
     text = "Out of memory: Killed process 4101 (python3) total-vm:3kB"
-    sample = read(one, line(kmsg=[[2.5, text], [0.0, "nothing of interest"]], kmsg_error="kernel log unreadable: x"))
+    entries = [[2.5, text], [0.0, "nothing of interest"]]
+    sample = read(one, line(kmsg=entries, kmsg_error="the kernel log cannot be read: x"))
     (event,) = sample.kernel_events
     assert (event.kind, event.pid, event.age_seconds) == ("oom", 4101, 2.5)
     again = read(one, line(2))
     assert again.kernel_events == ()
-    assert again.warnings == ("kernel log unreadable: x",)
+    assert again.warnings == ("the kernel log cannot be read: x",)
 
 
 def test_file_systems_and_load_are_kept_until_they_change() -> None:

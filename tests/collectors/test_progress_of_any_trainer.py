@@ -246,8 +246,8 @@ def test_a_log_of_nothing_known_is_read_in_reasonable_time() -> None:
 def test_a_pattern_is_suggested_for_a_counter_without_a_known_name() -> None:
     lines = [f"12:00:{second:02} sprocket {second * 4} turned, heat 7\n" for second in range(1, 9)]
     why = read_progress("".join(lines)).why
-    assert why.endswith(r"log_pattern = 'sprocket\s+(?P<step>\d+)' would read step 32")
-    suggested = why.partition("log_pattern = '")[2].partition("' would")[0]
+    assert why.endswith(r"with log_pattern = 'sprocket\s+(?P<step>\d+)', wattwatch would read step 32")
+    suggested = why.partition("log_pattern = '")[2].partition("', wattwatch")[0]
     assert read_progress("".join(lines), pattern=suggested).step == 32
 
 

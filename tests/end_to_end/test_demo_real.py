@@ -203,16 +203,16 @@ def test_a_hang_in_the_run_that_cannot_hang_is_a_problem() -> None:
 def test_a_slow_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (21.4, 0.0, 0.0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    assert describe_busy_machine() == "load average over the last minute 21.4, on 2 CPU cores"
+    assert describe_busy_machine() == "1-minute load average 21.4 on 2 CPU cores"
     assert describe_lateness(0.4, 3.2) == (
-        "the watcher was up to 3.2 s late (load average over the last minute 21.4, on 2 CPU cores)"
+        "the watcher was up to 3.2 s late (1-minute load average 21.4 on 2 CPU cores)"
     )
     assert describe_lateness(0.4, 0.9) == ""
     monkeypatch.setattr(real_job, "PACK_SECONDS", 0.0)
     with pytest.raises(DemoError, match=r"pack did not finish within 0 s\. This machine is busy \(load average"):
         RealJob(JOB_NAME, JobSize(), JobFiles(tmp_path), ()).prepare()
     monkeypatch.setattr(simulated_cluster, "READY_SECONDS", 0.0)
-    with pytest.raises(SimulationError, match=r"did not start within 0 s: it printed nothing\. This machine is busy"):
+    with pytest.raises(SimulationError, match=r"0 s: the simulated cluster printed nothing\. This machine is busy"):
         SimulatedCluster(()).__enter__()
     monkeypatch.setattr(os, "getloadavg", lambda: (1.2, 0.0, 0.0))
     assert describe_busy_machine() == ""

@@ -93,9 +93,7 @@ def test_one_gpu_with_pauses_stays_one() -> None:
 def test_the_next_log_of_fewer_gpus_is_another_log_and_none_of_them_is_gone() -> None:
     report = read(UNNAMED + rows(0, 30, 8, index=False) + UNNAMED + rows(30, 30, 2, index=False))
     assert sizes(report) == [8] * 30 + [2] * 30
-    assert reasons(report) == [
-        "a different header or different columns follow, and each round has 2 rows, after 8 rows in the rounds before"
-    ]
+    assert reasons(report) == ["a new header or table begins, and the size of each round changes from 8 rows to 2 rows"]
 
 
 def test_gpus_that_were_counted_are_said_to_be_counted() -> None:
@@ -132,8 +130,8 @@ def test_gpus_at_other_places_begin_another_log_and_the_first_ones_are_not_gone(
     report = read("".join(table({0: bus}, date) for date, bus in zip(dates, buses, strict=True)))
     assert sizes(report) == [1] * 12
     assert reasons(report) == [
-        "there are no samples for 2 h 55 min, and GPU 0 is NVIDIA A40 at 00000000:31:00.0; before, it was NVIDIA A40 "
-        "at 00000000:CA:00.0"
+        "there are no samples for 2 h 55 min, and GPU 0 changes from NVIDIA A40 at 00000000:CA:00.0 to "
+        "NVIDIA A40 at 00000000:31:00.0"
     ]
 
 
@@ -146,7 +144,7 @@ def test_tables_of_two_hosts_in_a_row_are_not_one_round() -> None:
 def test_fewer_gpus_after_a_restart_of_the_logger_are_not_gone() -> None:
     report = read(HEADER + rows(0, 20, 8) + HEADER + rows(30, 20, 5))
     assert sizes(report) == [8] * 20 + [5] * 20
-    assert reasons(report) == ["a different header or different columns follow, and GPUs 5 to 7 are no longer listed"]
+    assert reasons(report) == ["a new header or table begins, and GPUs 5 to 7 are no longer listed"]
 
 
 def test_fewer_gpus_after_a_long_pause_are_not_gone() -> None:
@@ -171,7 +169,7 @@ def test_more_gpus_than_ever_begin_another_log() -> None:
 
 def test_another_pace_for_good_begins_another_log_and_a_pause_does_not() -> None:
     report = read(HEADER + rows(0, 20, 1, every=60) + rows(1200, 100, 1, every=0.5))
-    assert reasons(report) == ["samples are 0.5 s apart; before, they were 60 s apart"]
+    assert reasons(report) == ["the time between samples changes from 60 s to 0.5 s"]
     assert reasons(read(HEADER + rows(0, 20, 1, every=0.5) + rows(30, 20, 1, every=0.5))) == []
 
 

@@ -113,7 +113,7 @@ def test_a_document_cut_before_any_reading_says_how_many_gpus_there_are() -> Non
     text = "<nvidia_smi_log><attached_gpus>8</attached_gpus><gpu id='00000000:1A:00.0'><product_name>NVIDIA H100"
     report = read(text)
     assert report.status is HostStatus.PARSE_ERROR
-    assert report.detail.endswith("is cut off before the first reading of GPU 0 of 8")
+    assert report.detail.endswith("is cut off before the first reading of GPU 0 (8 GPUs are attached)")
 
 
 def test_a_document_that_a_web_page_escaped() -> None:

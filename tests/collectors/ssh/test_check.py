@@ -143,5 +143,5 @@ def test_a_log_that_shows_no_step_does_not_pass(here: Site) -> None:
     assert known[1].startswith(f"{sources[0].path} can be read: torchtitan: step 10; ")
     assert unknown[0] is None
     assert "its last 162 bytes show no step: no line has a known format (10 lines read)" in unknown[1]
-    assert r"log_pattern = 'sprocket\s+(?P<step>\d+)' would read step 8" in unknown[1]
+    assert r"with log_pattern = 'sprocket\s+(?P<step>\d+)', wattwatch would read step 8" in unknown[1]
     assert empty == (True, f"{sources[2].path} can be read; its content was not checked")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import getpass
+import itertools
 from pathlib import Path
 
 import pytest
 
 from wattwatch.collectors.ssh.model import ConnectionFailure, SshSettings
-from wattwatch.collectors.ssh.ssh_config import HostRoute, Resolution, resolve_host
+from wattwatch.collectors.ssh.ssh_config import MAX_GATEWAYS, HostRoute, Resolution, resolve_host
 
 
 def resolution(tmp_path: Path, text: str, node: str = "gpu-01", settings: SshSettings | None = None) -> Resolution:
@@ -102,6 +103,16 @@ def test_proxyjump_none_ends_the_chain_and_a_loop_is_an_error(tmp_path: Path) ->
     assert route(tmp_path, "Host gpu-01\n ProxyJump none\nHost *\n ProxyJump gate\n").via is None
     with pytest.raises(ConnectionFailure, match=r"loop: gpu-01 -> gate -> gate"):
         route(tmp_path, "Host *\n ProxyJump gate\n")
+
+
+def test_a_long_chain_of_gateways_is_not_called_a_loop(tmp_path: Path) -> None:
+    def chain(gateways: int) -> str:
+        names = ["gpu-01", *(f"gate-{number}" for number in range(gateways))]
+        return "".join(f"Host {name}\n ProxyJump {via}\n" for name, via in itertools.pairwise(names))
+
+    assert route(tmp_path, chain(MAX_GATEWAYS)).via is not None
+    with pytest.raises(ConnectionFailure, match=r"uses more than 8 gateways: gpu-01 -> gate-0 -> .* -> gate-8$"):
+        route(tmp_path, chain(MAX_GATEWAYS + 1))
 
 
 def test_includes_are_read_in_place_and_what_follows_stays_in_its_block(tmp_path: Path) -> None:

@@ -191,7 +191,8 @@ def test_what_is_known_of_the_other_processes_is_said_and_no_more() -> None:
 
 def test_a_kernel_log_that_cannot_be_read_has_no_entry_because_nobody_can_look() -> None:
     job = warmed_up()
-    job.change_line = lambda line: replace(line, kernel_log_error="kernel log unreadable: Operation not permitted")
+    error = "the kernel log cannot be read: Operation not permitted"
+    job.change_line = lambda line: replace(line, kernel_log_error=error)
     job.play(3, SPIN, {5: KILLED})
     told = "\n".join(job.finding(CRASHED).evidence)
     assert "the kernel log of node-2 cannot be read" in told

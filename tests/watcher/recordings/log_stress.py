@@ -172,7 +172,7 @@ def misread(variation: Variation, source: GpuLog, result: ReplayResult) -> Itera
         yield "read: the pace is assumed, and not said so"
     found = [f"{each.at_seconds:.0f} s: {each.reason}" for each in result.beginnings]
     others = [
-        each for each in result.beginnings if " apart; before, they were " not in each.reason
+        each for each in result.beginnings if "the time between samples changes from " not in each.reason
     ]  # the pace did change
     if len(found) < variation.new_logs or (variation.seconds is not None and others):
         yield f"read: {len(found)} beginnings {found}; there are {variation.new_logs}"

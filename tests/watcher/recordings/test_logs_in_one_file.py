@@ -102,7 +102,9 @@ def test_another_job_on_other_gpus_is_a_new_log_and_is_said(shell: Shell, tmp_pa
     assert (answer.exit_code, said["alerts"]) == (0, [])
     (beginning,) = said["beginnings"]
     assert (beginning["at_seconds"], beginning["job"]) == (9000.0, "run.log part 2")
-    assert beginning["reason"].startswith("there are no samples for 2 h 29 min, and GPU 0 is NVIDIA H100 80GB HBM3 at")
+    assert beginning["reason"].startswith(
+        "there are no samples for 2 h 29 min, and GPU 0 changes from NVIDIA H100 80GB HBM3 at"
+    )
     assert {state["job"] for state in said["states"]} == {"run.log part 1", "run.log part 2"}
     lines = [line.split(maxsplit=2) for line in shell.run("replay", path).out.splitlines()]
     assert ["2:30:00", "new", "log"] in [
@@ -175,7 +177,7 @@ def test_guessed_identities_are_said_and_never_declared_gone() -> None:
         in result.problem
     )
     assert [each.reason for each in result.beginnings] == [
-        "a different header or different columns follow, and each round has 3 rows, after 8 rows in the rounds before"
+        "a new header or table begins, and the size of each round changes from 8 rows to 3 rows"
     ]
 
 
@@ -230,7 +232,7 @@ def test_samples_after_a_pause_of_a_log_count() -> None:
     assert [(c.at_seconds, c.state.value) for c in result.changes] == [
         (0.0, "idle"), (240.0, "computing"), (pytest.approx(481.0), "idle"),
     ]  # fmt: skip
-    assert [each.reason for each in result.beginnings] == ["samples are 1 s apart; before, they were 60 s apart"]
+    assert [each.reason for each in result.beginnings] == ["the time between samples changes from 60 s to 1 s"]
 
 
 def test_a_long_pause_of_a_log_is_an_unknown_state() -> None:

@@ -102,7 +102,7 @@ def test_without_nccl_ras_everything_else_is_captured(watch: RunningFleet, run: 
 def test_a_node_without_a_free_session_costs_one_sentence(here: Site, run: Path, tmp_path: Path) -> None:
     here.server("node", "MaxSessions 1")
     check_refused(
-        here, run, tmp_path / "capture", "sshd on the node does not allow a second session besides the probe's"
+        here, run, tmp_path / "capture", "the probe uses one session, and sshd on the node does not allow a second one"
     )
 
 
