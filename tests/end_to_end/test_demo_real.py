@@ -209,7 +209,7 @@ def test_a_slow_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     )
     assert describe_lateness(0.4, 0.9) == ""
     monkeypatch.setattr(real_job, "PACK_SECONDS", 0.0)
-    with pytest.raises(DemoError, match=r"pack did not finish within 0 s\. This machine is busy \(load average"):
+    with pytest.raises(DemoError, match=r"did not finish within 0 s\. This machine is busy \(1-minute load average"):
         RealJob(JOB_NAME, JobSize(), JobFiles(tmp_path), ()).prepare()
     monkeypatch.setattr(simulated_cluster, "READY_SECONDS", 0.0)
     with pytest.raises(SimulationError, match=r"0 s: the simulated cluster printed nothing\. This machine is busy"):

@@ -69,7 +69,7 @@ def test_what_a_capture_would_find_is_a_note(here: Site) -> None:
     said = dict(found.capture)
     assert said["train"].startswith(f"worker sockets: 2, owned by {getpass.getuser()};")
     assert said["train"].endswith(": reachable")
-    assert "TORCH_FR_BUFFER_SIZE" in said["train"] or "flight recorder enabled in" in said["train"]
+    assert "TORCH_FR_BUFFER_SIZE" in said["train"] or "the flight recorder is enabled in" in said["train"]
     assert "py-spy" in said["train"]
     assert said["it's"].startswith("there are no worker sockets in /absent/it's/worker yet")
     assert "forwarding works, but nothing listens" in said["it's"]
