@@ -150,3 +150,34 @@ def test_a_topology_is_said_to_be_one() -> None:
 )
 def test_what_is_missing_is_named(text: str, why: str) -> None:
     assert why in triage_text_or_path(text)[0].verdict.why
+
+
+def listed(rows: list[tuple[str, str, str, str]]) -> TriageResult:
+    header = "index, name, power.draw [W], power.limit [W], utilization.gpu [%], memory.used [MiB]\n"
+    return verdict(
+        header + "".join(f"{i}, {name}, {w}, {limit}, {u}, 70000\n" for i, (name, w, limit, u) in enumerate(rows))
+    )
+
+
+def test_a_busy_gpu_at_waiting_power_is_not_said_to_draw_compute_power() -> None:
+    watts = ("980", "990", "250", "975")
+    result = listed([("NVIDIA B200", each, "1000", "100") for each in watts])
+    assert result.verdict.state is PowerState.COMPUTE
+    assert result.verdict.confidence <= 0.65
+    assert "1 of 4 GPUs draws less (250 W), no more than a GPU that only waits" in result.verdict.why
+    assert "All 4 GPUs are busy and draw compute-level power" not in result.verdict.why
+
+
+def test_the_share_of_the_limit_is_that_of_the_gpus_that_are_described() -> None:
+    rows = [("NVIDIA A100-SXM4-40GB", "250", "400", "[N/A]"), ("NVIDIA A100-SXM4-40GB", "390", "400", "100")]
+    assert "(1 GPU at 390 W, 98 % of its power limit; " in listed(rows).verdict.why
+
+
+def test_a_likely_hang_is_never_answered_with_no_action_alone() -> None:
+    header = "GPU  Temp (DieEdge)  AvgPwr  SCLK    MCLK    Fan  Perf  PwrCap  VRAM%  GPU%"
+    row = "{}    45.0c           {}.0W  1500Mhz 1600Mhz 0%   auto  560.0W   90%   {}%"
+    text = "\n".join([header, *(row.format(*each) for each in ((0, 180, 100), (1, 178, 100), (2, 95, 0)))])
+    found = verdict(text + "\n").verdict
+    assert found.alternative is not None
+    assert (found.state, found.alternative.state) == (PowerState.COMMUNICATION, PowerState.HANG)
+    assert found.advice.startswith("No action needed if the job's step counter is moving. If it is not, collect ")

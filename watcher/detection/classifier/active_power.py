@@ -20,6 +20,7 @@ from wattwatch.watcher.detection.classifier.features import (
     MIN_GPUS_TO_COMPARE,
     PowerFeatures,
     StepProgress,
+    describe_range,
     is_memory_busy,
     model_without_profile,
     worked_a_moment_ago,
@@ -279,6 +280,13 @@ def _full_compute(features: PowerFeatures) -> Verdict:
     if watts >= doubtful_watts:
         why = f"{_all_gpus(features)} busy and {_draw(features)} compute-level power"
         other = None if features.match.pattern is UtilizationPattern.ALL_BUSY else (PowerState.STARVATION, 0.1)
+        low = [w for g in features.gpus if (w := valid_power_watts(g.gpu)) is not None and w < profile.compute_watts]
+        if low:
+            few = f"{len(low)} of {format_count(len(features.gpus), 'GPU')} {'draws' if len(low) == 1 else 'draw'}"
+            why = f"{_all_gpus(features)} busy, most at compute-level power, but {few} less ({describe_range(low)} W)"
+            if min(low) <= profile.floor_watts:
+                why += ", no more than a GPU that only waits: work may be distributed unevenly"
+                confidence, other = min(confidence, 0.65), (PowerState.COMMUNICATION, 0.2)
         return make_verdict(features, PowerState.COMPUTE, confidence, why, other)
     why = f"{_all_gpus(features)} busy at power in the lower part of the compute range"
     sure = watts >= GENERIC_COMMUNICATION_SHARE * profile.limit_watts if is_generic else features.limit_read

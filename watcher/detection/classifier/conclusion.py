@@ -34,6 +34,8 @@ NAME_THE_LIMIT: Final = (
 
 MAX_CONFIDENCE: Final = 0.99  # one sample is never proof
 
+NO_ACTION: Final = "No action needed"
+LIKELY_ALTERNATIVE: Final = 0.25  # a hang of this confidence is not answered with "no action needed"
 COLLECT_EVIDENCE: Final = (
     "collect flight recorder dumps and stacks before anyone or the NCCL watchdog ends the job. (`wattwatch serve` "
     "collects them by itself unless `capture = false`.) Then restart the job from the last checkpoint."
@@ -41,8 +43,8 @@ COLLECT_EVIDENCE: Final = (
 
 # The next step, by state. Its reader was asleep a minute ago.
 ADVICE: Final[dict[PowerState, str]] = {
-    PowerState.COMPUTE: "No action needed.",
-    PowerState.COMMUNICATION: "No action needed. If tokens per second have dropped, check the network links.",
+    PowerState.COMPUTE: f"{NO_ACTION}.",
+    PowerState.COMMUNICATION: f"{NO_ACTION}. If tokens per second have dropped, check the network links.",
     PowerState.STARVATION: ALERT_KINDS[AlertName.JOB_STARVING].advice,
     PowerState.CHECKPOINT: "Wait for the save to finish. If no file in the checkpoint directory grows, check its file "
     "system.",
@@ -72,6 +74,9 @@ def make_verdict(
     advice = ADVICE[state]
     if state is PowerState.HANG and features.progress is StepProgress.STALLED:
         advice = capitalize_first(COLLECT_EVIDENCE)  # it is known that the step counter does not move
+    likely_hang = alternative is not None and alternative[0] is PowerState.HANG and alternative[1] >= LIKELY_ALTERNATIVE
+    if advice.startswith(NO_ACTION) and likely_hang:
+        advice = f"{NO_ACTION} if the job's step counter is moving. If it is not, {COLLECT_EVIDENCE}"
     if state is PowerState.UNKNOWN and not features.profile_known:
         model = model_without_profile(features.gpus)
         advice = f"{NAME_THE_MODEL if model is None else NAME_THE_LIMIT}. {advice}"

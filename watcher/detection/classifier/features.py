@@ -209,7 +209,7 @@ def extract_features(
     members = tuple(g for g in powered if g.gpu.utilization_percent is not None)
     watts = [w for g in powered if (w := valid_power_watts(g.gpu)) is not None]
     median = statistics.median(watts)
-    fraction = median_power_fraction(powered)
+    fraction = median_power_fraction(members)  # of the GPUs that the verdict describes
     observed_floor = observed_floor_watts(members, used if known else None)
     below_profile_floor = (
         known
@@ -416,8 +416,8 @@ def _describe(
         known = f"{floors[0]}, or" if floors else "GPUs that only wait draw"
         floors = [f"{known} {estimated}", *floors[1:]]
     text = (
-        f"{format_count(len(gpus), 'GPU')} at {_range(watts)} W{median}{share}; "
-        f"{'; '.join(floors) or _unknown_floor_text(gpus)}; utilization {_range(utilization)} %"
+        f"{format_count(len(gpus), 'GPU')} at {describe_range(watts)} W{median}{share}; "
+        f"{'; '.join(floors) or _unknown_floor_text(gpus)}; utilization {describe_range(utilization)} %"
     )
     misread = sum(_may_work(g.gpu) and _is_empty(g.gpu) for g in gpus)
     if misread:
@@ -426,7 +426,7 @@ def _describe(
     return text if not left_out else f"{text}; ignored: {format_count(left_out, 'GPU')} without allocated memory"
 
 
-def _range(values: Sequence[float]) -> str:
+def describe_range(values: Sequence[float]) -> str:
     low, high = f"{min(values):.0f}", f"{max(values):.0f}"
     return low if low == high else f"{low}-{high}"
 
