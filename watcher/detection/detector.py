@@ -300,7 +300,7 @@ class JobDetector:
             self._saves,
             process_missing=self._processes.any_missing,
             few_processes_compute=self._processes.few_processes_compute,
-            lost_gpus=tuple(gpu for gpu in faulty if gpu.unusable and not gpu.answers),
+            faulty_gpus=faulty,
         )
         stalled_save = checkpoint_stalled_finding(observation, self._saves)
         if stalled_save is not None:

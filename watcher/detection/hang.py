@@ -103,6 +103,7 @@ class HangDetector:
         self._working_rounds = 0
         self._last_power_fraction: float | None = None
         self._suspects: tuple[Suspect, ...] = ()
+        self._memory_errors: tuple[FaultyGpu, ...] = ()  # GPUs whose counter rose in the last minutes
         self._signature_text = ""
         self._last_finding: Finding | None = None
         self._confirmed: Finding | None = None  # the last one that was confirmed, and the time of that observation
@@ -143,12 +144,13 @@ class HangDetector:
         *,
         process_missing: bool,
         few_processes_compute: bool = False,
-        lost_gpus: tuple[FaultyGpu, ...] = (),
+        faulty_gpus: tuple[FaultyGpu, ...] = (),
     ) -> Finding | None:
         """The hang finding now, or None. `process_missing`: a process has exited, so the others wait because of that
-        and nothing is reported here; `few_processes_compute`: few of the job's processes use a CPU core; `lost_gpus`:
-        those that cannot be used now."""
+        and nothing is reported here; `few_processes_compute`: few of the job's processes use a CPU core."""
         verdict = observation.verdict
+        lost_gpus = tuple(gpu for gpu in faulty_gpus if gpu.unusable and not gpu.answers)
+        self._memory_errors = tuple(gpu for gpu in faulty_gpus if gpu.memory_error_seconds is not None)
         if observation.sample.gpus:
             self._read_seconds = observation.now
         working = verdict.state in WORKING_STATES and not verdict.at_floor
@@ -454,6 +456,14 @@ class HangDetector:
         *,
         confirmed: bool,
     ) -> Finding:
+        if not suspects:
+            # Errors of an earlier time did not stop the job: it went on after them.
+            noticed_late = MAX_LOSS_NOTICE_INTERVALS * observation.spec.interval_seconds
+            damaged = [g for g in self._memory_errors if (g.memory_error_seconds or 0.0) >= since - noticed_late]
+            suspects = tuple(gpu.suspect for gpu in damaged)
+            evidence += tuple(
+                next(fact for fact in gpu.evidence if "memory (ECC) error" in fact) for gpu in damaged[:MAX_LOST_LISTED]
+            )
         who = ", ".join(str(suspect) for suspect in suspects)
         progress = observation.sample.progress
         step, total = progress.step, progress.total_steps

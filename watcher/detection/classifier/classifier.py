@@ -143,7 +143,7 @@ def _readable_gpus(sample: JobSample) -> tuple[RankGpu, ...]:
 
 def _with_memory_errors(verdict: Verdict, sample: JobSample) -> Verdict:
     """The verdict with the GPUs whose memory had errors that could not be corrected: whatever the job does now, its
-    results may be wrong, and the next such error ends it."""
+    results may be wrong, and the next such error ends it. They are no suspects: the errors may be weeks old."""
     damaged = [g for g in sample.gpus if g.gpu.uncorrected_ecc_errors]
     if not damaged:
         return verdict
@@ -153,13 +153,12 @@ def _with_memory_errors(verdict: Verdict, sample: JobSample) -> Verdict:
         for g in damaged
     ]
     more = f" and {len(counts) - MAX_LISTED} more GPUs" if len(counts) > MAX_LISTED else ""
-    why = f"{', '.join(counts[:MAX_LISTED])}{more} since the driver was loaded"
+    why = f"{', '.join(counts[:MAX_LISTED])}{more} since the driver was loaded; the counter does not show when"
     advice = verdict.advice.removeprefix(ADVICE[PowerState.COMPUTE]).strip()
     return replace(
         verdict,
         why=f"{verdict.why.removesuffix('.')}. {why}.",
         advice=f"{advice} {MEMORY_ERROR_ADVICE}".strip(),
-        suspects=verdict.suspects or tuple(Suspect(g.node, g.gpu.index, g.rank) for g in damaged),
     )
 
 

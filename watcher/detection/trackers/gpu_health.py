@@ -62,6 +62,7 @@ class FaultyGpu:
     xid: int | None = None  # the Xid that decided; None where the driver itself reports the GPU as lost or broken
     causes: tuple[str, ...] = ()  # kinds of fault in the evidence: "lost", "Xid 79"
     read_seconds: float = 0.0  # when it was last found so: its node may be unreadable since then
+    memory_error_seconds: float | None = None  # when its counter of uncorrected memory errors last rose
 
 
 @dataclass(slots=True)
@@ -119,9 +120,12 @@ class GpuHealthTracker:
                 xids[place] = code
             else:
                 xids.setdefault(place, code)
-        for suspect, key, text, cause in self._reported_by_counters(observation):
+        memory_errors: dict[GpuPlace, float] = {}
+        for suspect, key, text, cause, seen_seconds in self._reported_by_counters(observation):
             _add_evidence(found, suspect, key, text)
             causes.setdefault((suspect.node, key), set()).add(cause)
+            if seen_seconds is not None:
+                memory_errors[suspect.node, key] = seen_seconds
         answers = self._add_answers(observation, {place: found[place] for place in xids if place not in reported})
         # A node whose GPUs cannot be read withdraws nothing: a lost GPU is lost until the node shows it again.
         readable = {node.node for node in observation.sample.nodes if node.fresh}
@@ -139,13 +143,15 @@ class GpuHealthTracker:
                 None if place in reported else xids.get(place),
                 tuple(sorted(causes[place])),
                 observation.now,
+                memory_errors.get(place),
             )
             for place, (suspect, evidence) in found.items()
         }
         return tuple(self._last.values())
 
-    def _reported_by_counters(self, observation: Observation) -> Iterator[tuple[Suspect, str, str, str]]:
-        """(suspect, key, evidence, cause) of GPUs whose memory had an error while they were followed, or needs repair.
+    def _reported_by_counters(self, observation: Observation) -> Iterator[tuple[Suspect, str, str, str, float | None]]:
+        """(suspect, key, evidence, cause, time of the last new error) of GPUs whose memory had an error while they were
+        followed, or needs repair.
 
         Errors from before belong to the past: the driver has replaced that memory, or says that it will.
         """
@@ -162,13 +168,19 @@ class GpuHealthTracker:
             if total is not None:
                 text = self._new_errors((ranked.node, gpu.key), gpu, total, observation.now)
                 if text:
-                    yield suspect, key, text, "uncorrected ECC errors"
+                    yield (
+                        suspect,
+                        key,
+                        text,
+                        "uncorrected ECC errors",
+                        self._ecc_errors[ranked.node, gpu.key].seen_seconds,
+                    )
             if gpu.memory_repair_pending:
                 text = f"GPU {gpu.index}: the driver replaces damaged memory at the next reset of the GPU"
-                yield suspect, key, text, "memory repair pending"
+                yield suspect, key, text, "memory repair pending", None
             if gpu.memory_repair_failed:
                 text = f"GPU {gpu.index}: the driver could not replace damaged memory: no spare row is left"
-                yield suspect, key, text, "memory repair failed"
+                yield suspect, key, text, "memory repair failed", None
 
     def _new_errors(self, place: GpuPlace, gpu: GpuSample, total: float, now: float) -> str:
         """The errors that were counted while the GPU was followed, with their age; "" for none in the last minutes."""

@@ -86,6 +86,20 @@ def test_an_uncorrected_memory_error_while_the_job_runs_is_a_fault_of_that_gpu_w
     assert job.findings == ()
 
 
+def test_a_hang_names_a_gpu_only_for_memory_errors_that_were_counted_in_it() -> None:
+    for before, during, named in ((2.0, 2.0, []), (3.0, 3.0, []), (2.0, 3.0, [5])):
+        job = training(nodes=1, progress="log")
+        job.change_line = with_counters(5, uncorrected_ecc_errors=2.0)
+        job.play(10, COMPUTE)
+        job.change_line = with_counters(5, uncorrected_ecc_errors=before)
+        job.play(60, COMPUTE)
+        job.change_line = with_counters(5, uncorrected_ecc_errors=during)
+        job.play(90, SPIN)
+        hang = job.finding(AlertName.JOB_HUNG)
+        assert [suspect.gpu for suspect in hang.suspects] == named
+        assert any("1 new uncorrected memory (ECC) error" in fact for fact in hang.evidence) == bool(named)
+
+
 def test_damaged_memory_that_waits_for_a_reset_is_said_for_as_long_as_the_driver_says_so() -> None:
     job = training()
     job.change_line = with_counters(2, memory_repair_pending=1.0)
