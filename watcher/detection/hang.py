@@ -104,6 +104,7 @@ class HangDetector:
         self._last_power_fraction: float | None = None
         self._suspects: tuple[Suspect, ...] = ()
         self._memory_errors: tuple[FaultyGpu, ...] = ()  # GPUs whose counter rose in the last minutes
+        self._usual_step_seconds = 0.0
         self._signature_text = ""
         self._last_finding: Finding | None = None
         self._confirmed: Finding | None = None  # the last one that was confirmed, and the time of that observation
@@ -150,6 +151,7 @@ class HangDetector:
         and nothing is reported here; `few_processes_compute`: few of the job's processes use a CPU core."""
         verdict = observation.verdict
         lost_gpus = tuple(gpu for gpu in faulty_gpus if gpu.unusable and not gpu.answers)
+        self._usual_step_seconds = step_rate.usual_interval_seconds or 0.0
         self._memory_errors = tuple(gpu for gpu in faulty_gpus if gpu.memory_error_seconds is not None)
         if observation.sample.gpus:
             self._read_seconds = observation.now
@@ -457,8 +459,8 @@ class HangDetector:
         confirmed: bool,
     ) -> Finding:
         if not suspects:
-            # Errors of an earlier time did not stop the job: it went on after them.
-            noticed_late = MAX_LOSS_NOTICE_INTERVALS * observation.spec.interval_seconds
+            # Errors before the last step did not stop the job: it went on after them. It hung within the next step.
+            noticed_late = MAX_LOSS_NOTICE_INTERVALS * observation.spec.interval_seconds + self._usual_step_seconds
             damaged = [g for g in self._memory_errors if (g.memory_error_seconds or 0.0) >= since - noticed_late]
             suspects = tuple(gpu.suspect for gpu in damaged)
             evidence += tuple(

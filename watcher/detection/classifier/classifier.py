@@ -152,8 +152,8 @@ def _with_memory_errors(verdict: Verdict, sample: JobSample) -> Verdict:
         f"{format_count(int(g.gpu.uncorrected_ecc_errors or 0), 'uncorrected memory (ECC) error')}"
         for g in damaged
     ]
-    more = f" and {len(counts) - MAX_LISTED} more GPUs" if len(counts) > MAX_LISTED else ""
-    why = f"{', '.join(counts[:MAX_LISTED])}{more} since the driver was loaded; the counter does not show when"
+    more = f", and {len(counts) - MAX_LISTED} more GPUs count such errors" if len(counts) > MAX_LISTED else ""
+    why = f"{', '.join(counts[:MAX_LISTED])} since the driver was loaded{more}; the counter does not show when"
     advice = verdict.advice.removeprefix(ADVICE[PowerState.COMPUTE]).strip()
     return replace(
         verdict,
