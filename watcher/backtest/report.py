@@ -20,7 +20,7 @@ from wattwatch.watcher.detection.model import PowerState
 MAX_FILES_LISTED: Final = 5
 HEADINGS: Final = {
     ProgressKnowledge.NONE: "Verdicts from the samples only",
-    ProgressKnowledge.WORD: "Verdicts from the samples and from what the reporter said about the steps",
+    ProgressKnowledge.WORD: "Verdicts from the samples and from the step progress that the label implies",
 }
 
 
@@ -147,7 +147,8 @@ def _lines(test: BacktestResult) -> Iterator[str]:
     if test.scored or unscored.state_unknown or unscored.no_such_state or unscored.no_reading:
         yield f"cases scored: {test.scored}; each has power, utilization, and a state that can be seen in samples"
         yield f"cases not scored, because their true state is unknown: {_counts(unscored.state_unknown, 'verdicts')}"
-        yield f"cases not scored, because no sample shows such a state: {_counts(unscored.no_such_state, 'states')}"
+        unshown = _counts(unscored.no_such_state, "states")
+        yield f"cases not scored, because samples cannot show their true state: {unshown}"
         yield f"cases not scored, because power or utilization is missing: {_counts(unscored.no_reading, 'states')}"
     for knowledge, result in test.cases.items():
         yield ""
@@ -187,12 +188,11 @@ def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:
     if by_source.sources > 1:
         yield (
             f"  by source        {by_source.mean_rate:.1%} on average over {by_source.sources} sources; without the "
-            f"largest ({by_source.largest}): {_percent(by_source.without_largest)}"
+            f"source with the most cases ({by_source.largest}): {_percent(by_source.without_largest)}"
         )
     yield (
-        f"  confident        {_percent(plain.claims)} correct, of the verdicts with a confidence of "
-        f"{CLAIM_CONFIDENCE} or "
-        f"more; these are {_percent(Ratio(plain.claims.of, plain.exact.of))} of all verdicts"
+        f"  confident        {_percent(plain.claims)} correct; verdicts with a confidence of {CLAIM_CONFIDENCE} or "
+        f"more: {_percent(Ratio(plain.claims.of, plain.exact.of))}"
     )
     found = f"{plain.hangs.found.right} of {plain.hangs.found.of}"
     yield (
@@ -210,19 +210,22 @@ def _picture_lines(head: str, result: CaseResults) -> Iterator[str]:
     yield ""
     yield from _matrix_lines(plain)
     yield ""
-    yield "  confidence   mean   correct   mean - correct     without GPU model*: mean   correct   mean - correct"
+    yield "  Mean confidence of the verdicts, compared with the fraction of them that is correct"
+    yield "                                              without GPU model*"
+    yield "  confidence   mean   correct   difference    mean   correct   difference"
     left_out = {each.low: each for each in model.reliability}
     for low in sorted({each.low for each in plain.reliability} | set(left_out)):
         ours = next((each for each in plain.reliability if each.low == low), None)
         without = _bin_words(left_out.get(low))
-        yield f"  {low:.1f} - {low + 0.1:.1f}    {_bin_words(ours)}                                 {without}"
+        yield f"  {low:.1f} - {low + 0.1:.1f}    {_bin_words(ours)}          {without}"
     yield ""
     yield "  GPU model                          correct"
     for name, share in plain.models.items():
         yield f"  {name[:32]:<32}  {share.right:3} of {share.of}"
     if plain.missed:
         yield ""
-        yield "  wrong   GPU model                   label           verdict         confidence   alternative"
+        yield "  Wrong verdicts"
+        yield "  case    GPU model                   label           verdict         confidence   alternative"
         for judged in plain.missed:
             case, verdict = judged.case, judged.verdict
             other = "" if verdict.alternative is None else verdict.alternative.state.value
@@ -252,6 +255,7 @@ def _matrix_lines(plain: CaseScore) -> Iterator[str]:
         kind = plain.kinds[label]
         found = f"{kind.found.right}/{kind.found.of}" if kind.found.of else "-"
         yield f"  {label.value:<14} {cells}   {found:>6}   {kind.false:>4}"
+    yield "  found: cases with this label that got this verdict; false: cases with another label that got this verdict"
 
 
 def _series_lines(test: BacktestResult) -> Iterator[str]:

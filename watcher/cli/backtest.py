@@ -20,8 +20,8 @@ from wattwatch.watcher.cli.shared import UNKNOWN, exit_unknown, json_option, pri
 @click.option(
     "--progress",
     type=click.Choice([knowledge.value for knowledge in ProgressKnowledge]),
-    help="What the classifier is told about the steps of a job. none: nothing; word: what the reporter of the case "
-    "knew. Without this option, both are scored.",
+    help="What the classifier knows about the steps of a job. none: nothing; word: the step progress that the label "
+    "implies, such as stalled steps for a hang. Without this option, both are scored.",
 )
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Also write the JSON object to this file.")
 @json_option("Print all figures as one JSON object.")

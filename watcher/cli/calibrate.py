@@ -47,7 +47,7 @@ MIN_SAMPLES: Final = 10  # fewer cannot show whether the power is steady
 @click.option("--samples", type=click.IntRange(MIN_SAMPLES, 3600), default=30, show_default=True,
               help="Number of samples to take from each host, one per second.")  # fmt: skip
 @click.option("--progress", type=click.Choice([StepProgress.ADVANCING.value]),
-              help="For a log without a step counter: state that steps advanced all the time.")  # fmt: skip
+              help="For a log without a step counter, if steps advanced during the whole log.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
               help="Write the [[profiles]] tables to this file, which must not exist yet.")  # fmt: skip
 @ssh_config_option()
@@ -119,7 +119,7 @@ def write_profiles(profiles: Sequence[LearnedProfile], out: Path | None, *, as_j
     text = format_profiles_toml(profiles)
     if out is None:
         if not as_json:
-            click.echo(f"\nFor wattwatch.toml:\n\n{text}", nl=False)
+            click.echo(f"\nAdd to wattwatch.toml:\n\n{text}", nl=False)
         return
     try:
         with out.open("x", encoding="utf-8") as file:

@@ -44,10 +44,10 @@ MASK: Final = "***"
 PUBLIC_URLS: Final = frozenset({"external_url"})
 INTRODUCTION: Final = """\
 Durations are written with their unit: `"500ms"`, `"90s"`, `"2m"`, `"1h30m"`, `"8h"`, `"1d"`. Lists of nodes are in
-ClusterShell syntax: `"gpu-[01-16]"`. Secrets are never in wattwatch.toml. Instead, a key names another
-file, and the first line of that file is the secret. A relative path is looked up first in `$CREDENTIALS_DIRECTORY`,
-where systemd puts credentials. Unknown keys are errors. `wattwatch check -c FILE` tests a configuration, and
-`wattwatch config FILE` prints it with all defaults."""
+ClusterShell syntax: `"gpu-[01-16]"`. Secrets are never in wattwatch.toml. Instead, a key such as `token_file` contains
+the path of another file, and the first line of that file is the secret. A relative path is looked up first in
+`$CREDENTIALS_DIRECTORY`, where systemd puts credentials. Unknown keys are errors. `wattwatch check -c FILE`
+tests a configuration, and `wattwatch config FILE` prints it with all defaults."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,8 +131,8 @@ def diagnose_directory(directory: Path, page: Path | None) -> dict[str, Any]:
     except NoEvidenceError as error:
         if directory.name == str(directory):  # could be meant as the name of a job
             exit_unknown(
-                f"{error}. {directory} was taken for a path, because it exists here. To ask the watcher about the job "
-                f"{directory}, run the command in another directory."
+                f"{error}. {directory} was read as a path, because it exists in the current directory. To ask the "
+                f"watcher about the job {directory}, run the command in another directory."
             )
         exit_unknown(str(error))
     diagnosis = diagnose(evidence)

@@ -180,7 +180,7 @@ def explain_no_checkpoints(directory: Path, listing: CheckpointListing) -> str:
     if not found:
         return "the directory is empty; there is no checkpoint yet"
     known = ", ".join(sorted({layout.framework for layout in LAYOUTS}))
-    return f"none of the entries in it ({found}) is named like a checkpoint of a known framework ({known})"
+    return f"the names of its entries ({found}) are not those of checkpoints of a known framework ({known})"
 
 
 def checkpoint_object(entry: CheckpointEntry) -> dict[str, object]:

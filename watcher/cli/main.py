@@ -28,7 +28,7 @@ COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "profiles": (
         "wattwatch.watcher.cli.profiles",
         "profiles_command",
-        "Print the power range of each job state for a GPU model, and its source.",
+        "Print the power range of each job state for a GPU model, with sources.",
     ),
     "calibrate": (
         "wattwatch.watcher.cli.calibrate",

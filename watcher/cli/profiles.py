@@ -166,17 +166,17 @@ def print_overview(profiles: Sequence[PowerProfile]) -> None:
     click.echo(
         f"\n* Not measured on this model, but scaled from the range of {measured.name}. Verdicts that use this range "
         "have less confidence.\n"
-        "The watcher starts with these ranges. While it runs, it learns what your own GPUs draw; `wattwatch calibrate` "
-        "measures it in advance.\n"
+        "The watcher starts with these ranges. While it runs, it learns the power of your own GPUs; `wattwatch "
+        "calibrate` measures that power in advance.\n"
         'For GPUs of other models, the profile "generic" is scaled to their power limit.\n'
-        "`wattwatch profiles MODEL` lists the published measurements with their sources, and why a range is wider than "
-        "they are."
+        "`wattwatch profiles MODEL` lists the published measurements with their sources, and the reasons why a range "
+        "is wider than the measurements."
     )
 
 
 def print_profile(profile: PowerProfile, usual_watts: float) -> None:
     console = text_console()
-    matched = f"GPUs whose name matches {profile.match}" if profile.match else "every other GPU"
+    matched = f"GPUs whose name matches {profile.match}" if profile.match else "GPUs that match no other profile"
     console.print(f"[bold]{profile.name}[/]: {escape(matched)}, at a power limit of {profile.limit_watts:,.0f} W")
     mine = [each for each in published_measurements() if each.profile == profile.name]
     for state, of_states in STATES:
@@ -190,8 +190,8 @@ def print_profile(profile: PowerProfile, usual_watts: float) -> None:
             console.print(f"    wider because: {escape(reason)}")
     console.print(f"\n  {escape(scaling_text(profile, usual_watts))}")
     console.print(
-        f"  certainty {profile.certain:.1f}, from 0 to 1: how much confidence a verdict may have that uses only "
-        "these figures"
+        f"  certainty {profile.certain:.1f}, on a scale from 0 to 1: how reliable a verdict is if it uses only these "
+        "figures"
     )
     console.print(f"  also from: {escape(profile.source)}")
 
@@ -222,7 +222,9 @@ def scaling_text(profile: PowerProfile, usual_watts: float) -> str:
             f"{profile.bands_from}. Verdicts that use them have {profile.bands_certain:.1f} times the usual confidence."
         )
     share = profile.compute_watts / profile.limit_watts
-    compute = f"A GPU counts as computing from {profile.compute_watts:,.0f} W, {share * 100:.0f} % of the power limit."
+    compute = (
+        f"A GPU counts as computing at {profile.compute_watts:,.0f} W ({share * 100:.0f} % of the power limit) or more."
+    )
     work = [
         each.watts.low_watts
         for each in published_measurements()
@@ -230,7 +232,7 @@ def scaling_text(profile: PowerProfile, usual_watts: float) -> str:
     ]
     if work and min(work) < profile.compute_watts and profile.limit_watts == usual_watts:
         compute += (
-            f" Healthy jobs with light work have been published at {min(work):,.0f} W and more, so below the compute "
-            "range a verdict is less certain, or unknown."
+            f" But some published measurements of healthy jobs with light work are lower, from {min(work):,.0f} W. "
+            "Below the compute range, a verdict is therefore less certain, or unknown."
         )
     return " ".join([*parts, compute])

@@ -172,7 +172,7 @@ def print_replay(result: ReplayResult) -> None:
     lines = [
         (
             each.at_seconds,
-            f"[bold]{'new log':<14}[/] (another host, job or logger, or a clock that was set): {escape(each.reason)}",
+            f"[bold]{'new log':<14}[/] (another host, job or logger, or the clock was changed): {escape(each.reason)}",
         )
         for each in result.beginnings
     ]

@@ -30,10 +30,10 @@ RANK_OR_NODE_SENTENCE: Final = re.compile(
 PROCESS_NUMBER: Final = re.compile(r"process \d+")
 # What the ranks in one row of a process group do, by the value of their `MemberState`.
 MEMBER_STATE_TEXT: Final = {
-    "waiting": "waits in it",
+    "waiting": "waits in this collective",
     "behind": "waits in another operation",
     "silent": "not in a collective",
-    "ahead": "finished it",
+    "ahead": "finished this collective",
     "absent": "no record",
 }
 

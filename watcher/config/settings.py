@@ -213,8 +213,8 @@ class JobSection(Section):
     )
     tokens_per_step: int | None = Field(
         None,
-        description="tokens in one optimizer step of the whole job; with it, throughput is calculated from the step "
-        "rate for logs that do not print it",
+        description="number of tokens in one optimizer step of the whole job; if the log does not print the "
+        "throughput, the watcher calculates it from this number and the step rate",
         ge=1,
     )
     checkpoint_every: Duration | None = Field(

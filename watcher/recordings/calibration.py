@@ -236,8 +236,8 @@ def build_profiles(calibrations: Sequence[Calibration]) -> tuple[tuple[LearnedPr
         if model is None or not limits:
             lack = "name" if model is None else "power limit"
             not_learned.append(
-                f"no profile was made for {model or 'these GPUs'}, because their {lack} is not in the source. Query "
-                "nvidia-smi for name and power.limit too, or write the [[profiles]] table yourself"
+                f"no profile was made for {model or 'these GPUs'}, because the source does not contain the {lack}. "
+                "Query nvidia-smi for name and power.limit too, or write the [[profiles]] table yourself"
             )
             continue
         made.append(_profile(model, statistics.mode(limits), members, knowledge))

@@ -137,8 +137,8 @@ def split_by_job(log: GpuLog) -> tuple[GpuLog, ...]:
 
 def part_text(part: LogPart, count: int) -> str:
     """Which of several logs in one input this is, in a sentence."""
-    begins = f", which begins where {part.begins}" if part.begins else ""
-    return f"This is about log {part.number} of {count} in this input{begins}."
+    begins = f" This log begins where {part.begins}." if part.begins else ""
+    return f"The verdict is about log {part.number} of {count} in this input.{begins}"
 
 
 def read_input(name: str, data: bytes, *, several_hosts: bool = False) -> GpuLog | Recording:
@@ -274,8 +274,8 @@ def read_stream(
     data, ended = read_pipe(file, MAX_PIPE_SECONDS, until_silent=not only_the_end)
     if not data and not ended:
         raise InputError(
-            f"{name}: {nothing_written(MAX_PIPE_SECONDS)}. If nvidia-smi writes to it, nvidia-smi hangs: check the "
-            "kernel log of that host"
+            f"{name}: {nothing_written(MAX_PIPE_SECONDS)}. If nvidia-smi writes to this pipe, nvidia-smi "
+            "hangs: check the kernel log of its host"
         )
     source = read_input(name, data, several_hosts=several_hosts)
     if isinstance(source, GpuLog) and not ended:
@@ -440,8 +440,8 @@ def _tool_messages(report: SmiReport) -> Iterator[str]:
         named = next((found for found in PCI_ID_IN_TEXT.findall(text)), None)
         where = [gpu.index for gpu in gpus if named and gpu.pci_bus_id and _same_slot(named, gpu.pci_bus_id)]
         place = f" (this is GPU {where[0]})" if where and where[0] is not None else ""
-        also = ", although it lists that GPU" if text in listed and where else ""
-        yield f'The tool itself warns: "{text.strip().rstrip(".")}"{place}{also}.'
+        also = ", although the output lists that GPU" if text in listed and where else ""
+        yield f'The tool that wrote the output warns: "{text.strip().rstrip(".")}"{place}{also}.'
 
 
 def _same_slot(named: str, pci_bus_id: str) -> bool:

@@ -60,12 +60,13 @@ FIRST_READINGS_SEQUENCE: Final = 5  # lines of the probe that may come before it
 HOST_FAULT_CONFIDENCE: Final = 0.6
 HOST_FAULT_ADVICE: Final = {
     HostStatus.NO_DEVICES: "Run `lspci | grep -i nvidia` on the host. If it lists the GPUs, check the kernel log for "
-    "the driver's reason; if it does not, the GPUs are off the PCI bus: drain the node and power it off and on.",
+    "errors of the driver; if it does not list them, the GPUs are off the PCI bus: drain the node and power it off and "
+    "on.",
     # SIGKILL to a process that was reading a GPU has frozen it: NVIDIA/dcgm-exporter#84.
     HostStatus.SAMPLER_TIMEOUT: "Check the kernel log of the host for Xid errors and for blocked processes. Do not "
     "kill the query with SIGKILL, because that can freeze the GPU. Drain the node and reboot it.",
-    HostStatus.DRIVER_DOWN: "Check the kernel log of the host for messages of NVRM, and whether the nvidia module is "
-    "loaded (`lsmod | grep nvidia`). Load or install the driver again, or reboot the node. The GPUs may be fine.",
+    HostStatus.DRIVER_DOWN: "Check the kernel log of the host for NVRM messages, and check whether the nvidia module "
+    "is loaded (`lsmod | grep nvidia`). Load or install the driver again, or reboot the node. The GPUs may be fine.",
 }
 # In place of PROVIDE_PROGRESS: `serve` reads the progress of a job by itself, here the user has to say it.
 PROGRESS_ADVICE: Final = (
@@ -76,9 +77,8 @@ MAX_APART_SECONDS: Final = 60.0
 DRIVER_GONE_PATTERN: Final = re.compile("cannot reach the NVIDIA driver|driver is not loaded")
 RANK_WORD: Final = re.compile(r"\b[Rr]ank(s?)\b")
 NOT_THE_FIRST_NODE: Final = (
-    "If this host is not the first node of its job, its GPU 0 is not rank 0 and does not save; in that case the job "
-    "hangs. For "
-    "a verdict on the job, give the output of each of its nodes with --job."
+    "If this host is not the first node of its job, its GPU 0 is not rank 0 and does not save checkpoints; in that "
+    "case the job hangs. For a verdict on the job, give the output of every node with --job."
 )
 
 
@@ -269,7 +269,9 @@ def triage_job(
     result = _result(spec.name, rounds, _remarks_on_job(logs, ranks), progress, profile)
     apart = _seconds_apart(samples)
     if apart > MAX_APART_SECONDS:
-        reason = f"The last samples of the nodes are {format_duration(apart)} apart, so they do not show one moment."
+        reason = (
+            f"The last samples of the nodes are {format_duration(apart)} apart, so they do not show the same moment."
+        )
         result = replace(result, verdict=_lower_confidence(result.verdict, reason))
     return (result,)
 

@@ -66,8 +66,8 @@ class VerdictAnswer(BaseModel):
     suspects: list[SuspectAnswer]
     alternative: AlternativeAnswer | None
     settle: str | None = Field(
-        description="the one check that would decide between this state and the alternative; without an alternative, "
-        "the one that would show the state"
+        description="the check that would decide between this state and the alternative, or show the state if there "
+        "is no alternative"
     )
 
 
@@ -82,7 +82,7 @@ class ProgressAnswer(BaseModel):
     )
     reported_tokens_per_second: float | None = Field(description="throughput as the job last reported it")
     reported_tokens_per_second_age_seconds: float | None = Field(
-        description="time since the step at which it was reported; null if it was never reported"
+        description="time since the step to which the reported throughput belongs; null if none was reported"
     )
     loss: float | None = Field(description="last loss; null if unknown, NaN or Inf (see loss_finite)")
     loss_finite: bool | None = Field(description="false if the job reported NaN or Inf")
@@ -91,7 +91,7 @@ class ProgressAnswer(BaseModel):
     epoch: int | None = Field(description="as the log prints it; the first epoch may be 0 or 1")
     epochs: int | None
     epoch_step: int | None = Field(
-        description="step within the epoch, if the job's counter starts again in each epoch; step counts over all"
+        description="step within the epoch, if the job's counter restarts in each epoch; `step` counts over all epochs"
     )
     epoch_steps: int | None
     seconds_per_step: float | None = Field(description="measured by the watcher, or else as the log prints it")
@@ -121,7 +121,7 @@ class CheckpointAnswer(BaseModel):
 
 CAUSE_DESCRIPTION = (
     "why it is unreachable: silent, route, refused, name, handshake, session, gateway, configuration or not_tried; "
-    "null if it is not, or if that is unknown"
+    "null if the node is reachable or the reason is unknown"
 )
 
 
@@ -166,7 +166,7 @@ class JobAnswer(BaseModel):
         description="when the job entered this state, or when the watcher first saw the job in this state"
     )
     began_unseen: bool = Field(
-        description="true if the job may have been in this state before `since`: the watcher only saw it from then on"
+        description="true if the job may have been in this state before `since`, without the watcher seeing it"
     )
     reason: str = Field(description="why the job is in this state, with numbers")
     judged: datetime = Field(description="when the job was last evaluated")
@@ -181,7 +181,9 @@ class JobAnswer(BaseModel):
     )
     gpus: int = Field(description="number of GPUs in the last sample")
     expected_gpus: int | None
-    seen: str = Field(description='how much of the job the last sample shows, e.g. "4 of 8 GPUs seen"; empty for all')
+    seen: str = Field(
+        description='how much of the job the last sample shows, e.g. "4 of 8 GPUs seen"; empty if it shows all'
+    )
     unseen: list[UnseenGpuAnswer] = Field(description="the job's GPUs without a reading, as far as they are known")
     nodes: list[JobNodeAnswer]
     findings: list[FindingAnswer]
@@ -216,7 +218,9 @@ class GpuAnswer(BaseModel):
     temperature_celsius: float | None
     energy_joules: float | None
     throttle_reasons: list[str] | None
-    reasons: dict[str, str] = Field(description="why fields are null, by field: unsupported, unreadable, lost, ...")
+    reasons: dict[str, str] = Field(
+        description="for each field that is null, the reason: unsupported, unreadable, lost, ..."
+    )
 
 
 class TimelineAnswer(BaseModel):
@@ -276,8 +280,8 @@ class AlertAnswer(BaseModel):
         description="when the problem was last seen: summary and evidence are from that time; null for a closed alert"
     )
     absent_since: datetime | None = Field(
-        description="time from which the problem has not been seen, although the alert is still open; null while it "
-        "is seen"
+        description="since when the problem has no longer been seen, although the alert is still open; null while "
+        "the problem is seen"
     )
     kept_open: str | None = Field(
         description="why the alert is still open, and since when the problem has not been seen"
@@ -507,7 +511,7 @@ def alert_answer(episode: EpisodeView) -> AlertAnswer:
 
 
 class DeliveriesAnswer(BaseModel):
-    """The messages to receivers, now. Counters begin with the start of the watcher."""
+    """The messages to receivers. Counters start at 0 when the watcher starts."""
 
     waiting: int = Field(description="messages that are not delivered yet")
     oldest_waiting_seconds: float = Field(description="age of the oldest undelivered message; 0 if there is none")
@@ -551,8 +555,8 @@ class StandingAnswer(BaseModel):
 
 
 class GroupAnswer(BaseModel):
-    """The ranks of one process group at one sequence number (`slot`), on which the diagnosis is based or at which ranks
-    wait."""
+    """The ranks of one process group at one sequence number (`slot`). The diagnosis is based on it, or ranks wait at
+    it."""
 
     group: str
     name: str

@@ -33,7 +33,8 @@ def open_listener(host: str, port: int) -> socket.socket:
         endpoint = f"{host}:{port}"
         if error.errno == errno.EADDRINUSE:
             raise ListenError(
-                f"{endpoint} is in use, perhaps by another wattwatch. Stop it, or set another address in watcher.listen"
+                f"{endpoint} is in use, perhaps by another wattwatch. Stop that process, or set another "
+                "address in watcher.listen"
             ) from None
         raise ListenError(f"cannot listen on {endpoint}: {error.strerror or error}") from None
 

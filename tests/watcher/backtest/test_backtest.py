@@ -92,7 +92,10 @@ def test_a_case_is_judged_without_the_profile_that_its_own_source_helped_to_make
     assert found["claims"] == {"from_confidence": 0.6, "right": 0, "of": 0, "rate": None, "coverage": 0.0}
     text = shell.run("backtest", tmp_path, "--progress", "none").out
     assert "without source*: 2 of 4 (50.0%)" in text
-    assert "100.0% on average over 3 sources; without the largest (eugr/spark-vllm-docker): 2 of 2 (100.0%)" in text
+    assert (
+        "100.0% on average over 3 sources; "
+        "without the source with the most cases (eugr/spark-vllm-docker): 2 of 2 (100.0%)" in text
+    )
 
 
 @pytest.mark.parametrize("label", ["reported_state", "expected_state", "state"])
@@ -182,7 +185,7 @@ def test_cases_that_cannot_be_scored_are_listed_by_reason(shell: Shell, tmp_path
     (tmp_path / "a.json").write_text(json.dumps(labelled("crash", "idle")))
     answer = shell.run("backtest", tmp_path)
     assert answer.exit_code == 3
-    assert "no sample shows such a state: 1 (states: 1 crash)" in answer.out
+    assert "samples cannot show their true state: 1 (states: 1 crash)" in answer.out
     assert "none of the cases in it can be scored" in answer.err
 
 

@@ -126,7 +126,7 @@ def test_hours_at_the_floor_with_memory_in_use_teach_nothing(shell: Shell, tmp_p
 def test_a_gpu_without_a_power_limit_gets_no_profile(shell: Shell, tmp_path: Path) -> None:
     answer = shell.run("calibrate", a_log(tmp_path / "log.csv", (100, 70, 0, 4), limit="[N/A]"))
     assert answer.exit_code == 0
-    assert "because their power limit is not in the source" in answer.err
+    assert "because the source does not contain the power limit" in answer.err
 
 
 def test_a_name_that_is_no_plain_word_is_written_as_one(tmp_path: Path) -> None:

@@ -391,16 +391,18 @@ def test_progress_reads_a_pipe_and_does_not_block_on_an_empty_one(
         ("Reboot the system to recover this GPU", '"Reboot the system to recover this GPU".'),
         (
             "Unable to determine the device handle for GPU0000:9B:00.0: Unknown Error",
-            '"Unable to determine the device handle for GPU0000:9B:00.0: Unknown Error" (this is GPU 0), although it '
-            "lists that GPU.",
+            '"Unable to determine the device handle for GPU0000:9B:00.0: Unknown Error" (this is GPU 0), although the '
+            "output lists that GPU.",
         ),
     ],
 )
 def test_what_the_tool_itself_says_of_a_gpu_beside_its_table_is_said(shell: Shell, message: str, said: str) -> None:
     for text in (f"{PLAIN_TABLE}{message}\n", f"{message}\n{PLAIN_TABLE}"):
-        assert f"The tool itself warns: {said}" in " ".join(shell.run("triage", "-", stdin=text.encode()).out.split())
+        assert f"The tool that wrote the output warns: {said}" in " ".join(
+            shell.run("triage", "-", stdin=text.encode()).out.split()
+        )
         (found,) = shell.run("triage", "--json", "-", stdin=text.encode()).json
-        assert f"The tool itself warns: {said}" in found["why"]
+        assert f"The tool that wrote the output warns: {said}" in found["why"]
     lost = "Unable to determine the device handle for GPU 0000:1A:00.0: GPU is lost.  Reboot the system to recover\n"
     answer = shell.run("triage", "-", stdin=(PLAIN_TABLE + lost).encode())
     assert answer.exit_code == 2

@@ -191,7 +191,7 @@ def test_a_port_in_use_is_reported_in_one_sentence(tmp_path: Path) -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask, "processes started from now on would ignore SIGTERM"
     assert result.stderr == (
         f"{path}: 127.0.0.1:{port} is in use, perhaps by another wattwatch. "
-        "Stop it, or set another address in watcher.listen\n"
+        "Stop that process, or set another address in watcher.listen\n"
     )
 
 

@@ -119,7 +119,8 @@ def test_triage_judges_the_last_log_and_says_which_it_is(shell: Shell, tmp_path:
     assert said["source"] == f"{path}: run.log part 2"
     assert said["state"] == "compute"
     assert (
-        "This is about log 2 of 2 in this input, which begins where there are no samples for 2 h 29 min" in said["why"]
+        "The verdict is about log 2 of 2 in this input. This log begins where there are no samples for 2 h 29 min"
+        in said["why"]
     )
 
 
@@ -145,7 +146,7 @@ def test_a_node_of_a_job_is_what_its_file_holds_last(shell: Shell, tmp_path: Pat
     (said,) = shell.run("triage", "--json", "--job", one, other).json
     assert len(said["gpus"]) == 2
     assert said["state"] == "compute"
-    assert "This is about log 2 of 2 in this input" in said["why"]
+    assert "The verdict is about log 2 of 2 in this input" in said["why"]
 
 
 def test_undated_logs_in_one_file_are_not_joined_into_one_job(shell: Shell) -> None:

@@ -48,6 +48,9 @@ class RankWait:
     collective: str  # as "gloo:barrier"
     place: str  # innermost frames of the trainer on its stack; "" if there are none
 
+    def __str__(self) -> str:
+        return f"rank {self.rank} in {self.collective} (sequence number {self.slot} of group {self.group})"
+
 
 def query_worker(socket_path: Path, handler: str) -> bytes:
     """The answer of a worker server to one request. Raises httpx.HTTPError or OSError."""
@@ -301,7 +304,7 @@ class RealDemoRun:
         if split is None or len(waits) != self._job.shape.world:
             raise ExpectationFailed(
                 f"expected {self._job.shape.world} ranks with different collectives at the same sequence number of one "
-                f"group, but the flight recorders show {waits}"
+                f"group, but the flight recorders show: {'; '.join(map(str, waits)) or 'no collective'}"
             )
         self._note("recorded", f"flight recorders: group {split.group}, sequence number {split.slot:,}:")
         for collective, ranks in split.ranks.items():
@@ -310,7 +313,8 @@ class RealDemoRun:
         alone = [ranks for collective, ranks in split.ranks.items() if "barrier" in collective]
         if alone != [(self._shortest,)]:
             self.outcome.problems.append(
-                f"expected only rank {self._shortest} in a barrier, but the flight recorders show {dict(split.ranks)}"
+                f"expected only rank {self._shortest} in a barrier, but the flight recorders show: "
+                + "; ".join(f"{name_ranks(ranks)} in {collective}" for collective, ranks in split.ranks.items())
             )
 
     def _wait_of(self, rank: int) -> RankWait | None:
