@@ -78,7 +78,7 @@ DRIVER_GONE_PATTERN: Final = re.compile("cannot reach the NVIDIA driver|driver i
 RANK_WORD: Final = re.compile(r"\b[Rr]ank(s?)\b")
 NOT_THE_FIRST_NODE: Final = (
     "If this host is not the first node of its job, its GPU 0 is not rank 0 and does not save checkpoints; in that "
-    "case the job hangs. For a verdict on the job, give the output of every node with --job."
+    "case the job hangs. For a verdict on the job, give the output of each of its nodes with --job."
 )
 
 
