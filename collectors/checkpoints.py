@@ -22,9 +22,12 @@ from importlib import resources
 from typing import Any, Final
 
 from wattwatch.collectors.probe.node_probe import (
+    EMPTY,
     NO_END,
     NO_HEADER,
+    NOT_SHOWN,
     WEIGHTS,
+    WRONG_LENGTH,
     list_checkpoints,
 )
 from wattwatch.collectors.samples import CheckpointEntry, CheckpointSample
@@ -96,6 +99,7 @@ class CheckpointLayout:
     quiet_seconds: float = 0.0
     trap: str = ""
     beside: tuple[str, ...] = ()
+    last: tuple[re.Pattern[str], ...] = ()
 
 
 def parse_folder(folder: Mapping[str, Any]) -> CheckpointFolder:
@@ -150,14 +154,15 @@ def read_checkpoints(
 ) -> CheckpointSample:
     """The checkpoints in `listing`, oldest first. `ages_seconds`: entry name -> seconds since it changed."""
     layouts = identify_layouts(listing)
+    most_last: dict[int, int] = defaultdict(int)  # per layout: most of the files written last in one folder
+    for name, layout in layouts.items():
+        if layout is not None and layout.last:
+            most_last[id(layout)] = max(most_last[id(layout)], count_last(layout, listing.folders[name]))
     entries = [
-        classify_folder(layout, name, listing.folders[name], listing, ages_seconds.get(name))
+        classify_folder(layout, name, listing.folders[name], listing, ages_seconds.get(name), most_last[id(layout)])
         for name, layout in layouts.items()
     ]
-    for name, file in listing.root.items():
-        entry = classify_single_file(name, file, listing, ages_seconds.get(name))
-        if entry is not None:
-            entries.append(entry)
+    entries += classify_single_files(listing, ages_seconds, may_be_any=not any(layouts.values()))
     # By step, not by time: copying or touching a directory changes times. Names without a step come first.
     entries.sort(key=lambda entry: (-1 if entry.step is None else entry.step, -(entry.age_seconds or 0.0)))
     return CheckpointSample(directory, tuple(entries), listing_age_seconds, listing.error)
@@ -211,9 +216,10 @@ def classify_folder(
     folder: CheckpointFolder,
     listing: CheckpointListing,
     age_seconds: float | None,
+    most_last: int,
 ) -> CheckpointEntry:
     step = step_from_name(layout, name)
-    complete, why = judge_folder(layout, name, step, folder, listing, age_seconds)
+    complete, why = judge_folder(layout, name, step, folder, listing, age_seconds, most_last)
     if layout is None:
         text = f"layout not recognized: {why}"
     else:
@@ -228,6 +234,7 @@ def judge_folder(
     folder: CheckpointFolder,
     listing: CheckpointListing,
     age_seconds: float | None,
+    most_last: int,
 ) -> tuple[bool | None, str]:
     """Whether it is complete, and why. The order of the checks matters for the message only: the most telling first."""
     if folder.error is not None:
@@ -263,6 +270,18 @@ def judge_folder(
     pointed, pointer = check_pointer(layout, name, step, listing) if layout.pointers else (False, "")
     if layout.pointers and not pointed and not layout.quiet_seconds:
         return False, pointer
+    if layout.last and not pointed and folder.lists_all:
+        written = count_last(layout, folder)
+        if not written:
+            expected = " or ".join(pattern.pattern for pattern in layout.last)
+            return False, f"no file that is written last ({expected}) exists yet"
+        if written < most_last:
+            return None, (
+                f"{written} of the files that are written last exist, and another checkpoint has {most_last}: whether "
+                "more will follow is not known"
+            )
+    if layout.pointers and not pointed and any(each in listing.root for each in layout.pointers):
+        return None, f"{pointer}, so it is not known whether the save has finished"
     if not pointed and layout.quiet_seconds and (age_seconds is None or age_seconds < layout.quiet_seconds):
         quiet_seconds = 0.0 if age_seconds is None else age_seconds
         return None, (
@@ -270,6 +289,10 @@ def judge_folder(
             f"after {layout.quiet_seconds:.0f} s without a change"
         )
     return True, describe_completion(layout, folder, pointer if pointed else "", age_seconds)
+
+
+def count_last(layout: CheckpointLayout, folder: CheckpointFolder) -> int:
+    return sum(any(pattern.search(name) for pattern in layout.last) for name in folder.sizes)
 
 
 def describe_completion(
@@ -372,29 +395,94 @@ def check_pointer(
     return False, f"the pointer file {' or '.join(layout.pointers)} does not exist yet"
 
 
-def classify_single_file(
-    name: str, file: RootFile, listing: CheckpointListing, age_seconds: float | None
-) -> CheckpointEntry | None:
-    """A checkpoint that is a single file: Lightning's .ckpt, Composer's rank files."""
-    if file.kind != "file":
-        return None
-    for layout in LAYOUTS:
-        if layout.single_file and layout.name.search(name):
-            step = step_from_name(layout, name)
-            complete, why = check_pointer(layout, name, step, listing) if layout.pointers else (True, "")
-            if name in listing.damaged:
-                complete, why = False, describe_damaged_file(name, listing.damaged[name], file.bytes)
-            elif complete:
-                why = describe_completion(layout, None, why, age_seconds)
-            return CheckpointEntry(name, step, complete, file.bytes, age_seconds, f"{layout.framework} layout: {why}")
-    return None
+def classify_single_files(
+    listing: CheckpointListing, ages_seconds: Mapping[str, float], may_be_any: bool
+) -> list[CheckpointEntry]:
+    """Checkpoints that are single files. Where folders are checkpoints, and in a directory that is itself one, only
+    files of a known layout count: the others belong to those."""
+    files = {name: file for name, file in listing.root.items() if file.kind == "file"}
+    own = {
+        name: next((each for each in LAYOUTS if each.single_file and each.name.search(name)), None) for name in files
+    }
+    may_be_any = may_be_any and not any(own.values()) and not any(PART.search(name) for name in files)
+    shards: dict[tuple[str, str], list[str]] = defaultdict(list)
+    entries = []
+    for name, file in files.items():
+        layout = own[name]
+        shard = SHARD.search(name)
+        if layout is None and shard is not None:
+            shards[name[: shard.start()], shard["suffix"]].append(name)
+        elif layout is not None or (may_be_any and SINGLE_FILE.search(name) and not NO_CHECKPOINT.search(name)):
+            step, trap = (step_from_name(layout, name), "") if layout is not None else step_from_file_name(name)
+            complete, why = judge_single_file(layout, name, step, file, listing)
+            framework = "single file" if layout is None else f"{layout.framework} layout"
+            text = f"{framework}: {why}{trap}"
+            entries.append(CheckpointEntry(name, step, complete, file.bytes, ages_seconds.get(name), text))
+    most = max(map(len, shards.values()), default=0)
+    for (stem, suffix), names in shards.items():
+        complete, why = judge_shards(names, most if len(shards) > 1 else None, listing)
+        newest = [ages_seconds[name] for name in names if name in ages_seconds]
+        step, trap = step_from_file_name(stem + suffix)
+        size = sum(files[name].bytes for name in names)
+        text = f"file shards: {why}{trap}"
+        entries.append(CheckpointEntry(stem + suffix, step, complete, size, min(newest, default=None), text))
+    return entries
+
+
+def judge_single_file(
+    layout: CheckpointLayout | None, name: str, step: int | None, file: RootFile, listing: CheckpointListing
+) -> tuple[bool | None, str]:
+    if STAGING.search(name):
+        return False, "the save has not finished: the file still has a temporary name"
+    code = listing.damaged.get(name)
+    if code is not None and code != NOT_SHOWN:
+        return False, describe_damaged_file(name, code, file.bytes)
+    if layout is not None and layout.pointers:
+        pointed, pointer = check_pointer(layout, name, step, listing)
+        return (True, describe_completion(layout, None, pointer, None)) if pointed else (False, pointer)
+    if code == NOT_SHOWN:
+        return None, f"{DAMAGE[code]} ({file.bytes:,} bytes)"
+    return True, "the file has the length that its header says" if name.endswith(".safetensors") else (
+        "the file is whole: the end of its archive exists"
+    )
+
+
+def judge_shards(names: Sequence[str], most: int | None, listing: CheckpointListing) -> tuple[bool | None, str]:
+    """Files that each rank wrote. Their names do not say how many there must be: other checkpoints do."""
+    for name in names:
+        if STAGING.search(name):
+            return False, f"{name} still has a temporary name"
+        code = listing.damaged.get(name)
+        if code is not None and code != NOT_SHOWN:
+            return False, describe_damaged_file(name, code, listing.root[name].bytes)
+    if most is None:
+        return None, f"{len(names)} exist, and there is no other checkpoint that shows how many there must be"
+    if len(names) < most:
+        return False, f"{len(names)} exist, and another checkpoint has {most}"
+    if any(listing.damaged.get(name) == NOT_SHOWN for name in names):
+        return None, f"all {len(names)} exist; {DAMAGE[NOT_SHOWN]}"
+    return True, f"all {len(names)} exist, as many as in the other checkpoints, and each is whole"
+
+
+def step_from_file_name(name: str) -> tuple[int | None, str]:
+    """The step in the name of a single file, and what else there is to say of the number."""
+    for pattern in STEP_IN_FILE_NAME:
+        found = pattern.search(name)
+        if found is not None:
+            return int(found["step"]), ""
+    found = EPOCH_IN_FILE_NAME.search(name)
+    return (
+        (None, "")
+        if found is None
+        else (int(found[found.lastindex or 0]), "; the number in the file name counts epochs")
+    )
 
 
 def step_from_name(layout: CheckpointLayout | None, name: str) -> int | None:
     """The number in the name; of an unrecognized layout, the same for every layout whose name matches."""
     for each in LAYOUTS if layout is None else (layout,):
         found = each.name.search(name)
-        if found is not None and found["step"]:
+        if found is not None and found.groupdict().get("step"):
             return int(found["step"])
     return None
 
@@ -416,12 +504,34 @@ def _load_layouts() -> tuple[CheckpointLayout, ...]:
             float(entry.get("quiet_seconds", 0)),
             entry.get("trap", ""),
             tuple(entry.get("beside", [])),
+            tuple(re.compile(pattern, re.MULTILINE) for pattern in entry.get("last", [])),
         )
         for entry in entries
     )
 
 
-STAGING: Final = re.compile(r"\.(?:tmp|staging|partial)(?:[-.]|$)|\.tmp-|\.orbax-checkpoint-tmp|^tmp_")
+STAGING: Final = re.compile(r"\.(?:tmp|staging|partial)(?:[-.]|$)|\.tmp-|\.orbax-checkpoint-tmp|^tmp[_.]")
+# A checkpoint that is one file; a temporary name may follow.
+SINGLE_FILE: Final = re.compile(r"\.(?:pt|pth|pth\.tar|ckpt|safetensors|keras|h5)(?:\.tmp.*)?$")
+# Written beside checkpoints, or one part of a checkpoint.
+NO_CHECKPOINT: Final = re.compile(
+    r"^(?:optim|sched|lr_sched|rng|random_states|training_args|scaler|sampler|latest_train_state|vocab|tokenizer)|-of-\d"
+)
+# Such a file shows that the directory is itself a checkpoint, not a directory of checkpoints.
+PART: Final = re.compile(
+    r"^(?:\.metadata|COMPLETE\.json|trainer_state\.json|training_args\.bin|model_config\.json|CKPT\.yaml)$"
+    r"|\.index\.json$|-of-\d+\.|\.distcp$|^hyperparameters\.yaml$|_states\.pt$|^random_states_"
+)
+# fairseq, metaseq: checkpoint_1_500-shard3.pt, checkpoint_500-model_part-2-shard0.pt.
+SHARD: Final = re.compile(r"(?:-model_part-\d+)?-shard\d+(?P<suffix>\.pt)(?:\.tmp)?$")
+STEP_IN_FILE_NAME: Final = (
+    re.compile(r"(?i)(?<![a-z])(?:(?:global|train)?[-_]?step|iter|iteration|update|batch)s?[-_=]?(?P<step>\d+)"),
+    re.compile(r"^checkpoint_\d+_(?P<step>\d+)(?=\.)"),  # fairseq: epoch, then update
+    re.compile(r"^(?:checkpoint[-_]|model_|ckpt[-_])(?P<step>\d+)(?=\.(?!pth\.tar))"),
+)
+EPOCH_IN_FILE_NAME: Final = re.compile(
+    r"(?i)(?<![a-z])(?:checkpoint_)?(?:epoch|ep)[-_=]?(?P<step>\d+)|^checkpoint-?(?P<fairseq>\d+)\.|^(?P<espnet>\d+)epoch\."
+)
 # "model-00001-of-00014.safetensors", "model_world_size_4_rank_0.pt".
 NUMBERED: Final = re.compile(
     r"(?<!\d)(?P<number>\d{2,})-of-(?P<total>\d{2,})(?!\d)|world_size_(?P<world>\d+)_rank_(?P<rank>\d+)(?!\d)"
@@ -430,6 +540,9 @@ NUMBERED: Final = re.compile(
 SHARED_FILE: Final = re.compile(r"shard-\d+-")
 DAMAGE: Final = {
     NO_HEADER: "it does not begin with a safetensors header",
+    EMPTY: "it is empty",
+    WRONG_LENGTH: "it is not as long as its header says",
+    NOT_SHOWN: "the format of the file does not show whether it is whole",
     NO_END: "it begins like a zip archive from torch.save, but the end of the archive is missing",
 }
 LAYOUTS: Final = _load_layouts()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import heapq
 import json
 import os
 import re
@@ -749,11 +750,24 @@ MAX_HEADER_BYTES = 4 * 1024 * 1024
 SAFETENSORS_MAX_HEADER_BYTES = 100_000_000  # the library reads none that is longer
 MAX_ARCHIVES = 256  # of a checkpoint, whose ends are read
 MAX_REMEMBERED_FILES = 8192
-NO_HEADER, NO_END = 1, 2  # what is wrong with a file: the codes of `bad` in the line
+MANY_ENTRIES = 512  # of a directory with more, only the newest and some of the others are looked at again
+MAX_REMEMBERED_FOLDERS = 1024
+LOOKS = 16  # after so many, all of them were
+ONE_FILE = (".pt", ".pth", ".ckpt", ".safetensors", ".pth.tar", ".keras", ".h5")
+NO_HEADER, NO_END, EMPTY, WRONG_LENGTH, NOT_SHOWN = (
+    1,
+    2,
+    3,
+    4,
+    5,
+)  # what is wrong with a file: the codes of `bad` in the line
 WEIGHTS = (".safetensors", ".distcp", ".pt", ".pth", ".bin", ".pkl", ".ckpt")
 ARCHIVES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")  # what torch.save writes is a zip archive since torch 1.6
 _headers: dict[tuple[str, int], tuple[int, int]] = {}  # (path, inode) -> stated length, last size
 _whole_archives: set[tuple[str, int, int, float]] = set()  # path, inode, size, time of the last change
+_listings: dict[str, DirectoryListing] = {}
+_scans: dict[str, dict[str, Any]] = {}  # folder -> what was found in it at the last look
+_large: set[str] = set()  # folders with so many files that not all of them are read again each time
 
 
 class BadHeaderError(ValueError):
@@ -816,12 +830,80 @@ def archive_lacks_end(path: str, status: os.stat_result) -> bool:
     return False
 
 
+def file_problem(path: str, status: os.stat_result) -> int:
+    """What is wrong with a checkpoint that is one file: a code, 0 if its content shows that it is whole."""
+    if status.st_size == 0:
+        return EMPTY
+    try:
+        if path.endswith(".safetensors"):
+            stated = safetensors_bytes(path, status.st_ino, status.st_size)
+            return NOT_SHOWN if stated is None else 0 if stated == status.st_size else WRONG_LENGTH
+        if archive_lacks_end(path, status):
+            return NO_END
+        with open(path, "rb", buffering=0) as file:
+            return 0 if file.read(4) == b"PK\x03\x04" else NOT_SHOWN
+    except BadHeaderError:
+        return NO_HEADER
+    except OSError:
+        return NOT_SHOWN
+
+
 def index_files(path: str) -> list[str]:
     """Names of the files that a model.safetensors.index.json refers to."""
     with open(path, "rb") as file:
         return sorted(
             {encodable_text(str(name)) for name in json.loads(file.read(2 * MAX_HEADER_BYTES))["weight_map"].values()}
         )
+
+
+class DirectoryListing:
+    """What is in a directory. Where there are many entries, only new names, folders, the newest files, and in turn some
+    of the others are looked at again: what is being written is new or among the newest."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.statuses: dict[str, os.stat_result] = {}
+        self.changed = True  # in the last look
+        self._again: set[str] = set()
+        self.turn = 0
+
+    def look(self) -> None:
+        known, found = self.statuses, {}
+        names = os.listdir(self.path)
+        again, self.turn = self._again.union(names[self.turn % LOOKS :: LOOKS]), self.turn + 1
+        few = len(names) <= MANY_ENTRIES
+        self.changed = len(names) != len(known)
+        for name in names:
+            status = known.get(name)
+            if status is None or few or name in again:
+                try:
+                    now = os.lstat(self.path + "/" + name)
+                except FileNotFoundError:
+                    continue  # renamed or deleted in the meantime
+                if status is None or identity(now) != identity(status):
+                    status, self.changed = now, True
+            found[name] = status
+        self.statuses = found
+        if self.changed and not few:
+            self._again = {name for name, status in found.items() if stat.S_ISDIR(status.st_mode)}
+            self._again.update(heapq.nlargest(MAX_FILES, found, key=lambda name: found[name].st_mtime))
+
+
+def identity(status: os.stat_result) -> tuple[float, int, int]:
+    return status.st_mtime, status.st_size, status.st_ino
+
+
+def directory_listing(path: str) -> DirectoryListing:
+    """A new look at the directory."""
+    if len(_listings) > MAX_REMEMBERED_FOLDERS:
+        _listings.clear()
+    listing = _listings.setdefault(path, DirectoryListing(path))
+    try:
+        listing.look()
+    except OSError:
+        _listings.pop(path, None)
+        raise
+    return listing
 
 
 def scan_entry(path: str) -> dict[str, Any]:
@@ -834,46 +916,60 @@ def scan_entry(path: str) -> dict[str, Any]:
     bad: dict[str, int] = {}
     checked = archives = 0
     left = [(path, "", 0)]
+    looked: list[tuple[DirectoryListing, str, int]] = []
+    changed = False
     while left and count < MAX_SCANNED_FILES:
         folder, prefix, depth = left.pop()
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                status = entry.stat(follow_symlinks=False)
-                newest = max(newest, status.st_mtime)
-                name = prefix + encodable_text(entry.name)
-                if entry.is_dir(follow_symlinks=False):
-                    if depth < 3:
-                        left.append((entry.path, name + "/", depth + 1))
-                    continue
-                total, count = total + status.st_size, count + 1
-                weights = 0 if not name.endswith(WEIGHTS) else 1 if status.st_size <= 65536 else 2
-                files.append((weights, depth, name, status.st_size))
-                if not stat.S_ISREG(status.st_mode):
-                    continue
-                try:
-                    if name.endswith(".safetensors"):
-                        stated = safetensors_bytes(entry.path, status.st_ino, status.st_size)
-                        if stated is not None and stated != status.st_size:
-                            short[name] = stated
-                        checked += stated == status.st_size
-                    elif name.endswith(ARCHIVES) and archives < MAX_ARCHIVES:
-                        archives += 1
-                        if archive_lacks_end(entry.path, status):
-                            bad[name] = NO_END
-                    elif name.endswith(".safetensors.index.json"):
-                        indexes[name] = index_files(entry.path)
-                except BadHeaderError:
-                    bad[name] = NO_HEADER
-                except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-                    pass  # being written: its size and age show that
-    listed = [[name, size] for _, _, name, size in sorted(files)[:MAX_FILES]]
+        listing = directory_listing(folder)
+        changed = changed or listing.changed
+        looked.append((listing, prefix, depth))
+        left += [
+            (folder + "/" + name, prefix + encodable_text(name) + "/", depth + 1)
+            for name, status in listing.statuses.items()
+            if stat.S_ISDIR(status.st_mode) and depth < 3
+        ]
+        count += len(listing.statuses)
+    if not changed and path in _scans:
+        return _scans[path]
+    count = 0
+    for listing, prefix, depth in looked:
+        for base, status in listing.statuses.items():
+            newest = max(newest, status.st_mtime)
+            if stat.S_ISDIR(status.st_mode):
+                continue
+            name = prefix + encodable_text(base)
+            total, count = total + status.st_size, count + 1
+            weights = 0 if not name.endswith(WEIGHTS) else 1 if status.st_size <= 65536 else 2
+            files.append((weights, depth, name, status.st_size))
+            if not stat.S_ISREG(status.st_mode):
+                continue
+            try:
+                if name.endswith(".safetensors"):
+                    stated = safetensors_bytes(listing.path + "/" + base, status.st_ino, status.st_size)
+                    if stated is not None and stated != status.st_size:
+                        short[name] = stated
+                    checked += stated == status.st_size
+                elif name.endswith(ARCHIVES) and archives < MAX_ARCHIVES:
+                    archives += 1
+                    if archive_lacks_end(listing.path + "/" + base, status):
+                        bad[name] = NO_END
+                elif name.endswith(".safetensors.index.json"):
+                    indexes[name] = index_files(listing.path + "/" + base)
+            except BadHeaderError:
+                bad[name] = NO_HEADER
+            except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+                pass  # being written: its size and age show that
+    listed = [[name, size] for _, _, name, size in heapq.nsmallest(MAX_FILES, files)]
     facts: dict[str, Any] = {"bytes": total, "count": count, "mtime": round(newest, 3), "files": listed}
     if indexes and not left:  # else a file that was not seen may exist
         known = {name for _, _, name, _ in files}
         facts["index"] = {index: missing_files(index, names, known) for index, names in indexes.items()}
         facts["named"] = {index: len(names) for index, names in indexes.items()}
     more = {"short": short, "bad": bad, "checked": checked, "cut": bool(left)}
-    return {**facts, **{key: value for key, value in more.items() if value}}
+    if len(_scans) > MAX_REMEMBERED_FOLDERS:
+        _scans.clear()
+    _scans[path] = {**facts, **{key: value for key, value in more.items() if value}}
+    return _scans[path]
 
 
 def missing_files(index: str, names: list[str], known: set[str]) -> list[str]:
@@ -882,44 +978,61 @@ def missing_files(index: str, names: list[str], known: set[str]) -> list[str]:
     return [name for name in names if (folder + "/" + name if folder else name) not in known][:MAX_FILES]
 
 
-def list_checkpoints(directory: str, previous: dict[str, Any] | None = None) -> dict[str, Any]:
+def list_root_file(path: str, name: str, root: dict[str, list[Any]], bad: dict[str, int]) -> None:
+    """A link, or a file beside the folders: its size, its text if it is short, and what is wrong with its content."""
+    status = os.lstat(path)
+    changed = round(status.st_mtime, 3)
+    if stat.S_ISLNK(status.st_mode):
+        root[name] = ["link", 0, changed, encodable_text(os.readlink(path))]
+    elif stat.S_ISREG(status.st_mode):
+        root[name] = ["file", status.st_size, changed, ""]
+        if name.endswith(ONE_FILE):
+            problem = file_problem(path, status)
+            if problem:
+                bad[name] = problem
+        elif status.st_size <= MAX_SMALL_FILE_BYTES:
+            root[name][3] = read_text(path, MAX_SMALL_FILE_BYTES) or ""
+
+
+def list_checkpoints(directory: str, previous: dict[str, Any] | None = None, full: bool = False) -> dict[str, Any]:
     """{"error", "root": {name: [kind, size, mtime, text]}, "bad": {name: code}, "entries": {name: facts}}.
 
     The newest MAX_CHECKPOINTS folders, and the files beside them. `previous`: the last listing, of which only the
-    newest three entries are scanned again: older checkpoints do not change, and a scan may cost a file server much.
+    newest three entries are scanned again unless `full`: older checkpoints do not change, and a scan may cost a file
+    server much.
     """
     root: dict[str, list[Any]] = {}
     bad: dict[str, int] = {}
     folders: list[tuple[float, str]] = []
+    files: list[tuple[float, str]] = []  # small ones may be pointers: many large ones must not push them out
+    checkpoints: list[tuple[float, str]] = []
     try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                    name = encodable_text(entry.name)
-                    if entry.is_symlink():
-                        root[name] = ["link", 0, round(status.st_mtime, 3), encodable_text(os.readlink(entry.path))]
-                    elif entry.is_dir(follow_symlinks=False):
-                        folders.append((status.st_mtime, entry.name))
-                    elif len(root) < MAX_FILES and stat.S_ISREG(status.st_mode):  # opening a FIFO would block for ever
-                        small = status.st_size <= MAX_SMALL_FILE_BYTES and read_text(entry.path, MAX_SMALL_FILE_BYTES)
-                        root[name] = ["file", status.st_size, round(status.st_mtime, 3), small or ""]
-                        with contextlib.suppress(PermissionError):
-                            if name.endswith(ARCHIVES) and archive_lacks_end(entry.path, status):
-                                bad[name] = NO_END
-                except FileNotFoundError:
-                    continue  # renamed or deleted in the meantime
+        listing = directory_listing(directory)
+        for name, status in listing.statuses.items():
+            mode = status.st_mode
+            if stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # opening a FIFO would block for ever
+                (checkpoints if name.endswith(ONE_FILE) else files).append((status.st_mtime, name))
+            elif stat.S_ISDIR(mode):
+                folders.append((status.st_mtime, name))
+        for _, name in heapq.nlargest(MAX_FILES // 2, files) + heapq.nlargest(MAX_FILES // 2, checkpoints):
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                list_root_file(os.path.join(directory, name), encodable_text(name), root, bad)
     except OSError as error:
         return {"error": os.strerror(error.errno or 0), "root": {}, "bad": {}, "entries": {}}
     known = (previous or {}).get("entries", {})
     facts: dict[str, Any] = {}
-    for age, (_, folder) in enumerate(sorted(folders, reverse=True)[:MAX_CHECKPOINTS]):
-        name = encodable_text(folder)
-        if age >= 3 and name in known:
+    listed = heapq.nlargest(MAX_CHECKPOINTS, folders)
+    large = [folder for _, folder in listed if os.path.join(directory, folder) in _large]
+    turn = listing.turn
+    for age, (_, folder) in enumerate(listed):
+        name, path = encodable_text(folder), os.path.join(directory, folder)
+        waits = folder in large and folder != large[turn % len(large)]  # a large one in each look
+        if name in known and (waits or (age >= 3 and not full)):
             facts[name] = known[name]
             continue
         try:
-            facts[name] = scan_entry(os.path.join(directory, folder))
+            facts[name] = scan_entry(path)
+            (_large.add if facts[name]["count"] > MAX_SCANNED_FILES // 4 else _large.discard)(path)
         except OSError as error:
             if error.errno != errno.ENOENT:
                 facts[name] = {"error": os.strerror(error.errno or 0), "bytes": 0, "count": 0, "mtime": 0, "files": []}
@@ -942,7 +1055,7 @@ class CheckpointCollector:
         full = now >= self.full_due
         if full:
             self.full_due = now + 60.0
-        listing = list_checkpoints(self.directory, None if full else before)
+        listing = list_checkpoints(self.directory, before, full)
         self.listed_at = now
         if before is not None and listing == before:
             return

@@ -53,6 +53,8 @@ def lay_out(layout: dict[str, Any], root: Path, complete: bool) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         if text.startswith("-> "):
             (root / name).symlink_to(text[3:])
+        elif name.endswith((".pt", ".ckpt")):
+            write(root, name)
         else:
             (root / name).write_text(text)
     return root
@@ -383,3 +385,120 @@ def test_the_command_takes_the_checkpoints_of_a_run_directory(tmp_path: Path) ->
     ours(tmp_path / "checkpoints", 1000)
     result = CliRunner().invoke(checkpoints_command, [str(tmp_path), "--json"])
     assert (result.exit_code, [entry["name"] for entry in json.loads(result.stdout)]) == (0, ["step-00000500"])
+
+
+TREES = json.loads((Path(__file__).parent.parent / "data" / "checkpoints" / "trees.json").read_text())
+
+
+@pytest.mark.parametrize("tree", TREES, ids=[tree["case"] for tree in TREES])
+def test_checkpoints_of_any_trainer(tree: dict[str, Any], tmp_path: Path) -> None:
+    """`says`: name -> step, and whether it is complete 30 s and 600 s after the last change."""
+    for name, content in tree["files"].items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content.startswith("-> "):
+            path.symlink_to(content[3:])
+        elif content.endswith(" archive"):
+            write(tmp_path, name) if name.endswith((".pt", ".pth", ".pkl", ".ckpt")) else write_archive(path)
+            if content == "cut archive":
+                path.write_bytes(path.read_bytes()[:300])
+        else:
+            path.write_text(content)
+    soon, later = entries(tmp_path, 30.0), entries(tmp_path, 600.0)
+    said = {entry.name: [entry.step, entry.complete] for entry in soon}
+    for entry in later:
+        said[entry.name].append(entry.complete)
+    assert said == tree["says"]
+
+
+def write_archive(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data", b"x" * 500)
+
+
+def test_shards_are_whole_when_as_many_exist_as_of_the_other_checkpoints(tmp_path: Path) -> None:
+    write(tmp_path, *(f"checkpoint_1_500-shard{rank}.pt" for rank in range(4)))
+    (only,) = entries(tmp_path, 600.0)
+    assert (only.name, only.step, only.complete) == ("checkpoint_1_500.pt", 500, None)
+    write(tmp_path, *(f"checkpoint_2_900-shard{rank}.pt" for rank in range(3)))
+    assert [(entry.step, entry.complete) for entry in entries(tmp_path, 600.0)] == [(500, True), (900, False)]
+    write(tmp_path, "checkpoint_2_900-shard3.pt")
+    assert [(entry.step, entry.complete) for entry in entries(tmp_path, 600.0)] == [(500, True), (900, True)]
+    path = tmp_path / "checkpoint_2_900-shard1.pt"
+    path.write_bytes(path.read_bytes()[:200])
+    assert [(entry.step, entry.complete) for entry in entries(tmp_path, 600.0)] == [(500, True), (900, False)]
+
+
+def test_model_parts_of_metaseq_are_one_checkpoint(tmp_path: Path) -> None:
+    for step in (100, 200):
+        write(tmp_path, *(f"checkpoint_{step}-model_part-{part}-shard{rank}.pt" for part in (0, 1) for rank in (0, 1)))
+    assert [(entry.name, entry.step, entry.complete) for entry in entries(tmp_path)] == [
+        ("checkpoint_100.pt", 100, True), ("checkpoint_200.pt", 200, True),
+    ]  # fmt: skip
+
+
+def test_silence_does_not_complete_what_lacks_the_files_that_are_written_last(tmp_path: Path) -> None:
+    write(tmp_path / "checkpoint_0", "model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl")
+    write(tmp_path / "checkpoint_1", "model.safetensors", "optimizer.bin")
+    age(tmp_path, 600.0)
+    assert [entry.complete for entry in entries(tmp_path)] == [True, False]
+    write(tmp_path / "checkpoint_1", "random_states_0.pkl")
+    age(tmp_path, 600.0)
+    (_, torn) = entries(tmp_path)
+    assert (torn.complete, "another checkpoint has 2" in torn.why) == (None, True)
+
+
+def test_silence_does_not_complete_what_the_pointer_does_not_refer_to(tmp_path: Path) -> None:
+    write(tmp_path / "global_step_100", "actor/model_world_size_1_rank_0.pt", "data.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("50")
+    age(tmp_path, 600.0)
+    assert [entry.complete for entry in entries(tmp_path)] == [None]
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    assert [entry.complete for entry in entries(tmp_path)] == [True]
+
+
+def test_a_checkpoint_of_megatron_bridge_needs_its_metadata(tmp_path: Path) -> None:
+    write(tmp_path / "iter_0000500", "run_config.yaml", "train_state.pt", "common.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("500")
+    assert [(entry.step, entry.complete) for entry in entries(tmp_path, 600.0)] == [(500, False)]
+    write(tmp_path / "iter_0000500", ".metadata", "__0_0.distcp")
+    assert [(entry.step, entry.complete) for entry in entries(tmp_path, 600.0)] == [(500, True)]
+
+
+@pytest.mark.parametrize(
+    ("content", "complete"),
+    [(b"", False), (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8" * 9, None), (b"PK\x03\x04abc", False)],
+)
+def test_a_single_file_is_judged_by_its_content_not_by_silence(
+    content: bytes, complete: bool | None, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint-500.pt").write_bytes(content)
+    assert [(entry.step, entry.complete) for entry in entries(tmp_path, 6000.0)] == [(500, complete)]
+
+
+@pytest.mark.parametrize(("written", "complete"), [(100, True), (60, False), (140, False)])
+def test_a_single_safetensors_file_has_the_length_in_its_header(written: int, complete: bool, tmp_path: Path) -> None:
+    safetensors(tmp_path / "lora-step00000500.safetensors", 100, written)
+    assert [(entry.step, entry.complete) for entry in entries(tmp_path, 6000.0)] == [(500, complete)]
+
+
+def test_files_beside_checkpoints_and_parts_of_one_are_no_checkpoints(tmp_path: Path) -> None:
+    write(tmp_path, "optimizer.pt", "rng_state_0.pth", "training_args.pt")
+    assert entries(tmp_path) == ()
+    write(tmp_path, "trainer_state.json", "model.safetensors", "pytorch_model.pt")
+    assert entries(tmp_path) == ()
+
+
+def test_the_newest_of_many_files_are_listed_and_a_change_is_seen(tmp_path: Path) -> None:
+    """Not every file is looked at again in each look: new ones and those that were written last are."""
+    for number in range(700):
+        (tmp_path / f"step-{number}.pt").touch()
+        os.utime(tmp_path / f"step-{number}.pt", (1e9 + number, 1e9 + number))
+    assert [entry.complete for entry in entries(tmp_path)] == [False] * 48
+    write(tmp_path, "step-699.pt", "step-800.pt")
+    assert [(each.step, each.complete) for each in entries(tmp_path)][-2:] == [(699, True), (800, True)]
+    write(tmp_path, "step-3.pt")
+    seen = [{entry.step for entry in entries(tmp_path) if entry.complete} for _ in range(16)]
+    assert 3 in seen[-1]
+    (tmp_path / "step-800.pt").unlink()
+    assert 800 not in {entry.step for entry in entries(tmp_path)}
