@@ -334,7 +334,8 @@ class HangDetector:
         rate = f", and a step usually takes {usual:.1f} s" if usual is not None else ""
         has_signature = bool(self._suspects) or self._signature.since is not None
         evidence = [
-            f"no step for {stalled:.0f} s (last step {observation.sample.progress.step:,}); "
+            f"no step for {stalled:.0f} s (last step {observation.sample.progress.step:,}"
+            f"{observation.sample.progress.guess_note}); "
             f"the limit is {exceeded:.0f} s{rate}",
             self._signature_text if has_signature and observation.sample.gpus else observation.verdict.why,
         ]

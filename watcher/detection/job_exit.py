@@ -303,7 +303,7 @@ def crash_finding(
     progress = observation.sample.progress
     if progress.step is not None:
         total = "" if progress.total_steps is None else f" of {progress.total_steps:,}"
-        evidence.append(f"last step {progress.step:,}{total}")
+        evidence.append(f"last step {progress.step:,}{total}{progress.guess_note}")
     kind = ALERT_KINDS[AlertName.JOB_CRASHED]
     return Finding(
         job=observation.spec.name,
@@ -330,7 +330,7 @@ def completion_finding(
 ) -> Finding:
     """The job is done. `exited`: how many of its processes were seen and are gone."""
     step = observation.sample.progress.step
-    evidence = [] if step is None else [f"last step {step:,}"]
+    evidence = [] if step is None else [f"last step {step:,}{observation.sample.progress.guess_note}"]
     if exited:
         evidence.append("its only process has exited" if exited == 1 else f"all {exited} processes have exited")
     if newest is not None:

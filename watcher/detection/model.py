@@ -208,6 +208,11 @@ class JobProgress:
         return self.step is not None
 
     @property
+    def guess_note(self) -> str:
+        """To follow a step in a sentence where the step is only a guess."""
+        return ", guessed from a log of unknown format" if self.guessed else ""
+
+    @property
     def unreadable_reason(self) -> str:
         """Why the files that were read show no step, the newest first; "" if one does, or if there is no file."""
         if self.readable:

@@ -102,6 +102,7 @@ class Job:
         self.restart = 0
         self.loss: float = 2.5
         self.stopped: str | None = None  # what its log says of a stop from outside
+        self.guessed = False  # its log is of an unknown format
         self.tokens_per_second: float | None = 53_000.0
         self.step_seconds = STEP_SECONDS
         self.now, self.since_step, self.sequence = 1000.0, 0, 0
@@ -233,6 +234,7 @@ class Job:
                 age_seconds=float(self.since_step),
                 line_interval_seconds=float(self.step_seconds),
                 stopped=self.stopped,
+                guessed=self.guessed,
                 **common,  # type: ignore[arg-type]  # the three fields above, as ProgressSample types them
             )
             return (said,)

@@ -112,6 +112,24 @@ def test_a_foreign_job_is_complete_when_its_log_is_at_the_last_step() -> None:
     assert job.alerts == {"JobCompleted"}
 
 
+def test_a_guessed_step_is_said_to_be_one_in_every_alert_that_rests_on_it() -> None:
+    job = Job(nodes=1, progress="log", step=95, total_steps=100)
+    job.guessed = True
+    job.play(30, COMPUTE)
+    job.play(10, replace(ENDED, phase="train"))
+    assert job.finding(AlertName.JOB_COMPLETED).evidence[0] == "last step 100, guessed from a log of unknown format"
+    job = playing("log")
+    job.guessed = True
+    job.play(30, COMPUTE)
+    job.play(10, COMPUTE, {15: KILLED})
+    assert any(line.endswith(", guessed from a log of unknown format") for line in job.finding(CRASHED).evidence)
+    job = playing("log")
+    job.guessed = True
+    job.play(60, COMPUTE)
+    job.play(120, SPIN)
+    assert ", guessed from a log of unknown format); the limit is " in job.finding(AlertName.JOB_HUNG).evidence[0]
+
+
 def test_a_crash_right_after_a_save_is_no_completion() -> None:
     job = Job(nodes=1, progress="log", step=498, total_steps=3857)
     job.play(14, COMPUTE)
