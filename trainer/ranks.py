@@ -26,7 +26,7 @@ class RanksOption(click.ParamType[tuple[int, ...]]):
             first, _, last = part.partition("-")
             if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
                 self.fail(
-                    f"{part!r} is not a rank or a range of ranks: write, for example, 3, 0-7 or 0-3,8", param, ctx
+                    f"{part!r} is not a rank or a range of ranks: write, for example, '3', '0-7' or '0-3,8'", param, ctx
                 )
             if int(last or first) >= MAX_RANK:
                 self.fail(f"{part!r}: ranks must be below {MAX_RANK:,}", param, ctx)

@@ -122,7 +122,7 @@ def gather_reports(
             answer = json.dumps({"reports": [asdict(report) for report in reports]}).encode() + b"\n"
             for peer in peers.values():
                 with contextlib.suppress(OSError):  # gone, or too slow: its own process will say so
-                    late = _refusal_line("its report arrived too late")
+                    late = _refusal_line("the report of this process arrived too late")
                     peer.connection.sendall(answer if peer.report is not None else late)
             return reports
         finally:

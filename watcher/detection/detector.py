@@ -394,5 +394,7 @@ def _is_stepping(progress: JobProgress) -> bool:
 def _describe_start(progress: JobProgress) -> str:
     if progress.step is None:
         return "no step has been seen yet"
-    age = "" if progress.age_seconds is None else f", and the last change was {progress.age_seconds:.0f} s ago"
-    return f"no new step has been counted yet: the log or heartbeat shows step {progress.step:,}{age}"
+    age = "" if progress.age_seconds is None else f", reached {progress.age_seconds:.0f} s ago"
+    return (
+        f"the step has not advanced since the watcher started: the log or heartbeat shows step {progress.step:,}{age}"
+    )

@@ -341,7 +341,7 @@ class RealDemoRun:
         self._before_remedy = len(self._receiver.notices())
         self._start('evenness = "min"', gate)
         self._wait_until(
-            lambda: None not in self._job.exit_codes(), TRAINING_TIMEOUT_SECONDS, "the run with evenness = min to end"
+            lambda: None not in self._job.exit_codes(), TRAINING_TIMEOUT_SECONDS, 'the run with evenness = "min" to end'
         )
         codes = self._job.exit_codes()
         if any(codes):

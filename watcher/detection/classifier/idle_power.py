@@ -278,7 +278,7 @@ def _all_spinning(features: PowerFeatures) -> Verdict:
         # A small kernel in a loop on a single GPU (60 of 260 W in a public burn test) waits for nobody, and without a
         # memory reading it is not even known whether a job is on it.
         why = (
-            "The GPU is busy at low power, and the power range of its model or its memory use is unknown: it may be "
+            "The GPU is busy at low power, and its memory use or the power range of its model is unknown: it may be "
             "doing light work or waiting"
         )
         return make_verdict(features, PowerState.UNKNOWN, 0.35, why, (PowerState.HANG, 0.35))
