@@ -29,13 +29,14 @@ def open_api_client(url: str, token_file: Path | None) -> httpx.Client:
         exit_unknown(f"{url}: not a valid address: {error}")
 
 
-def get_json(client: httpx.Client, path: str) -> Any:
-    """The JSON answer to a GET request."""
+def get_json(client: httpx.Client, path: str, hint: str = "") -> Any:
+    """The JSON answer to a GET request. `hint`: added to the error if no watcher answers."""
     try:
         response = client.get(path)
     except httpx.HTTPError as error:
         exit_unknown(
             f"no watcher answers at {client.base_url}: {error or type(error).__name__}; is `wattwatch serve` running?"
+            f"{hint}"
         )
     if response.status_code != httpx.codes.OK:
         try:

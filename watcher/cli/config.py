@@ -63,10 +63,11 @@ class ConfigKey:
 
 @click.command("config")
 @click.argument("path", metavar="[FILE]", required=False, type=click.Path(path_type=Path))
+@click.option("-c", "--config", "option_path", type=click.Path(path_type=Path), help="Same as FILE.")
 @click.option("--reference", is_flag=True, help="Print every key with its type, default and meaning.")
 @click.option("--markdown", is_flag=True, help="With --reference: print Markdown.")
 @json_option("Print one JSON object; with --reference, a JSON list of the keys.")
-def config_command(path: Path | None, reference: bool, markdown: bool, as_json: bool) -> None:
+def config_command(path: Path | None, option_path: Path | None, reference: bool, markdown: bool, as_json: bool) -> None:
     """Print the effective configuration of FILE: every key, with defaults filled in, as TOML.
 
     Secrets are never printed: of a file with a secret, only the path is shown, and URLs are shown without user names
@@ -74,6 +75,9 @@ def config_command(path: Path | None, reference: bool, markdown: bool, as_json: 
 
     Exit code: 0 printed, 2 the configuration is not valid, or wrong usage.
     """
+    if path is not None and option_path is not None:
+        raise click.UsageError("give FILE or -c FILE, not both")
+    path = path or option_path
     if reference == (path is not None):
         raise click.UsageError("give either FILE, such as /etc/wattwatch/wattwatch.toml, or --reference")
     if path is None:

@@ -164,7 +164,8 @@ def write_report(page: Path, directory: Path, evidence: Evidence, diagnosis: Dia
 
 def fetch_diagnosis(job: str, url: str, token_file: Path | None) -> Any:
     with open_api_client(url, token_file) as client:
-        return get_json(client, f"/api/v1/jobs/{quote(job, safe='')}/diagnosis")
+        hint = f" ({job} is not a directory here, so it was read as the name of a job)"
+        return get_json(client, f"/api/v1/jobs/{quote(job, safe='')}/diagnosis", hint)
 
 
 def diagnosis_exit_code(document: Mapping[str, Any]) -> int:

@@ -53,16 +53,21 @@ def progress_command(file: Path, pattern: str | None, as_json: bool) -> None:
     try:
         sample = read_run_directory(file, pattern) if file.is_dir() else read_progress_file(file, pattern)
     except OSError as error:
-        exit_unknown(f"{error.filename or file}: {error.strerror or error}")
+        exit_unknown(f"{error.filename or file}: cannot read the file: {error.strerror or error}")
     if as_json:
         print_ascii_json(progress_object(sample))
     if sample.step is None:
-        exit_unknown(f"{sample.source}: {sample.why}")
+        exit_unknown(f"{sample.source}: {sample.why}. {NO_STEP_ADVICE}")
     if not as_json:
         if sample.source != str(file):
             click.echo(f"{'file':22} {sample.source}")
         for name, value in progress_object(sample).items():
             click.echo(f"{name:22} {'-' if value is None else value}")
+
+
+NO_STEP_ADVICE: Final = (
+    "Give a training log that has reached its first step, or a regular expression for its lines with --pattern"
+)
 
 
 def read_progress_file(file: Path, pattern: str | None) -> ProgressSample:
@@ -151,7 +156,7 @@ def checkpoints_command(directory: Path, as_json: bool) -> None:
     listing, ages = list_checkpoint_directory(str(directory))
     sample = read_checkpoints(str(directory), listing, ages)
     if sample.error is not None:
-        exit_unknown(f"{directory}: {sample.error}")
+        exit_unknown(f"{directory}: cannot read the directory: {sample.error}{ADVICE_OF_A_FILE * directory.is_file()}")
     if as_json:
         print_ascii_json([checkpoint_object(entry) for entry in sample.entries])
     if not sample.entries:
@@ -161,6 +166,9 @@ def checkpoints_command(directory: Path, as_json: bool) -> None:
             step = "-" if entry.step is None else entry.step
             status = COMPLETENESS[entry.complete]
             click.echo(f"{entry.name:30} step {step:>8}  {status:10} {entry.bytes:>15} bytes  {entry.why}")
+
+
+ADVICE_OF_A_FILE: Final = ". Give the directory that contains the checkpoints"
 
 
 def find_checkpoint_directory(directory: Path) -> Path:

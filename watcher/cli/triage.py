@@ -142,7 +142,7 @@ def triage_command(
     if hosts:
         settings = SshSettings(config_file=ssh_config, use_agent=True)
         of_hosts = triage_hosts(hosts, settings, as_one_job=as_one_job, progress=step_progress, profile=profile)
-        results += map(explain_unknown_host, of_hosts)
+        results += [explain_unknown_host(without_next_login(result)) for result in of_hosts]
     for result in results:
         if (note := unused_profile_note(result, profile, profile_name)) is not None:
             print_error(note)
@@ -191,13 +191,24 @@ def print_one_job_note(inputs: Sequence[tuple[str, GpuLog | Recording]]) -> None
         )
 
 
+NEXT_LOGIN: Final = re.compile(r"; (?:next login in [\d.]+ s|the next login is waiting for a free login slot)")
+
+
+def without_next_login(result: TriageResult) -> TriageResult:
+    """This command looks once: what a running watcher would do next does not apply."""
+    return replace(result, verdict=replace(result.verdict, why=NEXT_LOGIN.sub("", result.verdict.why)))
+
+
 def explain_unknown_host(result: TriageResult) -> TriageResult:
     """A name that no host has is most often a file name with a typing error."""
-    unknown = [node.node for node in result.sample.nodes if UNKNOWN_HOST in node.detail]
+    unknown = [node for node in result.sample.nodes if UNKNOWN_HOST in node.detail]
     if not unknown:
         return result
-    why = f"{result.verdict.why.removesuffix('.')}. There is no file named {unknown[0]} either."
-    advice = neither_file_nor_host(unknown[0])
+    name, detail = unknown[0].node, NEXT_LOGIN.sub("", unknown[0].detail)
+    why = f"{result.verdict.why.removesuffix('.')}. There is no file named {name} either."
+    if len(unknown) == len(result.sample.nodes) == 1:
+        why = f"{name!r} is neither a file nor a host name that can be resolved ({detail})."
+    advice = neither_file_nor_host(name)
     return replace(result, verdict=replace(result.verdict, why=why, advice=advice, deciding_check=None))
 
 

@@ -499,7 +499,7 @@ def read_file(path: Path) -> bytes:
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            raise IsADirectoryError(errno.EISDIR, "it is a directory; give the path of a file in it")
         if not (stat.S_ISREG(mode) or (own is not None and stat.S_ISFIFO(mode))):
             kind = "a FIFO" if stat.S_ISFIFO(mode) else "a device or a socket"
             raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")
@@ -516,7 +516,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(path, [f"cannot read the file: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(path, [f"not UTF-8 text (byte {error.start})"]) from None
+        raise ConfigError(path, [f"not UTF-8 text (byte {error.start}); expected a configuration in TOML"]) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(path, [f"not valid TOML: {error}"]) from None
 

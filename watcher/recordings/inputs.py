@@ -295,7 +295,7 @@ def open_pipe(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISDIR(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        raise IsADirectoryError(errno.EISDIR, "it is a directory; give the files in it")
     return os.fdopen(descriptor, "rb", buffering=0)
 
 

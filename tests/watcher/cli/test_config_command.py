@@ -102,3 +102,11 @@ def test_an_invalid_configuration_is_an_error_with_its_problems(shell: Shell, tm
 def test_durations_are_written_as_they_are_read(seconds: float, text: str) -> None:
     assert format_toml_duration(seconds) == text
     assert parse_duration(text) == seconds
+
+
+def test_the_file_may_be_given_with_the_option_of_the_other_commands(shell: Shell, tmp_path: Path) -> None:
+    path = tmp_path / "wattwatch.toml"
+    path.write_text('[[jobs]]\nname = "a"\nnodes = "n1"\nlogs = ["/x.log"]\n')
+    plain, option = (shell.run("config", *arguments) for arguments in ([str(path)], ["-c", str(path)]))
+    assert (option.exit_code, option.out) == (0, plain.out)
+    assert shell.run("config", str(path), "-c", str(path)).exit_code == 2

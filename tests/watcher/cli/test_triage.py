@@ -275,7 +275,7 @@ def test_a_mistyped_file_name_is_not_only_called_a_host(
     config.write_text(f"Host *\n UserKnownHostsFile {tmp_path}/known_hosts\n")
     (said,) = shell.run("triage", "--json", "-F", config, "smi_outptu").json
     assert said["state"] == "unknown"
-    assert "There is no file named smi_outptu either." in said["why"]
+    assert "'smi_outptu' is neither a file nor a host name that can be resolved" in said["why"]
     assert "Did you mean the file smi_output?" in said["advice"]
     answer = shell.run("triage", "smi.out")
     assert (answer.exit_code, answer.err) == (3, "smi.out: cannot read the file: No such file or directory\n")
@@ -439,3 +439,9 @@ PLAIN_TABLE = """\
 | N/A   61C    P0            640W /  700W |  70123MiB /  81559MiB |    100%      Default |
 +-----------------------------------------+------------------------+----------------------+
 """
+
+
+def test_a_name_that_is_neither_file_nor_host_is_said_to_be_that(shell: Shell) -> None:
+    answer = shell.run("triage", "no-such-thing")
+    assert "'no-such-thing' is neither a file nor a host name that can be resolved (cannot resolve" in answer.out
+    assert "next login" not in answer.out

@@ -127,7 +127,7 @@ def test_only_a_regular_file_or_an_open_pipe_is_read(tmp_path: Path) -> None:
     for path, words in (
         (fifo, "it is a FIFO, not a regular file"),
         (Path("/dev/zero"), "it is a device"),  # it never ends
-        (tmp_path, "Is a directory"),
+        (tmp_path, "it is a directory; give the path of a file in it"),
     ):
         for read in (load_config, read_profiles):
             with pytest.raises(ConfigError, match=f"{path}: cannot read the file: {words}"):

@@ -119,7 +119,7 @@ def test_a_wrong_value_in_json_samples_is_named_and_no_other_reader_guesses_at_t
 
 
 def test_a_file_that_cannot_be_opened_is_an_error_in_one_sentence(tmp_path: Path) -> None:
-    for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+    for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "it is a directory; give the files in it")):
         with pytest.raises(InputError, match=re.escape(f"{path}: cannot read the file: {words}")):
             read_input_file(path)
 
