@@ -9,7 +9,8 @@ from __future__ import annotations
 import csv
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
@@ -39,11 +40,16 @@ from wattwatch.collectors.smi.snapshots import group_into_snapshots
 
 NO_HEADER: Final = "there is no header"  # how the warning begins
 _MAX_LINE_CHARS: Final = 20_000  # all 241 fields of driver 610 take 8,000
-_HOST_PREFIX: Final = re.compile(r"[A-Za-z][\w.\-]*: (?=\S)")  # prefix that pdsh and clush put before each line
+# What pdsh and clush ("node1: ") or docker compose ("worker-1  | ") put before each line.
+_HOST_PREFIX: Final = re.compile(r"[A-Za-z][\w.\-]*(?:: | +\| )(?=\S)")
+_STAMP_PREFIX: Final = re.compile(
+    r"(?P<stamp>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:\d\d)) +(?=[^\s,;])"
+)
 _PROCESS_COLUMNS: Final = frozenset({"pid", "process_name", "used_gpu_memory [MiB]"})
 _EACH_GPU: Final = frozenset({"index", "uuid", "pci_bus_id"})
 _UNIT_IN_HEADER: Final = re.compile(r"\[(W|%|MiB|MHz)\]$")  # as nvidia-smi prints it
 _WATTS_WITHOUT_UNIT: Final = re.compile(r"\d+\.\d\d$")  # always, with nounits too
+_MOST_OF_LIMIT: Final = 1.25  # no GPU draws more than this share of its limit; up to 1.12 was seen
 MIN_ROWS_TO_INFER: Final = 4  # with fewer rows, all of them are needed to infer what their columns are
 _NODE_COLUMNS: Final = frozenset({"node", "host", "hostname", "server", "rack", "pdu", "chassis"})
 
@@ -92,15 +98,17 @@ _DECIMAL_COMMA: Final = re.compile(r"(?<=\d),(?=\d)")
 
 
 def _with_decimal_points(lines: Sequence[str]) -> Sequence[str]:
-    """The lines of a table that a spreadsheet saved with decimal commas ("0;120,5 W;100 %"), with decimal points."""
-    filled = [line for line in lines if line.strip()]
+    """The lines with decimal points in a table that a spreadsheet saved with decimal commas ("0;120,5 W;100 %"). Its
+    rows all have the same width; other lines, such as those of a chat around it, do not matter."""
     for mark in ";\t":
-        if (
-            any(_DECIMAL_COMMA.search(line) for line in filled)
-            and all(mark in line for line in filled)
-            and not any("," in _DECIMAL_COMMA.sub("", line) for line in filled)
-        ):
-            return [_DECIMAL_COMMA.sub(".", line) for line in lines]
+        widths = Counter(count for line in lines if (count := line.count(mark)))
+        if not widths:
+            continue
+        ((width, _),) = widths.most_common(1)
+        rows = {number: line for number, line in enumerate(lines) if line.count(mark) == width}
+        cells = [cell for row in rows.values() if "," in row for cell in row.split(mark) if "," in cell]
+        if cells and all(cell.count(",") == 1 and _DECIMAL_COMMA.search(cell) for cell in cells):
+            return [_DECIMAL_COMMA.sub(".", line) if n in rows else line for n, line in enumerate(lines)]
     return lines
 
 
@@ -165,8 +173,10 @@ def _collect(lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple
             messages.warn(f"line {number + 1} has {len(line)} characters, which is too long for query output")
             found.too_long += 1
             continue
-        if "," in line and (host := _HOST_PREFIX.match(line)):
+        if any(mark in line for mark in ",;\t") and (host := _HOST_PREFIX.match(line)):
             line = line[host.end() :]
+        if stamp := _STAMP_PREFIX.match(line):
+            line = _with_stamp_as_cell(stamp["stamp"], line[stamp.end() :])
         cells = split_cells(line)
         # Some scripts end every row with a comma.
         if cells[-1] == "" and len(cells) > 1 and (columns is None or len(cells) == len(columns) + 1):
@@ -201,6 +211,15 @@ def _collect(lines: Sequence[str], cut: bool, messages: MessageLog, given: tuple
     if cut and found.rows and found.rows[-1][0] == len(lines) - 1:
         _check_cut_row(found)
     return found
+
+
+def _with_stamp_as_cell(stamp: str, rest: str) -> str:
+    """A line with the time that a log collector (`kubectl logs --timestamps`, `docker logs -t`) put before it as a cell
+    of its own: above the rows, the name of that column."""
+    mark = next((mark for mark in ",\t;" if mark in rest), None)
+    if mark is None:
+        return f"{stamp} {rest}"
+    return f"{stamp if read_header(split_cells(rest)) is None else 'timestamp'}{mark}{rest}"
 
 
 def _check_cut_row(found: _CsvRows) -> None:
@@ -523,10 +542,25 @@ def _assign_in_order(
         places = places[:1]
     if kind == "watts" and len(places) == 2:
         first, second = ({row[place] for row in rows} for place in places)
-        if len(first) == 1 < len(second):
-            places.reverse()  # of two, the constant one is the limit
+        limit_first = len(first) == 1 < len(second) or (
+            len(first) == len(second) == 1 and _are_whole(first) and not _are_whole(second)
+        )
+        if limit_first or _is_always_more(rows, places[0], places[1], _MOST_OF_LIMIT):
+            # Of two, the limit is the constant one, the one in whole watts, or the one that the other cannot exceed.
+            places.reverse()
     for place, name in zip(places, names, strict=False):
         fields[place] = name
+
+
+def _are_whole(cells: Iterable[str]) -> bool:
+    return all((value := read_number(cell).value) is not None and value.is_integer() for cell in cells)
+
+
+def _is_always_more(rows: Sequence[Sequence[str]], one: int, other: int, factor: float) -> bool:
+    """Whether one column holds more than `factor` times the other in each row that has both."""
+    pairs = [(read_number(row[one]).value, read_number(row[other]).value) for row in rows]
+    read = [(mine, theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
+    return bool(read) and all(mine > factor * theirs for mine, theirs in read)
 
 
 def _assign_memory(rows: Sequence[Sequence[str]], kinds: Sequence[str], fields: list[str]) -> None:

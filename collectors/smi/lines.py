@@ -57,6 +57,10 @@ _CHARACTERS: Final = str.maketrans(
 
 _QUOTE: Final = re.compile(r"^(?:[ \t]{0,3}>)+[ ]?", re.MULTILINE)  # of mails and of Markdown
 _ACTIONS_STAMP: Final = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{7}Z ", re.MULTILINE)  # logs of GitHub Actions
+# What `docker compose logs` puts before each line of a service, and `kubectl logs --timestamps` before each of a pod.
+_SERVICE: Final = re.compile(r"[A-Za-z][\w.\-]* +\| ?")
+_COLLECTOR_STAMP: Final = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:\d\d) ", re.MULTILINE)
+_TABLE_EDGE: Final = re.compile(r"[+|][-=]{10}")
 _SOFT_BREAK: Final = re.compile(rb"=\r?\n")
 
 
@@ -81,12 +85,28 @@ def decode_lines(data: bytes) -> tuple[list[str], bool]:
         text = _QUOTE.sub("", text)
     if "Z " in text:
         text = _ACTIONS_STAMP.sub("", text)
+    text = _without_prefix(text)
     filled = text.rstrip("\0")
     cut = bool(filled) and not filled.endswith("\n")
     if "\0" in filled:
         filled = re.sub("\0+", "\n", filled)
     lines = filled.split("\n")
     return (lines if cut else lines[:-1]), cut
+
+
+def _without_prefix(text: str) -> str:
+    """Without the name of one service before every line, and without time stamps before the lines of a table, which has
+    its own date. Names of several services tell hosts apart, and stamps of rows are their times: those stay."""
+    beginning = text.lstrip()[:200]
+    if service := _SERVICE.match(beginning):
+        prefix = service[0].rstrip()
+        lines = text.split("\n")
+        if all(line.startswith(prefix) for line in lines if line.strip()):
+            text = "\n".join(line[len(prefix) :].removeprefix(" ") for line in lines)
+            beginning = text.lstrip()[:200]
+    if _COLLECTOR_STAMP.match(beginning) and _TABLE_EDGE.search(text[:4000]):
+        text = _COLLECTOR_STAMP.sub("", text)
+    return text
 
 
 def text_of_html(text: str) -> str:

@@ -30,6 +30,7 @@ _MAX_TABLE_WIDTH: Final = 300  # a table is about 90 wide; a longer line is not 
 _BUS: Final = re.compile(r"(?<![0-9A-Za-z])[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f](?![0-9A-Za-z])")
 _NUMBERED: Final = re.compile(r"(?:^|[|\s])(\d{1,4})\.?\s+([A-Za-z?].*)")
 _NUMBERED_START: Final = re.compile(r"^[^|]*\|\s*(\d{1,4})\s+([A-Za-z?][^|]*)(\|.*)?$")
+_CELL_MARK: Final = re.compile(r"[,;]|\t[^|\t]*\t")  # in a CSV row of "RTX 2080 Ti" or "RTX 6000 Ada"
 _MODES: Final = frozenset(
     {"On", "Off", "N/A", "ERR!", "WDDM", "TCC", "MCDM", "Enabled", "Disabled"}
 )  # persistence, driver
@@ -116,7 +117,7 @@ def _identity_cells(line: str) -> Cells:
     bus = _BUS.search(line)
     before = line[: bus.start()].rstrip(" |\t") if bus else ""
     numbered = _NUMBERED.search(before)
-    if bus is None or numbered is None or "," in before:  # a comma: a CSV row of "RTX 2080 Ti"
+    if bus is None or numbered is None or _CELL_MARK.search(before):
         return {}
     words = numbered[2].replace("|", " ").split()
     if len(words) > 1 and words[-1] in _MODES:

@@ -410,7 +410,10 @@ def _without_ranks(verdict: Verdict) -> Verdict:
 
 def _lower_confidence(verdict: Verdict, reason: str) -> Verdict:
     confidence = round(verdict.confidence * DISAGREEMENT_FACTOR, 2)
-    return replace(verdict, confidence=confidence, why=f"{_sentence(verdict.why)} {reason}")
+    other = verdict.alternative
+    if other is not None:
+        other = replace(other, confidence=min(other.confidence, confidence))
+    return replace(verdict, confidence=confidence, alternative=other, why=f"{_sentence(verdict.why)} {reason}")
 
 
 def _host_fault_advice(node: NodeState) -> str | None:

@@ -103,3 +103,42 @@ def test_decimal_commas_of_a_spreadsheet_are_read(mark: str) -> None:
     (snapshot,) = report.snapshots
     assert [gpu.power_watts for gpu in snapshot.gpus] == [120.5, 1043.25]
     assert [gpu.utilization_percent for gpu in snapshot.gpus] == [100.0, 0.0]
+
+
+@pytest.mark.parametrize("before", ["alice  10:32 AM\nlook, please; it hangs:\n```\n", "{noformat}\n", ""])
+def test_decimal_commas_are_read_beside_other_text(before: str) -> None:
+    names = ("0;NVIDIA RTX 6000 Ada Generation;193,56 W", "1;NVIDIA RTX 6000 Ada Generation;97,04 W")
+    rows = "\n".join(("index;name;power.draw [W]", *names, ""))
+    (snapshot,) = read_gpu_output(f"{before}{rows}".encode()).snapshots
+    assert [gpu.power_watts for gpu in snapshot.gpus] == [193.56, 97.04]
+    assert {gpu.name for gpu in snapshot.gpus} == {"NVIDIA RTX 6000 Ada Generation"}
+
+
+def test_a_row_with_a_bus_id_and_semicolons_is_no_line_of_a_table() -> None:
+    row = "{0};NVIDIA RTX 6000 Ada Generation;40;00000000:1{0}:00.0;100 %;71.16 W"
+    text = "index;name;temperature.gpu;pci.bus_id;utilization.gpu;power.draw\n" + "\n".join(map(row.format, range(3)))
+    (snapshot,) = read_gpu_output(text.encode() + b"\n").snapshots
+    assert [(gpu.index, gpu.power_watts) for gpu in snapshot.gpus] == [(0, 71.16), (1, 71.16), (2, 71.16)]
+
+
+@pytest.mark.parametrize(
+    "row", ["0, NVIDIA A10G, 300.00 W, 4 MiB, 0 %, 16.55 W", "0, NVIDIA A10G, 300.00 W, 4 MiB, 99 %, 269.48 W"]
+)
+def test_power_is_not_taken_from_the_limit_where_the_limit_comes_first(row: str) -> None:
+    ((gpu,),) = (snapshot.gpus for snapshot in read_gpu_output(row.encode() + b"\n").snapshots)
+    assert gpu.power_limit_watts == 300.0
+    assert gpu.power_watts == float(row.split(", ")[-1].removesuffix(" W"))
+
+
+@pytest.mark.parametrize("prefix", ["2026-03-01T10:00:00.123456789Z ", "worker-1  | "])
+def test_what_a_log_collector_puts_before_each_line_does_not_hide_the_header(prefix: str) -> None:
+    rows = [
+        "index, memory.total [MiB], utilization.gpu [%], power.draw [W]",
+        "0, 15360, 12, 9.90",
+        "1, 15360, 99, 69.10",
+    ]
+    for mark in (", ", ";"):
+        text = "".join(f"{prefix}{row.replace(', ', mark)}\n" for row in rows)
+        (snapshot,) = read_gpu_output(text.encode()).snapshots
+        read = [(g.index, g.memory_used_bytes, g.utilization_percent, g.power_watts) for g in snapshot.gpus]
+        assert read == [(0, None, 12.0, 9.9), (1, None, 99.0, 69.1)]

@@ -182,3 +182,68 @@ def test_a_likely_hang_is_never_answered_with_no_action_alone() -> None:
     assert found.alternative is not None
     assert (found.state, found.alternative.state) == (PowerState.COMMUNICATION, PowerState.HANG)
     assert found.advice.startswith("No action needed if the job's step counter is moving. If it is not, collect ")
+
+
+def test_only_the_gpus_that_draw_it_are_said_to_draw_compute_level_power() -> None:
+    working = gpus("NVIDIA B200", 950, 1000, 196608, 97)
+    even = verdict(pasted(working)).verdict
+    assert even.why.startswith("All 8 GPUs are busy and draw compute-level power")
+    mixed = verdict(pasted([replace(working[0], watts=190), *working[1:]])).verdict
+    assert mixed.state is PowerState.COMPUTE
+    assert mixed.why.startswith("All 8 GPUs are busy, most at compute-level power, but 1 of 8 GPUs draws less (190 W)")
+    assert mixed.confidence < even.confidence
+    assert mixed.alternative is not None
+    assert mixed.alternative.confidence <= mixed.confidence
+
+
+def test_power_slightly_above_the_floor_is_not_called_no_more_than_the_floor() -> None:
+    at = verdict(pasted(HUNG)).verdict.why
+    above = verdict(pasted([replace(gpu, watts=168) for gpu in HUNG])).verdict.why
+    assert "they draw no more power than GPUs that only wait" in at
+    assert "they draw about as much power as GPUs that only wait" in above
+
+
+def test_of_a_lost_gpu_no_readings_are_named_that_the_input_does_not_have() -> None:
+    row = "2026/09/14 01:09:1{}.300, {}, {}, {}\n"
+    lost = "[GPU is lost]"
+    text = (
+        "timestamp, index, power.draw [W], utilization.gpu [%]\n"
+        + row.format(4, 0, "298.10 W", "97 %")
+        + row.format(5, 0, lost, lost)
+    )
+    (result,) = triage_text_or_path(text)
+    assert result.verdict.state is PowerState.GPU_FAULT
+    assert "lost" in result.verdict.why
+    assert "energy" not in result.verdict.why
+    assert "memory" not in result.verdict.why
+
+
+def test_a_container_without_access_is_not_told_that_its_driver_was_replaced() -> None:
+    result = verdict("Failed to initialize NVML: Unknown Error\n").verdict
+    assert result.state is PowerState.UNKNOWN
+    assert "container" in result.why
+    assert "driver" not in result.advice.lower()
+
+
+def test_gpus_that_belong_to_no_job_are_named_beside_one_that_is_cut_off() -> None:
+    header = "index, power.limit [W], memory.used [MiB], utilization.gpu [%], power.draw [W]\n"
+    text = header + "".join(f"{i}, 450.00 W, 4 MiB, 0 %, 20.35 W\n" for i in range(6)) + "6, 450.00"
+    (result,) = triage_text_or_path(text, progress="advancing")
+    assert result.verdict.state is PowerState.UNKNOWN
+    assert "Only 6 of 7 GPUs have valid power and utilization." in result.verdict.why
+    assert result.verdict.why.endswith("Ignored: 6 GPUs without allocated memory.")
+    assert "progress" not in result.verdict.advice  # the user has just given it
+
+
+def test_two_samples_that_disagree_leave_the_verdict_at_least_as_sure_as_its_alternative() -> None:
+    header = "timestamp, index, name, power.limit [W], memory.used [MiB], utilization.gpu [%], power.draw [W]\n"
+    for earlier in range(50, 700, 50):
+        for later in range(50, 700, 25):
+            rows = "".join(
+                f"2026/03/01 10:00:0{second}, {index}, NVIDIA H100 80GB HBM3, 700 W, 60000 MiB, {percent} %, {w}.00 W\n"
+                for second, w, percent in ((0, earlier, 20), (1, later, 100))
+                for index in range(2)
+            )
+            result = verdict(header + rows).verdict
+            other = result.alternative
+            assert result.state is PowerState.UNKNOWN or other is None or other.confidence <= result.confidence

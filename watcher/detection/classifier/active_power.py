@@ -9,6 +9,7 @@ two readings always remain.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from wattwatch.watcher.common.formatting import format_count
@@ -220,20 +221,20 @@ def _evenly_busy(features: PowerFeatures) -> Verdict:
     if watts >= profile.compute_watts:
         return _full_compute(features)
     if own_band is not None and watts in own_band:
-        why = f"{_all_gpus(features)} evenly busy at the power that is typical of communication on this GPU model"
+        claim = "the power that is typical of communication on this GPU model"
+        why = _busy_and_draw(features, claim, own_band.low_watts, own_band.high_watts)
         return make_verdict(features, PowerState.COMMUNICATION, 0.75, why, (PowerState.COMPUTE, 0.2))
     light = any(watts in band for band in profile.light)
-    barely = watts < profile.floor_watts + LIGHT_LOAD_SHARE * (profile.compute_watts - profile.floor_watts)
+    barely_watts = profile.floor_watts + LIGHT_LOAD_SHARE * (profile.compute_watts - profile.floor_watts)
+    barely = watts < barely_watts
     if advancing and barely and not light:
-        why = (
-            f"Steps advance; {_all_gpus(features, start=False)} evenly busy but {_draw(features)} only slightly more "
-            "power than GPUs that only wait"
-        )
+        claim = "only slightly more power than GPUs that only wait"
+        busy = _busy_and_draw(features, claim, profile.floor_watts, barely_watts, start=False)
+        why = f"Steps advance; {busy}"
         return make_verdict(features, PowerState.COMMUNICATION, 0.5, why, (PowerState.COMPUTE, 0.35))
     if advancing:
-        why = (
-            f"{_all_gpus(features)} evenly busy below compute-level power: probably healthy training with a light load"
-        )
+        busy = _busy_and_draw(features, "less than compute-level power", 0.0, profile.compute_watts)
+        why = f"{busy}: probably healthy training with a light load"
         return make_verdict(features, PowerState.COMPUTE, 0.7, why, (PowerState.COMMUNICATION, 0.3))
     if watts <= profile.floor_watts and is_memory_busy(features.gpus):
         why = (
@@ -245,15 +246,12 @@ def _evenly_busy(features: PowerFeatures) -> Verdict:
         why = "Some GPUs are only waiting (high utilization at low power), and others draw more power"
         return make_verdict(features, PowerState.UNKNOWN, 0.3, why, (PowerState.HANG, 0.3))
     if barely and not light:
-        why = (
-            f"{_all_gpus(features)} evenly busy but {_draw(features)} only slightly more power than GPUs that only wait"
-        )
+        claim = "only slightly more power than GPUs that only wait"
+        why = _busy_and_draw(features, claim, profile.floor_watts, barely_watts)
         other = (PowerState.HANG, 0.35 * profile.certain)
         return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, other)
-    why = (
-        f"{_all_gpus(features)} evenly busy and {_draw(features)} more power than GPUs that only wait, but less than "
-        "compute-level power"
-    )
+    claim = "more power than GPUs that only wait, but less than compute-level power"
+    why = _busy_and_draw(features, claim, profile.floor_watts, profile.compute_watts)
     if profile.name == generic_profile().name:
         # GPUs of an unknown model may draw a third of their limit when idle, so spinning is not out of the question.
         return make_verdict(features, PowerState.COMMUNICATION, 0.45, why, (PowerState.HANG, 0.3 * profile.certain))
@@ -278,7 +276,7 @@ def _full_compute(features: PowerFeatures) -> Verdict:
         if not features.limit_read:
             doubtful_watts = LIMIT_MARGIN * max(doubtful_watts, profile.compute_watts)
     if watts >= doubtful_watts:
-        why = f"{_all_gpus(features)} busy and {_draw(features)} compute-level power"
+        why = _busy_and_draw(features, "compute-level power", profile.compute_watts)
         other = None if features.match.pattern is UtilizationPattern.ALL_BUSY else (PowerState.STARVATION, 0.1)
         low = [w for g in features.gpus if (w := valid_power_watts(g.gpu)) is not None and w < profile.compute_watts]
         if low:
@@ -288,7 +286,8 @@ def _full_compute(features: PowerFeatures) -> Verdict:
                 why += ", no more than a GPU that only waits: work may be distributed unevenly"
                 confidence, other = min(confidence, 0.65), (PowerState.COMMUNICATION, 0.2)
         return make_verdict(features, PowerState.COMPUTE, confidence, why, other)
-    why = f"{_all_gpus(features)} busy at power in the lower part of the compute range"
+    claim = "power in the lower part of the compute range"
+    why = _busy_and_draw(features, claim, profile.compute_watts, doubtful_watts)
     sure = watts >= GENERIC_COMMUNICATION_SHARE * profile.limit_watts if is_generic else features.limit_read
     even = features.match.pattern is UtilizationPattern.ALL_BUSY and len(features.gpus) > 1
     other = (PowerState.COMMUNICATION if even else PowerState.STARVATION, 0.25 if sure else 0.3)
@@ -300,6 +299,24 @@ def _all_gpus(features: PowerFeatures, start: bool = True) -> str:
     count = len(features.gpus)
     text = {1: "The GPU is", 2: "Both GPUs are"}.get(count, f"All {count} GPUs are")
     return text if start else text[:1].lower() + text[1:]
+
+
+def _busy_and_draw(
+    features: PowerFeatures, claim: str, low_watts: float, high_watts: float = math.inf, *, start: bool = True
+) -> str:
+    """That the GPUs are busy and draw `claim`, which is from `low_watts` to `high_watts`. The median decides the
+    verdict, so the GPUs that do draw it are counted. `start`: of a sentence."""
+    drawn = _drawn_watts(features)
+    inside = sum(low_watts <= watts <= high_watts for watts in drawn)
+    if inside == len(features.gpus):
+        return f"{_all_gpus(features, start)} busy and {_draw(features)} {claim}"
+    if not inside:
+        return f"{_all_gpus(features, start)} busy and {_draw(features)} {claim} at the median"
+    return f"{_all_gpus(features, start)} busy, and {inside} of them {'draws' if inside == 1 else 'draw'} {claim}"
+
+
+def _drawn_watts(features: PowerFeatures) -> list[float]:
+    return [watts for g in features.gpus if (watts := valid_power_watts(g.gpu)) is not None]
 
 
 def _draw(features: PowerFeatures) -> str:
@@ -336,7 +353,11 @@ def _unevenly_busy(features: PowerFeatures) -> Verdict:
         confidence = max(0.5, 0.75 * profile.bands_certain) if is_known_model else 0.45
         return make_verdict(features, PowerState.STARVATION, confidence, why, other)
     if watts >= profile.compute_watts and (band is None or watts > band.high_watts or _is_mostly_busy(features)):
-        why = "GPUs draw compute-level power; utilization is lower on some ranks"
+        drawn = _drawn_watts(features)
+        inside = sum(each >= profile.compute_watts for each in drawn)
+        extent = format_count(len(drawn), "GPU") if inside == len(drawn) else f"{inside} of {len(drawn)} GPUs"
+        draw = "draws" if inside == 1 else "draw"
+        why = f"{extent} {draw} compute-level power; utilization is lower on some ranks"
         if len(features.gpus) == 1:
             why = "The GPU draws compute-level power and is idle part of the time"
         confidence = 0.65 if is_known_model and features.limit_read else 0.45

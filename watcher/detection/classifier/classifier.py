@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from wattwatch.collectors.samples import HostStatus, ReadingStatus
+from wattwatch.collectors.samples import GpuSample, HostStatus, ReadingStatus
 from wattwatch.watcher.common.formatting import format_count
 from wattwatch.watcher.detection.baselines.baseline import JobBaseline
 from wattwatch.watcher.detection.baselines.profiles import PowerProfile, highest_communication_watts
@@ -246,15 +246,19 @@ def _without_contradicting_alternative(verdict: Verdict, gpu_count: int) -> Verd
 
 def _no_readable_gpu(sample: JobSample) -> Verdict:
     reasons = [f"{node.node}: {_why_no_reading(node)}" for node in sample.nodes]
-    driver_lost = any(node.status in (HostStatus.DRIVER_DOWN, HostStatus.NO_DEVICES) for node in sample.nodes)
     return Verdict(
         state=PowerState.UNKNOWN,
         confidence=UNKNOWN_CONFIDENCE,
         pattern=UtilizationPattern.UNKNOWN,
-        why=f"No GPU could be read on {format_count(len(reasons), 'node')}: " + "; ".join(reasons[:4]),
-        advice="The job itself may be fine. Run nvidia-smi on the node to see whether its GPUs respond."
-        + (" The NVIDIA driver was replaced or has failed." if driver_lost else ""),
+        why=f"No GPU could be read on {format_count(len(reasons), 'node')}: " + _listed(reasons, "more node"),
+        advice="The job itself may be fine. Run nvidia-smi on the node to see whether its GPUs respond.",
     )
+
+
+def _listed(texts: Sequence[str], more: str) -> str:
+    """The first of them, and how many more there are."""
+    rest = len(texts) - MAX_LISTED
+    return "; ".join([*texts[:MAX_LISTED], *([f"and {format_count(rest, more)}"] if rest > 0 else [])])
 
 
 def _why_no_reading(node: NodeState) -> str:
@@ -274,10 +278,7 @@ def _faulty_gpu(sample: JobSample) -> Verdict | None:
     for ranked in sample.gpus:
         fault = ranked.gpu.fault
         if fault is not None:
-            fields = sorted(name for name, reason in ranked.gpu.reasons.items() if reason is fault)
-            faults.append(
-                f"{ranked.node} GPU {ranked.gpu.key}: {fault.value.replace('_', ' ')} ({', '.join(fields[:4])})"
-            )
+            faults.append(f"{ranked.node} GPU {ranked.gpu.key}: {_fault_text(ranked.gpu, fault)}")
             suspects.append(Suspect(ranked.node, ranked.gpu.index, ranked.rank))
     if not faults:
         return None
@@ -285,11 +286,21 @@ def _faulty_gpu(sample: JobSample) -> Verdict | None:
         state=PowerState.GPU_FAULT,
         confidence=0.9,
         pattern=match_pattern(sample.gpus).pattern,
-        why="; ".join(faults[:MAX_LISTED]),
+        why=_listed(faults, "more faulty GPU"),
         advice=ADVICE[PowerState.GPU_FAULT],
         suspects=tuple(suspects),
         power_fraction=median_power_fraction(sample.gpus),
     )
+
+
+def _fault_text(gpu: GpuSample, fault: ReadingStatus) -> str:
+    """The fault; of a GPU that returns errors, for which readings. A lost GPU has none, asked for or not."""
+    text = fault.value.replace("_", " ")
+    if fault is not ReadingStatus.UNREADABLE:
+        return text
+    fields = sorted(name for name, reason in gpu.reasons.items() if reason is fault)
+    more = f", and {len(fields) - MAX_LISTED} more" if len(fields) > MAX_LISTED else ""
+    return f"{text} ({', '.join(fields[:MAX_LISTED])}{more})"
 
 
 def _readings_missing(
@@ -300,6 +311,8 @@ def _readings_missing(
     pattern, fraction = match_pattern(gpus).pattern, median_power_fraction(gpus)
     total = format_count(len(gpus), "GPU")
     missing = _what_is_missing(gpus)
+    if ignored := len(sample.gpus) - len(gpus):
+        missing = f"{missing} Ignored: {format_count(ignored, 'GPU')} without allocated memory."
 
     def verdict(
         state: PowerState,
@@ -352,11 +365,12 @@ def _readings_missing(
         if uneven and contexts is not False:
             why = "Utilization varies widely between the ranks, as in jobs that wait for input."
             return verdict(PowerState.STARVATION, 0.4, why, (PowerState.COMPUTE, 0.3))
-    more = f"{GIVE_BOTH}. " if NOT_GIVEN in missing else ""
-    advice = (
-        f"{more}{PROVIDE_PROGRESS}: when power or utilization cannot be read, only the step counter shows whether the "
-        "job is working."
-    )
+    advice = f"{GIVE_BOTH}."
+    if progress is None:
+        advice = (
+            f"{f'{advice} ' if NOT_GIVEN in missing else ''}{PROVIDE_PROGRESS}: when power or utilization cannot be "
+            "read, only the step counter shows whether the job is working."
+        )
     return verdict(PowerState.UNKNOWN, UNKNOWN_CONFIDENCE, "", (PowerState.HANG, 0.3), advice)
 
 

@@ -26,7 +26,14 @@ from wattwatch.watcher.detection.classifier.features import (
     no_model_loaded,
     worked_a_moment_ago,
 )
-from wattwatch.watcher.detection.model import NodeState, PowerState, RankGpu, UtilizationPattern, Verdict
+from wattwatch.watcher.detection.model import (
+    NodeState,
+    PowerState,
+    RankGpu,
+    UtilizationPattern,
+    Verdict,
+    valid_power_watts,
+)
 
 # No context on any GPU, and the host's process list shows none of the job's processes.
 NO_PROCESS_CONFIDENCE: Final = 0.95
@@ -269,7 +276,7 @@ def _all_spinning(features: PowerFeatures) -> Verdict:
         )
     if len(features.gpus) > 1:
         why = (
-            f"The utilization of {_all_of(features)} is high, but they draw no more power than GPUs that only wait: "
+            f"The utilization of {_all_of(features)} is high, but they draw {_no_more(features)} GPUs that only wait: "
             "the ranks are probably waiting for each other"
         )
         confidence = 0.8 * features.floor_confidence
@@ -283,10 +290,16 @@ def _all_spinning(features: PowerFeatures) -> Verdict:
         )
         return make_verdict(features, PowerState.UNKNOWN, 0.35, why, (PowerState.HANG, 0.35))
     why = (
-        "The GPU is busy but draws no more power than a GPU that only waits: it may be waiting for ranks that are "
+        f"The GPU is busy but draws {_no_more(features)} a GPU that only waits: it may be waiting for ranks that are "
         "not in this sample"
     )
     return make_verdict(features, PowerState.HANG, 0.7 * features.floor_confidence, why, (PowerState.WAITING, 0.2))
+
+
+def _no_more(features: PowerFeatures) -> str:
+    """How the power compares with the floor, which the GPUs may exceed by some tolerance."""
+    most = max((watts for g in features.gpus if (watts := valid_power_watts(g.gpu)) is not None), default=0.0)
+    return "no more power than" if most <= features.profile.floor_watts else "about as much power as"
 
 
 def _kernels_are_short(features: PowerFeatures) -> bool:
