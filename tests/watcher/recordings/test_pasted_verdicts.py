@@ -247,3 +247,14 @@ def test_two_samples_that_disagree_leave_the_verdict_at_least_as_sure_as_its_alt
             result = verdict(header + rows).verdict
             other = result.alternative
             assert result.state is PowerState.UNKNOWN or other is None or other.confidence <= result.confidence
+
+
+def test_memory_that_is_read_on_one_gpu_only_is_not_said_to_be_free_on_any() -> None:
+    header = "index, name, power.draw [W], power.limit [W], utilization.gpu [%], memory.used [MiB]\n"
+    rows = (
+        "0, NVIDIA B300 SXM6 AC, 112.00 W, 880.00 W, 0 %, 4 MiB\n",
+        "1, NVIDIA B300 SXM6 AC, 112.00 W, 880.00 W, 0 %, ",
+    )
+    unknown, held = (verdict(header + rows[0] + rows[1] + each + "\n").verdict for each in ("[N/A]", "900 MiB"))
+    assert "No job has memory allocated" not in unknown.why
+    assert unknown.confidence <= held.confidence  # what is not known makes nothing surer

@@ -277,9 +277,12 @@ def job_gpus(gpus: tuple[RankGpu, ...]) -> tuple[RankGpu, ...]:
 
 
 def holds_contexts(gpus: Sequence[RankGpu]) -> bool | None:
-    """Whether any GPU holds the memory of a context; None where memory cannot be read on any, or is read wrong."""
-    held = [known for g in gpus if (known := _has_context(g.gpu)) is not None]
-    return any(held) if held else None
+    """Whether any GPU holds the memory of a context; None where none is known to, and one cannot be read or is read
+    wrong: it may be the one that does."""
+    held = [_has_context(g.gpu) for g in gpus]
+    if any(held):
+        return True
+    return None if None in held or not held else False
 
 
 def _has_context(gpu: GpuSample) -> bool | None:
